@@ -1,0 +1,69 @@
+# `make demo` and `make test` do all set-up themselves, in .venv. `make help` lists the rest.
+#
+#   PYTHON=python3.12          the interpreter .venv is made from (3.10 or newer; the tests need 3.11)
+#   TORCH='torch==2.11.0'      another torch than the pinned one
+#   PYTEST_ARGS='-k plan -x'   passed on to pytest
+#   BENCH_ARGS='--suite vae'   passed on to the benchmark
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+
+BIN    := .venv/bin
+# torch is named in every call, so that nothing installed later can replace it
+PIP     = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(TORCH)
+
+PROMPT ?= a red circle moving right on a blue background
+DEMO   := out/demo.mp4
+# whether the caption came true: colour, shape and motion, measured in the frames of the file that was written
+DEMO_CHECK = $(BIN)/python -m wan_core check "$(DEMO)" --prompt "$(PROMPT)"
+
+.PHONY: help demo test check format bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo    generate $(DEMO) with the embedded model and check that its caption came true"
+	@echo "make test    make check, then the test suite"
+	@echo "make check   lint, format, types, import directions"
+	@echo "make format  let ruff mend what it can"
+	@echo "make bench   measure on this machine; writes benchmarks/results/"
+	@echo "make clean   remove .venv, caches and out/"
+
+demo: .venv/.runtime
+	@mkdir -p $(dir $(DEMO))
+	$(BIN)/python -m wan_core generate --model tiny --prompt "$(PROMPT)" --out "$(DEMO)"
+	$(DEMO_CHECK)
+	@echo "The video is $(abspath $(DEMO))"
+
+test: check
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+check: .venv/.test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright wan_core
+	$(BIN)/lint-imports --no-logo --no-cache
+	$(if $(wildcard README.md),$(BIN)/python tools/readme_tables.py --check)
+
+format: .venv/.test
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: .venv/.runtime
+	$(BIN)/python -m wan_core bench $(BENCH_ARGS)
+
+clean:
+	rm -rf .venv out .pytest_cache .ruff_cache .hypothesis
+
+# The stamps: newer than the requirement files means installed.
+.venv/.runtime: requirements.txt constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 10) and "WanCore needs Python 3.10 or newer, and $(PYTHON) is %d.%d: name another with PYTHON=python3.12" % v)'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@echo "Installing $(TORCH) into .venv (some minutes the first time) ..."
+	$(PIP)
+	$(PIP) -r requirements.txt
+	@touch $@
+
+.venv/.test: .venv/.runtime tests/requirements.txt
+	@$(BIN)/python -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 11) and "The tests compare with diffusers, which needs Python 3.11 or newer, and .venv has %d.%d: make clean, then name another with PYTHON=python3.12" % v)'
+	$(PIP) -r tests/requirements.txt
+	@touch $@

@@ -1,0 +1,109 @@
+"""tools/readme_tables.py: what it writes, what it leaves alone, and when it says that README.md is stale."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.readme_tables import TableError, cell, main, newest_result, rewrite
+
+ROWS = [
+    {"name": "ours", "size": "720p", "seconds": 9.2345, "ratio": 1.254, "ratio_to": "peer", "peak_gib": None},
+    {"name": "peer | eager", "size": "720p", "seconds": 11.58, "tokens": 75600},
+]
+
+
+def write(root: Path, suite: str, device: str, date: str, rows: list[dict] = ROWS) -> None:
+    folder = root / "benchmarks" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    result = {"suite": suite, "command": "make bench", "commit": "0123456789abcdef", "device": device}
+    result |= {"versions": {"torch": "2.13.0"}, "rows": rows}
+    (folder / f"{suite}-{device}-{date}.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+def region(name: str, body: str = "") -> str:
+    return f"<!-- bench:{name} -->\n{body}<!-- /bench -->"
+
+
+def test_a_table_shows_the_filled_columns_of_every_row(tmp_path: Path) -> None:
+    write(tmp_path, "forward", "h200", "20261120")
+    text, changed = rewrite(region("forward"), tmp_path / "benchmarks" / "results")
+    assert changed == ["forward"]
+    lines = text.splitlines()
+    assert lines[1:5] == [
+        "|  | size | seconds | speed-up | over | tokens |",
+        "|---|---|---:|---:|---|---:|",
+        "| ours | 720p | 9.23 | 1.25 | peer |  |",
+        "| peer \\| eager | 720p | 11.6 |  |  | 75600 |",
+    ]
+    assert lines[6] == "h200; torch 2.13.0; commit 0123456789ab: `make bench`"
+
+
+def test_the_newest_file_wins_and_a_device_can_be_named(tmp_path: Path) -> None:
+    for device, date in (("cpu", "20270101"), ("h200", "20261231"), ("h200", "20261120")):
+        write(tmp_path, "forward", device, date, [{"name": date, "seconds": 1.0}])
+    write(tmp_path, "vae", "h200", "20280101")
+    results = tmp_path / "benchmarks" / "results"
+    assert newest_result("forward", results)["rows"][0]["name"] == "20270101"
+    assert newest_result("forward-h200", results)["rows"][0]["name"] == "20261231"
+    write(tmp_path, "forward", "h200", "20270101")
+    with pytest.raises(TableError, match="forward-cpu, forward-h200"):
+        newest_result("forward", results)
+
+
+# A table's own markers in the text around it are a different case: the test after this one.
+prose = st.text(st.characters(codec="utf-8", exclude_characters="\r")).filter(
+    lambda s: "<!--" not in s and "-->" not in s
+)
+
+
+@given(before=prose, stale=prose, between=prose, after=prose)
+def test_only_regions_change_and_twice_is_once(tmp_path_factory, before, stale, between, after) -> None:
+    root = tmp_path_factory.mktemp("readme")
+    write(root, "forward", "h200", "20261120")
+    results = root / "benchmarks" / "results"
+    once, changed = rewrite(before + region("forward", stale) + between + region("forward") + after, results)
+    assert changed == ["forward", "forward"]
+    assert once.startswith(before)
+    assert once.endswith(after)
+    assert between in once
+    assert rewrite(once, results) == (once, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- bench:forward -->\n", "end each with"),
+        ("<!-- bench:forward -->\n" + region("forward"), "end each with"),
+        (region("absent"), "'absent'.*make bench"),
+    ],
+)
+def test_errors_say_what_to_do(tmp_path: Path, text: str, message: str) -> None:
+    write(tmp_path, "forward", "h200", "20261120")
+    with pytest.raises(TableError, match=message):
+        rewrite(text, tmp_path / "benchmarks" / "results")
+
+
+def test_check_fails_until_the_readme_is_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "forward", "h200", "20261120")
+    readme = tmp_path / "README.md"
+    readme.write_text("# Title\n" + region("forward"), encoding="utf-8")
+    assert main(["--check"], root=tmp_path) == 1
+    assert "stale (forward)" in capsys.readouterr().err
+    assert readme.read_text(encoding="utf-8") == "# Title\n" + region("forward")
+    assert main([], root=tmp_path) == 0
+    assert main(["--check"], root=tmp_path) == 0
+    write(tmp_path, "forward", "h200", "20261121", [{"name": "faster", "seconds": 1.0}])
+    assert main(["--check"], root=tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.04478, "0.0448"), (123456.0, "123456"), (1.0, "1"), (0.0, "0.0"), (12, "12"), (2e-5, "2e-05")],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert cell(value) == text

@@ -1,0 +1,134 @@
+"""Write the benchmark tables of README.md from the committed results, so that no number in it is typed by hand.
+
+    python tools/readme_tables.py            rewrite README.md
+    python tools/readme_tables.py --check    exit 1, naming the tables, if README.md does not show the newest results
+
+A table stands between `<!-- bench:NAME -->` and `<!-- /bench -->`. NAME is a suite (`forward`), or a suite and a device
+(`forward-h200`) where the suite was measured on several. Its newest file is shown, which is called
+`benchmarks/results/<suite>-<device>-<yyyymmdd>.json` and holds
+{"suite", "command", "commit", "device", "versions": {library: version}, "rows": [{"name", "seconds", ...}]}.
+Columns that no row fills are left out; a key of a row that this file does not know becomes a column of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+REGION = re.compile(r"(?P<open><!-- bench:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(?P<close><!-- /bench -->)", re.DOTALL)
+OPENING = re.compile(r"<!-- bench:")  # a region without its end swallows the next one, or is none
+FILE = re.compile(r"(?P<stem>.+)-(?P<date>\d{8})\.json")
+HEADERS = {
+    "name": "",
+    "size": "size",
+    "seconds": "seconds",
+    "spread": "spread",
+    "peak_gib": "peak GiB",
+    "ratio": "speed-up",
+    "ratio_to": "over",
+    "error": "error",
+}
+
+Result = dict[str, Any]
+
+
+class TableError(ValueError):
+    """README.md or a result file cannot be used; says which and what to do."""
+
+
+def newest_result(name: str, results: Path) -> Result:
+    """The newest result called `name`. TableError if there is none, or if two devices share the newest date."""
+    found: dict[str, list[tuple[Path, Result]]] = {}
+    for path in sorted(results.glob("*.json")):
+        match = FILE.fullmatch(path.name)
+        if match is None:
+            raise TableError(f"{path} is not named <suite>-<device>-<yyyymmdd>.json: rename it")
+        result = json.loads(path.read_text(encoding="utf-8"))
+        missing = [key for key in ("suite", "command", "commit", "device", "versions", "rows") if key not in result]
+        if missing:
+            raise TableError(f"{path} lacks {', '.join(missing)}: write it with `make bench`")
+        if name in (match["stem"], result["suite"]):
+            found.setdefault(match["date"], []).append((path, result))
+    if not found:
+        raise TableError(
+            f"README.md asks for the table {name!r}, and {results} holds no result of it: run `make bench`"
+        )
+    newest = found[max(found)]
+    if len(newest) > 1:
+        names = ", ".join(path.stem.rsplit("-", 1)[0] for path, _ in newest)
+        raise TableError(f"the table {name!r} fits several results of one day: name one of {names}")
+    return newest[0][1]
+
+
+def cell(value: object) -> str:
+    """A table cell: numbers with three significant digits, and a bar escaped."""
+    if value is None:
+        return ""
+    if isinstance(value, float) and value:
+        text = f"{value:.3g}"
+        return f"{value:.0f}" if "e+" in text else text
+    return str(value).replace("|", "\\|")
+
+
+def table(result: Result) -> str:
+    """The Markdown of one result: a table of its rows, and a line that says where it was measured and how."""
+    rows: list[Result] = result["rows"]
+    if not rows:
+        raise TableError(f"the suite {result['suite']!r} of {result['device']} has no rows: measure it again")
+    present = {key: None for row in rows for key, value in row.items() if value is not None}
+    columns = [key for key in HEADERS if key in present] + [key for key in present if key not in HEADERS]
+    lines = [
+        "| " + " | ".join(HEADERS.get(key, key.replace("_", " ")) for key in columns) + " |",
+        "|"
+        + "|".join("---:" if any(isinstance(row.get(key), int | float) for row in rows) else "---" for key in columns)
+        + "|",
+        *("| " + " | ".join(cell(row.get(key)) for key in columns) + " |" for row in rows),
+    ]
+    versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
+    lines += ["", f"{result['device']}; {versions}; commit {str(result['commit'])[:12]}: `{result['command']}`", ""]
+    return "\n".join(lines)
+
+
+def rewrite(text: str, results: Path) -> tuple[str, list[str]]:
+    """`text` with its tables made anew, and the names of those that changed. TableError for a region without end."""
+    changed = []
+
+    def replace(match: re.Match[str]) -> str:
+        body = table(newest_result(match["name"], results))
+        if body != match["body"]:
+            changed.append(match["name"])
+        return match["open"] + body + match["close"]
+
+    if len(OPENING.findall(text)) != len(REGION.findall(text)):
+        raise TableError(
+            "README.md: write `<!-- bench:NAME -->` on a line of its own, and end each with `<!-- /bench -->`"
+        )
+    return REGION.sub(replace, text), changed
+
+
+def main(argv: list[str] | None = None, *, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if README.md is stale")
+    options = parser.parse_args(argv)
+    readme = root / "README.md"
+    try:
+        text, changed = rewrite(readme.read_text(encoding="utf-8"), root / "benchmarks" / "results")
+    except TableError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.check and changed:
+        print(f"README.md is stale ({', '.join(changed)}): run python tools/readme_tables.py", file=sys.stderr)
+        return 1
+    if changed:
+        readme.write_text(text, encoding="utf-8")
+        print(f"README.md: rewrote {', '.join(changed)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

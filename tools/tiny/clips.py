@@ -1,0 +1,146 @@
+"""Training data: drawn clips, and a bank of their latents that keeps growing while training runs.
+
+Shapes: N bank size, B batch, z latent channels, F/H/W video frames, rows, columns, T/Y/X latent frames, rows, columns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wan_core.shapes import SCENES, held_out, render, sample_paths, scene_table
+from wan_core.vae import VideoVAE
+
+TRAINED = tuple(scene for scene in SCENES if not held_out(scene))
+HELD_OUT = tuple(scene for scene in SCENES if held_out(scene))
+LAST_FRAME_SHARE = 0.15  # of image-to-video clips whose last frame is given as well as the first
+
+
+@dataclass(frozen=True)
+class Size:
+    frames: int = 17
+    height: int = 96
+    width: int = 96
+
+
+class Drawing:
+    """Draws random clips of the scenes that may be trained on."""
+
+    def __init__(self, size: Size, device: torch.device, seed: int) -> None:
+        self.size = size
+        self.table = scene_table(TRAINED).to(device)
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(self, count: int) -> tuple[Tensor, Tensor]:
+        """Clips [count, 3, F, H, W] in -1..1 and the index of each one's scene in TRAINED [count]."""
+        device = self.generator.device
+        scene = torch.randint(len(self.table), (count,), generator=self.generator, device=device)
+        size = self.size
+        paths = sample_paths(self.table[scene], height=size.height, width=size.width, generator=self.generator)
+        return render(paths, frames=size.frames, height=size.height, width=size.width), scene
+
+
+class Ring:
+    """Rows of tensors on the device, the oldest replaced when it is full. `sample` works inside a CUDA graph."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.added = 0
+        self.rows: dict[str, Tensor] = {}
+        self.count: Tensor | None = None  # float32 scalar on the device: rows that are filled
+
+    def add(self, **rows: Tensor) -> None:
+        for name, new in rows.items():
+            if name not in self.rows:
+                self.rows[name] = new.new_empty(self.capacity, *new.shape[1:])
+            where = (torch.arange(len(new), device=new.device) + self.added) % self.capacity
+            self.rows[name][where] = new
+        added = next(iter(rows.values()))
+        self.added += len(added)
+        if self.count is None:
+            self.count = torch.zeros((), device=added.device)
+        self.count.fill_(min(self.added, self.capacity))
+
+    def sample(self, batch: int) -> dict[str, Tensor]:
+        assert self.count is not None
+        index = (torch.rand(batch, device=self.count.device) * self.count).long()
+        return {name: rows[index] for name, rows in self.rows.items()}
+
+
+class ClipRing(Ring):
+    """Clips for the VAE, as uint8: {"clip": [B, 3, F, H, W]}."""
+
+    def __init__(self, drawing: Drawing, capacity: int) -> None:
+        super().__init__(capacity)
+        self.drawing = drawing
+
+    def grow(self, count: int) -> None:
+        clips, _ = self.drawing.draw(count)
+        self.add(clip=((clips + 1) * 127.5).round().to(torch.uint8))
+
+
+class LatentRing(Ring):
+    """Normalised latents for the transformers: {"latent": [B, z, T, Y, X], "scene": [B]}, and with `image` {"image":
+    [B, 4 + z, T, Y, X]}, the mask and image channels of image-to-video."""
+
+    def __init__(self, drawing: Drawing, vae: VideoVAE, capacity: int, image: bool) -> None:
+        super().__init__(capacity)
+        self.drawing, self.vae, self.image = drawing, vae, image
+
+    @torch.no_grad()
+    def grow(self, count: int) -> None:
+        clips, scene = self.drawing.draw(count)
+        rows = {"latent": encode(self.vae, clips), "scene": scene}
+        if self.image:
+            last = torch.rand(count, device=clips.device) < LAST_FRAME_SHARE
+            rows["image"] = image_rows(self.vae, clips, last)
+        self.add(**rows)
+
+
+def encode(vae: VideoVAE, clips: Tensor) -> Tensor:
+    """Normalised latents, float32 [B, z, T, Y, X], of clips in -1..1."""
+    return vae.normalise(vae.encode(clips, chunk=None))
+
+
+def image_rows(vae: VideoVAE, clips: Tensor, last: Tensor) -> Tensor:
+    """`wan_core.conditioning.image_channels` for a batch: [B, 4 + z, T, Y, X], given the first frame of every clip, and the last
+    frame where `last` [B] is True."""
+    batch, _, frames = clips.shape[:3]
+    known = torch.zeros(batch, frames, device=clips.device)
+    known[:, 0] = 1
+    known[:, -1] = torch.where(last, 1.0, known[:, -1])
+    latents = encode(vae, clips * known[:, None, :, None, None])
+    # Four mask channels, one for each video frame of a latent frame; the first frame is alone and counts four times.
+    mask = torch.cat([known[:, :1].expand(-1, 4), known[:, 1:]], dim=1).unflatten(1, (-1, 4)).transpose(1, 2)  # [B, 4, T]
+    return torch.cat([mask[..., None, None].expand(-1, -1, -1, *latents.shape[-2:]), latents], dim=1)
+
+
+def fill(ring: ClipRing | LatentRing, count: int, chunk: int, seconds: float) -> float:
+    """Add rows until there are `count` (at least one chunk) or the seconds are over. Returns seconds per chunk, warmed up."""
+    device = ring.drawing.generator.device
+    begin, per_chunk = time.monotonic(), 0.0
+    while ring.added < count and (not ring.added or time.monotonic() - begin < seconds):
+        start = time.monotonic()
+        ring.grow(chunk)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        per_chunk = time.monotonic() - start
+    print(f"{ring.added} clips in {time.monotonic() - begin:.1f} s, {1e3 * per_chunk / chunk:.2f} ms each", flush=True)
+    return per_chunk
+
+
+def keep_growing(ring: ClipRing | LatentRing, chunk: int, seconds_per_chunk: float, share: float) -> Callable[[int], None]:
+    """A `between` for Trainer.run that spends about `share` of the time on new clips."""
+    spent, begin = 0.0, time.monotonic()
+
+    def between(step: int) -> None:
+        nonlocal spent
+        if step and spent + seconds_per_chunk < share * (time.monotonic() - begin):
+            ring.grow(chunk)
+            spent += seconds_per_chunk
+
+    return between

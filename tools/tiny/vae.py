@@ -1,0 +1,149 @@
+"""Phase 1: the video VAE.
+
+Shapes: B batch, z latent channels, F/H/W video frames, rows, columns, T/Y/X latent frames, rows, columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tools.tiny.clips import HELD_OUT, ClipRing, Drawing, Size, fill, keep_growing
+from tools.tiny.files import report_sizes, round_to_fp16, write_part
+from tools.tiny.loop import Clock, Trainer
+from wan_core.config import VAEConfig
+from wan_core.metrics import judge, psnr
+from wan_core.shapes import draw
+from wan_core.vae import VideoVAE
+
+CONFIG = VAEConfig(
+    z_dim=16,
+    encoder_dim=16,
+    decoder_dim=16,
+    dim_mult=(1, 2, 3, 3),
+    num_res_blocks=1,
+    latents_mean=(0.0,) * 16,
+    latents_std=(1.0,) * 16,
+)
+EDGE_WEIGHT = 6.0  # pixels near an outline count this much more: they are few, and what a shape is known by
+FIRST_FRAME_WEIGHT = 2.5  # its latent frame holds one frame, but it also starts every other frame's history
+KL_WEIGHT = 1e-4
+IMAGE_SHARE = 0.06  # of clips that are grey after the first frame, as image-to-video encodes them
+
+
+def train_vae(
+    out: Path,
+    init: Path,
+    *,
+    size: Size,
+    device: torch.device,
+    minutes: float,
+    steps: int | None,
+    batch: int,
+    lr: float,
+    bank: int,
+    seed: int,
+    bf16: bool,
+    checks: int,
+) -> None:
+    """Train, measure the latents' statistics, save `vae.safetensors`, and say how good it is on `checks` held-out clips."""
+    vae = VideoVAE(CONFIG).to(device)
+    initialise(vae)
+    ring = ClipRing(Drawing(size, device, seed), bank)
+    chunk = min(64, bank)
+    seconds = fill(ring, bank, chunk, 30)
+    losses = vae_losses(vae, ring, batch, torch.autocast(device.type, torch.bfloat16, enabled=bf16, cache_enabled=False))
+    trainer = Trainer({"vae": vae}, losses, peak_lr=lr, init=init)
+    steps = trainer.run(Clock(minutes, steps, reserve=25), keep_growing(ring, chunk, seconds, 0.02))
+    trainer.finish(out)
+    round_to_fp16(vae)
+    mean, std = latent_statistics(vae, Drawing(size, device, seed + 1), max(chunk, 16 * checks))
+    vae.config = dataclasses.replace(vae.config, latents_mean=mean, latents_std=std)
+    write_part(vae, out, "vae")
+    print(f"{steps} steps. " + reconstruction_report(vae, size, checks), flush=True)
+    report_sizes(out)
+
+
+def initialise(vae: VideoVAE) -> None:
+    """Start every residual block near the identity: its last convolution small."""
+    for name, module in vae.named_modules():
+        if name.endswith("residual.6") and isinstance(module, nn.Conv3d):
+            with torch.no_grad():
+                module.weight.mul_(0.2)
+
+
+def vae_losses(
+    vae: VideoVAE, ring: ClipRing, batch: int, precision: torch.autocast
+) -> Callable[[], dict[str, Tensor]]:
+    """Draws a batch from `ring`: weighted L1 + L2 of the reconstruction, and the latents' divergence from a unit normal."""
+
+    def losses() -> dict[str, Tensor]:
+        video = ring.sample(batch)["clip"].float() / 127.5 - 1
+        image = torch.rand(batch, 1, 1, 1, 1, device=video.device) < IMAGE_SHARE
+        later = torch.arange(video.shape[2], device=video.device)[:, None, None] > 0
+        video = video.masked_fill(image & later, 0.0)
+        with precision:
+            mean, logvar = vae.encode_moments(video)
+            logvar = logvar.float().clamp(-20, 10)
+            latents = mean + torch.randn_like(logvar) * (0.5 * logvar).exp()
+            decoded = vae.decode(latents, chunk=None, clamp=False)
+        error = decoded.float() - video
+        weight = pixel_weights(video)
+        kl = 0.5 * (mean.float().square() + logvar.exp() - 1 - logvar).mean()
+        return {
+            "l1": (weight * error.abs()).mean(),
+            "l2": 4 * (weight * error.square()).mean(),
+            "kl": KL_WEIGHT * kl,
+        }
+
+    return losses
+
+
+@torch.no_grad()
+def pixel_weights(video: Tensor) -> Tensor:
+    """How much each pixel counts, [B, 1, F, H, W] with mean 1: more within two pixels of an edge, more in the first frame."""
+    frames = video.transpose(1, 2).flatten(0, 1)  # [B * F, 3, H, W]
+    span = F.max_pool2d(frames, 5, 1, 2) + F.max_pool2d(-frames, 5, 1, 2)
+    edge = (span.amax(1, keepdim=True) > 0.1).float().unflatten(0, video.shape[:1] + video.shape[2:3]).transpose(1, 2)
+    weight = 1 + EDGE_WEIGHT * edge
+    weight[:, :, 0] *= FIRST_FRAME_WEIGHT
+    return weight / weight.mean()
+
+
+@torch.no_grad()
+def latent_statistics(vae: VideoVAE, drawing: Drawing, count: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each latent channel over `count` clips."""
+    total = torch.zeros(2, vae.config.z_dim, device=drawing.generator.device, dtype=torch.float64)
+    clips = 0
+    while clips < count:
+        latents = vae.encode(drawing.draw(16)[0], chunk=None).double().transpose(0, 1).flatten(1)  # [z, ...]
+        total += torch.stack([latents.mean(1), latents.square().mean(1)]) * 16
+        clips += 16
+    mean, square = total / clips
+    std = (square - mean.square()).clamp(min=1e-8).sqrt()
+    return tuple(round(v, 5) for v in mean.tolist()), tuple(round(v, 5) for v in std.tolist())
+
+
+@torch.no_grad()
+def reconstruction_report(vae: VideoVAE, size: Size, count: int) -> str:
+    """PSNR of held-out clips, of all frames and of the first, and how many reconstructions still show their caption."""
+    device = vae.conv1.weight.device
+    scenes = [HELD_OUT[i % len(HELD_OUT)] for i in range(count)]
+    right, whole, first = 0, [], []
+    for start in range(0, count, 16):
+        part = scenes[start : start + 16]
+        clips = draw(part, seed=start, frames=size.frames, height=size.height, width=size.width).to(device)
+        decoded = vae.decode(vae.encode(clips, chunk=None), chunk=None)
+        for scene, a, b in zip(part, *((x.permute(0, 2, 3, 4, 1) / 2 + 0.5 for x in (clips, decoded))), strict=True):
+            whole.append(psnr(a, b))
+            first.append(psnr(a[:1], b[:1]))
+            right += judge(b, scene).all_true
+    return (
+        f"held-out clips: {sum(whole) / count:.2f} dB (worst {min(whole):.2f}), first frames {sum(first) / count:.2f} dB, "
+        f"recognised {right} of {count}"
+    )

@@ -1,0 +1,117 @@
+"""Train the embedded model: a miniature Wan 2.2 on drawn clips, on one GPU, offline.
+
+    python -m tools.train_tiny vae  --out runs/tiny --minutes 8
+    python -m tools.train_tiny t2v  --out runs/tiny --minutes 9
+    python -m tools.train_tiny i2v  --out runs/tiny --minutes 6
+    python -m tools.train_tiny eval --out runs/tiny
+
+A phase reads what the phases before it left in --init (the same folder as --out unless given), and goes on from its own
+`resume_*.pt` if there is one. --minutes limits the whole command; the learning rate reaches zero when they are over.
+Needs torch, numpy, safetensors and sentencepiece. On a CPU, try `--device cpu --steps 3 --batch 2 --size 32 --frames 5`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from tools.tiny.clips import Size
+from tools.tiny.evaluate import evaluate
+from tools.tiny.experts import Training, train_i2v, train_t2v
+from tools.tiny.vae import train_vae
+from tools.tiny.words import train_tokenizer
+
+DEFAULTS = {  # phase: batch, learning rate, clips kept
+    "vae": (8, 2e-3, 4096),
+    "t2v": (256, 2e-3, 65536),
+    "i2v": (256, 2e-3, 65536),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parser().parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.phase == "tokenizer":
+        (options.out / "spiece.model").write_bytes(train_tokenizer())
+        return
+    init = options.init or options.out
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    size = Size(options.frames, options.size, options.size)
+    torch.manual_seed(options.seed)
+    torch.set_float32_matmul_precision("high")  # TF32: training does not need more
+    torch.backends.cudnn.benchmark = True  # every shape recurs thousands of times
+    torch.backends.cuda.enable_cudnn_sdp(False)  # the flash kernel suits heads of 32 and 64 as well, and needs no plans
+    if options.phase == "eval":
+        torch.set_float32_matmul_precision("highest")
+        evaluate(
+            init,
+            options.out,
+            size=size,
+            device=device,
+            samples=options.samples,
+            steps=options.steps or 20,
+            shift=options.shift,
+            guidances=options.guidance,
+            batch=options.batch or 128,
+            seed=options.seed,
+        )
+        return
+    batch, lr, bank = DEFAULTS[options.phase]
+    common = dict(
+        size=size,
+        device=device,
+        minutes=options.minutes,
+        steps=options.steps,
+        batch=options.batch or batch,
+        lr=options.lr or lr,
+        bank=options.bank or bank,
+        seed=options.seed,
+    )
+    if options.phase == "vae":
+        train_vae(options.out, init, bf16=options.bf16 is True, checks=options.checks, **common)
+        return
+    bf16 = options.bf16 if options.bf16 is not None else device.type == "cuda"
+    run = Training(out=options.out, init=init, bf16=bf16, compile=options.compile, **common)
+    (train_t2v if options.phase == "t2v" else train_i2v)(run)
+
+
+def parser() -> argparse.ArgumentParser:
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--out", type=Path, required=True, help="folder for the results")
+    shared.add_argument("--init", type=Path, help="folder with what earlier phases and runs left (default: --out)")
+    shared.add_argument("--device", help="default: cuda if there is one")
+    shared.add_argument("--size", type=int, default=96, help="pixels a side (default 96)")
+    shared.add_argument("--frames", type=int, default=17, help="4n + 1 (default 17)")
+    shared.add_argument("--batch", type=int)
+    shared.add_argument("--seed", type=int, default=0)
+    shared.add_argument("--steps", type=int, help="training: stop after so many, not by time; eval: sampling steps (20)")
+
+    training = argparse.ArgumentParser(add_help=False, parents=[shared])
+    training.add_argument("--minutes", type=float, default=9.0, help="wall time of the whole command (default 9)")
+    training.add_argument("--lr", type=float, help="peak learning rate (default 2e-3)")
+    training.add_argument("--bank", type=int, help="clips kept on the device")
+    training.add_argument(
+        "--bf16",
+        action=argparse.BooleanOptionalAction,
+        help="bf16 where it is safe (default: yes for the transformers on a GPU, no for the VAE)",
+    )
+
+    top = argparse.ArgumentParser(prog="train_tiny", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    phases = top.add_subparsers(dest="phase", required=True)
+    phases.add_parser("tokenizer", parents=[shared], help="write spiece.model, to look at: t2v makes its own")
+    vae = phases.add_parser("vae", parents=[training], help="the video VAE")
+    vae.add_argument("--checks", type=int, default=112, help="held-out clips measured at the end")
+    for name, what in (("t2v", "text encoder and text-to-video experts"), ("i2v", "image-to-video experts")):
+        phase = phases.add_parser(name, parents=[training], help=what)
+        phase.add_argument("--compile", action="store_true", help="compile the blocks: a minute at the start, faster steps")
+    evaluation = phases.add_parser("eval", parents=[shared], help="how often held-out captions come out right")
+    evaluation.add_argument("--samples", type=int, default=330)
+    evaluation.add_argument("--shift", type=float, default=5.0)
+    evaluation.add_argument("--guidance", type=float, nargs="+", default=[1.0, 3.0, 4.0, 5.0])
+    return top
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Say what a checkpoint is from its names and shapes, and check that it is whole, before anything is allocated.
+
+`detect` finds the layout, reads the architecture from the shapes, and compares every shape with those of the module that
+the architecture describes (built on the meta device, where tensors have no values). What passes can be loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from wan_core.checkpoint import foreign
+from wan_core.checkpoint.errors import CheckpointError, listing
+from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout, block_count, dit_names
+from wan_core.checkpoint.layouts_text import expected_shapes as text_shapes
+from wan_core.checkpoint.layouts_text import text_config
+from wan_core.checkpoint.layouts_vae import vae_config
+from wan_core.checkpoint.opened import Checkpoint
+from wan_core.checkpoint.reader import Source, open_checkpoint
+from wan_core.config import DiTConfig, TextConfig, VAEConfig
+from wan_core.model.dit import WanModel
+from wan_core.text.umt5 import UMT5Encoder
+from wan_core.vae import VideoVAE
+
+Config: TypeAlias = DiTConfig | TextConfig | VAEConfig
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+KINDS: dict[str, str] = {
+    "dit": "a Wan transformer",
+    "text_encoder": "a UMT5 text encoder",
+    "vae": "a Wan VAE",
+}
+TOKENIZER = "spiece_model"  # a tokenizer embedded as bytes, as in ComfyUI's text encoder files
+
+# No real model comes near these. They bound what a damaged file can make us build: modules without values.
+MAX_LAYERS = 200
+MAX_SIZE = 2**20
+MAX_BUCKETS = 256
+
+
+@dataclass(frozen=True)
+class Detected:
+    """A checkpoint that is whole. `names` maps every official parameter name to its name in the file; `extras` maps what
+    else the file holds for us (`spiece_model`) to its name there."""
+
+    kind: Kind
+    layout: str
+    config: Config
+    names: Mapping[str, str]
+    extras: Mapping[str, str]
+
+
+def detect(source: Source, expected: Kind | None = None) -> Detected:
+    """What `source` holds. With `expected`, anything but that kind is an error that names both.
+
+    Raises `CheckpointError`: not a Wan model (and what it seems to be), or missing, unexpected or wrong-shaped tensors.
+    """
+    checkpoint = open_checkpoint(source)
+    try:
+        return _detect(checkpoint, expected)
+    except CheckpointError as fault:
+        raise fault if fault.where else CheckpointError(str(fault), where=checkpoint.describe()) from None
+
+
+def _detect(checkpoint: Checkpoint, expected: Kind | None) -> Detected:
+    embedded = next((name for name in checkpoint.tensors if name.rpartition(".")[2] == TOKENIZER), None)
+    names = [name for name in checkpoint.tensors if name != embedded]
+    _refuse_extended(names, expected)
+    layout, official = _find_layout(names, expected)
+    label = f"this is {KINDS[layout.kind]} ({layout.name} layout)"
+    if expected is not None and layout.kind != expected:
+        raise CheckpointError(f"{label}, and {KINDS[expected]} is expected here.")
+    reached = {ours: theirs for theirs, ours in reversed(official.items())}
+    shapes = {ours: checkpoint.tensors[theirs].shape for ours, theirs in reached.items()}
+    unexpected = [name for name in names if name not in official]
+    config = _config(layout, shapes, unexpected, checkpoint.metadata, label)
+    _compare(shapes, expected_shapes(config), reached, unexpected, label)
+    odd = [theirs for theirs in reached.values() if not checkpoint.tensors[theirs].dtype.is_floating_point]
+    if odd:
+        dtype = str(checkpoint.tensors[odd[0]].dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{label}, but {len(odd)} weights are {dtype} ({listing(odd)}), which is not supported yet."
+        )
+    return Detected(layout.kind, layout.name, config, reached, {TOKENIZER: embedded} if embedded else {})
+
+
+# ---------------------------------------------------------------------------------------------------------- which layout
+
+
+def _refuse_extended(names: Collection[str], expected: Kind | None) -> None:
+    wanted = f" Expected is {KINDS[expected]}." if expected else ""
+    if parts := foreign.all_in_one(names):
+        raise CheckpointError(
+            f"several parts in one file ({parts}); only files of one part each are supported.{wanted}"
+        )
+    if found := foreign.recognise(names, foreign.EXTENDED):
+        raise CheckpointError(f"{found}.{wanted}")
+
+
+def _find_layout(names: Collection[str], expected: Kind | None) -> tuple[Layout, dict[str, str]]:
+    """The layout of `names`, and file name -> official name, with a common prefix taken off."""
+    for prefix in _prefixes(names):
+        for layout in LAYOUTS:
+            found = layout.names([name[len(prefix) :] for name in names])
+            if found:
+                return layout, {prefix + theirs: ours for theirs, ours in found.items()}
+    seems = foreign.recognise(names, foreign.OTHERS) or f"unknown; its tensors are {listing(sorted(names), 3)}"
+    wanted = KINDS[expected] if expected else "a Wan transformer, a UMT5 text encoder or a Wan VAE"
+    raise CheckpointError(f"not a Wan 2.2 model: it seems to be {seems}. Expected is {wanted}.")
+
+
+def _prefixes(names: Collection[str]) -> Iterator[str]:
+    """Nothing, then `model.`, `model.diffusion_model.`, ...: what all names begin with, dot by dot."""
+    first, last = min(names, default=""), max(names, default="")
+    common = first[: next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+    yield ""
+    for end, character in enumerate(common[:200], start=1):
+        if character == ".":
+            yield common[:end]
+
+
+# ---------------------------------------------------------------------------------------------------- which architecture
+
+
+def _config(layout: Layout, shapes: Shapes, unexpected: list[str], metadata: Mapping[str, str], label: str) -> Config:
+    """The architecture, with every number in a range that can be built."""
+    if layout.kind == "dit":
+        _compare_names(shapes, dit_names(_layers(block_count(shapes))), unexpected, label)
+    elif layout.kind == "text_encoder":
+        wanted = text_shapes(TextConfig(num_layers=_layers(block_count(shapes))))
+        # A file that lacks these is a T5 that is not UMT5, and `text_config` says so.
+        tables = [name for name in wanted if "pos_embedding" in name]
+        _compare_names([*shapes, *tables], wanted, unexpected, label)
+    try:
+        config = _READERS[layout.kind](shapes, metadata)
+    except (ValueError, OverflowError) as fault:
+        # A tensor that the tables do not know may well be the one that is missed.
+        note = f" It has {len(unexpected)} unexpected tensors: {listing(unexpected)}." if unexpected else ""
+        raise CheckpointError(f"{fault}{note}") from fault
+    for field, value in dataclasses.asdict(config).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int) and not isinstance(number, bool) and not 0 < number <= MAX_SIZE:
+                raise CheckpointError(f"{label}, but its shapes ask for {field} = {value}, which no model has.")
+    if isinstance(config, TextConfig | DiTConfig):
+        _layers(config.num_layers)
+    if isinstance(config, TextConfig) and config.num_buckets > MAX_BUCKETS:
+        raise CheckpointError(
+            f"{label}, but it claims {config.num_buckets} position buckets; at most {MAX_BUCKETS} are possible."
+        )
+    return config
+
+
+def _layers(count: int) -> int:
+    if count > MAX_LAYERS:
+        raise CheckpointError(f"it claims {count} blocks, and at most {MAX_LAYERS} are possible. Download it again.")
+    return count
+
+
+def dit_config(shapes: Shapes, metadata: Mapping[str, str]) -> DiTConfig:
+    """The transformer that official `shapes` describe.
+
+    `metadata` may give num_heads, text_len and eps, which shapes do not say. Raises `CheckpointError` where a tensor that is needed is missing or has the wrong number of axes.
+    """
+    dim, in_channels, *patch = _shape(shapes, "patch_embedding.weight", 5)
+    volume = patch[0] * patch[1] * patch[2]
+    head_rows = _shape(shapes, "head.head.weight", 2)[0]
+    if not volume or max(patch) > 16 or head_rows % volume:
+        raise CheckpointError(f"its head of {head_rows} rows does not fit patches of {' x '.join(map(str, patch))}")
+    return DiTConfig(
+        in_channels=in_channels,
+        out_channels=head_rows // volume,
+        dim=dim,
+        ffn_dim=_shape(shapes, "blocks.0.ffn.0.weight", 2)[0],
+        num_heads=_num_heads(dim, metadata),
+        num_layers=block_count(shapes),
+        text_dim=_shape(shapes, "text_embedding.0.weight", 2)[1],
+        text_len=int(_number(metadata, "text_len", DiTConfig.text_len)),
+        freq_dim=_shape(shapes, "time_embedding.0.weight", 2)[1],
+        patch_size=(patch[0], patch[1], patch[2]),
+        eps=_number(metadata, "eps", DiTConfig.eps),
+    )
+
+
+_READERS: dict[str, Callable[[Shapes, Mapping[str, str]], Config]] = {
+    "dit": dit_config,
+    "text_encoder": text_config,
+    "vae": vae_config,
+}
+
+
+def _num_heads(dim: int, metadata: Mapping[str, str]) -> int:
+    if "num_heads" not in metadata and dim % 128:
+        raise CheckpointError(
+            f"its width of {dim} is no multiple of 128, so the number of heads cannot be told from the shapes. Add "
+            "num_heads to the file's metadata, or keep the model's config.json beside it."
+        )
+    heads = int(_number(metadata, "num_heads", dim // 128))
+    if not 0 < heads <= dim:
+        raise CheckpointError(f"num_heads = {heads} does not fit a width of {dim}")
+    return heads
+
+
+def _number(metadata: Mapping[str, str], key: str, default: float) -> float:
+    try:
+        value = json.loads(metadata.get(key, str(default))[:40])
+    except ValueError:
+        value = None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < MAX_SIZE:
+        raise CheckpointError(f"the metadata {key} = {metadata[key][:40]!r} is not a positive number")
+    return value
+
+
+def _shape(shapes: Shapes, name: str, axes: int) -> tuple[int, ...]:
+    if name not in shapes:
+        raise CheckpointError(f"the tensor {name} is missing. Download it again.")
+    if len(shapes[name]) != axes or 0 in shapes[name]:
+        raise CheckpointError(f"the tensor {name} has the shape {list(shapes[name])}, and {axes} axes are expected.")
+    return shapes[name]
+
+
+# ---------------------------------------------------------------------------------------------------------- is it whole
+
+
+def empty_module(config: Config) -> nn.Module:
+    """The module that `config` describes, on the meta device: shapes and names without values."""
+    with torch.device("meta"):
+        if isinstance(config, DiTConfig):
+            return WanModel(config)
+        return UMT5Encoder(config) if isinstance(config, TextConfig) else VideoVAE(config)
+
+
+def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Official name -> shape of every parameter. Raises `CheckpointError` if the numbers do not make a module."""
+    try:
+        return {name: tuple(value.shape) for name, value in empty_module(config).state_dict().items()}
+    except (ValueError, RuntimeError, ZeroDivisionError) as fault:
+        raise CheckpointError(f"its shapes do not make a model ({str(fault).splitlines()[0]}).") from fault
+
+
+def _compare_names(given: Collection[str], wanted: Collection[str], unexpected: list[str], label: str) -> None:
+    wanted, given = dict.fromkeys(wanted), dict.fromkeys(given)
+    missing = [name for name in wanted if name not in given]
+    surplus = [*unexpected, *(name for name in given if name not in wanted)]
+    cases = (("missing", missing), ("unexpected", surplus))
+    faults = [f"{len(names)} tensors are {how} ({listing(names)})" for how, names in cases if names]
+    if faults:
+        raise CheckpointError(f"{label}, but {' and '.join(faults)}. The file is incomplete or of another model.")
+
+
+def _compare(given: Shapes, wanted: Shapes, reached: Mapping[str, str], unexpected: list[str], label: str) -> None:
+    _compare_names(given, wanted, unexpected, label)
+    wrong = [
+        f"{reached[name]} is {list(given[name])}, {list(shape)} expected"
+        for name, shape in wanted.items()
+        if given[name] != shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{label}, but {len(wrong)} tensors have a wrong shape ({listing(wrong)}).")

@@ -1,0 +1,22 @@
+"""The one error of this package: a file that cannot be used, why, and what to do about it."""
+
+from __future__ import annotations
+
+
+class CheckpointError(ValueError):
+    """A model file is damaged, incomplete, of an unknown format, or not the part that was asked for.
+
+    `fault` says what is wrong and what to do; `where` names the file. The message is `"{where}: {fault}"`. Code that sees only
+    names and shapes (the key tables) raises it without `where`; `detect` adds it.
+    """
+
+    def __init__(self, fault: str, *, where: str = "") -> None:
+        super().__init__(f"{where}: {fault}" if where else fault)
+        self.fault = fault
+        self.where = where
+
+
+def listing(names: list[str] | tuple[str, ...], limit: int = 5) -> str:
+    """The first few of a list of names and how many more there are, for a message: `"a, b, c and 37 more"`."""
+    shown = ", ".join(name if len(name) <= 120 else name[:117] + "..." for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

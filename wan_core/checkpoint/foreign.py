@@ -1,0 +1,105 @@
+"""What people have on disk that is not a plain Wan 2.2 transformer, text encoder or VAE: recognised by names, said by name.
+
+Two tables. `EXTENDED` is looked at before the key tables: these files contain a Wan model plus something that must not be dropped
+silently. `OTHERS` is looked at when no key table matched, only to tell the user what the file seems to be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+
+class Foreign(NamedTuple):
+    pattern: re.Pattern[str]
+    is_a: str
+
+
+def _table(*rows: tuple[str, str]) -> tuple[Foreign, ...]:
+    return tuple(Foreign(re.compile(pattern), is_a) for pattern, is_a in rows)
+
+
+_NOT_YET = "not supported yet by this version. Use the bf16 or the plain fp8 file of the same model"
+
+EXTENDED = _table(
+    (
+        r"(^|\.)(lora_(A|B|up|down|unet_.*|te_.*)|lora_[^.]*|diff|diff_b|diff_m|dora_scale|hada_w[12]_[ab]|lokr_w[12](_[ab])?)(\.|$)",
+        "a LoRA or another set of differences to a model, not a model. Load the model it was made for and give this file as a LoRA",
+    ),
+    (
+        r"(^|\.)(scaled_fp8|scale_weight|weight_scale|weight_scale_inv|weight_scale_2|scale_input|input_scale|comfy_quant)$",
+        f"a checkpoint with scaled (quantised) weights, {_NOT_YET}",
+    ),
+    (
+        r"\.(qweight|qzeros|absmax|quant_map|quant_state\..*|_data|SCB)$",
+        f"a checkpoint with quantised weights, {_NOT_YET}",
+    ),
+    (
+        r"(^|\.)(face_adapter|face_encoder|motion_encoder|pose_patch_embedding)\.",
+        "a Wan Animate transformer (it has a face adapter and a pose embedding), which is not supported; Wan 2.2 T2V, I2V and TI2V are",
+    ),
+    (
+        r"(^|\.)(casual_audio_encoder|audio_injector|trainable_cond_mask|frame_packer|cond_encoder|zip_motion_out)(\.|$)",
+        "a Wan S2V transformer (speech to video), which is not supported; Wan 2.2 T2V, I2V and TI2V are",
+    ),
+    (
+        r"(^|\.)(audio_proj|audio_cross_attn|norm_x|audio_encoder)\.",
+        "a Wan transformer with an audio branch (MultiTalk, InfiniteTalk), which is not supported; Wan 2.2 T2V, I2V and TI2V are",
+    ),
+    (
+        r"(^|\.)vace_(blocks|patch_embedding)\.",
+        "a Wan VACE transformer, which is not supported; Wan 2.2 T2V, I2V and TI2V are",
+    ),
+    (
+        r"(^|\.)(ref_conv|control_adapter|img_in_ref)\.",
+        "a Wan Fun transformer (control or camera), which is not supported; Wan 2.2 T2V, I2V and TI2V are",
+    ),
+    (
+        r"(^|\.)(img_emb\.proj|cross_attn\.(k_img|v_img|norm_k_img)|condition_embedder\.image_embedder|attn2\.add_[kv]_proj)(\.|$)",
+        "a Wan 2.1 image-to-video transformer (it needs CLIP image features), which is not supported; use Wan 2.2 I2V",
+    ),
+)
+
+OTHERS = _table(
+    (r"(^|\.)vision_model\.|(^|\.)visual\.(transformer|blocks|patch_embedding)|^log_scale$", "a CLIP vision encoder"),
+    (r"(^|\.)text_model\.encoder\.layers\.", "a CLIP text encoder"),
+    (r"(^|\.)decoder\.block\.\d+\.layer\.", "a full T5 with its decoder"),
+    (r"(^|\.)(encoder\.)?block\.\d+\.layer\.\d\.SelfAttention\.", "a T5 text encoder, but not UMT5"),
+    (r"(^|\.)model\.layers\.\d+\.self_attn\.|^layers\.\d+\.self_attn\.", "a language model"),
+    (r"(^|\.)(double_blocks|single_blocks)\.", "a Flux or HunyuanVideo transformer"),
+    (r"(^|\.)joint_blocks\.", "a Stable Diffusion 3 transformer"),
+    (
+        r"(^|\.)(transformer_blocks|single_transformer_blocks)\.",
+        "a diffusion transformer of another family (Flux, LTX, Qwen, ...)",
+    ),
+    (r"(^|\.)(input_blocks|output_blocks|middle_block|down_blocks\.\d+\.attentions)\.", "a Stable Diffusion UNet"),
+    (
+        r"(^|\.)(encoder\.down\.\d+\.block|decoder\.up\.\d+\.block|(encoder|decoder)\.(down|up)_blocks)\.",
+        "an image or another video VAE",
+    ),
+    (r"^(encoder|decoder)\.\d+\.(weight|bias|conv\.)", "a tiny preview VAE (TAESD, TAEHV)"),
+    (r"^(encoder|decoder)\.", "an autoencoder of an unknown kind"),
+)
+
+# Where all-in-one files keep their parts.
+_PARTS = {
+    "a transformer": ("model.diffusion_model.",),
+    "a VAE": ("vae.", "first_stage_model."),
+    "a text encoder": ("text_encoders.", "cond_stage_model.", "text_encoder."),
+}
+
+
+def recognise(names: Collection[str], table: Iterable[Foreign]) -> str | None:
+    """What `names` belong to by the first row of `table` that matches one of them, with that name as the evidence."""
+    for foreign in table:
+        evidence = next((name for name in names if foreign.pattern.search(name)), None)
+        if evidence is not None:
+            return f"{foreign.is_a} (seen by {evidence[:120]})"
+    return None
+
+
+def all_in_one(names: Collection[str]) -> str | None:
+    """`"a transformer, a VAE"` where a file holds several parts under prefixes, else None."""
+    found = [part for part, prefixes in _PARTS.items() if any(name.startswith(prefixes) for name in names)]
+    return ", ".join(found) if len(found) > 1 else None

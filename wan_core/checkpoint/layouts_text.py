@@ -1,0 +1,164 @@
+"""What a UMT5 file calls its tensors, and which encoder its shapes describe. Strings and numbers only, no torch.
+
+Our parameter names are the official ones (`models_t5_umt5-xxl-enc-bf16.pth`). Diffusers folders and ComfyUI's files use
+those of Hugging Face's `UMT5EncoderModel`, translated by the table below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from wan_core.checkpoint.errors import CheckpointError
+from wan_core.config import TextConfig
+
+# Hugging Face's name of a module -> the official one; blocks by the part after their number.
+_MODULES = {
+    "shared": "token_embedding",
+    "encoder.embed_tokens": "token_embedding",
+    "encoder.final_layer_norm": "norm",
+}
+_BLOCK_MODULES = {
+    "layer.0.layer_norm": "norm1",
+    "layer.0.SelfAttention.q": "attn.q",
+    "layer.0.SelfAttention.k": "attn.k",
+    "layer.0.SelfAttention.v": "attn.v",
+    "layer.0.SelfAttention.o": "attn.o",
+    "layer.0.SelfAttention.relative_attention_bias": "pos_embedding.embedding",
+    "layer.1.layer_norm": "norm2",
+    "layer.1.DenseReluDense.wi_0": "ffn.gate.0",
+    "layer.1.DenseReluDense.wi_1": "ffn.fc1",
+    "layer.1.DenseReluDense.wo": "ffn.fc2",
+}
+_INDEX = "0|[1-9][0-9]{0,3}"
+_BLOCK = re.compile(rf"encoder\.block\.({_INDEX})\.(.+)")
+_OFFICIAL_BLOCK = re.compile(rf"blocks\.({_INDEX})\..+")
+
+MAX_SIZE = 2**20  # of one axis: a sanity limit, four times the real vocabulary
+MAX_BUCKETS = 256
+
+
+def hf_text_names(names: Collection[str]) -> dict[str, str] | None:
+    """The official name of every tensor of a Hugging Face `UMT5EncoderModel`.
+
+    Whatever a quantised file stores beside a weight (`...SelfAttention.q.scale_weight`) is renamed with it. Names that
+    belong to no module of the encoder (`spiece_model`, `scaled_fp8`, a decoder) have no key in the result.
+
+    `shared.weight` and `encoder.embed_tokens.weight` are the same tensor, stored once or twice: both become
+    `token_embedding.weight`, and it does not matter which one is read. Otherwise the table is one to one.
+
+    Returns:
+        {name in the file: official name}; None if this is another layout.
+    """
+    if "encoder.block.0.layer.0.SelfAttention.q.weight" not in names:
+        return None
+    translated = {name: _translate(name) for name in names}
+    return {name: new for name, new in translated.items() if new is not None}
+
+
+def _translate(name: str) -> str | None:
+    block = _BLOCK.fullmatch(name)
+    prefix, rest, table = (f"blocks.{block[1]}.", block[2], _BLOCK_MODULES) if block else ("", name, _MODULES)
+    module, _, parameter = rest.rpartition(".")
+    return f"{prefix}{table[module]}.{parameter}" if module in table else None
+
+
+def text_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> TextConfig:
+    """The architecture that a text encoder's file describes.
+
+    Args:
+        shapes: official tensor name -> shape; other names (scales, a tokenizer) may be among them.
+        metadata: the file's own notes; `relative_attention_max_distance`, an integer, is used if present, else 128.
+
+    Raises:
+        CheckpointError (a ValueError): the shapes are not those of a UMT5 encoder, with the tensor that shows it.
+    """
+    vocab_size, dim = _sizes(shapes, "token_embedding.weight")
+    dim_attn, _ = _sizes(shapes, "blocks.0.attn.q.weight")
+    dim_ffn, _ = _sizes(shapes, "blocks.0.ffn.fc1.weight")
+    num_buckets, num_heads = _sizes(shapes, "blocks.0.pos_embedding.embedding.weight")
+    if dim_attn % num_heads:
+        raise CheckpointError(f"not a UMT5 encoder: {dim_attn} attention channels do not split into {num_heads} heads")
+    max_distance = _max_distance(metadata)
+    if num_buckets % 4 or num_buckets > MAX_BUCKETS or num_buckets // 4 >= max_distance:
+        raise CheckpointError(
+            f"not a UMT5 encoder: {num_buckets} position buckets for distances up to {max_distance}; "
+            f"a multiple of 4 up to {MAX_BUCKETS} is expected"
+        )
+    config = TextConfig(
+        vocab_size=vocab_size,
+        dim=dim,
+        dim_attn=dim_attn,
+        dim_ffn=dim_ffn,
+        num_heads=num_heads,
+        num_layers=_count_layers(shapes),
+        num_buckets=num_buckets,
+        max_distance=max_distance,
+    )
+    for name, shape in expected_shapes(config).items():
+        _check(shapes, name, shape)
+    return config
+
+
+def expected_shapes(config: TextConfig) -> dict[str, tuple[int, ...]]:
+    """Official name -> shape of every parameter of the encoder that `config` describes."""
+    inner, attention, feed_forward = config.dim, config.dim_attn, config.dim_ffn
+    block = {
+        "norm1.weight": (inner,),
+        "attn.q.weight": (attention, inner),
+        "attn.k.weight": (attention, inner),
+        "attn.v.weight": (attention, inner),
+        "attn.o.weight": (inner, attention),
+        "norm2.weight": (inner,),
+        "ffn.gate.0.weight": (feed_forward, inner),
+        "ffn.fc1.weight": (feed_forward, inner),
+        "ffn.fc2.weight": (inner, feed_forward),
+        "pos_embedding.embedding.weight": (config.num_buckets, config.num_heads),
+    }
+    blocks = {f"blocks.{i}.{name}": shape for i in range(config.num_layers) for name, shape in block.items()}
+    return {"token_embedding.weight": (config.vocab_size, inner), **blocks, "norm.weight": (inner,)}
+
+
+def _count_layers(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    found = {int(match[1]) for match in map(_OFFICIAL_BLOCK.fullmatch, shapes) if match}
+    missing = set(range(len(found))) - found
+    if missing:
+        raise CheckpointError(
+            f"incomplete UMT5 encoder: block {min(missing)} of {max(found) + 1} is missing. "
+            "Download the file again, with all its parts."
+        )
+    return len(found)
+
+
+def _sizes(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
+    shape = shapes.get(name)
+    if shape is None:
+        raise CheckpointError(f"not a UMT5 encoder: it has no tensor {name}")
+    if len(shape) != 2 or not all(1 <= size <= MAX_SIZE for size in shape):
+        raise CheckpointError(
+            f"not a UMT5 encoder: {name} has the shape {shape}; two sizes of 1 to {MAX_SIZE} are expected"
+        )
+    return shape[0], shape[1]
+
+
+def _check(shapes: Mapping[str, tuple[int, ...]], name: str, expected: tuple[int, ...]) -> None:
+    shape = shapes.get(name)
+    if shape is None and name.endswith("pos_embedding.embedding.weight"):
+        raise CheckpointError(f"a T5 encoder, not UMT5: it has no {name}. Wan needs umt5-xxl; t5-xxl is another model.")
+    if shape is None:
+        raise CheckpointError(
+            f"incomplete UMT5 encoder: it has no tensor {name}. Download the file again, with all its parts."
+        )
+    if tuple(shape) != expected:
+        raise CheckpointError(
+            f"not a UMT5 encoder: {name} has the shape {shape}, but the other tensors ask for {expected}"
+        )
+
+
+def _max_distance(metadata: Mapping[str, str]) -> int:
+    text = metadata.get("relative_attention_max_distance", "128")
+    if not re.fullmatch(r"[1-9][0-9]{0,4}", text):
+        raise CheckpointError(
+            f"the file's relative_attention_max_distance must be an integer of 1 to 99999, not {text[:40]!r}"
+        )
+    return int(text)

@@ -1,0 +1,226 @@
+"""What a VAE file calls its tensors, and which VAE its shapes describe. Strings and numbers only, no torch.
+
+Our parameter names are the official ones (`Wan2.1_VAE.pth`, `Wan2.2_VAE.pth`); Diffusers' `AutoencoderKLWan` has its
+own, translated by the table below.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Collection, Mapping
+
+from wan_core.config import WAN21_MEAN, WAN21_STD, WAN22_MEAN, WAN22_STD, VAEConfig
+
+_INDEX = r"(0|[1-9]\d{0,3})"
+_LAYER = r"(norm1|conv1|norm2|conv2|conv_shortcut)\.(gamma|weight|bias)"
+_RESAMPLE = r"(resample\.1|time_conv)\.(weight|bias)"
+
+# Layers of a residual block, Diffusers -> official.
+_BLOCK = {
+    "norm1": "residual.0",
+    "conv1": "residual.2",
+    "norm2": "residual.3",
+    "conv2": "residual.6",
+    "conv_shortcut": "shortcut",
+}
+
+# Diffusers' pattern -> official name. In the template, {0}, {1}, ... are the groups; a layer of a residual block has
+# gone through `_BLOCK`. The named fields are computed positions, see `_translate`.
+_COMMON = {
+    r"quant_conv\.(weight|bias)": "conv1.{0}",
+    r"post_quant_conv\.(weight|bias)": "conv2.{0}",
+    r"(encoder|decoder)\.conv_in\.(weight|bias)": "{0}.conv1.{1}",
+    r"(encoder|decoder)\.norm_out\.gamma": "{0}.head.0.gamma",
+    r"(encoder|decoder)\.conv_out\.(weight|bias)": "{0}.head.2.{1}",
+    rf"(encoder|decoder)\.mid_block\.resnets\.0\.{_LAYER}": "{0}.middle.0.{1}.{2}",
+    rf"(encoder|decoder)\.mid_block\.resnets\.1\.{_LAYER}": "{0}.middle.2.{1}.{2}",
+    r"(encoder|decoder)\.mid_block\.attentions\.0\.(norm\.gamma|(?:to_qkv|proj)\.(?:weight|bias))": "{0}.middle.1.{1}",
+}
+_PLAIN = {  # 2.1: one flat list of blocks and resamplers
+    rf"encoder\.down_blocks\.{_INDEX}\.{_LAYER}": "encoder.downsamples.{0}.{1}.{2}",
+    rf"encoder\.down_blocks\.{_INDEX}\.{_RESAMPLE}": "encoder.downsamples.{0}.{1}.{2}",
+    rf"decoder\.up_blocks\.{_INDEX}\.resnets\.{_INDEX}\.{_LAYER}": "decoder.upsamples.{flat_block}.{2}.{3}",
+    rf"decoder\.up_blocks\.{_INDEX}\.upsamplers\.0\.{_RESAMPLE}": "decoder.upsamples.{flat_resample}.{1}.{2}",
+}
+_RESIDUAL = {  # 2.2: a list of stages
+    rf"encoder\.down_blocks\.{_INDEX}\.resnets\.{_INDEX}\.{_LAYER}": "encoder.downsamples.{0}.downsamples.{1}.{2}.{3}",
+    rf"encoder\.down_blocks\.{_INDEX}\.downsampler\.{_RESAMPLE}": "encoder.downsamples.{0}.downsamples.{down}.{1}.{2}",
+    rf"decoder\.up_blocks\.{_INDEX}\.resnets\.{_INDEX}\.{_LAYER}": "decoder.upsamples.{0}.upsamples.{1}.{2}.{3}",
+    rf"decoder\.up_blocks\.{_INDEX}\.upsampler\.{_RESAMPLE}": "decoder.upsamples.{0}.upsamples.{up}.{1}.{2}",
+}
+
+
+def diffusers_vae_names(names: Collection[str]) -> dict[str, str] | None:
+    """The official name of every tensor of a Diffusers `AutoencoderKLWan`, 2.1 or 2.2.
+
+    Returns:
+        {name in the file: official name}, one to one; None if any name does not belong to that layout.
+    """
+    if "quant_conv.weight" not in names or "encoder.conv_in.weight" not in names:
+        return None
+    decoder_blocks = _count(names, r"decoder\.up_blocks\.0\.resnets\.(\d{1,4})\.conv1\.weight")
+    residual = "encoder.down_blocks.0.resnets.0.conv1.weight" in names
+    rules = [(re.compile(p), t) for p, t in {**_COMMON, **(_RESIDUAL if residual else _PLAIN)}.items()]
+    translated = {name: _translate(name, rules, decoder_blocks) for name in names}
+    official = {name: new for name, new in translated.items() if new is not None}
+    if len(official) != len(translated) or len(set(official.values())) != len(official):
+        return None
+    return official
+
+
+def _count(names: Collection[str], pattern: str) -> int:
+    found = (re.fullmatch(pattern, name) for name in names)
+    return len({match.group(1) for match in found if match})
+
+
+def _translate(name: str, rules: list[tuple[re.Pattern[str], str]], decoder_blocks: int) -> str | None:
+    for pattern, template in rules:
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        groups = [_BLOCK.get(group, group) for group in match.groups()]
+        # A stage of the flat 2.1 decoder is its blocks, then its resampler.
+        stage = int(groups[0]) * (decoder_blocks + 1) if groups[0].isdigit() else 0
+        block = int(groups[1]) if len(groups) > 1 and groups[1].isdigit() else decoder_blocks
+        return template.format(
+            *groups,
+            flat_block=stage + block,
+            flat_resample=stage + decoder_blocks,
+            down=decoder_blocks - 1,
+            up=decoder_blocks,
+        )
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- configuration
+
+_MAX_CHANNELS = 16384  # sanity limits: no real file comes near, and nothing is built from numbers beyond them
+_MAX_STAGES = 8
+_MAX_BLOCKS = 16
+_MAX_JSON = 100_000
+
+
+def vae_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> VAEConfig:
+    """The architecture that a VAE file describes.
+
+    Args:
+        shapes: official tensor name -> shape.
+        metadata: the file's own notes; `latents_mean` and `latents_std`, JSON lists of one number per latent channel,
+            are used if present, else the constants of Wan 2.1 (16 channels) or 2.2 (48).
+
+    Raises:
+        ValueError: the shapes are not those of a Wan VAE, with the tensor that shows it.
+    """
+    z_dim = _channels(shapes, "conv2.weight", 0, ndim=5)
+    residual = any(name.startswith("encoder.downsamples.0.downsamples.") for name in shapes)
+    encoder_dim = _channels(shapes, "encoder.conv1.weight", 0, ndim=5)
+    stages = _stages(shapes, residual)
+    dim_mult = tuple(_ratio(dim, encoder_dim, f"encoder stage {i}") for i, (dim, _, _) in enumerate(stages))
+    mean, std = _statistics(metadata, z_dim)
+    config = VAEConfig(
+        z_dim=z_dim,
+        encoder_dim=encoder_dim,
+        decoder_dim=_ratio(_channels(shapes, "decoder.head.0.gamma", 0, ndim=4), dim_mult[0], "decoder.head.0.gamma"),
+        dim_mult=dim_mult,
+        num_res_blocks=stages[0][1],
+        temporal_downsample=tuple(temporal for _, _, temporal in stages[:-1]),
+        patch=_patch(_channels(shapes, "encoder.conv1.weight", 1, ndim=5)),
+        residual=residual,
+        latents_mean=mean,
+        latents_std=std,
+    )
+    _check(shapes, config, {blocks for _, blocks, _ in stages})
+    return config
+
+
+def _stages(shapes: Mapping[str, tuple[int, ...]], residual: bool) -> list[tuple[int, int, bool]]:
+    """(channels, residual blocks, temporal downsampling) of each encoder stage; the last stage does not downsample."""
+    stages: list[tuple[int, int, bool]] = []
+    position = 0  # in the flat list of 2.1
+    while len(stages) < _MAX_STAGES:
+        prefix = f"encoder.downsamples.{len(stages)}.downsamples." if residual else "encoder.downsamples."
+        position = 0 if residual else position
+        start = position
+        while f"{prefix}{position}.residual.6.weight" in shapes and position - start < _MAX_BLOCKS:
+            position += 1
+        if position == start:
+            raise ValueError(f"not a Wan VAE: no residual block where {prefix}{position}.residual.6.weight should be")
+        channels = _channels(shapes, f"{prefix}{position - 1}.residual.6.weight", 0, ndim=5)
+        stages.append((channels, position - start, f"{prefix}{position}.time_conv.weight" in shapes))
+        if f"{prefix}{position}.resample.1.weight" not in shapes:
+            return stages
+        position += 1
+    raise ValueError(f"not a Wan VAE: more than {_MAX_STAGES} encoder stages")
+
+
+def _check(shapes: Mapping[str, tuple[int, ...]], config: VAEConfig, blocks: set[int]) -> None:
+    if len(blocks) > 1:
+        raise ValueError(f"not a Wan VAE: its encoder stages have {sorted(blocks)} residual blocks, not one number")
+    middle = config.decoder_dim * config.dim_mult[-1]
+    expected = {
+        "conv1.weight": (2 * config.z_dim, 2 * config.z_dim, 1, 1, 1),
+        "decoder.conv1.weight": (middle, config.z_dim, 3, 3, 3),
+        "decoder.head.2.weight": (3 * config.patch**2, config.decoder_dim * config.dim_mult[0], 3, 3, 3),
+        "encoder.head.2.weight": (2 * config.z_dim, config.encoder_dim * config.dim_mult[-1], 3, 3, 3),
+    }
+    for name, shape in expected.items():
+        if tuple(shapes.get(name, ())) != shape:
+            raise ValueError(
+                f"not a Wan VAE: {name} has the shape {shapes.get(name)}, but the other tensors ask for {shape}"
+            )
+
+
+def _channels(shapes: Mapping[str, tuple[int, ...]], name: str, axis: int, *, ndim: int) -> int:
+    shape = shapes.get(name)
+    if shape is None:
+        raise ValueError(f"not a Wan VAE: it has no tensor {name}")
+    if len(shape) != ndim or not 1 <= shape[axis] <= _MAX_CHANNELS:
+        raise ValueError(
+            f"not a Wan VAE: {name} has the shape {shape}; expected {ndim} axes and at most {_MAX_CHANNELS} channels"
+        )
+    return shape[axis]
+
+
+def _ratio(channels: int, unit: int, where: str) -> int:
+    if channels % unit:
+        raise ValueError(f"not a Wan VAE: {channels} channels at {where} are no multiple of {unit}")
+    return channels // unit
+
+
+def _patch(channels: int) -> int:
+    patch = math.isqrt(channels // 3)
+    if 3 * patch**2 != channels or patch not in (1, 2, 4):
+        raise ValueError(f"not a Wan VAE: {channels} input channels are not 3 colours of 1x1, 2x2 or 4x4 patches")
+    return patch
+
+
+def _statistics(metadata: Mapping[str, str], z_dim: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    if "latents_mean" in metadata and "latents_std" in metadata:
+        mean, std = (_numbers(metadata[key], key, z_dim) for key in ("latents_mean", "latents_std"))
+        if min(std) <= 0:
+            raise ValueError("the file's latents_std has an entry that is not positive")
+        return mean, std
+    known = {16: (WAN21_MEAN, WAN21_STD), 48: (WAN22_MEAN, WAN22_STD)}
+    if z_dim not in known:
+        raise ValueError(
+            f"a VAE of {z_dim} latent channels must say their mean and deviation: "
+            f"add latents_mean and latents_std (JSON lists) to the file's metadata"
+        )
+    return known[z_dim]
+
+
+def _numbers(text: str, key: str, count: int) -> tuple[float, ...]:
+    message = f"the file's {key} must be a JSON list of {count} finite numbers"
+    if len(text) > _MAX_JSON:
+        raise ValueError(message)
+    try:
+        values = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(message) from error
+    if not isinstance(values, list) or len(values) != count:
+        raise ValueError(message)
+    if not all(type(v) in (int, float) and math.isfinite(v) for v in values):
+        raise ValueError(message)
+    return tuple(float(v) for v in values)

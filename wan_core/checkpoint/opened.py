@@ -1,0 +1,115 @@
+"""What an opened checkpoint is, whatever it was stored as: names, shapes and dtypes now, values when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from wan_core.checkpoint.errors import CheckpointError, listing
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A stored tensor without its values: `nbytes` is its size in the file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
+class Checkpoint:
+    """Named tensors that have been found but not read.
+
+    `tensors` says what is there, `metadata` holds the strings that came with it, `path` is the file or folder (None for a
+    state dict). `read` returns a CPU tensor that shares memory with the mapped file: nothing is copied, pages come in when
+    they are touched, and writing to the tensor changes memory but never the file. Tensors stay valid after `close`.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        path: Path | None,
+        tensors: Mapping[str, TensorInfo],
+        metadata: Mapping[str, str],
+        read: Callable[[str], Tensor],
+    ) -> None:
+        self.path = path
+        self.tensors = tensors
+        self.metadata = metadata
+        self._where = where
+        self._read: Callable[[str], Tensor] | None = read
+
+    def describe(self) -> str:
+        """A short path for messages."""
+        return self._where
+
+    def read(self, name: str) -> Tensor:
+        """The tensor `name`, on the CPU, with the dtype and shape of the file."""
+        if self._read is None:
+            raise CheckpointError("it is closed", where=self._where)
+        if name not in self.tensors:
+            raise CheckpointError(f"it has no tensor named {name}", where=self._where)
+        return self._read(name)
+
+    def close(self) -> None:
+        """Let go of the file. The mapping itself goes when the last tensor read from it goes."""
+        self._read = None
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def short_path(path: Path) -> str:
+    """The last two components: enough to recognise `high_noise_model/model-00001-of-00002.safetensors`."""
+    return "/".join(path.absolute().parts[-2:])
+
+
+def from_state_dict(state: Mapping[str, Tensor], where: str, path: Path | None = None) -> Checkpoint:
+    """A checkpoint over tensors that are already in memory. Every entry must be a plain tensor that owns its values."""
+    odd = [
+        f"{str(name)[:80]!r}: {type(value).__name__}"
+        for name, value in state.items()
+        if not (isinstance(name, str) and isinstance(value, Tensor))
+    ]
+    if odd:
+        raise CheckpointError(f"a state dict of named tensors was expected, but it holds {listing(odd)}", where=where)
+    if not state:
+        raise CheckpointError("it holds no tensors", where=where)
+    for name, value in state.items():
+        _check_plain(name, value, where)
+    tensors = {n: TensorInfo(tuple(t.shape), t.dtype, t.numel() * t.element_size()) for n, t in state.items()}
+    return Checkpoint(where, path, tensors, {}, lambda name: state[name].detach())
+
+
+def _check_plain(name: str, value: Tensor, where: str) -> None:
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        raise CheckpointError(
+            f"{name} is a meta, sparse or quantised tensor, which cannot be used as a weight", where=where
+        )
+    # A view that repeats its few values (stride 0) would grow when it is moved, to whatever size the file claims.
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise CheckpointError(f"{name} claims more values than are stored", where=where)
+
+
+def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mapping[str, str]) -> Checkpoint:
+    """One checkpoint of several shards. A tensor may be in one shard only."""
+    tensors: dict[str, TensorInfo] = {}
+    owner: dict[str, Checkpoint] = {}
+    merged = dict(metadata)
+    for shard in shards:
+        for name, info in shard.tensors.items():
+            if name in owner:
+                raise CheckpointError(
+                    f"the tensor {name} is in two shards, {owner[name].describe()} and {shard.describe()}", where=where
+                )
+            tensors[name], owner[name] = info, shard
+        for key, value in shard.metadata.items():
+            merged.setdefault(key, value)
+    return Checkpoint(where, path, tensors, merged, lambda name: owner[name].read(name))

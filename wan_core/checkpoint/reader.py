@@ -1,0 +1,228 @@
+"""Open a checkpoint, whatever it is stored as: a safetensors or torch file, shards, a folder, or a state dict.
+
+The format is decided by the first bytes, never by the name. Nothing is read but headers: `Checkpoint.read` maps values in when
+they are asked for. Every fault is a `CheckpointError` that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from wan_core.checkpoint.errors import CheckpointError, listing
+from wan_core.checkpoint.folder import find_parts
+from wan_core.checkpoint.opened import Checkpoint, TensorInfo, from_state_dict, merge, short_path
+from wan_core.checkpoint.pickle_file import open_pickle
+from wan_core.checkpoint.safetensors_file import MAX_HEADER, open_safetensors
+
+__all__ = ["Checkpoint", "Source", "TensorInfo", "open_checkpoint"]
+
+Source: TypeAlias = str | os.PathLike[str] | Mapping[str, Tensor] | Checkpoint
+
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(safetensors|bin|pth|pt)")
+_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".gguf", ".ckpt")
+
+
+def open_checkpoint(source: Source) -> Checkpoint:
+    """Open a file, a shard index, a folder that holds one part of a model, or a state dict already in memory.
+
+    Raises `CheckpointError` when it cannot be used: what was found, and what to do.
+    """
+    if isinstance(source, Checkpoint):
+        return source
+    if isinstance(source, Mapping):
+        return from_state_dict(source, "the given state dict")
+    path = Path(source)
+    where = short_path(path)
+    try:
+        if path.is_dir():
+            return _open_folder(path)
+        if not path.is_file():
+            raise CheckpointError(f"no such file or folder ({path})", where=where)
+        if path.name.endswith(".index.json"):
+            return _open_index(path)
+        opened = _open_file(path)
+    except OSError as fault:  # permissions, a vanished disk: the system's own words
+        raise CheckpointError(f"cannot be read ({fault.strerror or fault})", where=where) from fault
+    return _with_config(opened, path.parent)
+
+
+def _open_file(path: Path) -> Checkpoint:
+    with path.open("rb") as file:
+        head = file.read(512)
+    where = short_path(path)
+    if head[8:9] == b"{":
+        return open_safetensors(path)
+    if head.startswith(b"PK\x03\x04"):
+        return open_pickle(path)
+    for recognise, fault in _FOREIGN:
+        if recognise(head):
+            raise CheckpointError(fault, where=where)
+    raise CheckpointError(
+        f"neither a safetensors nor a torch file: it begins with {head[:8].hex(' ')}. Download it again, or convert it.",
+        where=where,
+    )
+
+
+_FOREIGN = (
+    (lambda head: not head, "the file is empty. Download it again."),
+    (
+        lambda head: not head.strip(b"\0"),
+        "damaged: it begins with zeros only, as an unfinished download does. Download it again.",
+    ),
+    (
+        lambda head: head.startswith(b"GGUF"),
+        "a GGUF file (quantised weights), which this version does not read. Use a safetensors file.",
+    ),
+    (
+        lambda head: head.startswith(b"version https://git-lfs"),
+        "a git-lfs pointer, not the file itself. Run `git lfs pull` in that repository, or download the file.",
+    ),
+    (
+        lambda head: head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")),
+        "a web page, not a model: the download gave an error or log-in page. Download the file itself.",
+    ),
+    (
+        lambda head: head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05" or b"ustar" in head,
+        "a torch file of before version 1.6, or a plain pickle, which can run code when opened. Load it in a place you trust and save "
+        "it with torch.save of a recent version, or use a safetensors file.",
+    ),
+    (lambda head: head.startswith(b"PK"), "an empty or split zip archive. Download it again."),
+    (
+        lambda head: head.lstrip()[:1] in b"{[" and head.isascii(),
+        "a text file (JSON), not a model. Name the file with the weights, or a shard index that ends in .index.json.",
+    ),
+)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    where = short_path(folder)
+    files = sorted(child for child in folder.iterdir() if child.is_file())
+    parts = find_parts(folder)
+    chosen = _weights_in(files, where) if not _is_release(folder, parts) else None
+    if chosen is None:
+        if parts:
+            found = ", ".join(f"{key}: {path.relative_to(folder)}" for key, path in parts.items())
+            raise CheckpointError(
+                f"a whole release ({found}), where one part is expected. Name one of these.", where=where
+            )
+        raise CheckpointError("no model in this folder (no safetensors, pth, pt or bin file)", where=where)
+    if isinstance(chosen, Path):
+        return _open_index(chosen) if chosen.name.endswith(".index.json") else _with_config(_open_file(chosen), folder)
+    return merge((_open_file(shard) for shard in chosen), where, folder, _config_metadata(folder))
+
+
+def _is_release(folder: Path, parts: Mapping[str, Path]) -> bool:
+    models = [path for key, path in parts.items() if key != "tokenizer"]
+    return len(models) > 1 or any(path.is_dir() and path != folder for path in models)
+
+
+def _weights_in(files: list[Path], where: str) -> Path | list[Path] | None:
+    """The index, the one file or the complete shards among `files`."""
+    indices = [f for f in files if f.name.endswith(".index.json")]
+    weights = [f for f in files if f.suffix.lower() in _WEIGHTS]
+    # A folder may hold the same weights twice; torch's own format is the older copy.
+    weights = [f for f in weights if f.suffix.lower() == ".safetensors"] or weights
+    if len(indices) == 1:
+        return indices[0]
+    if not indices and len(weights) == 1 and not _SHARD.fullmatch(weights[0].name):
+        return weights[0]
+    if not indices and weights:
+        shards = _complete_shards(weights, where)
+        if shards:
+            return shards
+    if indices or weights:
+        names = [f.name for f in indices or weights]
+        raise CheckpointError(f"several models in this folder ({listing(names)}). Name one of these.", where=where)
+    return None
+
+
+def _complete_shards(weights: list[Path], where: str) -> list[Path] | None:
+    """`weights` if they are the shards of one model; an error if some of those are missing; None if they are not shards."""
+    matches = [_SHARD.fullmatch(f.name) for f in weights]
+    series = {(m[1], m[3], m[4]) for m in matches if m}
+    if not all(matches) or len(series) != 1:
+        return None
+    (stem, total, suffix), present = series.pop(), {f.name for f in weights}
+    # The total is a claim of a file name: count only as far as needed to name a few of the missing.
+    wanted = (f"{stem}-{n:05d}-of-{total}.{suffix}" for n in range(1, int(total) + 1))
+    missing = [name for name in wanted if name not in present]
+    if missing:
+        raise CheckpointError(f"{len(missing)} of {int(total)} shards are missing: {listing(missing)}", where=where)
+    return weights
+
+
+def _open_index(index: Path) -> Checkpoint:
+    where = short_path(index)
+    content = _json(index, where)
+    table = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+        raise CheckpointError("damaged index: it has no weight_map from tensor names to file names", where=where)
+    names = sorted(set(table.values()))
+    outside = [name for name in names if Path(name).name != name or name in ("", ".", "..") or "\\" in name]
+    if outside:
+        raise CheckpointError(f"damaged index: {listing(outside)} is not a file beside it", where=where)
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} of {len(names)} shards are missing: {listing(missing)}. Download them into the same folder.",
+            where=where,
+        )
+    shards = {name: _open_file(index.parent / name) for name in names}
+    absent = [tensor for tensor, name in table.items() if tensor not in shards[name].tensors]
+    if absent:
+        raise CheckpointError(
+            f"{len(absent)} tensors are not in the shards that the index names ({listing(absent)}). Shards of different releases may "
+            "have been mixed: download them again.",
+            where=where,
+        )
+    return merge(shards.values(), where, index, _config_metadata(index.parent))
+
+
+# ------------------------------------------------------------------------------------------------------------ config.json
+
+_CONFIGS = ("WanTransformer3DModel", "WanModel", "AutoencoderKLWan", "UMT5EncoderModel")
+_CONFIG_KEYS = {
+    "num_heads": "num_heads",
+    "num_attention_heads": "num_heads",
+    "latents_mean": "latents_mean",
+    "latents_std": "latents_std",
+    "relative_attention_max_distance": "relative_attention_max_distance",
+}
+
+
+def _with_config(opened: Checkpoint, folder: Path) -> Checkpoint:
+    """`opened` with what a `config.json` beside it adds; the file's own metadata wins."""
+    metadata = {**_config_metadata(folder), **opened.metadata}
+    return Checkpoint(opened.describe(), opened.path, opened.tensors, metadata, opened.read)
+
+
+def _config_metadata(folder: Path) -> dict[str, str]:
+    """What shapes cannot say, from the `config.json` of a Diffusers or official folder. Others' are not ours to read."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    config = _json(path, short_path(path))
+    if not isinstance(config, dict):
+        return {}
+    architectures = config.get("architectures")
+    classes = [config.get("_class_name"), *(architectures if isinstance(architectures, list) else [])]
+    if not any(name in _CONFIGS for name in classes):
+        return {}
+    found = {ours: config[theirs] for theirs, ours in _CONFIG_KEYS.items() if theirs in config}
+    return {key: json.dumps(value) for key, value in found.items() if value is not None}
+
+
+def _json(path: Path, where: str) -> Any:
+    if path.stat().st_size > MAX_HEADER:
+        raise CheckpointError(f"too large for a JSON file ({path.stat().st_size} bytes)", where=where)
+    try:
+        return json.loads(path.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as fault:
+        raise CheckpointError(f"not valid JSON ({fault}). Download it again.", where=where) from None

@@ -1,0 +1,79 @@
+"""Module -> safetensors file in the official layout, with what shapes cannot say in its metadata."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from wan_core.checkpoint.detect import TOKENIZER
+from wan_core.checkpoint.safetensors_file import DTYPES
+from wan_core.model.dit import WanModel
+from wan_core.text.umt5 import TextEncoder
+from wan_core.vae import VideoVAE
+
+
+def save(
+    module: WanModel | VideoVAE | TextEncoder, path: str | os.PathLike[str], dtype: torch.dtype | None = None
+) -> None:
+    """Write `module` to `path`, its parameters as `dtype` (None: as they are).
+
+    Loading it again gives the same module: num_heads, text_len and eps of a transformer and the latent statistics of a VAE are
+    in the metadata, the tokenizer of a text encoder is a tensor of bytes, `spiece_model`, as in ComfyUI's files. The file appears
+    under its name only when it is complete.
+    """
+    source = module.encoder if isinstance(module, TextEncoder) else module
+    tensors = {name: value.detach().to(dtype or value.dtype) for name, value in source.state_dict().items()}
+    if isinstance(module, TextEncoder):
+        tensors[TOKENIZER] = torch.frombuffer(bytearray(module.tokenizer.proto), dtype=torch.uint8)
+    write_safetensors(tensors, path, _metadata(module))
+
+
+def _metadata(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:
+    config = module.encoder.config if isinstance(module, TextEncoder) else module.config
+    if isinstance(module, WanModel):
+        keys = {"num_heads": "num_heads", "text_len": "text_len", "eps": "eps"}
+    elif isinstance(module, VideoVAE):
+        keys = {"latents_mean": "latents_mean", "latents_std": "latents_std"}
+    else:
+        keys = {"relative_attention_max_distance": "max_distance"}
+    return {"format": "pt", **{key: json.dumps(getattr(config, field)) for key, field in keys.items()}}
+
+
+def write_safetensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
+    """A safetensors file, written under a temporary name beside `path` and renamed. Raises `OSError` if that fails."""
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    # Widest dtype first keeps every tensor aligned to its own size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        header[name] = {
+            "dtype": codes[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        with temporary.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in order:
+                _write(file, tensors[name])
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write(file: BinaryIO, tensor: Tensor) -> None:
+    if tensor.numel():
+        values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        values.numpy().tofile(file)

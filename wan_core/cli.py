@@ -1,0 +1,255 @@
+"""The command line: generate, decode, plan, check, doctor, bench.
+
+User errors (a bad number, a file that is something else) end with one line on stderr and exit code 2; everything is checked before
+work starts. Finished latents are on disk before they are decoded and stay there if anything after that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from wan_core.config import GUIDANCE_MODES, PRECISIONS, RESIDENCIES, TASKS, LoadOptions, OptionError, Request
+from wan_core.plan import SCHEDULES, make_plan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code: 0 done, 1 a check that failed, 2 a user error, 130 interrupted."""
+    options = build_parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as fault:  # OptionError, CheckpointError, AttentionError are ValueErrors
+        print(f"wan_core {options.command}: {fault}", file=sys.stderr)
+        return 2
+
+
+# ---------------------------------------------------------------------------------------------------------------- parsers
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m wan_core", description="Video generation with Wan 2.2.")
+    parser.add_argument("--verbose", action="store_true", help="log what was chosen and why")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    generate = commands.add_parser("generate", help="make a video from a prompt, and an image if the model takes one")
+    _add_model_options(generate)
+    _add_request_options(generate)
+    generate.add_argument("--out", type=Path, default=Path("wancore.mp4"), help="the video to write, .mp4 (default %(default)s)")
+    generate.add_argument("--save-latents", type=Path, help="also keep the finished latents in this .safetensors file")
+    generate.add_argument("--report", type=Path, help="write the report as JSON")
+    generate.set_defaults(run=run_generate)
+
+    decode = commands.add_parser("decode", help="turn saved latents into a video")
+    decode.add_argument("latents", type=Path, help="a file of --save-latents, or one that a failed run left behind")
+    decode.add_argument("--model", help="tiny, or the folder of a release")
+    decode.add_argument("--vae", help="VAE file or folder")
+    decode.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
+    decode.add_argument("--device", default="auto")
+    decode.add_argument("--out", type=Path, default=Path("wancore.mp4"))
+    decode.set_defaults(run=run_decode)
+
+    plan = commands.add_parser("plan", help="print the step table of a generation without running it")
+    plan.add_argument("--task", default="t2v-A14B", help=f"one of {', '.join(TASKS)} (default %(default)s)")
+    _add_plan_options(plan)
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.set_defaults(run=run_plan)
+
+    check = commands.add_parser("check", help="judge from a video's frames whether the embedded model's caption came true")
+    check.add_argument("video", type=Path)
+    check.add_argument("--prompt", help="the caption (default: the one in the file's metadata)")
+    check.set_defaults(run=run_check)
+
+    doctor = commands.add_parser("doctor", help="what this machine can run, and why not what it cannot")
+    doctor.add_argument("--device", default="auto")
+    doctor.add_argument("--json", action="store_true")
+    doctor.set_defaults(run=run_doctor)
+
+    bench = commands.add_parser("bench", help="time forwards of the transformer at given sizes; writes JSON")
+    from wan_core.bench import add_bench_options, run_bench
+
+    add_bench_options(bench)
+    bench.set_defaults(run=run_bench)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models")
+    group.add_argument("--model", help="tiny (the embedded model), random:TASK, or the folder of a release")
+    group.add_argument("--task", help="override the recognised task: " + ", ".join(TASKS))
+    group.add_argument("--high", help="high-noise expert: file, shard index or folder (alone: the only transformer)")
+    group.add_argument("--low", help="low-noise expert")
+    group.add_argument("--text-encoder", help="UMT5: file or folder")
+    group.add_argument("--tokenizer", help="spiece.model, where the text encoder does not bring it")
+    group.add_argument("--vae", help="VAE: file or folder")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default %(default)s)")
+    group.add_argument("--precision", default="checkpoint", choices=PRECISIONS, help="of transformer and text encoder")
+    group.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
+    group.add_argument("--attention", default="auto", help="backend, see `doctor` (default %(default)s)")
+    group.add_argument("--residency", default="auto", choices=RESIDENCIES, help="keep all models on the device, or one at a time")
+
+
+def _add_request_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("video")
+    group.add_argument("--prompt", required=True)
+    group.add_argument("--negative-prompt", help="default: the task's own; an empty text is allowed")
+    group.add_argument("--image", help="first frame (image-to-video)")
+    group.add_argument("--last-image", help="last frame (image-to-video)")
+    group.add_argument("--size", type=_size, help="WIDTHxHEIGHT in pixels (default: the task's, or the image's aspect)")
+    group.add_argument("--frames", type=int, help="4n + 1")
+    group.add_argument("--fps", type=int)
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--guidance-mode", default="auto", choices=GUIDANCE_MODES, help="run the two branches apart or as one")
+    _add_plan_options(parser)
+
+
+def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling (default: the task's own)")
+    group.add_argument("--steps", type=int)
+    group.add_argument("--shift", type=float, help="larger spends more steps on high noise")
+    group.add_argument("--boundary", type=float, help="the high-noise expert runs where timestep >= boundary * 1000")
+    group.add_argument("--guidance", type=float, help="for both experts")
+    group.add_argument("--guidance-high", type=float)
+    group.add_argument("--guidance-low", type=float)
+    group.add_argument("--solver", default="unipc", choices=tuple(SCHEDULES))
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, x, height = text.lower().partition("x")
+    if not (x and width.isdecimal() and height.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write WIDTHxHEIGHT, for example 1280x720")
+    return int(width), int(height)
+
+
+def _plan_numbers(options: argparse.Namespace) -> dict[str, Any]:
+    if options.guidance is not None and (options.guidance_high is not None or options.guidance_low is not None):
+        raise OptionError("--guidance sets both experts; leave out either it or --guidance-high and --guidance-low")
+    return {
+        "steps": options.steps,
+        "shift": options.shift,
+        "boundary": options.boundary,
+        "guidance_high": options.guidance if options.guidance is not None else options.guidance_high,
+        "guidance_low": options.guidance if options.guidance is not None else options.guidance_low,
+        "solver": options.solver,
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- commands
+
+
+def run_generate(options: argparse.Namespace) -> int:
+    from wan_core.pipeline import Pipeline, metadata
+    from wan_core.video import check_output, write_mp4
+
+    given = vars(options)
+    width, height = options.size or (None, None)
+    wanted = {f.name: given[f.name] for f in fields(Request) if f.name in given} | _plan_numbers(options)
+    request = Request(**{**wanted, "width": width, "height": height})
+    check_output(options.out)
+    image = options.image is not None or options.last_image is not None
+    loaded = LoadOptions(**{f.name: given[f.name] for f in fields(LoadOptions)})
+    latents = options.save_latents or options.out.with_suffix(".latents.safetensors")
+    progress = ProgressLine()
+    pipe = Pipeline.load(loaded, image=image)
+    try:
+        result = pipe.generate(request, on_step=progress.step, on_phase=progress.phase, keep_latents=latents)
+        with result.report.phase("write"):
+            write_mp4(options.out, result.frames, fps=result.fps, metadata=metadata(result.report))
+    except BaseException:
+        progress.end()
+        if latents.exists() and progress.name == "decode":
+            print(f"the finished latents are in {latents}: `python -m wan_core decode` turns them into a video", file=sys.stderr)
+        raise
+    if options.save_latents is None:
+        latents.unlink(missing_ok=True)
+    progress.end()
+    print(result.report.text())
+    if options.report is not None:
+        result.report.save(options.report)
+    print(options.out)
+    return 0
+
+
+def run_decode(options: argparse.Namespace) -> int:
+    from wan_core.latents import load_latents
+    from wan_core.models import load_vae_only
+    from wan_core.pipeline import decode_latents
+    from wan_core.report import Report
+    from wan_core.video import check_output, write_mp4
+
+    check_output(options.out)
+    latents, fps, settings = load_latents(options.latents)
+    vae, device = load_vae_only(options.model, options.vae, options.device, options.vae_precision)
+    report = Report(device, settings=settings)
+    frames = decode_latents(vae, latents.to(device), report)
+    text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+    write_mp4(options.out, frames, fps=fps, metadata=text)
+    print(report.text())
+    print(options.out)
+    return 0
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    plan = make_plan(task=options.task, **_plan_numbers(options))
+    print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
+    return 0
+
+
+def run_check(options: argparse.Namespace) -> int:
+    from wan_core.metrics import judge
+    from wan_core.video import read_metadata, read_video
+
+    caption = options.prompt or read_metadata(options.video).get("prompt")
+    if not caption:
+        raise OptionError(f"{options.video} names no prompt in its metadata: give --prompt")
+    verdict = judge(read_video(options.video), caption)
+    words = ("background", "colour", "shape", "motion")
+    print(f"{caption!r}: " + ", ".join(f"{word} {'true' if getattr(verdict, word) else 'FALSE'}" for word in words))
+    return 0 if verdict.all_true else 1
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    from wan_core.doctor import examine, text
+
+    findings = examine(options.device)
+    print(json.dumps(findings, indent=1) if options.json else text(findings))
+    return 0
+
+
+class ProgressLine:
+    """One line on stderr that is rewritten: phase, step, expert, seconds a step and time left. Plain lines where it is no terminal."""
+
+    def __init__(self) -> None:
+        self.name = "load"
+        self.begin = time.perf_counter()
+        self.terminal = sys.stderr.isatty()
+
+    def phase(self, name: str) -> None:
+        self.end()
+        self.name = name
+        print(f"{name} ...", file=sys.stderr, flush=True)
+
+    def step(self, progress: Any, seconds: float | None) -> None:
+        done, total = progress.step.index + 1, progress.total
+        pace = f"{seconds:.3f} s/step, {_clock(seconds * (total - done))} left" if seconds is not None else ""
+        line = f"step {done:>3}/{total}  {progress.step.expert}-noise expert  {pace}"
+        print(f"\r{line:<78}" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self.terminal and self.name == "denoise":
+            print(file=sys.stderr)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}"

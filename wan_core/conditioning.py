@@ -1,0 +1,65 @@
+"""What besides noise goes into the transformer: text rows, the known image's channels, or a known first latent frame.
+
+Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
+
+Conditioning is prepared as data, so that one loop denoises every task. Source: Wan2.2/wan/image2video.py, textimage2video.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from wan_core.vae import VideoVAE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditioning:
+    """Everything the denoising loop needs besides the plan, the experts and the noise. Latents here are normalised."""
+
+    cond: Tensor  # text rows of the prompt, [1 or B, S, text_dim]
+    uncond: Tensor | None = None  # of the negative prompt; None where the plan never guides
+    concat: Tensor | None = None  # [1 or B, 4 + C, T, Y, X]: mask and image latents after the noise channels (I2V)
+    known: Tensor | None = None  # [1 or B, C, 1, Y, X]: the first latent frame, held fixed at timestep 0 (TI2V)
+
+
+def image_channels(vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Tensor:
+    """The 4 mask and C image channels of I2V: [1, 4 + C, T, Y, X], float32, normalised.
+
+    first, last: [1, 3, 1, H, W] in -1..1, either may be None. The unknown frames between are grey (0) before encoding. The mask is
+    1 where a frame is known; a latent frame holds four video frames, so it has four mask channels (the first, alone, repeats).
+    """
+    given = first if first is not None else last
+    if given is None:
+        raise ValueError("image conditioning needs a first frame, a last frame or both; none was given")
+    video = given.new_zeros(1, 3, frames, *given.shape[-2:])
+    mask = video.new_zeros(frames)
+    for index, image in ((0, first), (-1, last)):
+        if image is not None:
+            video[:, :, index] = image[:, :, 0]
+            mask[index] = 1
+    latents = vae.normalise(vae.encode(video))
+    mask = torch.cat([mask[:1].repeat(4), mask[1:]]).view(-1, 4).T  # [4, T]
+    mask = mask[None, :, :, None, None].to(latents).expand(-1, -1, -1, *latents.shape[-2:])
+    return torch.cat([mask, latents], dim=1)
+
+
+def first_latent(vae: VideoVAE, first: Tensor) -> Tensor:
+    """The known first latent frame of TI2V: [1, C, 1, Y, X] normalised, from an image [1, 3, 1, H, W] in -1..1."""
+    return vae.normalise(vae.encode(first))
+
+
+def size_for_image(width: int, height: int, area: int, multiple: int) -> tuple[int, int]:
+    """(width, height) with about `area` pixels and the aspect of a width x height image, in multiples of `multiple`."""
+    aspect = height / width
+    rows = max(1, round(sqrt(area * aspect) / multiple))
+    columns = max(1, round(sqrt(area / aspect) / multiple))
+    return columns * multiple, rows * multiple
+
+
+def draw_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
+    """Standard normal float32 noise on the CPU, as ComfyUI draws it, so that a seed means the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)

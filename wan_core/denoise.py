@@ -1,0 +1,176 @@
+"""The denoising loop: it walks a plan, and that is all it does.
+
+Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text rows.
+
+No value is read back from the device inside the loop. Latents are float32 throughout: they are the state of an ODE that is
+integrated over many small steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan_core.conditioning import Conditioning
+from wan_core.model.dit import WanModel
+from wan_core.plan import Expert, Plan, Step
+from wan_core.solvers import SOLVERS, History
+
+# One forward of both branches pays while a single one cannot fill the GPU. Measured on an H200 with A14B:
+# benchmarks/results/guidance-*.json and docs/performance.md.
+BATCHED_TOKENS_CUDA = 2048
+
+
+class NonFiniteError(RuntimeError):
+    """The latents became NaN or infinite; the message says at which step and what usually helps."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Handed to `on_step` after a step was launched (on a GPU it may still be running)."""
+
+    step: Step
+    total: int
+    latents: Tensor  # normalised, at step.sigma_next
+    velocity: Tensor  # predicted at step.sigma
+
+    def preview(self) -> Tensor:
+        """The video the model sees behind the remaining noise: normalised latents [B, C, T, Y, X]."""
+        return self.latents - self.velocity * self.step.sigma_next
+
+
+def denoise(
+    plan: Plan,
+    acquire: Callable[[Expert], WanModel],
+    conditioning: Conditioning,
+    noise: Tensor,
+    *,
+    batched: bool = False,
+    on_step: Callable[[Progress], None] | None = None,
+) -> Tensor:
+    """Integrate the flow from `noise` to normalised latents, both float32 [B, C, T, Y, X] on the device of the run.
+
+    acquire: returns an expert ready to run; called once for each phase, so that it may load or swap.
+    batched: run both guidance branches as one forward (see `choose_batched`).
+    on_step: called after every step; may raise to interrupt.
+    Raises NonFiniteError within a few steps of the first non-finite latent.
+    """
+    solver, history, x = SOLVERS[plan.solver], History(), hold_known(noise.float(), conditioning)
+    timesteps = torch.tensor([s.timestep for s in plan.steps], device=x.device)  # float32: bf16 would make 999 a 1000
+    watch = FiniteWatch(len(plan.steps), x.device)
+    guided: Guided | None = None
+    for step in plan.steps:
+        if guided is None or guided.expert != step.expert:
+            guided = None  # frees the last expert's text state before the next is made
+            guided = Guided(step.expert, acquire(step.expert), conditioning, plan, x.shape[0], batched)
+        velocity = guided.velocity(x, timesteps[step.index], step)
+        x, history = solver(x, velocity, step.index, plan.sigmas, history)
+        x = hold_known(x, conditioning)
+        watch.note(step.index, x)
+        if on_step is not None:
+            on_step(Progress(step, len(plan.steps), x, velocity))
+    watch.finish()
+    return x
+
+
+class Guided:
+    """One expert with its prompts prepared: turns latents into a guided velocity."""
+
+    def __init__(
+        self, expert: Expert, model: WanModel, conditioning: Conditioning, plan: Plan, batch: int, batched: bool
+    ) -> None:
+        self.expert = expert
+        self.model = model
+        self.conditioning = conditioning
+        self.batched = batched
+        rows = [conditioning.cond]
+        if any("uncond" in s.branches for s in plan.steps if s.expert == expert):
+            if conditioning.uncond is None:
+                raise ValueError("the plan guides with a negative prompt, but none was encoded")
+            rows.append(conditioning.uncond)
+        self.both = model.prepare_text(stack_text(rows, batch))  # cond before uncond along the batch
+        self.cond, self.uncond = self.both.rows(0, batch), self.both.rows(batch, 2 * batch)
+
+    def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> Tensor:
+        """float32 [B, C, T, Y, X]; guidance arithmetic in float32, because it amplifies a difference."""
+        inputs, time = model_inputs(x, timestep, self.conditioning)
+        if "uncond" not in step.branches:
+            return self.model(inputs, time, self.cond)
+        if self.batched:
+            cond, uncond = self.model(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both).chunk(2)
+        else:
+            cond, uncond = self.model(inputs, time, self.cond), self.model(inputs, time, self.uncond)
+        return uncond + step.guidance * (cond - uncond)
+
+
+def stack_text(rows: list[Tensor], batch: int) -> Tensor:
+    """Text rows [1 or B, S_i, D] of the branches -> [branches * B, max S, D]; zero rows at the end, as the model itself pads."""
+    longest = max(r.shape[1] for r in rows)
+    return torch.cat([F.pad(r, (0, 0, 0, longest - r.shape[1])).expand(batch, -1, -1) for r in rows])
+
+
+def model_inputs(x: Tensor, timestep: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:
+    """The transformer's input [B, C_in, T, Y, X] and its timesteps: [B], or [B, T] where the first latent frame is known."""
+    B, _, T = x.shape[:3]
+    if conditioning.concat is not None:
+        x = torch.cat([x, conditioning.concat.to(x).expand(B, -1, -1, -1, -1)], dim=1)
+    if conditioning.known is None:
+        return x, timestep.expand(B)
+    frames = timestep.repeat(B, T)
+    frames[:, 0] = 0
+    return x, frames
+
+
+def hold_known(x: Tensor, conditioning: Conditioning) -> Tensor:
+    """Put the known first latent frame back (TI2V): the model is told that it is free of noise."""
+    if conditioning.known is None:
+        return x
+    return torch.cat([conditioning.known.to(x).expand(x.shape[0], -1, -1, -1, -1), x[:, :, 1:]], dim=2)
+
+
+def choose_batched(mode: str, plan: Plan, tokens: int, device: torch.device, streamed: bool) -> tuple[bool, str]:
+    """Whether to run both guidance branches as one forward, and why, in words for the report.
+
+    mode: "sequential", "batched" or "auto". tokens: of one video. streamed: weights come from host memory for every forward.
+    """
+    if not plan.guided:
+        return False, "no step is guided"
+    if mode != "auto":
+        return mode == "batched", "asked for"
+    if streamed:
+        return True, "weights are streamed: one transfer serves both branches"
+    if device.type != "cuda":
+        return False, "on a CPU one branch fills the cores"
+    if tokens <= BATCHED_TOKENS_CUDA:
+        return True, f"{tokens} tokens do not fill the GPU alone (up to {BATCHED_TOKENS_CUDA})"
+    return False, f"{tokens} tokens fill the GPU: batching would only cost memory"
+
+
+class FiniteWatch:
+    """Finds the first non-finite latents without making the host wait: flags travel to pinned memory on their own time."""
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.finite = torch.ones(steps, dtype=torch.bool, pin_memory=device.type == "cuda")
+        self.device = device
+
+    def note(self, index: int, x: Tensor) -> None:
+        """Queue the check of step `index`, and raise if an earlier one is known to have failed."""
+        self.finite[index].copy_(x.isfinite().all(), non_blocking=True)
+        self.check(index)
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.check(len(self.finite))
+
+    def check(self, until: int) -> None:
+        flags = self.finite[: until + 1].tolist()
+        if not all(flags):
+            raise NonFiniteError(
+                f"the latents became NaN or infinite at step {flags.index(False)}: stopped, a black video would follow. Use "
+                "bf16 or fp32 (fp16 overflows), another attention backend, or check that the checkpoint files are whole."
+            )

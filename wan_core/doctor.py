@@ -1,0 +1,120 @@
+"""What this machine can run, and why not what it cannot: libraries, GPU, attention backends with a self-test each."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+import torch
+
+from wan_core.attention.registry import AUTO_ORDER, BACKENDS, Attend
+from wan_core.attention.sdpa import math_reference
+from wan_core.models import TINY, choose_device
+from wan_core.report import GIB
+
+# distribution -> (what it is for, how to get it); None: required
+LIBRARIES: dict[str, tuple[str, str | None]] = {
+    "torch": ("everything", None),
+    "numpy": ("frames", None),
+    "safetensors": ("saved latents", None),
+    "sentencepiece": ("tokenizer", None),
+    "av": ("writing and reading video", None),
+    "Pillow": ("reading images", None),
+    "flash-attn-4": ("attention on Hopper and Blackwell", "pip install 'wancore[attention]'"),
+    "nvidia-cudnn-frontend": ("FP8 and block-sparse attention", "pip install 'wancore[attention]'"),
+    "transformer-engine": ("FP8 linears", "pip install --no-build-isolation 'wancore[te]'"),
+    "comfy-kitchen": ("fused kernels", "pip install 'wancore[comfy]'"),
+}
+PLANNED = ("flash-attn-4", "nvidia-cudnn-frontend", "transformer-engine", "comfy-kitchen")
+TOLERANCE = 0.01  # relative, in bf16; the kernels measure 0.002 to 0.004
+
+
+def examine(device: str = "auto") -> dict[str, Any]:
+    """Everything the doctor finds, as plain data: {"system", "libraries", "attention", "video", "assets"}."""
+    chosen = choose_device(device)
+    return {
+        "system": _system(chosen),
+        "libraries": {name: _library(name) for name in LIBRARIES},
+        "attention": {name: _backend(name, chosen) for name in BACKENDS},
+        "video": _video(),
+        "embedded model": _assets(),
+    }
+
+
+def _system(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform(), "device": str(device)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "gpu": properties.name,
+            "memory_gib": round(properties.total_memory / GIB, 1),
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "fp8": (properties.major, properties.minor) >= (8, 9),
+        }
+    return found
+
+
+def _library(name: str) -> dict[str, Any]:
+    purpose, install = LIBRARIES[name]
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return {"for": purpose, "version": None, "note": install or "required: pip install -r requirements.txt"}
+    note = "installed; this version does not use it yet" if name in PLANNED else None
+    return {"for": purpose, "version": version, "note": note}
+
+
+def _backend(name: str, device: torch.device) -> dict[str, Any]:
+    backend = BACKENDS[name]
+    reason = backend.why_not(device)
+    found: dict[str, Any] = {"summary": backend.summary, "usable": reason is None, "why_not": reason}
+    if reason is None:
+        error = self_test(backend.load(), device)
+        found |= {"error": error, "usable": error <= TOLERANCE}
+        if error > TOLERANCE:
+            found["why_not"] = f"self-test failed: relative error {error:.3g}, allowed {TOLERANCE}"
+    return found
+
+
+def self_test(attend: Attend, device: torch.device) -> float:
+    """Relative error of a backend against the formula in float32, on random data of odd length at head dim 128."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = (torch.randn(1, 333, 3, 128, generator=generator).to(device, dtype) for _ in range(3))
+    expected = math_reference(q.float(), k.float(), v.float())
+    return float((attend(q, k, v).float() - expected).norm() / expected.norm())
+
+
+def _video() -> dict[str, Any]:
+    import av
+
+    try:
+        av.codec.Codec("libx264", "w")
+    except av.codec.codec.UnknownCodecError:
+        return {"h264": False, "why_not": "this build of PyAV has no libx264: pip install --force-reinstall av"}
+    return {"h264": True, "why_not": None}
+
+
+def _assets() -> dict[str, Any]:
+    files = sorted(TINY.glob("*.safetensors"))
+    return {"files": [f.name for f in files], "megabytes": round(sum(f.stat().st_size for f in files) / 1e6, 2)}
+
+
+def text(findings: dict[str, Any]) -> str:
+    """The findings for people, one a line."""
+    lines = ["system"] + [f"  {key:<22} {value}" for key, value in findings["system"].items()]
+    lines.append("libraries")
+    for name, library in findings["libraries"].items():
+        state = library["version"] or "not installed"
+        lines.append(f"  {name:<22} {state:<16} {library['for']}" + (f" ({library['note']})" if library["note"] else ""))
+    lines.append(f"attention backends (auto takes the first usable of: {', '.join(AUTO_ORDER)})")
+    for name, backend in findings["attention"].items():
+        state = f"usable, self-test error {backend['error']:.1e}" if backend["usable"] else f"not usable: {backend['why_not']}"
+        lines.append(f"  {name:<22} {state}  [{backend['summary']}]")
+    video, assets = findings["video"], findings["embedded model"]
+    lines.append(f"video                    {'H.264 through PyAV' if video['h264'] else video['why_not']}")
+    lines.append(f"embedded model           {len(assets['files'])} files, {assets['megabytes']} MB")
+    return "\n".join(lines)

@@ -1,0 +1,42 @@
+"""Rotary position embedding over time, rows and columns.
+
+Legend: B batch, L tokens (= T * Y * X), H heads, D head dim, T/Y/X token frames, rows, columns.
+
+A head's D channels are D/2 interleaved pairs, each rotated as a complex number. The first pairs turn with the frame, the next
+with the row, the last with the column (22/21/21 pairs at D = 128). Source: Wan2.2/wan/modules/model.py, rope_params, rope_apply.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+THETA = 10000.0
+
+
+def rope_table(grid: tuple[int, int, int], axes: tuple[int, int, int], device: torch.device | str = "cpu") -> Tensor:
+    """The rotation of every token of `grid` (T, Y, X): float32 [L, 1, D/2, 2] holding (cos, sin).
+
+    Computed in float64 and rounded once: at 1,000 positions float32 angles would already be off in the fourth digit.
+    """
+    T, Y, X = grid
+    angles = []
+    for positions, channels in zip((T, Y, X), axes, strict=True):
+        frequency = THETA ** -(torch.arange(0, channels, 2, dtype=torch.float64) / channels)
+        angles.append(torch.outer(torch.arange(positions, dtype=torch.float64), frequency))
+    t, y, x = angles
+    angle = torch.cat(
+        [
+            t[:, None, None].expand(T, Y, X, -1),
+            y[None, :, None].expand(T, Y, X, -1),
+            x[None, None, :].expand(T, Y, X, -1),
+        ],
+        dim=-1,
+    ).reshape(T * Y * X, 1, -1)
+    return torch.stack([angle.cos(), angle.sin()], dim=-1).float().to(device)
+
+
+def apply_rope(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate x [B, L, H, D] by `table` [L, 1, D/2, 2] in float32; returns x's dtype."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # [B, L, H, D/2]
+    return torch.view_as_real(pairs * torch.view_as_complex(table)).flatten(-2).type_as(x)

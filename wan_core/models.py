@@ -1,0 +1,267 @@
+"""From a user's `LoadOptions` to the four models of a run: where they come from, what they are, how they are held.
+
+Sources: the embedded model ("tiny"), random weights at full size ("random:TASK", for measuring), the folder of a release, or
+single files. Every file is recognised by its contents before any weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from wan_core.attention.registry import resolve_attention
+from wan_core.checkpoint import detect, find_parts, load_dit, load_text_encoder, load_vae, open_checkpoint
+from wan_core.checkpoint.detect import Kind, empty_module
+from wan_core.checkpoint.random import random_module
+from wan_core.config import (
+    I2V_A14B,
+    T2V_A14B,
+    TI2V_5B,
+    UMT5_XXL,
+    VAE_21,
+    VAE_22,
+    DiTConfig,
+    LoadOptions,
+    OptionError,
+    Task,
+    TextConfig,
+    VAEConfig,
+    find_task,
+)
+from wan_core.memory.residency import Residency, choose_residency
+from wan_core.model.dit import WanModel
+from wan_core.optimize import optimize
+from wan_core.report import Report
+from wan_core.text.tokenizer import Tokenizer
+from wan_core.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.vae import VideoVAE
+
+TINY = Path(__file__).parent / "assets" / "tiny"
+PARTS = ("high", "low", "text_encoder", "vae")
+RANDOM = {"t2v-A14B": (T2V_A14B, VAE_21), "i2v-A14B": (I2V_A14B, VAE_21), "ti2v-5B": (TI2V_5B, VAE_22)}
+TASK_OF_CHANNELS = {16: "t2v-A14B", 36: "i2v-A14B", 48: "ti2v-5B"}
+
+
+@dataclass(frozen=True)
+class Models:
+    """Everything a run needs, held by `residency`; `high` and `low` are one module where a task has a single transformer."""
+
+    task: Task
+    residency: Residency
+    attention: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.residency.device
+
+    def expert(self, name: str) -> WanModel:
+        return cast(WanModel, self.residency.use(name))
+
+    def text_encoder(self) -> TextEncoder:
+        return cast(TextEncoder, self.residency.use("text_encoder"))
+
+    def vae(self) -> VideoVAE:
+        return cast(VideoVAE, self.residency.use("vae"))
+
+    @property
+    def vae_config(self) -> VAEConfig:
+        return cast(VideoVAE, self.residency.models["vae"]).config
+
+    @property
+    def dit_config(self) -> DiTConfig:
+        return cast(WanModel, self.residency.models["high"]).config
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is the first GPU, or the CPU where there is none. Raises OptionError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as fault:
+        raise OptionError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N") from fault
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(f"device {name!r} given, but torch {torch.__version__} sees {torch.cuda.device_count()} NVIDIA GPUs")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def compute_dtype(precision: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """What a model computes in. fp16 is never used for the transformer: its activations overflow to black frames."""
+    if precision == "fp32" or (precision in ("checkpoint", "auto") and device.type == "cpu"):
+        return torch.float32  # CPUs are slow at everything else
+    if precision in ("bf16", "auto"):
+        return torch.bfloat16
+    return torch.float32 if stored == torch.float32 else torch.bfloat16
+
+
+def load_models(options: LoadOptions, report: Report, *, image: bool = False) -> Models:
+    """Find, recognise and load the models. `image`: a first frame is given, which picks the embedded model's image variant.
+
+    Raises CheckpointError or OptionError before any weights are read.
+    """
+    attention, attend = resolve_attention(options.attention, report.device)
+    parts = random_parts(options) if options.model and options.model.startswith("random:") else file_parts(options, image)
+    task, configs = parts.task, {name: part.config for name, part in parts.of.items()}
+    check_fit(configs)
+    dtypes = {
+        name: compute_dtype(options.vae_precision if name == "vae" else options.precision, part.stored, report.device)
+        for name, part in parts.of.items()
+    }
+    weights = sum(part.parameters * dtypes[name].itemsize for name, part in parts.of.items())
+    policy, why = choose_residency(options.residency, report.device, weights, activation_bytes(configs["high"], task))
+    report.notes.append(f"residency: {policy} ({why})")
+    residency = Residency(report.device, policy)
+    for name, part in parts.of.items():
+        model = part.load(residency.load_device, dtypes[name])
+        residency.add(name, optimize(model, attend=attend) if isinstance(model, WanModel) else model)
+    if "low" not in parts.of:
+        residency.models["low"] = residency.models["high"]
+    report.settings["models"] = {name: part.source for name, part in parts.of.items()}
+    report.settings["precision"] = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    return Models(task, residency, attention)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model before it is loaded: what it is, and how to get it."""
+
+    source: str
+    config: DiTConfig | TextConfig | VAEConfig
+    stored: torch.dtype
+    parameters: int
+    load: Callable[[torch.device, torch.dtype], nn.Module]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The models of a task by name: high, low (absent where one transformer runs every step), text_encoder, vae."""
+
+    task: Task
+    of: Mapping[str, Part]
+
+
+def file_parts(options: LoadOptions, image: bool) -> Parts:
+    """Recognise the files of `options`. Raises CheckpointError or OptionError."""
+    paths = resolve_paths(options, image)
+    tokenizer = paths.pop("tokenizer", None)
+    loaders = {"high": load_dit, "low": load_dit, "vae": load_vae}
+    loaders["text_encoder"] = partial(load_text_encoder, tokenizer=tokenizer)
+    kinds: dict[str, Kind] = {"high": "dit", "low": "dit", "text_encoder": "text_encoder", "vae": "vae"}
+    found = {name: recognise(path, kinds[name], loaders[name]) for name, path in paths.items()}
+    dit = found["high"].config
+    assert isinstance(dit, DiTConfig)
+    if options.task is not None:
+        task = find_task(options.task)
+    elif options.model == "tiny":
+        task = find_task("i2v-tiny" if image else "t2v-tiny")
+    elif dit.in_channels in TASK_OF_CHANNELS:
+        task = find_task(TASK_OF_CHANNELS[dit.in_channels])
+    else:
+        raise OptionError(f"a transformer of {dit.in_channels} input channels belongs to no known task; name one with --task")
+    if task.in_channels != dit.in_channels:
+        raise OptionError(f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}")
+    if task.two_experts and "low" not in found:
+        raise OptionError(f"{task.name} has two experts: give both --high and --low")
+    return Parts(task, found)
+
+
+def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
+    """Where each part is. Raises OptionError naming what is missing, CheckpointError for a folder that is none."""
+    if options.model == "tiny":
+        variant = "i2v" if image or (options.task or "").startswith("i2v") else "t2v"
+        names = {"high": f"{variant}_high", "low": f"{variant}_low", "text_encoder": "text_encoder", "vae": "vae"}
+        paths = {part: TINY / f"{name}.safetensors" for part, name in names.items()}
+    else:
+        paths = find_parts(options.model) if options.model is not None else {}
+    given = {part: getattr(options, part) for part in (*PARTS, "tokenizer")}
+    paths |= {part: Path(path) for part, path in given.items() if path is not None}
+    if "high" not in paths and "low" in paths:
+        paths["high"] = paths.pop("low")  # one file alone, whichever option named it
+    missing = [part for part in ("high", "text_encoder", "vae") if part not in paths]
+    if missing:
+        flags = ", ".join("--" + part.replace("_", "-") for part in missing)
+        raise OptionError(f"no {' and no '.join(missing)} given or found in {options.model or 'the options'}: add {flags}")
+    return paths
+
+
+def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
+    """Read the file's header and check that it is a whole model of `kind`."""
+    checkpoint = open_checkpoint(path)
+    found = detect(checkpoint, kind)
+    infos = [checkpoint.tensors[name] for name in found.names.values()]
+    stored = max(infos, key=lambda info: info.nbytes).dtype
+    parameters = sum(prod(info.shape) for info in infos)
+    return Part(
+        f"{checkpoint.describe()} ({found.layout})",
+        found.config,
+        stored,
+        parameters,
+        lambda device, dtype: load(checkpoint, device=device, dtype=dtype),
+    )
+
+
+def random_parts(options: LoadOptions) -> Parts:
+    """Full-size models of a task with random weights, drawn on the device."""
+    assert options.model is not None
+    task = find_task(options.model.removeprefix("random:"))
+    if task.name not in RANDOM:
+        raise OptionError(f"random weights are made for {', '.join(RANDOM)}; for {task.name} use --model tiny")
+    dit, vae = RANDOM[task.name]
+    configs: dict[str, DiTConfig | TextConfig | VAEConfig] = {"high": dit, "low": dit, "text_encoder": UMT5_XXL, "vae": vae}
+    if not task.two_experts:
+        del configs["low"]
+    return Parts(task, {name: random_part(config, seed) for seed, (name, config) in enumerate(configs.items())})
+
+
+def random_part(config: DiTConfig | TextConfig | VAEConfig, seed: int) -> Part:
+    def load(device: torch.device, dtype: torch.dtype) -> nn.Module:
+        module = random_module(config, device=device, dtype=dtype, seed=seed)
+        if not isinstance(module, UMT5Encoder):
+            return module
+        embedded = open_checkpoint(TINY / "text_encoder.safetensors").read("spiece_model")
+        return TextEncoder(module, Tokenizer(embedded.numpy().tobytes()))
+
+    parameters = sum(p.numel() for p in empty_module(config).parameters())
+    return Part("random weights", config, torch.bfloat16, parameters, load)
+
+
+def check_fit(configs: Mapping[str, DiTConfig | TextConfig | VAEConfig]) -> None:
+    """Raise OptionError unless the parts belong together: text width, latent channels, equal experts."""
+    high, low, text, vae = (configs.get(part) for part in PARTS)
+    assert isinstance(high, DiTConfig) and isinstance(text, TextConfig) and isinstance(vae, VAEConfig)
+    if low is not None and low != high:
+        raise OptionError(f"the experts differ in architecture: high is {high}, low is {low}. Use the two files of one model.")
+    if text.dim != high.text_dim:
+        raise OptionError(f"the text encoder gives rows of {text.dim}, the transformer takes {high.text_dim}: not of one model")
+    if vae.z_dim != high.out_channels:
+        raise OptionError(
+            f"the VAE has {vae.z_dim} latent channels, the transformer {high.out_channels}: A14B needs the Wan 2.1 VAE, "
+            "TI2V-5B the Wan 2.2 VAE"
+        )
+
+
+def activation_bytes(config: DiTConfig, task: Task) -> int:
+    """A generous estimate of what a forward of the task's own size needs besides weights, bf16, both branches' text included."""
+    stride = 16 if config.out_channels <= 16 else 32  # pixels per token
+    tokens = ((task.frames - 1) // 4 + 1) * (task.height // stride) * (task.width // stride)
+    text = 2 * 2 * 2 * config.num_layers * config.text_len * config.dim
+    return tokens * (4 * config.ffn_dim + 20 * config.dim) + text
+
+
+def load_vae_only(model: str | None, vae: str | None, device: str, precision: str) -> tuple[VideoVAE, torch.device]:
+    """The VAE of a release or a file, for decoding saved latents."""
+    where = choose_device(device)
+    if vae is None and model is None:
+        raise OptionError("no VAE given: use --vae FILE, --model FOLDER of a release, or --model tiny")
+    path = vae or (TINY / "vae.safetensors" if model == "tiny" else find_parts(str(model)).get("vae"))
+    if path is None:
+        raise OptionError(f"no VAE found in {model}: add --vae FILE")
+    part = recognise(Path(path), "vae", load_vae)
+    return cast(VideoVAE, part.load(where, compute_dtype(precision, part.stored, where))), where

@@ -1,0 +1,1 @@
+"""The text encoder: prompts -> rows of features that the transformer attends to."""

@@ -1,0 +1,72 @@
+"""SentencePiece as the reference uses it: google/umt5-xxl with `clean="whitespace"`.
+
+Source: Wan2.2/wan/modules/tokenizers.py. One thing is left out: the reference also passes prompts through `ftfy`, which
+repairs wrongly decoded text and straightens quotation marks.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from pathlib import Path
+
+
+class Tokenizer:
+    """Text -> ids.
+
+    Args:
+        proto: a serialised SentencePiece model (the bytes of `spiece.model`). Kept as `.proto`, so that it can be
+            stored in the encoder's file: a uint8 tensor `spiece_model`, as in ComfyUI's files.
+        max_length: the most ids of a prompt, with the end token; the rest is cut.
+
+    Raises:
+        ValueError: `proto` is not such a model, or its end token is not id 1.
+    """
+
+    pad_id = 0
+    eos_id = 1
+
+    def __init__(self, proto: bytes, max_length: int = 512) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        if max_length < 1:
+            raise ValueError(f"max_length {max_length} leaves no room for the end token; at least 1 is needed")
+        self._processor = SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(proto)
+        except RuntimeError as error:
+            raise ValueError(
+                f"not a SentencePiece model ({len(proto)} bytes). The spiece.model of google/umt5-xxl is expected; "
+                "download it again."
+            ) from error
+        if self._processor.eos_id() != self.eos_id:
+            raise ValueError(
+                f"the end token of this SentencePiece model is {self._processor.eos_id()}, UMT5's is {self.eos_id}. "
+                "Use the spiece.model that came with the text encoder (google/umt5-xxl for Wan)."
+            )
+        self.proto = proto
+        self.max_length = max_length
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], max_length: int = 512) -> Tokenizer:
+        """From a `spiece.model`. Raises OSError if it cannot be read, ValueError naming the file if it is not one."""
+        try:
+            return cls(Path(path).read_bytes(), max_length)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def __len__(self) -> int:
+        """How many pieces there are; ids are below it."""
+        return self._processor.GetPieceSize()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` after `clean`, at most `max_length`, the last one the end token."""
+        # A lone surrogate (half of an emoji in broken JSON) has no UTF-8; it becomes a question mark.
+        readable = clean(text).encode("utf-8", "replace").decode("utf-8")
+        return [*self._processor.EncodeAsIds(readable)[: self.max_length - 1], self.eos_id]
+
+
+def clean(text: str) -> str:
+    """HTML entities resolved (twice, as the reference does), runs of white space made one space, ends trimmed."""
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(text))).strip()

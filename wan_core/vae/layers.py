@@ -1,0 +1,247 @@
+"""Layers of the causal video VAE, each able to run a clip in chunks of frames.
+
+A layer that looks back in time takes a `Chunk`: where in the clip we are, and what the layers must remember of the
+chunks before. The memory belongs to the caller; a module holds parameters only, so one model can serve several clips at
+once.
+
+Frame 0 is special throughout: it is a picture of its own. Temporal down- and upsampling leave it alone, and the
+upsampler's `time_conv` never sees it (the frames after it start from a history of zeros).
+
+Shapes: B batch, C channels, T/Y/X frames, rows, columns at the layer's own resolution. Parameter names are those of the
+    official
+checkpoints, hence dictionaries with number keys. Source of the semantics: Wan2.2/wan/modules/vae2_1.py and vae2_2.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(kw_only=True)
+class Chunk:
+    """One run of consecutive frames of a clip on its way through the layers.
+
+    `history` maps a layer to the last input frames it saw, `[B, C, lead, Y, X]`; hand the same dictionary to every
+    chunk of a clip. The last chunk leaves nothing behind, so a clip run as one chunk (`Chunk(first=True, last=True)`)
+    remembers nothing at all.
+    """
+
+    first: bool
+    last: bool
+    history: dict[nn.Module, Tensor] = field(default_factory=dict)
+
+
+class CausalConv3d(nn.Conv3d):
+    """Convolution whose output frame depends on its own and earlier input frames only. Zero padding in space.
+
+    Args:
+        kernel: `(time, rows, columns)`, the last two odd.
+        time_stride: every how many frames an output frame is made. The layer looks back `lead = kernel[0] -
+            time_stride` frames.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel: tuple[int, int, int], time_stride: int = 1) -> None:
+        padding = (0, kernel[1] // 2, kernel[2] // 2)
+        super().__init__(in_channels, out_channels, kernel, stride=(time_stride, 1, 1), padding=padding)
+        self.lead = kernel[0] - time_stride
+
+    def extend(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """`x` [B, C, T, Y, X] with the frames before it in front, zeros where the clip has none; updates
+        `chunk.history`.
+
+        A single frame without history comes back as it is: `convolve` then uses the last tap of the kernel alone, the
+        others would meet zeros.
+        """
+        if self.lead == 0:
+            return x
+        history = chunk.history.pop(self, None)
+        alone = history is None and x.shape[2] == 1
+        if history is not None:
+            x = torch.cat([history, x], dim=2)
+        elif not alone:
+            x = _lead_with_zeros(x, self.lead)
+        if not chunk.last:
+            # A copy: a view would keep the whole extended input alive until the next chunk.
+            chunk.history[self] = _lead_with_zeros(x, self.lead - 1) if alone else x[:, :, -self.lead :].clone()
+        return x
+
+    def convolve(self, extended: Tensor) -> Tensor:
+        """Applies the kernel to the result of `extend`.
+
+        Apart from it, so that a caller can drop `x` before the output is allocated.
+        """
+        weight = self.weight[:, :, -extended.shape[2] :]
+        return F.conv3d(extended, weight, self.bias, self.stride, self.padding)
+
+    def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
+        return self.convolve(self.extend(x, chunk))
+
+
+def _lead_with_zeros(x: Tensor, frames: int) -> Tensor:
+    return F.pad(x, (0, 0, 0, 0, frames, 0)) if frames else x.clone()
+
+
+class RMSNorm(nn.Module):
+    """Divides by the root mean square over channels (dim 1). `spatial_dims`: 3 for video, 2 for pictures."""
+
+    def __init__(self, channels: int, spatial_dims: int = 3) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(channels, *[1] * spatial_dims))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # fp32 statistics: a sum over hundreds of squares in bf16 is off by percents. Accumulating in fp32 inside the
+        # reduction, instead of casting x, keeps the largest temporary of the model at its own size.
+        norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
+        scale = x.shape[1] ** 0.5 / norm.clamp_min(1e-12)
+        return (x * scale.to(x.dtype)).mul_(self.gamma)
+
+
+class ResidualBlock(nn.Module):
+    """norm, SiLU, conv, twice; 1x1x1 shortcut where the channels change."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.residual = nn.ModuleDict(
+            {
+                "0": RMSNorm(in_channels),
+                "2": CausalConv3d(in_channels, out_channels, (3, 3, 3)),
+                "3": RMSNorm(out_channels),
+                "6": CausalConv3d(out_channels, out_channels, (3, 3, 3)),
+            }
+        )
+        self.shortcut = CausalConv3d(in_channels, out_channels, (1, 1, 1)) if in_channels != out_channels else None
+
+    def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
+        h = norm_silu_conv(self.residual["0"], self.residual["2"], x, chunk)
+        h = norm_silu_conv(self.residual["3"], self.residual["6"], h, chunk)
+        # The shortcut comes last, so that it is not held while the two convolutions run.
+        return h.add_(x if self.shortcut is None else self.shortcut.convolve(x))
+
+
+def norm_silu_conv(norm: nn.Module, conv: nn.Module, x: Tensor, chunk: Chunk) -> Tensor:
+    conv = cast(CausalConv3d, conv)
+    # One expression: the normalised input dies as soon as it has been copied behind its history.
+    return conv.convolve(conv.extend(F.silu(norm(x), inplace=True), chunk))
+
+
+class AttentionBlock(nn.Module):
+    """Single-head self-attention over the Y*X positions of each frame."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(channels, spatial_dims=2)
+        self.to_qkv = nn.Conv2d(channels, 3 * channels, 1)
+        self.proj = nn.Conv2d(channels, channels, 1)
+        nn.init.zeros_(self.proj.weight)
+
+    def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
+        pictures = as_pictures(x)  # [B*T, C, Y, X]
+        qkv = self.to_qkv(self.norm(pictures)).flatten(2).transpose(1, 2).unsqueeze(1)  # [B*T, 1, Y*X, 3C]
+        attended = F.scaled_dot_product_attention(*qkv.chunk(3, dim=-1))
+        attended = attended.squeeze(1).transpose(1, 2).reshape(pictures.shape)
+        return as_video(self.proj(attended), x.shape[0]) + x
+
+
+class Downsample(nn.Module):
+    """Halves rows and columns, and with `temporal` the frames after frame 0."""
+
+    def __init__(self, channels: int, temporal: bool) -> None:
+        super().__init__()
+        # The official padding is a row below and a column to the right. Padding all sides by two and dropping the first
+        # row and column of the output is the same, without a padded copy of the largest activation there is.
+        self.resample = nn.ModuleDict({"1": nn.Conv2d(channels, channels, 3, stride=2, padding=2)})
+        self.time_conv = CausalConv3d(channels, channels, (3, 1, 1), time_stride=2) if temporal else None
+
+    def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
+        x = as_video(self.resample["1"](as_pictures(x))[..., 1:, 1:], x.shape[0])
+        if self.time_conv is None:
+            return x
+        if not chunk.first:
+            return self.time_conv(x, chunk)
+        picture, rest = x[:, :, :1], x[:, :, 1:]
+        chunk.history[self.time_conv] = picture
+        return picture if rest.shape[2] == 0 else torch.cat([picture, self.time_conv(rest, chunk)], dim=2)
+
+
+class Upsample(nn.Module):
+    """Doubles rows and columns, and with `temporal` the frames after frame 0."""
+
+    def __init__(self, in_channels: int, out_channels: int, temporal: bool) -> None:
+        super().__init__()
+        self.resample = nn.ModuleDict({"1": nn.Conv2d(in_channels, out_channels, 3, padding=1)})
+        self.time_conv = CausalConv3d(in_channels, 2 * in_channels, (3, 1, 1)) if temporal else None
+
+    def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
+        if self.time_conv is not None:
+            x = self._double_frames(x, chunk, self.time_conv)
+        pictures = F.interpolate(as_pictures(x), scale_factor=2.0, mode="nearest-exact")
+        return as_video(self.resample["1"](pictures), x.shape[0])
+
+    @staticmethod
+    def _double_frames(x: Tensor, chunk: Chunk, time_conv: CausalConv3d) -> Tensor:
+        picture, rest = (x[:, :, :1], x[:, :, 1:]) if chunk.first else (None, x)
+        if picture is not None and rest.shape[2] == 0:
+            return picture
+        pairs = time_conv(rest, chunk).unflatten(1, (2, -1))  # [B, 2, C, T, Y, X]
+        frames = pairs.permute(0, 2, 3, 1, 4, 5).flatten(2, 3)  # [B, C, 2T, Y, X]
+        return frames if picture is None else torch.cat([picture, frames], dim=2)
+
+
+def as_pictures(x: Tensor) -> Tensor:
+    """[B, C, T, Y, X] -> [B*T, C, Y, X]; a view when T is 1 or the channels come last in memory."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def as_video(pictures: Tensor, batch: int) -> Tensor:
+    """[B*T, C, Y, X] -> [B, C, T, Y, X], a view."""
+    return pictures.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+# ------------------------------------------------------------------------------------------------- shortcuts of Wan 2.2
+
+
+def fold_average(x: Tensor, out_channels: int, time: int, space: int) -> Tensor:
+    """Downsampling shortcut: folds `time` x `space` x `space` neighbours into channels, then averages groups of
+    channels.
+
+    [B, C, T, Y, X] -> [B, out_channels, ceil(T / time), Y / space, X / space]. A missing frame (before frame 0) counts
+    as zeros.
+    """
+    x = F.pad(x, (0, 0, 0, 0, -x.shape[2] % time, 0)) if x.shape[2] % time else x
+    x = x.unflatten(4, (-1, space)).unflatten(3, (-1, space)).unflatten(2, (-1, time))
+    x = x.permute(0, 1, 3, 5, 7, 2, 4, 6)  # [B, C, time, space, space, T, Y, X]
+    return x.flatten(1, 4).unflatten(1, (out_channels, -1)).mean(dim=2)
+
+
+def unfold_repeat(x: Tensor, out_channels: int, time: int, space: int, first: bool) -> Tensor:
+    """Upsampling shortcut: repeats channels, then unfolds them into `time` x `space` x `space` neighbours.
+
+    [B, C, T, Y, X] -> [B, out_channels, T * time, Y * space, X * space], less the frames that would come before frame
+    0.
+    """
+    repeats = out_channels * time * space * space // x.shape[1]
+    x = x.repeat_interleave(repeats, dim=1).unflatten(1, (out_channels, time, space, space))
+    x = x.permute(0, 1, 5, 2, 6, 3, 7, 4)  # [B, C, T, time, Y, space, X, space]
+    x = x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+    return x[:, :, time - 1 :] if first else x
+
+
+def fold_patches(video: Tensor, patch: int) -> Tensor:
+    """[B, C, F, H, W] -> [B, C * column * row, F, H / patch, W / patch], `row` and `column` inside the patch."""
+    if patch == 1:
+        return video
+    x = video.unflatten(4, (-1, patch)).unflatten(3, (-1, patch))  # [B, C, F, H, row, W, column]
+    return x.permute(0, 1, 6, 4, 2, 3, 5).flatten(1, 3)
+
+
+def unfold_patches(x: Tensor, patch: int) -> Tensor:
+    """The inverse of `fold_patches`."""
+    if patch == 1:
+        return x
+    x = x.unflatten(1, (-1, patch, patch))  # [B, C, column, row, F, H, W]
+    return x.permute(0, 1, 4, 5, 3, 6, 2).flatten(5, 6).flatten(3, 4)

@@ -1,0 +1,221 @@
+"""Video and image files: H.264 in MP4 with PyAV, pictures with Pillow. NumPy in, NumPy out.
+
+Legend: F frames, H rows, W columns; colours are red, green, blue, full range.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from av.error import FFmpegError
+from av.video.reformatter import ColorRange, Colorspace
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from wan_core.config import OptionError
+
+_BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
+
+
+def write_mp4(
+    path: str | os.PathLike[str],
+    frames: Iterable[NDArray[np.uint8]],
+    *,
+    fps: float | Fraction,
+    crf: int = 17,
+    metadata: Mapping[str, str] | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> Path:
+    """Write H.264 (libx264, yuv420p, BT.709), all or nothing.
+
+    The file is written under a temporary name in the same folder and renamed when complete: if anything fails, `frames`
+    included, an older file of that name is untouched and nothing is left behind.
+
+    Args:
+        path: where; must end in `.mp4`. An existing file is replaced.
+        frames: uint8 [F, H, W, 3], or any iterable of uint8 [H, W, 3], taken one at a time. H and W even.
+        fps: frames per second; a fraction such as 30000 / 1001 is kept exactly.
+        crf: quality, 0 (lossless but for the subsampled colours) to 51 (worst).
+        metadata: the settings that made this video, one JSON object in the file's `comment`: see `read_metadata`.
+        tags: further entries beside `comment`. ComfyUI looks for `workflow` and `prompt` there.
+
+    Returns:
+        `path`.
+
+    Raises:
+        OptionError: the path, rate, quality, or a frame's shape or dtype is not usable, or there are no frames.
+    """
+    path = Path(path)
+    rate = _checked_rate(fps)
+    _check_name(path)
+    if not isinstance(crf, int) or not 0 <= crf <= 51:
+        raise OptionError(f"crf {crf!r} is not allowed; use an integer of 0 (best) to 51 (worst), such as 17")
+    temporary = path.with_name(f".{path.stem[:80]}-{secrets.token_hex(4)}.part")
+    _claim(temporary, path)
+    try:
+        _encode(temporary, frames, rate, crf, {**(tags or {}), "comment": json.dumps(dict(metadata or {}))})
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def check_output(path: str | os.PathLike[str]) -> None:
+    """Raise OptionError now if `write_mp4` could not write to `path`: before hours of work, not after."""
+    path = Path(path)
+    _check_name(path)
+    temporary = path.with_name(f".{path.stem[:80]}-{secrets.token_hex(4)}.part")
+    _claim(temporary, path)
+    temporary.unlink()
+
+
+def _check_name(path: Path) -> None:
+    if path.suffix.lower() != ".mp4":
+        raise OptionError(f"cannot write {path.name!r}: only MP4 is supported; give the file a name that ends in .mp4")
+
+
+def _claim(temporary: Path, path: Path) -> None:
+    """Find out before the first frame is computed whether the folder can be written to."""
+    try:
+        temporary.touch(exist_ok=False)
+    except OSError as error:
+        raise OptionError(
+            f"cannot write {path.name} into the folder {path.parent} ({error.strerror}). "
+            "Create the folder, or choose another."
+        ) from error
+    if path.is_dir():
+        temporary.unlink()
+        raise OptionError(f"cannot write {path}: a folder has that name. Choose another name.")
+
+
+def _checked_rate(fps: float | Fraction) -> Fraction:
+    if not math.isfinite(fps) or not 0.01 <= fps <= 1000:
+        raise OptionError(f"fps {fps} is not allowed; use 0.01 to 1000 frames per second, such as 16")
+    return Fraction(fps).limit_denominator(1001)
+
+
+def _encode(path: Path, frames: Iterable[NDArray[np.uint8]], rate: Fraction, crf: int, tags: Mapping[str, str]) -> None:
+    size = None
+    options = {"movflags": "faststart+use_metadata_tags"}  # the index in front for streaming; tags of any name
+    with av.open(str(path.absolute()), "w", format="mp4", options=options) as container:
+        container.metadata.update(tags)
+        stream = container.add_stream("libx264", rate=rate, options={"crf": str(crf), "preset": "medium"})
+        for index, frame in enumerate(frames):
+            array = _checked_frame(np.asarray(frame), index, size)
+            if size is None:
+                size = array.shape[:2]
+                stream.height, stream.width = size
+                stream.pix_fmt = "yuv420p"
+                # Said in the file, because players guess by the picture's size otherwise, and change the colours.
+                stream.codec_context.color_primaries = _BT709
+                stream.codec_context.color_trc = _BT709
+                stream.codec_context.colorspace = _BT709
+                stream.codec_context.color_range = ColorRange.MPEG
+            container.mux(stream.encode(_to_yuv(array, index, rate)))
+        if size is None:
+            raise OptionError("no frames were given: a video has at least one")
+        container.mux(stream.encode(None))
+
+
+def _checked_frame(array: np.ndarray, index: int, size: tuple[int, int] | None) -> NDArray[np.uint8]:
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+        raise OptionError(f"frame {index} is {array.dtype} {list(array.shape)}; uint8 [height, width, 3] is needed")
+    height, width = array.shape[:2]
+    if size is not None and (height, width) != size:
+        raise OptionError(f"frame {index} has {width}x{height} pixels, but the first has {size[1]}x{size[0]}")
+    if height % 2 or width % 2 or not height or not width:
+        raise OptionError(f"a video of {width}x{height} pixels cannot be written as H.264: both must be even")
+    return array
+
+
+def _to_yuv(array: NDArray[np.uint8], index: int, rate: Fraction) -> av.VideoFrame:
+    rgb = av.VideoFrame.from_ndarray(np.ascontiguousarray(array), format="rgb24")
+    frame = rgb.reformat(
+        format="yuv420p",
+        src_color_range=ColorRange.JPEG,
+        dst_colorspace=Colorspace.ITU709,
+        dst_color_range=ColorRange.MPEG,
+    )
+    frame.pts, frame.time_base = index, 1 / rate
+    return frame
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def read_video(path: str | os.PathLike[str], *, max_frames: int | None = None) -> NDArray[np.uint8]:
+    """The frames of a video file of any format that FFmpeg reads: uint8 [F, H, W, 3], at most `max_frames` of them.
+
+    Raises OptionError if the file is missing, not a video or damaged.
+    """
+    if max_frames is not None and max_frames < 1:
+        raise OptionError(f"max_frames {max_frames} is not allowed; use 1 or more, or leave it out")
+    frames: list[NDArray[np.uint8]] = []
+    try:
+        with av.open(str(Path(path).absolute())) as container:
+            if not container.streams.video:
+                raise OptionError(f"{path} holds no video, only other streams")
+            for frame in container.decode(video=0):
+                frames.append(frame.to_ndarray(format="rgb24"))
+                if len(frames) == max_frames:
+                    break
+    except FFmpegError as error:
+        raise OptionError(f"cannot read {path} as a video ({error.strerror})") from error
+    if not frames:
+        raise OptionError(f"cannot read {path} as a video (it holds no frames)")
+    return np.stack(frames)
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The `metadata` that `write_mp4` stored; empty if another program wrote the file. Raises as `read_video` does."""
+    try:
+        with av.open(str(Path(path).absolute())) as container:
+            comment = container.metadata.get("comment", "")
+    except FFmpegError as error:
+        raise OptionError(f"cannot read {path} as a video ({error.strerror})") from error
+    try:
+        found = json.loads(comment)
+    except (ValueError, RecursionError):  # somebody else's comment
+        return {}
+    return found if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()) else {}
+
+
+def load_image(path: str | os.PathLike[str], size: tuple[int, int] | None = None) -> NDArray[np.float32]:
+    """A picture as float32 [H, W, 3] in 0..1.
+
+    Turned as its EXIF orientation says; transparent parts become black; of an animation, the first frame. With `size`
+    (width, height) the picture is scaled (Lanczos) to cover it and what sticks out is cut off, the same on both sides.
+
+    Raises OptionError if the file is missing, not a picture or damaged, or `size` is not two positive numbers.
+    """
+    if size is not None and (len(size) != 2 or min(size) < 1):
+        raise OptionError(f"size {size} is not allowed; use (width, height), both 1 or more")
+    try:
+        with Image.open(path) as file:
+            image = _to_rgb(ImageOps.exif_transpose(file))
+    except (UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise OptionError(f"cannot read {path} as a picture ({error})") from error
+    except OSError as error:
+        raise OptionError(f"cannot read {path} as a picture ({error.strerror or error})") from error
+    if size is not None:
+        image = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
+    pixels = np.asarray(image).astype(np.float32)
+    pixels /= 255
+    return pixels
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits of grey, which Pillow's own conversion would clip at 255
+        image = Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image).convert("RGB")
+    return image.convert("RGB")
