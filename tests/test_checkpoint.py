@@ -45,12 +45,12 @@ TEXT = TextConfig(vocab_size=80, dim=32, dim_attn=48, dim_ffn=40, num_heads=4, n
 VAE_A = replace(VAE_21, encoder_dim=4, decoder_dim=4, dim_mult=(1, 2, 2, 2), num_res_blocks=1)
 VAE_B = replace(VAE_22, encoder_dim=4, decoder_dim=8, num_res_blocks=1)
 
-# ------------------------------------------------------------------------------------------- the same weights in two layouts
+# -------------------------------------------------------------------------------------- the same weights in two layouts
 
 
 @dataclass(frozen=True)
 class Model:
-    """A module with random weights, the same weights under the names of Diffusers or transformers, and their config.json."""
+    """A module with random weights, the same weights under the names of Diffusers or transformers, its config.json."""
 
     kind: str
     module: WanModel | VideoVAE | TextEncoder
@@ -109,7 +109,9 @@ def _model(kind: str, module: WanModel | VideoVAE | TextEncoder, theirs: nn.Modu
     foreign = {theirs_name: official[ours] for theirs_name, ours in names.items()}
     assert {n: t.shape for n, t in foreign.items()} == {n: t.shape for n, t in theirs.state_dict().items()}
     settings = json.loads(json.dumps({**theirs.config.to_dict()} if kind == "text_encoder" else dict(theirs.config)))
-    settings.update({"architectures": ["UMT5EncoderModel"]} if kind == "text_encoder" else {"_class_name": type(theirs).__name__})
+    settings.update(
+        {"architectures": ["UMT5EncoderModel"]} if kind == "text_encoder" else {"_class_name": type(theirs).__name__}
+    )
     metadata = {"num_heads": str(module.config.num_heads)} if isinstance(module, WanModel) else {}
     if kind == "text_encoder":
         metadata = {"relative_attention_max_distance": str(TEXT.max_distance)}
@@ -160,7 +162,7 @@ def transformers_encoder(config: TextConfig) -> nn.Module:
     )
 
 
-# -------------------------------------------------------------------------------------------------- the ways to store weights
+# -------------------------------------------------------------------------------------------- the ways to store weights
 
 Writer = Callable[[Model, Path], object]
 WRITERS: dict[str, Writer] = {}
@@ -227,7 +229,9 @@ def nested_pth(m: Model, folder: Path) -> Path:
 
 @writer
 def prefixed(m: Model, folder: Path) -> Path:
-    prefix = {"dit": "model.diffusion_model.", "vae": "first_stage_model.", "text_encoder": "text_encoders.umt5xxl."}[m.kind]
+    prefix = {"dit": "model.diffusion_model.", "vae": "first_stage_model.", "text_encoder": "text_encoders.umt5xxl."}[
+        m.kind
+    ]
     write_safetensors({prefix + n: t for n, t in m.official.items()}, folder / "comfy.safetensors", m.metadata)
     return folder / "comfy.safetensors"
 
@@ -241,7 +245,9 @@ def foreign_file(m: Model, folder: Path) -> Path:
 @writer
 def foreign_folder(m: Model, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(m.config_json))
-    safetensors.torch.save_file({n: t.clone() for n, t in m.foreign.items()}, folder / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(
+        {n: t.clone() for n, t in m.foreign.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
     return folder
 
 
@@ -315,7 +321,7 @@ def test_the_tables_name_every_parameter() -> None:
         assert len(model(name).foreign) == len(model(name).official)
 
 
-# ------------------------------------------------------------------------------------------------------------ without copies
+# ------------------------------------------------------------------------------------------------------- without copies
 
 
 @pytest.mark.parametrize("layout", ["official_file", "pth", "foreign_folder", "official_index", "prefixed"])
@@ -349,7 +355,7 @@ def test_tensors_outlive_the_checkpoint(tmp_path: Path) -> None:
         checkpoint.read("head.head.weight")
 
 
-# --------------------------------------------------------------------------------------------------------------------- dtypes
+# --------------------------------------------------------------------------------------------------------------- dtypes
 
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -361,7 +367,9 @@ def test_plain_fp8_becomes_bf16(stored: torch.dtype, tmp_path: Path) -> None:
     loaded = load_dit(tmp_path / "fp8.safetensors").state_dict()
     wanted = {n: t if t.dtype == torch.float32 else t.to(torch.bfloat16) for n, t in mixed.items()}
     assert same_bits(loaded, wanted)
-    assert {t.dtype for t in load_dit(tmp_path / "fp8.safetensors", dtype=torch.float32).state_dict().values()} == {torch.float32}
+    assert {t.dtype for t in load_dit(tmp_path / "fp8.safetensors", dtype=torch.float32).state_dict().values()} == {
+        torch.float32
+    }
 
 
 def test_matrices_of_a_mixed_file_agree(tmp_path: Path) -> None:
@@ -377,7 +385,7 @@ def test_matrices_of_a_mixed_file_agree(tmp_path: Path) -> None:
 
 
 def test_other_dtypes_are_asked_for_in_vain() -> None:
-    with pytest.raises(OptionError, match="float8_e4m3fn.*bfloat16"):
+    with pytest.raises(OptionError, match=r"float8_e4m3fn.*bfloat16"):
         load_dit(model("dit").official, dtype=torch.float8_e4m3fn)
 
 
@@ -397,7 +405,12 @@ def test_empty_and_misaligned_tensors(tmp_path: Path) -> None:
 
 def test_what_we_write_the_library_reads(tmp_path: Path) -> None:
     m = model("dit")
-    state = {**m.official, "empty": torch.zeros(0, 3), "bytes": torch.arange(5, dtype=torch.uint8), "one": torch.tensor(2.0)}
+    state = {
+        **m.official,
+        "empty": torch.zeros(0, 3),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "one": torch.tensor(2.0),
+    }
     write_safetensors(state, tmp_path / "x.safetensors", {"a": "b"})
     assert same_bits(safetensors.torch.load_file(tmp_path / "x.safetensors"), state)
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]  # no temporary file is left
@@ -411,7 +424,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------- tokenizer
+# ------------------------------------------------------------------------------------------------------------ tokenizer
 
 
 def test_the_tokenizer_is_embedded_given_or_found(tmp_path: Path) -> None:
@@ -440,7 +453,7 @@ def test_the_tokenizer_of_a_diffusers_release(tmp_path: Path) -> None:
     assert load_text_encoder(foreign_folder(model("text"), tmp_path / "text_encoder")).tokenizer.proto == spiece()
 
 
-# ----------------------------------------------------------------------------------------------------------- wrong and damaged
+# ---------------------------------------------------------------------------------------------------- wrong and damaged
 
 
 def refusal(source: object, load: Callable[..., object] = load_dit) -> str:
@@ -476,7 +489,9 @@ def test_missing_unexpected_and_wrong_tensors_are_listed(name: str) -> None:
     assert some in message and some + ".new" in message
     assert "extra.thing" in refusal(edited(m, lambda s: s.update({"extra.thing": torch.zeros(1)})), load)
     wrong = refusal(edited(m, lambda s: s.update({some: torch.zeros(7, *s[some].shape[1:])})), load)
-    assert some in wrong and str(list(m.official[some].shape)) in wrong.replace("(", "[").replace(",)", "]").replace(")", "]")
+    assert some in wrong and str(list(m.official[some].shape)) in wrong.replace("(", "[").replace(",)", "]").replace(
+        ")", "]"
+    )
 
 
 def test_long_lists_are_counted() -> None:
@@ -598,7 +613,7 @@ def test_a_tensor_that_repeats_its_values_is_refused(tmp_path: Path) -> None:
     assert "more values than are stored" in refusal(tmp_path / "wide.pth")
 
 
-# ------------------------------------------------------------------------------------------------------------------- folders
+# -------------------------------------------------------------------------------------------------------------- folders
 
 
 def test_missing_paths_and_empty_folders(tmp_path: Path) -> None:

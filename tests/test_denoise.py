@@ -150,10 +150,9 @@ def test_noise_is_comfyui_noise():
 
 def test_choice_of_batching_says_why():
     guided, free = make_plan(), make_plan(guidance_high=1, guidance_low=1)
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert choose_batched("auto", guided, 75_600, cuda, False)[0] is False
-    assert choose_batched("auto", guided, 180, cuda, False)[0] is True
-    assert choose_batched("auto", guided, 75_600, cuda, True)[0] is True
-    assert choose_batched("batched", guided, 75_600, cpu, False)[0] is True
-    assert choose_batched("batched", free, 180, cpu, False)[0] is False
-    assert all(choose_batched(m, guided, 180, cpu, False)[1] for m in ("auto", "sequential", "batched"))
+    assert choose_batched("auto", guided, 75_600, False)[0] is False
+    assert choose_batched("auto", guided, 180, False)[0] is True
+    assert choose_batched("auto", guided, 75_600, True)[0] is True
+    assert choose_batched("batched", guided, 75_600, False)[0] is True
+    assert choose_batched("batched", free, 180, False)[0] is False
+    assert all(choose_batched(m, guided, 180, False)[1] for m in ("auto", "sequential", "batched"))

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from wan_core.config import VAE_21, VAE_22, OptionError, VAEConfig
 from wan_core.vae import TileSpec, VideoVAE
 from wan_core.vae.layers import Chunk
 from wan_core.vae.tiling import axis_weights, plan_tiles, tile_starts
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan
 
 TINY_21 = replace(VAE_21, encoder_dim=16, decoder_dim=16, dim_mult=(1, 2, 3, 3), num_res_blocks=1)
 TINY_22 = replace(VAE_22, encoder_dim=8, decoder_dim=16, num_res_blocks=1)
@@ -56,7 +59,7 @@ def make_vae(config: VAEConfig) -> VideoVAE:
 
 
 def diffusers_vae(config: VAEConfig) -> AutoencoderKLWan:
-    return AutoencoderKLWan(
+    return pytest.importorskip("diffusers").AutoencoderKLWan(
         base_dim=config.encoder_dim,
         decoder_base_dim=config.decoder_dim,
         z_dim=config.z_dim,
@@ -336,6 +339,30 @@ def test_normalise(config: VAEConfig) -> None:
     assert vae.normalise(latents).dtype == vae.denormalise(latents.bfloat16()).dtype == torch.float32
     assert (vae.normalise(latents).movedim(1, -1) - expected).abs().max() < 1e-5
     assert (vae.denormalise(vae.normalise(latents)) - latents).abs().max() < 1e-5
+
+
+@TINY
+def test_channels_last_is_only_a_layout(config: VAEConfig) -> None:
+    vae, video, latents = make_vae(config), make_video(config, 9, 2, 2), make_latents(config, 3, 2, 2)
+    encoded, decoded = vae.encode(video), vae.decode(latents)
+    vae.channels_last()
+    assert (vae.encode(video) - encoded).abs().max() < 1e-5
+    assert (vae.decode(latents) - decoded).abs().max() < 1e-5
+
+
+@pytest.mark.gpu
+@TINY
+def test_channels_last_survives_every_layer(config: VAEConfig) -> None:
+    """cuDNN keeps the layout of its weights, so what the layers remember of their inputs shows where it would be lost."""
+    vae = make_vae(config).cuda().channels_last()
+    last = torch.channels_last_3d
+    pixels = torch.randn(1, 3 * config.patch**2, 5, 16, 16).cuda()
+    for coder, x in ((vae.encoder, pixels), (vae.decoder, make_latents(config, 3, 2, 2).cuda())):
+        history: dict[nn.Module, Tensor] = {}
+        for chunk in (Chunk(first=True, last=False, history=history), Chunk(first=False, last=False, history=history)):
+            assert coder(x[:, :, -4:], chunk).is_contiguous(memory_format=last)
+        inner = [layer for name, layer in coder.named_modules() if layer in history and name != "conv1"]
+        assert inner and all(history[layer].is_contiguous(memory_format=last) for layer in inner)
 
 
 def test_clamp_is_a_choice() -> None:

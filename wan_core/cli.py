@@ -156,15 +156,14 @@ def run_generate(options: argparse.Namespace) -> int:
     wanted = {f.name: given[f.name] for f in fields(Request) if f.name in given} | _plan_numbers(options)
     request = Request(**{**wanted, "width": width, "height": height})
     check_output(options.out)
-    image = options.image is not None or options.last_image is not None
     loaded = LoadOptions(**{f.name: given[f.name] for f in fields(LoadOptions)})
     latents = options.save_latents or options.out.with_suffix(".latents.safetensors")
     progress = ProgressLine()
-    pipe = Pipeline.load(loaded, image=image)
+    pipe = Pipeline.load(loaded, request=request)
     try:
         result = pipe.generate(request, on_step=progress.step, on_phase=progress.phase, keep_latents=latents)
         with result.report.phase("write"):
-            write_mp4(options.out, result.frames, fps=result.fps, metadata=metadata(result.report))
+            write_mp4(options.out, result.frames, fps=result.fps, metadata=metadata(result.report.settings))
     except BaseException:
         progress.end()
         if latents.exists() and progress.name == "decode":
@@ -183,7 +182,7 @@ def run_generate(options: argparse.Namespace) -> int:
 def run_decode(options: argparse.Namespace) -> int:
     from wan_core.latents import load_latents
     from wan_core.models import load_vae_only
-    from wan_core.pipeline import decode_latents
+    from wan_core.pipeline import decode_latents, metadata
     from wan_core.report import Report
     from wan_core.video import check_output, write_mp4
 
@@ -192,8 +191,7 @@ def run_decode(options: argparse.Namespace) -> int:
     vae, device = load_vae_only(options.model, options.vae, options.device, options.vae_precision)
     report = Report(device, settings=settings)
     frames = decode_latents(vae, latents.to(device), report)
-    text = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
-    write_mp4(options.out, frames, fps=fps, metadata=text)
+    write_mp4(options.out, frames, fps=fps, metadata=metadata(settings))
     print(report.text())
     print(options.out)
     return 0
@@ -206,13 +204,15 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def run_check(options: argparse.Namespace) -> int:
+    import torch
+
     from wan_core.metrics import judge
     from wan_core.video import read_metadata, read_video
 
     caption = options.prompt or read_metadata(options.video).get("prompt")
     if not caption:
         raise OptionError(f"{options.video} names no prompt in its metadata: give --prompt")
-    verdict = judge(read_video(options.video), caption)
+    verdict = judge(torch.from_numpy(read_video(options.video)), caption)
     words = ("background", "colour", "shape", "motion")
     print(f"{caption!r}: " + ", ".join(f"{word} {'true' if getattr(verdict, word) else 'FALSE'}" for word in words))
     return 0 if verdict.all_true else 1

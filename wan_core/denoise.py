@@ -20,9 +20,9 @@ from wan_core.model.dit import WanModel
 from wan_core.plan import Expert, Plan, Step
 from wan_core.solvers import SOLVERS, History
 
-# One forward of both branches pays while a single one cannot fill the GPU. Measured on an H200 with A14B:
+# One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
 # benchmarks/results/guidance-*.json and docs/performance.md.
-BATCHED_TOKENS_CUDA = 2048
+BATCHED_TOKENS = 2048
 
 
 class NonFiniteError(RuntimeError):
@@ -132,7 +132,7 @@ def hold_known(x: Tensor, conditioning: Conditioning) -> Tensor:
     return torch.cat([conditioning.known.to(x).expand(x.shape[0], -1, -1, -1, -1), x[:, :, 1:]], dim=2)
 
 
-def choose_batched(mode: str, plan: Plan, tokens: int, device: torch.device, streamed: bool) -> tuple[bool, str]:
+def choose_batched(mode: str, plan: Plan, tokens: int, streamed: bool) -> tuple[bool, str]:
     """Whether to run both guidance branches as one forward, and why, in words for the report.
 
     mode: "sequential", "batched" or "auto". tokens: of one video. streamed: weights come from host memory for every forward.
@@ -143,11 +143,9 @@ def choose_batched(mode: str, plan: Plan, tokens: int, device: torch.device, str
         return mode == "batched", "asked for"
     if streamed:
         return True, "weights are streamed: one transfer serves both branches"
-    if device.type != "cuda":
-        return False, "on a CPU one branch fills the cores"
-    if tokens <= BATCHED_TOKENS_CUDA:
-        return True, f"{tokens} tokens do not fill the GPU alone (up to {BATCHED_TOKENS_CUDA})"
-    return False, f"{tokens} tokens fill the GPU: batching would only cost memory"
+    if tokens <= BATCHED_TOKENS:
+        return True, f"{tokens} tokens do not fill the device alone (up to {BATCHED_TOKENS})"
+    return False, f"{tokens} tokens fill the device: batching would only cost memory"
 
 
 class FiniteWatch:

@@ -101,33 +101,6 @@ def compute_dtype(precision: str, stored: torch.dtype, device: torch.device) -> 
     return torch.float32 if stored == torch.float32 else torch.bfloat16
 
 
-def load_models(options: LoadOptions, report: Report, *, image: bool = False) -> Models:
-    """Find, recognise and load the models. `image`: a first frame is given, which picks the embedded model's image variant.
-
-    Raises CheckpointError or OptionError before any weights are read.
-    """
-    attention, attend = resolve_attention(options.attention, report.device)
-    parts = random_parts(options) if options.model and options.model.startswith("random:") else file_parts(options, image)
-    task, configs = parts.task, {name: part.config for name, part in parts.of.items()}
-    check_fit(configs)
-    dtypes = {
-        name: compute_dtype(options.vae_precision if name == "vae" else options.precision, part.stored, report.device)
-        for name, part in parts.of.items()
-    }
-    weights = sum(part.parameters * dtypes[name].itemsize for name, part in parts.of.items())
-    policy, why = choose_residency(options.residency, report.device, weights, activation_bytes(configs["high"], task))
-    report.notes.append(f"residency: {policy} ({why})")
-    residency = Residency(report.device, policy)
-    for name, part in parts.of.items():
-        model = part.load(residency.load_device, dtypes[name])
-        residency.add(name, optimize(model, attend=attend) if isinstance(model, WanModel) else model)
-    if "low" not in parts.of:
-        residency.models["low"] = residency.models["high"]
-    report.settings["models"] = {name: part.source for name, part in parts.of.items()}
-    report.settings["precision"] = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
-    return Models(task, residency, attention)
-
-
 @dataclass(frozen=True)
 class Part:
     """One model before it is loaded: what it is, and how to get it."""
@@ -145,6 +118,48 @@ class Parts:
 
     task: Task
     of: Mapping[str, Part]
+
+    @property
+    def dit(self) -> DiTConfig:
+        return cast(DiTConfig, self.of["high"].config)
+
+    @property
+    def text(self) -> TextConfig:
+        return cast(TextConfig, self.of["text_encoder"].config)
+
+    @property
+    def vae(self) -> VAEConfig:
+        return cast(VAEConfig, self.of["vae"].config)
+
+
+def find_models(options: LoadOptions, *, image: bool = False) -> Parts:
+    """Find the parts and recognise them by their headers. `image`: a first frame is given, which picks the embedded model's
+    image variant. Raises CheckpointError or OptionError."""
+    random = options.model is not None and options.model.startswith("random:")
+    parts = random_parts(options) if random else file_parts(options, image)
+    check_fit(parts)
+    return parts
+
+
+def load_models(parts: Parts, options: LoadOptions, report: Report) -> Models:
+    """Load what `find_models` found. Raises AttentionError for a backend that cannot run here."""
+    attention, attend = resolve_attention(options.attention, report.device)
+    dtypes = {
+        name: compute_dtype(options.vae_precision if name == "vae" else options.precision, part.stored, report.device)
+        for name, part in parts.of.items()
+    }
+    weights = sum(part.parameters * dtypes[name].itemsize for name, part in parts.of.items())
+    policy, why = choose_residency(options.residency, report.device, weights, activation_bytes(parts.dit, parts.task))
+    report.notes.append(f"residency: {policy} ({why})")
+    residency = Residency(report.device, policy)
+    for name, part in parts.of.items():
+        model = part.load(residency.load_device, dtypes[name])
+        residency.add(name, optimize(model, attend=attend) if isinstance(model, WanModel) else model)
+    if "low" not in parts.of:
+        residency.models["low"] = residency.models["high"]
+    report.settings["models"] = {name: part.source for name, part in parts.of.items()}
+    report.settings["precision"] = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    return Models(parts.task, residency, attention)
 
 
 def file_parts(options: LoadOptions, image: bool) -> Parts:
@@ -175,7 +190,9 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
 def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
     """Where each part is. Raises OptionError naming what is missing, CheckpointError for a folder that is none."""
     if options.model == "tiny":
-        variant = "i2v" if image or (options.task or "").startswith("i2v") else "t2v"
+        variant = (options.task or ("i2v" if image else "t2v")).lower()[:3]
+        if variant not in ("t2v", "i2v"):
+            raise OptionError(f"task {options.task} is not one of the embedded model's: t2v-tiny and i2v-tiny")
         names = {"high": f"{variant}_high", "low": f"{variant}_low", "text_encoder": "text_encoder", "vae": "vae"}
         paths = {part: TINY / f"{name}.safetensors" for part, name in names.items()}
     else:
@@ -232,17 +249,17 @@ def random_part(config: DiTConfig | TextConfig | VAEConfig, seed: int) -> Part:
     return Part("random weights", config, torch.bfloat16, parameters, load)
 
 
-def check_fit(configs: Mapping[str, DiTConfig | TextConfig | VAEConfig]) -> None:
-    """Raise OptionError unless the parts belong together: text width, latent channels, equal experts."""
-    high, low, text, vae = (configs.get(part) for part in PARTS)
-    assert isinstance(high, DiTConfig) and isinstance(text, TextConfig) and isinstance(vae, VAEConfig)
-    if low is not None and low != high:
-        raise OptionError(f"the experts differ in architecture: high is {high}, low is {low}. Use the two files of one model.")
-    if text.dim != high.text_dim:
-        raise OptionError(f"the text encoder gives rows of {text.dim}, the transformer takes {high.text_dim}: not of one model")
-    if vae.z_dim != high.out_channels:
+def check_fit(parts: Parts) -> None:
+    """Raise OptionError unless the parts belong together: equal experts, text width, latent channels."""
+    dit, text, vae = parts.dit, parts.text, parts.vae
+    low = parts.of.get("low")
+    if low is not None and low.config != dit:
+        raise OptionError(f"the experts differ: high is {dit}, low is {low.config}. Use the two files of one model.")
+    if text.dim != dit.text_dim:
+        raise OptionError(f"the text encoder gives rows of {text.dim}, the transformer takes {dit.text_dim}: not of one model")
+    if vae.z_dim != dit.out_channels:
         raise OptionError(
-            f"the VAE has {vae.z_dim} latent channels, the transformer {high.out_channels}: A14B needs the Wan 2.1 VAE, "
+            f"the VAE has {vae.z_dim} latent channels, the transformer {dit.out_channels}: A14B needs the Wan 2.1 VAE, "
             "TI2V-5B the Wan 2.2 VAE"
         )
 

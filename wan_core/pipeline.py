@@ -9,21 +9,23 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W vi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wan_core.conditioning import Conditioning, draw_noise, first_latent, image_channels, size_for_image
-from wan_core.config import LoadOptions, OptionError, Request, check_size
-from wan_core.denoise import Progress, choose_batched, denoise
+from wan_core.conditioning import Conditioning, draw_noise, first_latent, image_channels
+from wan_core.config import LoadOptions, Request
+from wan_core.denoise import Progress, denoise
+from wan_core.job import Job, make_job
 from wan_core.latents import save_latents
 from wan_core.model import WanModel
-from wan_core.models import Models, choose_device, load_models
-from wan_core.plan import Expert, Plan, make_plan
+from wan_core.models import Models, choose_device, find_models, load_models
+from wan_core.plan import Expert, Plan
 from wan_core.report import Report, StepClock
 from wan_core.vae import TileSpec, VideoVAE
 from wan_core.video import load_image
@@ -43,19 +45,6 @@ class Result:
     report: Report
 
 
-@dataclass(frozen=True)
-class Job:
-    """A request with every blank filled in and every number checked against the loaded models."""
-
-    request: Request
-    plan: Plan
-    width: int
-    height: int
-    frames: int
-    fps: int
-    batched: bool
-
-
 class Pipeline:
     """The models of one task, ready to generate. Build it with `Pipeline.load`."""
 
@@ -64,11 +53,15 @@ class Pipeline:
         self.report = report
 
     @classmethod
-    def load(cls, options: LoadOptions, *, image: bool = False) -> Pipeline:
-        """Load the models. `image`: a first frame will be given. Raises CheckpointError or OptionError before any work."""
+    def load(cls, options: LoadOptions, *, request: Request | None = None) -> Pipeline:
+        """Recognise the files, then load them. A `request` given here is checked in between, before any weights are read, and
+        picks the embedded model's image variant if it has an image. Raises CheckpointError or OptionError."""
         report = Report(choose_device(options.device))
         with report.phase("load"):
-            models = load_models(options, report, image=image)
+            found = find_models(options, image=request is not None and bool(request.image or request.last_image))
+            if request is not None:
+                make_job(request, found.task, found.dit, found.vae)
+            models = load_models(found, options, report)
         return cls(models, report)
 
     @torch.no_grad()
@@ -89,60 +82,30 @@ class Pipeline:
         if keep_latents is not None:
             save_latents(keep_latents, latents, job.fps, self.report.settings)
         on_phase("decode")
-        frames = self.decode(latents)
+        frames = decode_latents(self.models.vae(), latents, self.report)
         return Result(frames, latents.cpu(), job.fps, job.plan, self.report)
 
     def prepare(self, request: Request) -> Job:
         """Fill in what the request leaves open and check all of it. Raises OptionError."""
-        task, vae, dit = self.models.task, self.models.vae_config, self.models.dit_config
-        plan = make_plan(
-            task=task.name,
-            steps=request.steps,
-            shift=request.shift,
-            boundary=request.boundary,
-            guidance_high=request.guidance_high,
-            guidance_low=request.guidance_low,
-            solver=request.solver,
-        )
-        self._check_images(request)
-        multiple = vae.spatial_stride * dit.patch_size[1]
-        width, height = request.width or task.width, request.height or task.height
-        if request.width is None and request.image is not None:
-            rows, columns = load_image(request.image).shape[:2]
-            width, height = size_for_image(columns, rows, task.width * task.height, multiple)
-        frames = request.frames or task.frames
-        check_size(width, height, frames, multiple=multiple, temporal=vae.temporal_stride)
-        tokens = ((frames - 1) // vae.temporal_stride + 1) * (height // multiple) * (width // multiple)
-        device, swapped = self.models.device, self.models.residency.policy == "swap"
-        batched, why = choose_batched(request.guidance_mode, plan, tokens, device, streamed=False)
-        job = Job(request, plan, width, height, frames, request.fps or task.fps, batched)
-        self._describe(job, tokens, swapped)
-        self.report.notes.append(f"guidance: {'batched' if batched else 'sequential'} ({why})")
+        models = self.models
+        job = make_job(request, models.task, models.dit_config, models.vae_config)
+        self.report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
+        self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
         return job
 
-    def _check_images(self, request: Request) -> None:
-        task, given = self.models.task, request.image or request.last_image
-        if self.models.dit_config.in_channels == 36 and not given:
-            raise OptionError(f"{task.name} turns an image into a video: give --image (and optionally --last-image)")
-        if given and self.models.dit_config.in_channels == 16:
-            raise OptionError(f"{task.name} takes no image: leave --image out, or load an image-to-video model")
-        if request.last_image and self.models.dit_config.in_channels != 36:
-            raise OptionError(f"{task.name} takes a first frame only: leave --last-image out")
-
+    @torch.no_grad()
     def encode(self, job: Job) -> Conditioning:
         """Text, and the image if there is one, to what the denoising loop needs."""
-        request, task = job.request, self.models.task
-        negative = task.negative_prompt if request.negative_prompt is None else request.negative_prompt
         with self.report.phase("text"):
-            prompts = [request.prompt, negative] if job.plan.guided else [request.prompt]
+            prompts = [job.request.prompt, job.negative_prompt] if job.plan.guided else [job.request.prompt]
             rows = self.models.text_encoder().encode(prompts)
             cond, uncond = rows[:1], rows[1:] if job.plan.guided else None
-        if request.image is None and request.last_image is None:
+        if job.request.image is None and job.request.last_image is None:
             return Conditioning(cond=cond, uncond=uncond)
         with self.report.phase("encode image"):
             vae = self.models.vae()
-            first, last = (self._image(path, job) for path in (request.image, request.last_image))
-            if self.models.dit_config.in_channels == 36:
+            first, last = (self._image(path, job) for path in (job.request.image, job.request.last_image))
+            if job.image_channels:
                 return Conditioning(cond=cond, uncond=uncond, concat=image_channels(vae, first, last, job.frames))
             assert first is not None
             return Conditioning(cond=cond, uncond=uncond, known=first_latent(vae, first))
@@ -151,22 +114,20 @@ class Pipeline:
         """[1, 3, 1, H, W] in -1..1 on the device, resized and cropped to the job's size."""
         if path is None:
             return None
-        pixels = torch.from_numpy(load_image(path, (job.width, job.height))) * 2 - 1  # [H, W, 3]
+        pixels = torch.tensor(load_image(path, (job.width, job.height))) * 2 - 1  # [H, W, 3]
         return pixels.permute(2, 0, 1)[None, :, None].to(self.models.device)
 
+    @torch.no_grad()
     def sample(self, job: Job, conditioning: Conditioning, on_step: OnStep | None = None) -> Tensor:
         """Un-normalised latents float32 [1, C, T, Y, X] on the device."""
-        vae, device, clock = self.models.vae_config, self.models.device, StepClock(self.report)
-        stride = vae.spatial_stride
-        size = ((job.frames - 1) // vae.temporal_stride + 1, job.height // stride, job.width // stride)
-        noise = draw_noise(job.request.seed, (1, vae.z_dim, *size)).to(device)
+        models, clock = self.models, StepClock(self.report)
 
         def acquire(expert: Expert) -> WanModel:
-            if self.models.residency.policy == "resident":
-                model = self.models.expert(expert)
+            if models.residency.policy == "resident":
+                model = models.expert(expert)
             else:
                 with self.report.phase(f"fetch {expert}"):
-                    model = self.models.expert(expert)
+                    model = models.expert(expert)
             clock.begin()
             return model
 
@@ -175,37 +136,10 @@ class Pipeline:
             if on_step is not None:
                 on_step(progress, clock.seconds_per_step())
 
+        noise = draw_noise(job.request.seed, job.latent_shape).to(models.device)
         latents = denoise(job.plan, acquire, conditioning, noise, batched=job.batched, on_step=note)
         clock.finish()
-        return self.models.vae().denormalise(latents)
-
-    def decode(self, latents: Tensor) -> np.ndarray:
-        """Un-normalised latents [1, C, T, Y, X] -> uint8 frames [F, H, W, 3]."""
-        return decode_latents(self.models.vae(), latents, self.report)
-
-    def _describe(self, job: Job, tokens: int, swapped: bool) -> None:
-        request, plan = job.request, job.plan
-        guidance = {e: next(s.guidance for s in plan.steps if s.expert == e) for e in plan.experts}
-        self.report.settings.update(
-            task=plan.task,
-            prompt=request.prompt,
-            negative_prompt=self.models.task.negative_prompt if request.negative_prompt is None else request.negative_prompt,
-            size=[job.width, job.height],
-            frames=job.frames,
-            fps=job.fps,
-            tokens=tokens,
-            steps=len(plan.steps),
-            shift=plan.shift,
-            boundary=plan.boundary,
-            guidance=guidance,
-            guidance_mode="batched" if job.batched else "sequential",
-            solver=plan.solver,
-            seed=request.seed,
-            attention=self.models.attention,
-            residency="swap" if swapped else "resident",
-        )
-        if request.image:
-            self.report.settings["image"] = request.image
+        return models.vae().denormalise(latents)
 
 
 @torch.no_grad()
@@ -220,12 +154,12 @@ def decode_latents(vae: VideoVAE, latents: Tensor, report: Report) -> np.ndarray
         try:
             return np.concatenate(list(pixels(None)))
         except torch.cuda.OutOfMemoryError:
-            pass  # outside of the handler, whose traceback would hold the tensors of the failed try
+            pass  # go on outside of the handler, whose traceback would hold the tensors of the failed try
         torch.cuda.empty_cache()
         report.notes.append("decode: the whole picture did not fit into memory, decoded in tiles")
         return np.concatenate(list(pixels(TileSpec())))
 
 
-def metadata(report: Report) -> dict[str, str]:
+def metadata(settings: Mapping[str, Any]) -> dict[str, str]:
     """What goes into a video file: the settings that made it, as text."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in report.settings.items()}
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}

@@ -1,7 +1,7 @@
 """Say what a checkpoint is from its names and shapes, and check that it is whole, before anything is allocated.
 
-`detect` finds the layout, reads the architecture from the shapes, and compares every shape with those of the module that
-the architecture describes (built on the meta device, where tensors have no values). What passes can be loaded.
+`detect` finds the layout, reads the architecture from the shapes, and compares every shape with those of the module
+that the architecture describes (built on the meta device, where tensors have no values). What passes can be loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint import foreign
-from wan_core.checkpoint.errors import CheckpointError, listing
+from wan_core.checkpoint.errors import CheckpointError, counted, listing
 from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout, block_count, dit_names
 from wan_core.checkpoint.layouts_text import expected_shapes as text_shapes
 from wan_core.checkpoint.layouts_text import text_config
@@ -46,8 +46,8 @@ MAX_BUCKETS = 256
 
 @dataclass(frozen=True)
 class Detected:
-    """A checkpoint that is whole. `names` maps every official parameter name to its name in the file; `extras` maps what
-    else the file holds for us (`spiece_model`) to its name there."""
+    """A checkpoint that is whole. `names` maps every official parameter name to its name in the file; `extras` maps
+    what else the file holds for us (`spiece_model`) to its name there."""
 
     kind: Kind
     layout: str
@@ -90,7 +90,7 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None) -> Detected:
     return Detected(layout.kind, layout.name, config, reached, {TOKENIZER: embedded} if embedded else {})
 
 
-# ---------------------------------------------------------------------------------------------------------- which layout
+# --------------------------------------------------------------------------------------------------------- which layout
 
 
 def _refuse_extended(names: Collection[str], expected: Kind | None) -> None:
@@ -125,7 +125,7 @@ def _prefixes(names: Collection[str]) -> Iterator[str]:
             yield common[:end]
 
 
-# ---------------------------------------------------------------------------------------------------- which architecture
+# --------------------------------------------------------------------------------------------------- which architecture
 
 
 def _config(layout: Layout, shapes: Shapes, unexpected: list[str], metadata: Mapping[str, str], label: str) -> Config:
@@ -141,7 +141,7 @@ def _config(layout: Layout, shapes: Shapes, unexpected: list[str], metadata: Map
         config = _READERS[layout.kind](shapes, metadata)
     except (ValueError, OverflowError) as fault:
         # A tensor that the tables do not know may well be the one that is missed.
-        note = f" It has {len(unexpected)} unexpected tensors: {listing(unexpected)}." if unexpected else ""
+        note = f"; {counted(unexpected, 'unexpected')}" if unexpected else ""
         raise CheckpointError(f"{fault}{note}") from fault
     for field, value in dataclasses.asdict(config).items():
         for number in value if isinstance(value, tuple) else (value,):
@@ -165,7 +165,8 @@ def _layers(count: int) -> int:
 def dit_config(shapes: Shapes, metadata: Mapping[str, str]) -> DiTConfig:
     """The transformer that official `shapes` describe.
 
-    `metadata` may give num_heads, text_len and eps, which shapes do not say. Raises `CheckpointError` where a tensor that is needed is missing or has the wrong number of axes.
+    `metadata` may give num_heads, text_len and eps, which shapes do not say. Raises `CheckpointError` where a tensor
+    that is needed is missing or has the wrong number of axes.
     """
     dim, in_channels, *patch = _shape(shapes, "patch_embedding.weight", 5)
     volume = patch[0] * patch[1] * patch[2]
@@ -248,7 +249,7 @@ def _compare_names(given: Collection[str], wanted: Collection[str], unexpected: 
     missing = [name for name in wanted if name not in given]
     surplus = [*unexpected, *(name for name in given if name not in wanted)]
     cases = (("missing", missing), ("unexpected", surplus))
-    faults = [f"{len(names)} tensors are {how} ({listing(names)})" for how, names in cases if names]
+    faults = [counted(names, how) for how, names in cases if names]
     if faults:
         raise CheckpointError(f"{label}, but {' and '.join(faults)}. The file is incomplete or of another model.")
 
@@ -261,4 +262,4 @@ def _compare(given: Shapes, wanted: Shapes, reached: Mapping[str, str], unexpect
         if given[name] != shape
     ]
     if wrong:
-        raise CheckpointError(f"{label}, but {len(wrong)} tensors have a wrong shape ({listing(wrong)}).")
+        raise CheckpointError(f"{label}, but {counted(wrong, 'of a wrong shape')}.")

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class CheckpointError(ValueError):
     """A model file is damaged, incomplete, of an unknown format, or not the part that was asked for.
 
-    `fault` says what is wrong and what to do; `where` names the file. The message is `"{where}: {fault}"`. Code that sees only
-    names and shapes (the key tables) raises it without `where`; `detect` adds it.
+    `fault` says what is wrong and what to do; `where` names the file. The message is `"{where}: {fault}"`. Code that
+    sees only names and shapes (the key tables) raises it without `where`; `detect` adds it.
     """
 
     def __init__(self, fault: str, *, where: str = "") -> None:
         super().__init__(f"{where}: {fault}" if where else fault)
         self.fault = fault
         self.where = where
+
+
+def counted(names: Collection[str], what: str) -> str:
+    """`"1 tensor is missing (a)"`, `"7 tensors are missing (a, b, c, d, e and 2 more)"` for what = "missing"."""
+    return f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what} ({listing(list(names))})"
 
 
 def listing(names: list[str] | tuple[str, ...], limit: int = 5) -> str:

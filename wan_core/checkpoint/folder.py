@@ -34,8 +34,8 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
 def find_parts(folder: str | os.PathLike[str]) -> dict[str, Path]:
     """The parts of the release in `folder`: some of the keys high, low, text_encoder, vae, tokenizer, in that order.
 
-    A model with one transformer has it under `high`. Parts that are absent have no key. Only names are looked at, nothing is
-    opened. Raises `CheckpointError` if `folder` is not a folder.
+    A model with one transformer has it under `high`. Parts that are absent have no key. Only names are looked at,
+    nothing is opened. Raises `CheckpointError` if `folder` is not a folder.
     """
     root = Path(folder)
     if not root.is_dir():

@@ -1,7 +1,9 @@
-"""What people have on disk that is not a plain Wan 2.2 transformer, text encoder or VAE: recognised by names, said by name.
+"""What people have on disk that is not a plain Wan 2.2 transformer, text encoder or VAE: recognised by names, said by
+name.
 
-Two tables. `EXTENDED` is looked at before the key tables: these files contain a Wan model plus something that must not be dropped
-silently. `OTHERS` is looked at when no key table matched, only to tell the user what the file seems to be.
+Two tables. `EXTENDED` is looked at before the key tables: these files contain a Wan model plus something that must
+not be dropped silently. `OTHERS` is looked at when no key table matched, only to tell the user what the file seems to
+be.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ def _table(*rows: tuple[str, str]) -> tuple[Foreign, ...]:
 
 _NOT_YET = "not supported yet by this version. Use the bf16 or the plain fp8 file of the same model"
 
+_UNSUPPORTED = "which is not supported; Wan 2.2 T2V, I2V and TI2V are"
+
 EXTENDED = _table(
     (
         r"(^|\.)(lora_(A|B|up|down|unet_.*|te_.*)|lora_[^.]*|diff|diff_b|diff_m|dora_scale|hada_w[12]_[ab]|lokr_w[12](_[ab])?)(\.|$)",
-        "a LoRA or another set of differences to a model, not a model. Load the model it was made for and give this file as a LoRA",
+        "a LoRA or another set of differences to a model. Load the model it was made for and give this file as a LoRA",
     ),
     (
         r"(^|\.)(scaled_fp8|scale_weight|weight_scale|weight_scale_inv|weight_scale_2|scale_input|input_scale|comfy_quant)$",
@@ -37,23 +41,23 @@ EXTENDED = _table(
     ),
     (
         r"(^|\.)(face_adapter|face_encoder|motion_encoder|pose_patch_embedding)\.",
-        "a Wan Animate transformer (it has a face adapter and a pose embedding), which is not supported; Wan 2.2 T2V, I2V and TI2V are",
+        f"a Wan Animate transformer, {_UNSUPPORTED}",
     ),
     (
         r"(^|\.)(casual_audio_encoder|audio_injector|trainable_cond_mask|frame_packer|cond_encoder|zip_motion_out)(\.|$)",
-        "a Wan S2V transformer (speech to video), which is not supported; Wan 2.2 T2V, I2V and TI2V are",
+        f"a Wan S2V transformer (speech to video), {_UNSUPPORTED}",
     ),
     (
         r"(^|\.)(audio_proj|audio_cross_attn|norm_x|audio_encoder)\.",
-        "a Wan transformer with an audio branch (MultiTalk, InfiniteTalk), which is not supported; Wan 2.2 T2V, I2V and TI2V are",
+        f"a Wan transformer with an audio branch (MultiTalk, InfiniteTalk), {_UNSUPPORTED}",
     ),
     (
         r"(^|\.)vace_(blocks|patch_embedding)\.",
-        "a Wan VACE transformer, which is not supported; Wan 2.2 T2V, I2V and TI2V are",
+        f"a Wan VACE transformer, {_UNSUPPORTED}",
     ),
     (
         r"(^|\.)(ref_conv|control_adapter|img_in_ref)\.",
-        "a Wan Fun transformer (control or camera), which is not supported; Wan 2.2 T2V, I2V and TI2V are",
+        f"a Wan Fun transformer (control or camera), {_UNSUPPORTED}",
     ),
     (
         r"(^|\.)(img_emb\.proj|cross_attn\.(k_img|v_img|norm_k_img)|condition_embedder\.image_embedder|attn2\.add_[kv]_proj)(\.|$)",

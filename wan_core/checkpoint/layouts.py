@@ -1,11 +1,12 @@
 """Key tables: which file name means which official name.
 
-A layout is a function `names -> {file name: official name} | None`: None when the names are not in this layout, otherwise every
-name that it knows. Names it leaves out are reported by `detect` as unexpected, official names it leaves unreached as missing.
-Official names are those of the Wan 2.2 repository, which are also the parameter names of our modules.
+A layout is a function `names -> {file name: official name} | None`: None when the names are not in this layout,
+otherwise every name that it knows. Names it leaves out are reported by `detect` as unexpected, official names it
+leaves unreached as missing. Official names are those of the Wan 2.2 repository, which are also the parameter names of
+our modules.
 
-`LAYOUTS` is tried in order. A prefix common to all names (`model.diffusion_model.`, `vae.`) is taken off before, for any kind.
-Source: Wan2.2/wan/modules/*.py; diffusers transformer_wan.py.
+`LAYOUTS` is tried in order. A prefix common to all names (`model.diffusion_model.`, `vae.`) is taken off before, for
+any kind. Source: Wan2.2/wan/modules/*.py; diffusers transformer_wan.py.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Literal, NamedTuple, TypeAlias
 from wan_core.checkpoint.layouts_text import hf_text_names
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names
 
-# ------------------------------------------------------------------------------------------------------------------- DiT
+# ------------------------------------------------------------------------------------------------------------------ DiT
 
-# Official module -> Diffusers module. The norms are swapped: official norm3 (affine, before cross-attention) is Diffusers norm2;
-# official norm1 and norm2 have no parameters.
+# Official module -> Diffusers module. The norms are swapped: official norm3 (affine, before cross-attention) is
+# Diffusers norm2; official norm1 and norm2 have no parameters.
 _DIT_TOP = {
     "patch_embedding": "patch_embedding",
     "text_embedding.0": "condition_embedder.text_embedder.linear_1",
@@ -90,7 +91,7 @@ def block_count(names: Collection[str]) -> int:
     return max((int(match[1]) + 1 for name in names if (match := _BLOCK.fullmatch(name))), default=0)
 
 
-# ---------------------------------------------------------------------------------------------- official text encoder and VAE
+# ---------------------------------------------------------------------------------------- official text encoder and VAE
 
 _TEXT = re.compile(
     r"(token_embedding|norm|blocks\.\d{1,6}\.(norm1|norm2|attn\.[qkvo]|ffn\.(gate\.0|fc1|fc2)|pos_embedding\.embedding))\.weight"
@@ -113,7 +114,7 @@ def _identity(names: Collection[str], pattern: re.Pattern[str]) -> dict[str, str
     return found if 2 * len(found) > len(names) else None
 
 
-# -------------------------------------------------------------------------------------------------------------- the table
+# ------------------------------------------------------------------------------------------------------------ the table
 
 
 Kind: TypeAlias = Literal["dit", "text_encoder", "vae"]

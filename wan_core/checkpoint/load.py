@@ -1,7 +1,8 @@
 """Checkpoint -> module: one tensor at a time, without a second copy.
 
-A module is built without values, and the tensors of the file become its parameters. On the CPU, with the dtype of the file, those
-are views of the mapped file: nothing is read until it is used, and processes that load the same file share its memory.
+A module is built without values, and the tensors of the file become its parameters. On the CPU, with the dtype of the
+file, those are views of the mapped file: nothing is read until it is used, and processes that load the same file
+share its memory.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from wan_core.vae import VideoVAE
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# Parameters that the transformer computes with in float32 or converts where it uses them: they may differ from the matrices.
+# Parameters that the transformer computes with in float32 or converts where it uses them: they may differ from the
+# matrices.
 _FREE = re.compile(r"(.*\.)?modulation|head\..*|time_(embedding|projection)\..*|.*\.norm[^.]*\..*")
 
 
 def load_dit(source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> WanModel:
     """A transformer from a file, folder, index or state dict, in eval mode, its parameters without gradients.
 
-    dtype None keeps what is stored. Matrices get one dtype, that of most of the file's bytes (bfloat16 for plain fp8); norms,
-    modulation, time embedding and head keep their own, wider one. With a dtype, everything is converted to it.
+    dtype None keeps what is stored. Matrices get one dtype, that of most of the file's bytes (bfloat16 for plain
+    fp8); norms, modulation, time embedding and head keep their own, wider one. With a dtype, everything is converted
+    to it.
 
     Raises `CheckpointError`: not a whole Wan transformer; the message says what it is and what to do.
     """
@@ -61,10 +64,11 @@ def load_text_encoder(
     dtype: torch.dtype | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
 ) -> TextEncoder:
-    """A UMT5 encoder with its tokenizer, from a file, folder or state dict, in eval mode. dtype None keeps what is stored.
+    """A UMT5 encoder with its tokenizer, from a file, folder or state dict, in eval mode. dtype None keeps what is
+    stored.
 
-    `tokenizer` is a spiece.model or a folder that holds one. Without it, the tokenizer is the one embedded in the file, or is
-    found beside it where the official and the Diffusers release have it.
+    `tokenizer` is a spiece.model or a folder that holds one. Without it, the tokenizer is the one embedded in the
+    file, or is found beside it where the official and the Diffusers release have it.
 
     Raises `CheckpointError`: not a whole UMT5 encoder, or no tokenizer that fits it.
     """
@@ -127,7 +131,7 @@ def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).to(device)
 
 
-# --------------------------------------------------------------------------------------------------------------- tokenizer
+# ------------------------------------------------------------------------------------------------------------ tokenizer
 
 _BESIDE = (
     "google/umt5-xxl/spiece.model",

@@ -24,9 +24,10 @@ class TensorInfo:
 class Checkpoint:
     """Named tensors that have been found but not read.
 
-    `tensors` says what is there, `metadata` holds the strings that came with it, `path` is the file or folder (None for a
-    state dict). `read` returns a CPU tensor that shares memory with the mapped file: nothing is copied, pages come in when
-    they are touched, and writing to the tensor changes memory but never the file. Tensors stay valid after `close`.
+    `tensors` says what is there, `metadata` holds the strings that came with it, `path` is the file or folder (None
+    for a state dict). `read` returns a CPU tensor that shares memory with the mapped file: nothing is copied, pages
+    come in when they are touched, and writing to the tensor changes memory but never the file. Tensors stay valid
+    after `close`.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Torch checkpoints (`.pth`, `.pt`, `.bin`): zip archives of a pickle and one stored member per tensor storage.
 
-Checked before torch reads them: the archive's structure, that every member lies in the file uncompressed, and that the pickle
-asks for nothing but tensors. So a damaged or hostile file is refused in words, and cannot run code or make torch allocate.
+Checked before torch reads them: the archive's structure, that every member lies in the file uncompressed, and that
+the pickle asks for nothing but tensors. So a damaged or hostile file is refused in words, and cannot run code or make
+torch allocate.
 """
 
 from __future__ import annotations
@@ -25,20 +26,17 @@ from wan_core.checkpoint.opened import Checkpoint, from_state_dict, short_path
 MAX_PICKLE = 64 * 1024 * 1024  # the pickle holds names and shapes only: 0.2 MB for the largest Wan checkpoint
 _NESTED = ("state_dict", "model", "model_state_dict", "module")
 
+# Names of a state dict of ordinary tensors. Not among them: UntypedStorage, which a pickle can call with any size.
+_STORAGES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
 _ALLOWED = {
     "collections OrderedDict",
-    "torch Size",
     "torch._utils _rebuild_tensor_v2",
-    "torch._utils _rebuild_tensor_v3",
     "torch._utils _rebuild_parameter",
-    *(f"torch {kind}Storage" for kind in ("Double Float Half BFloat16 Long Int Short Char Byte Bool").split()),
-    "torch.storage UntypedStorage",
-    "torch float8_e4m3fn",
-    "torch float8_e5m2",
+    *(f"torch {kind}Storage" for kind in _STORAGES),
 }
 
-# What `zipfile` and the weights-only unpickler raise on bytes that were never written by `torch.save`. They interpret the file's
-# instructions, so almost any error type can come out; each of them means that the file is damaged.
+# What `zipfile` and the weights-only unpickler raise on bytes that were never written by `torch.save`. They interpret
+# the file's instructions, so almost any error type can come out; each of them means that the file is damaged.
 _ARCHIVE_FAULTS = (
     zipfile.BadZipFile,
     zlib.error,
@@ -116,26 +114,25 @@ def _check_program(program: bytes, where: str) -> None:
             if opcode.name == "GLOBAL":
                 if argument not in _ALLOWED:
                     strangers.append(str(argument).replace(" ", "."))
-            elif opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"):
+            elif opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"):
                 strangers.append(opcode.name)
     except (ValueError, LookupError, struct.error) as fault:
         raise CheckpointError(f"damaged pickle ({_brief(fault)}). Download it again.", where=where) from None
     if strangers:
         raise CheckpointError(
-            f"refused: its pickle asks for {listing(sorted(set(strangers)))}. A checkpoint may hold tensors only, because anything "
-            "else can run code on this machine. Use a safetensors file.",
+            f"refused: its pickle asks for {listing(sorted(set(strangers)))}. A checkpoint may hold tensors only, because "
+            "anything else can run code on this machine. Use a safetensors file.",
             where=where,
         )
 
 
 def _state_dict(loaded: Any, where: str) -> Mapping[str, Tensor]:
     """The named tensors, also where a training script has put them one level down."""
-    if isinstance(loaded, Mapping):
-        for key in _NESTED:
-            inner = loaded.get(key)
-            if isinstance(inner, Mapping) and inner:
-                return inner
-        return loaded
+    if isinstance(loaded, dict):
+        # A pickle may give an OrderedDict attributes that hide its methods: ask the type, not the object.
+        found = dict(dict.items(loaded))
+        inner = next((found[key] for key in _NESTED if isinstance(found.get(key), dict)), None)
+        return found if inner is None else dict(dict.items(inner))
     raise CheckpointError(
         f"a state dict of named tensors was expected, but it holds a {type(loaded).__name__}", where=where
     )
@@ -143,4 +140,4 @@ def _state_dict(loaded: Any, where: str) -> Mapping[str, Tensor]:
 
 def _brief(fault: BaseException) -> str:
     lines = str(fault).strip().splitlines()
-    return lines[0][:200] if lines else type(fault).__name__
+    return f"{type(fault).__name__}: {lines[0][:200]}" if lines else type(fault).__name__

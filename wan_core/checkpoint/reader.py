@@ -1,7 +1,7 @@
 """Open a checkpoint, whatever it is stored as: a safetensors or torch file, shards, a folder, or a state dict.
 
-The format is decided by the first bytes, never by the name. Nothing is read but headers: `Checkpoint.read` maps values in when
-they are asked for. Every fault is a `CheckpointError` that names the file.
+The format is decided by the first bytes, never by the name. Nothing is read but headers: `Checkpoint.read` maps
+values in when they are asked for. Every fault is a `CheckpointError` that names the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from wan_core.checkpoint.errors import CheckpointError, listing
+from wan_core.checkpoint.errors import CheckpointError, counted, listing
 from wan_core.checkpoint.folder import find_parts
 from wan_core.checkpoint.opened import Checkpoint, TensorInfo, from_state_dict, merge, short_path
 from wan_core.checkpoint.pickle_file import open_pickle
@@ -65,7 +65,7 @@ def _open_file(path: Path) -> Checkpoint:
         if recognise(head):
             raise CheckpointError(fault, where=where)
     raise CheckpointError(
-        f"neither a safetensors nor a torch file: it begins with {head[:8].hex(' ')}. Download it again, or convert it.",
+        f"neither a safetensors nor a torch file: it begins with {head[:8].hex(' ')}. Download or convert it again.",
         where=where,
     )
 
@@ -89,9 +89,9 @@ _FOREIGN = (
         "a web page, not a model: the download gave an error or log-in page. Download the file itself.",
     ),
     (
-        lambda head: head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05" or b"ustar" in head,
-        "a torch file of before version 1.6, or a plain pickle, which can run code when opened. Load it in a place you trust and save "
-        "it with torch.save of a recent version, or use a safetensors file.",
+        lambda head: (head[:1] == b"\x80" and head[1:2] in b"\x02\x03\x04\x05") or b"ustar" in head,
+        "a torch file of before version 1.6, or a plain pickle, which can run code when opened. Load it in a place you "
+        "trust and save it with torch.save of a recent version, or use a safetensors file.",
     ),
     (lambda head: head.startswith(b"PK"), "an empty or split zip archive. Download it again."),
     (
@@ -144,7 +144,8 @@ def _weights_in(files: list[Path], where: str) -> Path | list[Path] | None:
 
 
 def _complete_shards(weights: list[Path], where: str) -> list[Path] | None:
-    """`weights` if they are the shards of one model; an error if some of those are missing; None if they are not shards."""
+    """`weights` if they are the shards of one model; an error if some of those are missing; None if they are not
+    shards."""
     matches = [_SHARD.fullmatch(f.name) for f in weights]
     series = {(m[1], m[3], m[4]) for m in matches if m}
     if not all(matches) or len(series) != 1:
@@ -171,21 +172,21 @@ def _open_index(index: Path) -> Checkpoint:
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{len(missing)} of {len(names)} shards are missing: {listing(missing)}. Download them into the same folder.",
+            f"{len(missing)} of {len(names)} shards are missing: {listing(missing)}. Download them to the same folder.",
             where=where,
         )
     shards = {name: _open_file(index.parent / name) for name in names}
     absent = [tensor for tensor, name in table.items() if tensor not in shards[name].tensors]
     if absent:
         raise CheckpointError(
-            f"{len(absent)} tensors are not in the shards that the index names ({listing(absent)}). Shards of different releases may "
-            "have been mixed: download them again.",
+            f"{counted(absent, 'not in the shards that the index names')}. Shards of different releases may have been "
+            "mixed: download them again.",
             where=where,
         )
     return merge(shards.values(), where, index, _config_metadata(index.parent))
 
 
-# ------------------------------------------------------------------------------------------------------------ config.json
+# ---------------------------------------------------------------------------------------------------------- config.json
 
 _CONFIGS = ("WanTransformer3DModel", "WanModel", "AutoencoderKLWan", "UMT5EncoderModel")
 _CONFIG_KEYS = {
@@ -204,7 +205,8 @@ def _with_config(opened: Checkpoint, folder: Path) -> Checkpoint:
 
 
 def _config_metadata(folder: Path) -> dict[str, str]:
-    """What shapes cannot say, from the `config.json` of a Diffusers or official folder. Others' are not ours to read."""
+    """What shapes cannot say, from the `config.json` of a Diffusers or official folder. Others' are not ours to
+    read."""
     path = folder / "config.json"
     if not path.is_file():
         return {}

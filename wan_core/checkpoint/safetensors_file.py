@@ -1,8 +1,8 @@
 """Safetensors files, parsed here so that every byte of the header is checked before anything is allocated or mapped.
 
-The format: 8 bytes, the header's length N, little-endian; N bytes of JSON, name -> {"dtype", "shape", "data_offsets": [begin,
-end]}, offsets counted from the end of the header, plus an optional `__metadata__` of strings; then the values, without holes.
-Source: https://github.com/huggingface/safetensors (README, "Format").
+The format: 8 bytes, the header's length N, little-endian; N bytes of JSON, name -> {"dtype", "shape", "data_offsets":
+[begin, end]}, offsets counted from the end of the header, plus an optional `__metadata__` of strings; then the
+values, without holes. Source: https://github.com/huggingface/safetensors (README, "Format").
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def _placed(name: str, entry: Any, where: str) -> tuple[TensorInfo, int]:
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(kind, str) or kind not in DTYPES:
         raise CheckpointError(
-            f"tensor {name[:120]} has the dtype {str(kind)[:40]}, which this version cannot read; it reads {', '.join(DTYPES)}",
+            f"tensor {name[:120]} has the dtype {str(kind)[:40]}, which this version cannot read; it reads "
+            f"{', '.join(DTYPES)}",
             where=where,
         )
     if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
@@ -157,8 +158,9 @@ def _check_layout(placed: dict[str, tuple[TensorInfo, int]], available: int, whe
 
 def _map(fileno: int) -> mmap.mmap:
     if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64"):
-        # Private and writable, so that torch takes it without a warning. Without NORESERVE (which Python's mmap module names only
-        # since 3.13) Linux refuses to map a file larger than memory, although nothing is ever written.
+        # Private and writable, so that torch takes it without a warning. Without NORESERVE (which Python's mmap
+        # module names only since 3.13) Linux refuses to map a file larger than memory, although nothing is ever
+        # written.
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
         return mmap.mmap(fileno, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return mmap.mmap(fileno, 0, access=mmap.ACCESS_COPY)

@@ -23,9 +23,9 @@ def save(
 ) -> None:
     """Write `module` to `path`, its parameters as `dtype` (None: as they are).
 
-    Loading it again gives the same module: num_heads, text_len and eps of a transformer and the latent statistics of a VAE are
-    in the metadata, the tokenizer of a text encoder is a tensor of bytes, `spiece_model`, as in ComfyUI's files. The file appears
-    under its name only when it is complete.
+    Loading it again gives the same module: num_heads, text_len and eps of a transformer and the latent statistics of
+    a VAE are in the metadata, the tokenizer of a text encoder is a tensor of bytes, `spiece_model`, as in ComfyUI's
+    files. The file appears under its name only when it is complete.
     """
     source = module.encoder if isinstance(module, TextEncoder) else module
     tensors = {name: value.detach().to(dtype or value.dtype) for name, value in source.state_dict().items()}

@@ -142,7 +142,8 @@ class AttentionBlock(nn.Module):
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
         pictures = as_pictures(x)  # [B*T, C, Y, X]
         qkv = self.to_qkv(self.norm(pictures)).flatten(2).transpose(1, 2).unsqueeze(1)  # [B*T, 1, Y*X, 3C]
-        attended = F.scaled_dot_product_attention(*qkv.chunk(3, dim=-1))
+        # Fused attention kernels want channels to be the innermost axis, else all Y*X x Y*X scores are written out.
+        attended = F.scaled_dot_product_attention(*qkv.contiguous().chunk(3, dim=-1))
         attended = attended.squeeze(1).transpose(1, 2).reshape(pictures.shape)
         return as_video(self.proj(attended), x.shape[0]) + x
 
@@ -188,7 +189,8 @@ class Upsample(nn.Module):
         if picture is not None and rest.shape[2] == 0:
             return picture
         pairs = time_conv(rest, chunk).unflatten(1, (2, -1))  # [B, 2, C, T, Y, X]
-        frames = pairs.permute(0, 2, 3, 1, 4, 5).flatten(2, 3)  # [B, C, 2T, Y, X]
+        # The one copy this takes is made with the channels last, so that no further one follows.
+        frames = pairs.permute(0, 3, 1, 4, 5, 2).flatten(1, 2).permute(0, 4, 1, 2, 3)  # [B, C, 2T, Y, X]
         return frames if picture is None else torch.cat([picture, frames], dim=2)
 
 

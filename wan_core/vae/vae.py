@@ -179,6 +179,18 @@ class VideoVAE(nn.Module):
         self.conv2 = CausalConv3d(config.z_dim, config.z_dim, (1, 1, 1))
         self.decoder = Decoder(config)
 
+    def channels_last(self) -> VideoVAE:
+        """Stores the weights of convolutions with channels innermost in memory, in place; returns self.
+
+        Activations then take that layout too, which CUDA's convolutions want: without it they transpose what they read
+        and write. Results are the same up to rounding.
+        """
+        for module in self.modules():
+            if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+                layout = torch.channels_last if module.weight.ndim == 4 else torch.channels_last_3d
+                module.weight.data = module.weight.data.contiguous(memory_format=layout)
+        return self
+
     # ---------------------------------------------------------------------------------------------------- encode
 
     def encode(self, video: Tensor, *, chunk: int | None = 1, tile: TileSpec | None = None) -> Tensor:

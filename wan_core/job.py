@@ -1,0 +1,104 @@
+"""A request with every blank filled in and every number checked against the models: known before any weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from wan_core.conditioning import size_for_image
+from wan_core.config import DiTConfig, OptionError, Request, Task, VAEConfig, check_size
+from wan_core.denoise import choose_batched
+from wan_core.plan import Plan, make_plan
+from wan_core.video import load_image
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One video to make, in full."""
+
+    request: Request
+    plan: Plan
+    negative_prompt: str
+    width: int
+    height: int
+    frames: int
+    fps: int
+    latent_shape: tuple[int, int, int, int, int]  # [1, C, T, Y, X]
+    tokens: int
+    image_channels: bool  # the image goes into channels beside the noise (I2V), not into the first latent frame (TI2V)
+    batched: bool
+    batched_why: str
+
+    def settings(self) -> dict[str, Any]:
+        """What reports and video files say about it."""
+        request, plan = self.request, self.plan
+        images = {"image": request.image, "last_image": request.last_image}
+        return {
+            "task": plan.task,
+            "prompt": request.prompt,
+            "negative_prompt": self.negative_prompt,
+            **{key: path for key, path in images.items() if path is not None},
+            "size": [self.width, self.height],
+            "frames": self.frames,
+            "fps": self.fps,
+            "tokens": self.tokens,
+            "steps": len(plan.steps),
+            "shift": plan.shift,
+            "boundary": plan.boundary,
+            "guidance": {e: next(s.guidance for s in plan.steps if s.expert == e) for e in plan.experts},
+            "guidance_mode": "batched" if self.batched else "sequential",
+            "solver": plan.solver,
+            "seed": request.seed,
+        }
+
+
+def make_job(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) -> Job:
+    """Fill in what `request` leaves open and check all of it. Raises OptionError."""
+    plan = make_plan(
+        task=task.name,
+        steps=request.steps,
+        shift=request.shift,
+        boundary=request.boundary,
+        guidance_high=request.guidance_high,
+        guidance_low=request.guidance_low,
+        solver=request.solver,
+    )
+    image_channels = dit.in_channels > dit.out_channels
+    _check_images(request, task, image_channels, known_frame=dit.out_channels == 48)
+    multiple = vae.spatial_stride * dit.patch_size[1]
+    width, height = request.width or task.width, request.height or task.height
+    if request.width is None and request.image is not None:
+        rows, columns = load_image(request.image).shape[:2]
+        width, height = size_for_image(columns, rows, task.width * task.height, multiple)
+    frames = request.frames or task.frames
+    check_size(width, height, frames, multiple=multiple, temporal=vae.temporal_stride)
+    T, Y, X = (frames - 1) // vae.temporal_stride + 1, height // vae.spatial_stride, width // vae.spatial_stride
+    tokens = T * (Y // dit.patch_size[1]) * (X // dit.patch_size[2])
+    batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=False)
+    return Job(
+        request=request,
+        plan=plan,
+        negative_prompt=task.negative_prompt if request.negative_prompt is None else request.negative_prompt,
+        width=width,
+        height=height,
+        frames=frames,
+        fps=request.fps or task.fps,
+        latent_shape=(1, vae.z_dim, T, Y, X),
+        tokens=tokens,
+        image_channels=image_channels,
+        batched=batched,
+        batched_why=why,
+    )
+
+
+def _check_images(request: Request, task: Task, image_channels: bool, known_frame: bool) -> None:
+    given = request.image or request.last_image
+    if image_channels and not given:
+        raise OptionError(f"{task.name} turns an image into a video: give --image (and optionally --last-image)")
+    if given and not (image_channels or known_frame):
+        raise OptionError(f"{task.name} takes no image: leave --image out, or load an image-to-video model")
+    if request.last_image and not image_channels:
+        raise OptionError(f"{task.name} takes a first frame only: leave --last-image out")
+    for path in (request.image, request.last_image):
+        if path is not None:
+            load_image(path)  # a picture that cannot be read is found now
