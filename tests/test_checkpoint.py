@@ -315,6 +315,21 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
+@torch.no_grad()
+def test_a_diffusers_transformer_computes_the_same(tmp_path: Path) -> None:
+    """Names of equal shapes could be confused by a table without any shape being wrong: compare what comes out."""
+    torch.manual_seed(1)
+    theirs = diffusers_transformer(SMALL_HEADS).eval()
+    for name, parameter in theirs.named_parameters():
+        fan_in = parameter[0].numel() if parameter.ndim > 1 else 30
+        parameter.copy_(torch.randn_like(parameter) / fan_in**0.5 + float("norm" in name and name.endswith("weight")))
+    theirs.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    ours = load_dit(tmp_path)
+    x, timestep, rows = torch.randn(1, 36, 2, 4, 6), torch.tensor([437.0]), torch.randn(1, 512, SMALL_HEADS.text_dim)
+    assert torch.allclose(ours(x, timestep, rows), theirs(x, timestep, rows).sample, atol=2e-5, rtol=1e-4)
+
+
 def test_the_tables_name_every_parameter() -> None:
     assert list(model("dit").official) == sorted(dit_names(2), key=list(model("dit").official).index)
     for name in ("dit", "vae 2.1", "vae 2.2"):

@@ -274,7 +274,7 @@ sizes = st.sampled_from([0, 1, 2, 3, 4, 8, 16, 100, 255, 2**20, 2**31, 2**40])
 @settings(quick, max_examples=120)
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_absurd_shapes(name: str, data: st.DataObject) -> None:
-    """A zero makes any shape take no bytes: the file is sound, and only `detect` stands between it and a huge module."""
+    """A zero makes any shape take no bytes: the file is sound, and only `detect` stands before a huge module."""
     state = dict(weights(name))
     header, blob, end = {"__metadata__": METADATA}, b"", 0
     changed = data.draw(st.lists(st.sampled_from(sorted(state)), min_size=1, max_size=4, unique=True))

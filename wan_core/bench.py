@@ -76,18 +76,18 @@ def run_bench(options: argparse.Namespace) -> int:
     from wan_core.models import choose_device
 
     device = choose_device(options.device)
-    sizes, settings, reference = SUITES[options.suite] if options.suite else (options.size, options.setting, None)
+    sizes, settings, reference = SUITES[options.suite] if options.suite else ((), (), "")
     name = options.model or ("random:t2v-A14B" if device.type == "cuda" else "tiny")
     sizes = options.size or sizes or (("832x480x81",) if device.type == "cuda" else ("96x96x17",))
     settings = options.setting or settings or ("forward", "sequential", "batched")
-    reference = reference if reference in settings else settings[0]
+    first = reference if reference in settings else settings[0]
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.precision]
     model, stride = bench_model(name, device, dtype, options.layers)
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         for size in sizes:
             case = make_case(model, size, stride)
-            rows += measure_case(case, [reference, *(s for s in settings if s != reference)], options.runs)
+            rows += measure_case(case, [first, *(s for s in settings if s != first)], options.runs)
     result = envelope(options.suite or "bench", device, rows)
     result["model"] = {"name": name, "layers": model.config.num_layers, "dim": model.config.dim, "dtype": options.precision}
     print(table(rows))
@@ -268,9 +268,9 @@ def _diffusers(case: Case, _: str) -> Callable[[], torch.Tensor]:
     for name, module in peer.named_modules():
         if any(name.split(".")[-1] == kept for kept in peer._keep_in_fp32_modules):
             module.float()
-    for module in peer.modules():
-        if hasattr(module, "scale_shift_table"):
-            module.scale_shift_table.data = module.scale_shift_table.data.float()
+    for name, parameter in peer.named_parameters():
+        if "scale_shift_table" in name:
+            parameter.data = parameter.data.float()
     context = F.pad(case.contexts[0], (0, 0, 0, config.text_len - case.contexts[0].shape[1]))
     x = case.x.to(context.dtype)
     return lambda: peer.eval()(x, case.timestep, context, return_dict=False)[0]

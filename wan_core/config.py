@@ -9,7 +9,7 @@ Nothing in this file knows torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # ---------------------------------------------------------------------------------------------------------------- errors
 
@@ -116,9 +116,8 @@ WAN22_STD = (0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.4990, 0.4818, 0.5013, 0.8
              0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744)
 # fmt: on
 
-A14B = dict(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40)
-T2V_A14B = DiTConfig(in_channels=16, out_channels=16, **A14B)
-I2V_A14B = DiTConfig(in_channels=36, out_channels=16, **A14B)
+T2V_A14B = DiTConfig(in_channels=16, out_channels=16, dim=5120, ffn_dim=13824, num_heads=40, num_layers=40)
+I2V_A14B = replace(T2V_A14B, in_channels=36)
 TI2V_5B = DiTConfig(in_channels=48, out_channels=48, dim=3072, ffn_dim=14336, num_heads=24, num_layers=30)
 UMT5_XXL = TextConfig()
 VAE_21 = VAEConfig(z_dim=16, encoder_dim=96, decoder_dim=96, latents_mean=WAN21_MEAN, latents_std=WAN21_STD)

@@ -79,6 +79,9 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None) -> Detected:
     reached = {ours: theirs for theirs, ours in reversed(official.items())}
     shapes = {ours: checkpoint.tensors[theirs].shape for ours, theirs in reached.items()}
     unexpected = [name for name in names if name not in official]
+    twins = [theirs for theirs, ours in official.items() if checkpoint.tensors[theirs].shape != shapes[ours]]
+    if twins:  # a tensor stored twice, as Hugging Face's files may have the embedding
+        raise CheckpointError(f"{label}, but {counted(twins, 'stored twice with different shapes')}.")
     config = _config(layout, shapes, unexpected, checkpoint.metadata, label)
     _compare(shapes, expected_shapes(config), reached, unexpected, label)
     odd = [theirs for theirs in reached.values() if not checkpoint.tensors[theirs].dtype.is_floating_point]

@@ -91,7 +91,7 @@ def text_config(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, st
         dim_attn=dim_attn,
         dim_ffn=dim_ffn,
         num_heads=num_heads,
-        num_layers=_count_layers(shapes),
+        num_layers=len({match[1] for match in map(_OFFICIAL_BLOCK.fullmatch, shapes) if match}),
         num_buckets=num_buckets,
         max_distance=max_distance,
     )
@@ -117,17 +117,6 @@ def expected_shapes(config: TextConfig) -> dict[str, tuple[int, ...]]:
     }
     blocks = {f"blocks.{i}.{name}": shape for i in range(config.num_layers) for name, shape in block.items()}
     return {"token_embedding.weight": (config.vocab_size, inner), **blocks, "norm.weight": (inner,)}
-
-
-def _count_layers(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    found = {int(match[1]) for match in map(_OFFICIAL_BLOCK.fullmatch, shapes) if match}
-    missing = set(range(len(found))) - found
-    if missing:
-        raise CheckpointError(
-            f"incomplete UMT5 encoder: block {min(missing)} of {max(found) + 1} is missing. "
-            "Download the file again, with all its parts."
-        )
-    return len(found)
 
 
 def _sizes(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:

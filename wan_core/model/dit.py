@@ -10,7 +10,7 @@ Source: Wan2.2/wan/modules/model.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ class WanModel(nn.Module):
             nn.Linear(config.freq_dim, config.dim), nn.SiLU(), nn.Linear(config.dim, config.dim)
         )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(config.dim, 6 * config.dim))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = cast("list[Block]", nn.ModuleList(Block(config) for _ in range(config.num_layers)))
         self.head = Head(config)
         self.run_blocks = self.run_all_blocks  # a seam: sequence sharding, residual caches and streaming wrap it
         self._rope: tuple[object, Tensor] | None = None
@@ -78,7 +78,7 @@ class WanModel(nn.Module):
                 f"text conditioning of {rows} rows x {width} given; this model takes at most {self.config.text_len} rows of "
                 f"{self.config.text_dim}. Encode the prompt with the text encoder that belongs to it."
             )
-        weight = self.text_embedding[0].weight
+        weight = self.patch_embedding.weight
         context = F.pad(context.to(weight.device, weight.dtype), (0, 0, 0, self.config.text_len - rows))
         embedded = self.text_embedding(context)
         return PreparedText(tuple(block.cross_attn.kv(embedded) for block in self.blocks))

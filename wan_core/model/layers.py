@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan_core.attention.registry import Attend
 from wan_core.attention.sdpa import sdpa
 from wan_core.config import DiTConfig
 from wan_core.model.rope import apply_rope
@@ -63,7 +64,7 @@ class SelfAttention(nn.Module):
         self.o = nn.Linear(config.dim, config.dim)
         self.norm_q = RMSNorm(config.dim, config.eps)  # over all heads at once, before they are split
         self.norm_k = RMSNorm(config.dim, config.eps)
-        self.attend = sdpa
+        self.attend: Attend = sdpa
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         """x [B, L, C], rope [L, 1, D/2, 2] -> [B, L, C]."""
@@ -85,7 +86,7 @@ class CrossAttention(nn.Module):
         self.o = nn.Linear(config.dim, config.dim)
         self.norm_q = RMSNorm(config.dim, config.eps)
         self.norm_k = RMSNorm(config.dim, config.eps)
-        self.attend = sdpa
+        self.attend: Attend = sdpa
 
     def kv(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, S, H, D] of embedded text [B, S, C]."""

@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class UMT5Encoder(nn.Module):
-    """Token ids -> features. Built from a `TextConfig`, initialised for training as the reference does."""
+    """Token ids -> features. Built from a `TextConfig`, initialised for training as T5 is."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
@@ -129,8 +129,8 @@ def bucket_thresholds(num_buckets: int, max_distance: int) -> tuple[int, ...]:
     """The smallest distance of each bucket beyond `num_buckets // 4`: (12, 16, 23, 32, 46, 64, 91) for UMT5.
 
     Half of the buckets are for keys behind the query or at it, half for keys ahead. Of each half, the first half is for
-    single distances and the rest widen logarithmically up to `max_distance`: the i-th begins
-    at exact * (max_distance / exact)^(i / wide). Solved in integers: no device's logarithm decides.
+    single distances and the rest widen logarithmically up to `max_distance`: the i-th begins at
+    exact * (max_distance / exact)^(i / wide). Solved in integers: no device's logarithm decides.
     """
     exact = num_buckets // 4
     wide = num_buckets // 2 - exact
@@ -155,15 +155,15 @@ def distance_buckets(length: int, num_buckets: int, thresholds: tuple[int, ...],
 
 @torch.no_grad()
 def _initialise(module: nn.Module) -> None:
-    """The reference's distributions, in which queries carry the missing 1 / sqrt(D)."""
+    """T5's distributions, in which the queries' weights carry the missing 1 / sqrt(D)."""
     if isinstance(module, UMT5Encoder):
         nn.init.normal_(module.token_embedding.weight)
     elif isinstance(module, Attention):
         inner, dim = module.q.weight.shape
-        nn.init.normal_(module.q.weight, std=(dim * inner) ** -0.5)
+        nn.init.normal_(module.q.weight, std=(dim * inner / module.heads) ** -0.5)
         nn.init.normal_(module.k.weight, std=dim**-0.5)
         nn.init.normal_(module.v.weight, std=dim**-0.5)
-        nn.init.normal_(module.o.weight, std=(module.heads * inner) ** -0.5)
+        nn.init.normal_(module.o.weight, std=inner**-0.5)
     elif isinstance(module, FeedForward):
         dim, inner = module.fc2.weight.shape
         for linear in (module.gate[0], module.fc1):
