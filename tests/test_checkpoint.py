@@ -416,6 +416,31 @@ def test_empty_and_misaligned_tensors(tmp_path: Path) -> None:
     (tmp_path / "odd.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + blob)
     checkpoint = open_checkpoint(tmp_path / "odd.safetensors")
     assert all(torch.equal(checkpoint.read(n), t) for n, t in state.items())
+    assert checkpoint.read("odd").data_ptr() % 4 == 0
+
+
+@pytest.mark.parametrize(
+    ("offsets", "length", "words"),
+    [
+        ([(0, 4), (4, 8)], 8, None),
+        ([(4, 8), (0, 4)], 8, None),
+        ([(0, 4), (8, 12)], 12, "hole"),
+        ([(0, 4), (0, 4)], 4, "overlaps"),
+        ([(0, 4), (2, 6), (8, 12)], 12, "overlaps"),
+        ([(0, 4), (0, 4), (8, 12)], 12, "overlaps"),
+        ([(0, 4), (4, 8)], 9, "follow the last tensor"),
+        ([(0, 4), (4, 8)], 7, "the header promises 8 bytes of values, the file has 7"),
+        ([(0, 4), (4, 7)], 7, "takes 4 bytes, its offsets span 3"),
+    ],
+)
+def test_values_fill_the_file(offsets: list[tuple[int, int]], length: int, words: str | None, tmp_path: Path) -> None:
+    entries = {f"t{n}": {"dtype": "F32", "shape": [1], "data_offsets": list(at)} for n, at in enumerate(offsets)}
+    text = json.dumps(entries).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(length))
+    if words is None:
+        assert len(open_checkpoint(tmp_path / "x.safetensors").tensors) == 2
+    else:
+        assert words in refusal(tmp_path / "x.safetensors")
 
 
 def test_what_we_write_the_library_reads(tmp_path: Path) -> None:
@@ -518,7 +543,8 @@ def test_absurd_numbers_are_refused_before_anything_is_built() -> None:
     def stretched(name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
         return edited(model("dit"), lambda s: s.update({name: torch.empty(shape)}))
 
-    assert "blocks" in refusal({n.replace("blocks.1.", "blocks.99999."): t for n, t in model("dit").official.items()})
+    far = {n.replace("blocks.1.", "blocks.99999."): t for n, t in model("dit").official.items()}
+    assert "100000 blocks, and at most 200" in refusal(far)
     assert "text_embedding.0.weight" in refusal(stretched("text_embedding.0.weight", (0, 2**40)))
     assert "patches" in refusal(stretched("patch_embedding.weight", (256, 16, 99, 1, 1)))
     assert "num_heads" in refusal({n: t[:200] if t.shape[0] == 256 else t for n, t in model("dit").official.items()})
@@ -648,12 +674,15 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
 
 
 def test_an_index_must_match_its_shards(tmp_path: Path) -> None:
-    index = official_index(model("dit"), tmp_path)
+    (tmp_path / "here").mkdir()
+    index = official_index(model("dit"), tmp_path / "here")
+    write_safetensors({"new.weight": torch.zeros(1)}, tmp_path / "secret.safetensors", {})
     good = json.loads(index.read_text())["weight_map"]
     first = next(iter(good.values()))
     for bad, words in (
         ({**good, "new.weight": first}, "new.weight"),
-        ({**good, "new.weight": "../secret.safetensors"}, "secret"),
+        ({**good, "new.weight": "../secret.safetensors"}, "not a file beside it"),
+        ({**good, "new.weight": str(tmp_path / "secret.safetensors")}, "not a file beside it"),
         ({}, "weight_map"),
         ({"a": 3}, "weight_map"),
     ):

@@ -20,7 +20,20 @@ FAST = ["--model", "tiny", "--steps", "2", "--frames", "5", "--size", "64x48", "
 
 def test_generate_writes_video_latents_and_report(tmp_path, capsys):
     out, latents, report = tmp_path / "x.mp4", tmp_path / "keep.safetensors", tmp_path / "x.json"
-    arguments = ["generate", *FAST, "--prompt", CAPTION, "--seed", "3", "--solver", "dpm++", "--guidance-low", "1", "--out", str(out)]
+    arguments = [
+        "generate",
+        *FAST,
+        "--prompt",
+        CAPTION,
+        "--seed",
+        "3",
+        "--solver",
+        "dpm++",
+        "--guidance-low",
+        "1",
+        "--out",
+        str(out),
+    ]
     assert main([*arguments, "--save-latents", str(latents), "--report", str(report)]) == 0
     frames = read_video(out)
     assert frames.shape == (5, 48, 64, 3)
@@ -42,7 +55,22 @@ def test_generate_writes_video_latents_and_report(tmp_path, capsys):
 def test_same_seed_same_video_and_batched_guidance_agrees(tmp_path):
     def latents(*more):
         path = tmp_path / "l.safetensors"
-        assert main(["generate", *FAST, "--prompt", CAPTION, "--out", str(tmp_path / "x.mp4"), "--save-latents", str(path), *more]) == 0
+        assert (
+            main(
+                [
+                    "generate",
+                    *FAST,
+                    "--prompt",
+                    CAPTION,
+                    "--out",
+                    str(tmp_path / "x.mp4"),
+                    "--save-latents",
+                    str(path),
+                    *more,
+                ]
+            )
+            == 0
+        )
         return load_latents(path)[0].clone()
 
     first = latents("--guidance-mode", "sequential")
@@ -55,7 +83,19 @@ def test_image_to_video_follows_the_aspect_of_the_image(tmp_path):
     image = tmp_path / "first.png"
     Image.new("RGB", (200, 100), (25, 105, 230)).save(image)
     out = tmp_path / "x.mp4"
-    arguments = ["generate", "--model", "tiny", "--device", "cpu", "--steps", "2", "--frames", "5", "--image", str(image)]
+    arguments = [
+        "generate",
+        "--model",
+        "tiny",
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
+        "--frames",
+        "5",
+        "--image",
+        str(image),
+    ]
     assert main([*arguments, "--prompt", CAPTION, "--out", str(out)]) == 0
     frames = read_video(out)
     assert frames.shape == (5, 64, 128, 3)
@@ -117,7 +157,10 @@ def test_plan_as_json(capsys):
     assert main(["plan", "--task", "t2v-A14B", "--steps", "40", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["forwards"] == 80 and sum(s["expert"] == "high" for s in plan["steps"]) == 26
-    assert plan["steps"][0] | {"timestep": 999.0, "expert": "high", "guidance": 4.0, "action": "compute"} == plan["steps"][0]
+    assert (
+        plan["steps"][0] | {"timestep": 999.0, "expert": "high", "guidance": 4.0, "action": "compute"}
+        == plan["steps"][0]
+    )
     assert plan["steps"][0]["branches"] == ["cond", "uncond"]
 
 
@@ -132,8 +175,35 @@ def test_doctor_tests_what_it_calls_usable(capsys):
 
 def test_bench_writes_comparable_rows(tmp_path):
     out = tmp_path / "bench.json"
-    arguments = ["bench", "--model", "tiny", "--device", "cpu", "--precision", "fp32", "--size", "64x48x5", "--runs", "1"]
-    assert main([*arguments, "--setting", "forward", "--setting", "diffusers", "--setting", "attention:math", "--out", str(out)]) == 0
+    arguments = [
+        "bench",
+        "--model",
+        "tiny",
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--size",
+        "64x48x5",
+        "--runs",
+        "1",
+    ]
+    assert (
+        main(
+            [
+                *arguments,
+                "--setting",
+                "forward",
+                "--setting",
+                "diffusers",
+                "--setting",
+                "attention:math",
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     result = json.loads(out.read_text())
     assert [r["name"] for r in result["rows"]] == ["forward", "diffusers", "attention:math"]
     assert all(r["error"] < 1e-4 and r["seconds"] > 0 for r in result["rows"])

@@ -18,7 +18,14 @@ from wan_core.solvers import SOLVERS, History
 def small_dit(in_channels: int = 16, out_channels: int = 16, seed: int = 0) -> WanModel:
     torch.manual_seed(seed)
     config = DiTConfig(
-        in_channels=in_channels, out_channels=out_channels, dim=32, ffn_dim=48, num_heads=2, num_layers=2, text_dim=12, text_len=8
+        in_channels=in_channels,
+        out_channels=out_channels,
+        dim=32,
+        ffn_dim=48,
+        num_heads=2,
+        num_layers=2,
+        text_dim=12,
+        text_len=8,
     )
     return WanModel(config).eval().requires_grad_(False)
 
@@ -99,7 +106,12 @@ def test_image_channels_follow_the_noise():
     model, concat = small_dit(36), draw_noise(5, (1, 20, 3, 4, 6))
     seen = []
     model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    run(make_plan(task="i2v-A14B", steps=2), Conditioning(cond=TEXT.cond, uncond=TEXT.uncond, concat=concat), NOISE, lambda _: model)
+    run(
+        make_plan(task="i2v-A14B", steps=2),
+        Conditioning(cond=TEXT.cond, uncond=TEXT.uncond, concat=concat),
+        NOISE,
+        lambda _: model,
+    )
     assert torch.equal(seen[0], torch.cat([NOISE, concat], 1))
     assert all(torch.equal(x[:, 16:], concat) for x in seen)
 

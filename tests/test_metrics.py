@@ -32,7 +32,7 @@ def blurred(frames: Tensor, sigma: float) -> Tensor:
     return F.conv2d(F.conv2d(video, taps, groups=3), taps.transpose(2, 3), groups=3).permute(0, 2, 3, 1)
 
 
-# ------------------------------------------------------------------------------------------------------------------ world
+# ---------------------------------------------------------------------------------------------------------------- world
 
 
 @pytest.mark.parametrize("scene", [SCENES[0], SCENES[500], SCENES[-1]])
@@ -80,7 +80,7 @@ def test_drawing_is_repeatable_and_stays_in_frame():
     assert torch.equal(border.amax(2), border.amin(2)), "a shape left the frame"
 
 
-# ------------------------------------------------------------------------------------------------------------------ judge
+# ---------------------------------------------------------------------------------------------------------------- judge
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -167,7 +167,7 @@ def test_a_teleporting_and_a_diagonal_shape_have_no_motion():
     assert describe(there_and_back).motion is None
 
 
-# -------------------------------------------------------------------------------------------------------------- distances
+# ------------------------------------------------------------------------------------------------------------ distances
 
 
 def test_distances_of_a_video_to_itself():

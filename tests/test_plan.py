@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,11 +15,20 @@ from wan_core.plan import SCHEDULES, make_plan
 
 # Timesteps of the official UniPC scheduler (Wan2.2/wan/utils/fm_solvers_unipc.py)
 UNIPC = {
-    ("t2v-A14B", 40): "999 997 995 993 990 988 985 982 979 976 972 969 965 961 956 952 947 941 936 929 922 915 907 898 888 877 865 "
+    (
+        "t2v-A14B",
+        40,
+    ): "999 997 995 993 990 988 985 982 979 976 972 969 965 961 956 952 947 941 936 929 922 915 907 898 888 877 865 "
     "852 837 819 799 776 749 717 678 631 571 492 386 235",
-    ("i2v-A14B", 40): "999 994 989 983 978 972 965 959 952 944 937 929 920 911 902 892 882 870 859 846 833 818 803 786 768 749 728 "
+    (
+        "i2v-A14B",
+        40,
+    ): "999 994 989 983 978 972 965 959 952 944 937 929 920 911 902 892 882 870 859 846 833 818 803 786 768 749 728 "
     "706 681 654 624 591 555 514 468 416 356 288 208 113",
-    ("ti2v-5B", 50): "999 995 991 987 982 978 973 968 963 957 952 946 940 934 927 920 913 906 898 890 882 873 863 854 843 833 821 "
+    (
+        "ti2v-5B",
+        50,
+    ): "999 995 991 987 982 978 973 968 963 957 952 946 940 934 927 920 913 906 898 890 882 873 863 854 843 833 821 "
     "809 796 783 768 753 737 720 701 681 660 636 611 584 555 522 487 448 405 356 302 241 172 92",
 }
 
@@ -28,17 +39,18 @@ def test_unipc_timesteps_are_the_official_ones(task, steps):
     assert [int(s.timestep) for s in plan.steps] == [int(t) for t in UNIPC[task, steps].split()]
 
 
-@pytest.mark.parametrize(("task", "steps", "high"), [("t2v-A14B", 40, 26), ("t2v-A14B", 4, 3), ("i2v-A14B", 40, 15), ("i2v-A14B", 4, 2)])
+@pytest.mark.parametrize(
+    ("task", "steps", "high"), [("t2v-A14B", 40, 26), ("t2v-A14B", 4, 3), ("i2v-A14B", 40, 15), ("i2v-A14B", 4, 2)]
+)
 def test_steps_of_the_high_noise_expert(task, steps, high):
     plan = make_plan(task=task, steps=steps)
     assert sum(s.expert == "high" for s in plan.steps) == high
 
 
 @pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B", "ti2v-5B"])
-def test_unipc_schedule_is_diffusers_for_every_step_count(task):
-    """The published tables have 40 and 50 steps; every other count is checked against the scheduler they came from."""
-    import numpy as np
-
+def test_unipc_schedule_is_the_reference_formula_for_every_step_count(task):
+    """The published tables have 40 and 50 steps; every other count is checked against the formula as the official
+    scheduler writes it, in numpy."""
     for steps in range(1, 101):
         plan = make_plan(task=task, steps=steps)
         top = np.float32(1 - 1 / 1000).item()
@@ -72,7 +84,7 @@ def test_properties(given_numbers):
     plan = make_plan(**given_numbers)
     sigmas = plan.sigmas
     assert len(plan.steps) == given_numbers["steps"] and sigmas[-1] == 0
-    assert all(a > b for a, b in zip(sigmas, sigmas[1:], strict=False))
+    assert all(a > b for a, b in pairwise(sigmas))
     experts = [s.expert for s in plan.steps]
     assert experts == sorted(experts)  # "high" < "low": high first, and never back
     for step in plan.steps:

@@ -1,4 +1,5 @@
-"""Solvers against diffusers' flow schedulers over whole trajectories, and their order of convergence on a known flow."""
+"""Solvers against diffusers' flow schedulers over whole trajectories, and their order of convergence on a known
+flow."""
 
 from __future__ import annotations
 
@@ -38,14 +39,20 @@ THEIRS = {
         prediction_type="flow_prediction", use_flow_sigmas=True, solver_order=2, solver_type="bh2", flow_shift=5.0
     ),
     "dpm++": lambda: DPMSolverMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, solver_order=2, algorithm_type="dpmsolver++", flow_shift=5.0
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        solver_order=2,
+        algorithm_type="dpmsolver++",
+        flow_shift=5.0,
     ),
     "euler": lambda: FlowMatchEulerDiscreteScheduler(shift=5.0),
 }
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize(("steps", "shift"), [(1, 5.0), (2, 5.0), (4, 12.0), (9, 3.0), (20, 5.0), (40, 12.0), (50, 5.0)])
+@pytest.mark.parametrize(
+    ("steps", "shift"), [(1, 5.0), (2, 5.0), (4, 12.0), (9, 3.0), (20, 5.0), (40, 12.0), (50, 5.0)]
+)
 def test_matches_diffusers_over_the_trajectory(solver, steps, shift):
     sigmas = make_plan(task="t2v-A14B", steps=steps, shift=shift, solver=solver).sigmas
     x = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(steps))
@@ -57,8 +64,8 @@ def test_matches_diffusers_over_the_trajectory(solver, steps, shift):
 
 @pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("dpm++", 2), ("unipc", 2)])
 def test_order_of_convergence(solver, order):
-    """The flow to a Gaussian of width 0.5 has the closed form x(sigma) = x(1) * std(sigma) / std(1): halving the steps must shrink the error
-    by 2^order. Double precision, from sigma 0.9 to 0.1, where lambda is smooth."""
+    """The flow to a Gaussian of width 0.5 has the closed form x(sigma) = x(1) * std(sigma) / std(1): halving the
+    steps must shrink the error by 2^order. Double precision, from sigma 0.9 to 0.1, where lambda is smooth."""
 
     def std(sigma):
         return ((0.5 * (1 - sigma)) ** 2 + sigma**2) ** 0.5

@@ -340,3 +340,10 @@ def test_any_other_shapes_never_crash(changes):
 def test_a_bad_max_distance_is_explained(text):
     with pytest.raises(ValueError, match="relative_attention_max_distance must be an integer"):
         text_config(expected_shapes(SMALL), {"relative_attention_max_distance": text})
+
+
+def test_too_many_buckets_are_refused():
+    """Finding the thresholds of so many would take minutes."""
+    positions = {f"blocks.{i}.pos_embedding.embedding.weight": (65536, 4) for i in range(3)}
+    with pytest.raises(ValueError, match="65536 position buckets"):
+        text_config({**expected_shapes(SMALL), **positions}, {"relative_attention_max_distance": "99999"})

@@ -13,7 +13,7 @@ import torch
 from tools.tiny.clips import HELD_OUT, TRAINED, ClipRing, Drawing, Ring, Size, image_rows
 from tools.tiny.experts import caption_rows, draw_sigmas
 from tools.tiny.png import write_png
-from tools.tiny.vae import CONFIG, pixel_weights
+from tools.tiny.vae import CONFIG, Kernels, choose_kernels, pixel_weights, set_memory_format, vae_losses
 from tools.tiny.words import DROPPED_ROWS, TEXT_LEN, token_table, train_tokenizer
 from tools.train_tiny import main
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
@@ -146,3 +146,22 @@ def test_a_png_holds_its_pixels(tmp_path: Path):
     start = body.index(b"IDAT")
     rows = zlib.decompress(body[start + 4 : start + 4 + int.from_bytes(body[start - 4 : start], "big")])
     assert rows == b"".join(b"\0" + row.numpy().tobytes() for row in image)
+
+
+def test_the_layout_in_memory_does_not_change_the_loss():
+    torch.manual_seed(0)
+    vae = VideoVAE(CONFIG)
+    ring = ClipRing(Drawing(Size(5, 32, 32), torch.device("cpu"), seed=0), 2)
+    ring.grow(2)
+    values = []
+    for channels_last in (False, True):
+        set_memory_format(vae, channels_last)
+        torch.manual_seed(1)
+        losses = vae_losses(vae, ring, 1, Kernels(channels_last, bf16=False))()
+        losses["l1"].backward()
+        gradient = vae.encoder.conv1.weight.grad
+        assert gradient is not None
+        values.append((losses["l1"].detach(), gradient.clone()))
+        vae.zero_grad()
+    torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-3)
+    assert choose_kernels(vae, ring, 1, bf16=False).bf16 is False

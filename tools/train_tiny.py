@@ -59,18 +59,18 @@ def main(arguments: list[str] | None = None) -> None:
         )
         return
     batch, lr, bank = DEFAULTS[options.phase]
-    common = dict(
-        size=size,
-        device=device,
-        minutes=options.minutes,
-        steps=options.steps,
-        batch=options.batch or batch,
-        lr=options.lr or lr,
-        bank=options.bank or bank,
-        seed=options.seed,
-    )
+    common = {
+        "size": size,
+        "device": device,
+        "minutes": options.minutes,
+        "steps": options.steps,
+        "batch": options.batch or batch,
+        "lr": options.lr or lr,
+        "bank": options.bank or bank,
+        "seed": options.seed,
+    }
     if options.phase == "vae":
-        train_vae(options.out, init, bf16=options.bf16 is True, checks=options.checks, **common)
+        train_vae(options.out, init, bf16=options.bf16, checks=options.checks, **common)
         return
     bf16 = options.bf16 if options.bf16 is not None else device.type == "cuda"
     run = Training(out=options.out, init=init, bf16=bf16, compile=options.compile, **common)
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument(
         "--bf16",
         action=argparse.BooleanOptionalAction,
-        help="bf16 where it is safe (default: yes for the transformers on a GPU, no for the VAE)",
+        help="bf16 where it is safe (default: for the transformers on a GPU; for the VAE where a GPU is much faster with it)",
     )
 
     top = argparse.ArgumentParser(prog="train_tiny", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -2,21 +2,21 @@
 
     from wan_core import LoadOptions, Pipeline, Request
 
-    pipe = Pipeline.load(LoadOptions(model="tiny"))          # or a release folder, or high=..., low=..., text_encoder=..., vae=...
-    result = pipe.generate(Request(prompt="a red circle moving right on a blue background"))
+    pipe = Pipeline.load(LoadOptions(model="tiny"))          # or a release folder, or high=..., low=...,
+    text_encoder=..., vae=... result = pipe.generate(Request(prompt="a red circle moving right on a blue background"))
     result.frames                                            # uint8 [F, H, W, 3]
 
 The parts, each usable alone:
 
-    dit = load_dit(path, device="cuda", dtype=torch.bfloat16)
-    dit(x, timestep, context)         # [B, C, T, H, W], [B] or [B, T] in 0..1000, [B, L, 4096] -> velocity [B, C_out, T, H, W]
-    load_text_encoder(path).encode(["a prompt"])             # [B, L, 4096]
-    vae = load_vae(path)
-    vae.encode(video), vae.decode(latents)                   # [B, 3, F, H, W] in -1..1 <-> un-normalised latents
-    make_plan(task="t2v-A14B", steps=40).table()             # every step's timestep, expert, guidance, as numbers
+    dit = load_dit(path, device="cuda", dtype=torch.bfloat16) dit(x, timestep, context)         # [B, C, T, H, W], [B]
+    or [B, T] in 0..1000, [B, L, 4096] -> velocity [B, C_out, T, H, W] load_text_encoder(path).encode(["a prompt"])
+    # [B, L, 4096] vae = load_vae(path) vae.encode(video), vae.decode(latents)                   # [B, 3, F, H, W] in
+    -1..1 <-> un-normalised latents make_plan(task="t2v-A14B", steps=40).table()             # every step's timestep,
+    expert, guidance, as numbers
 
-`path` is a file, a folder or a state dict in any known layout, recognised by its contents. A file that is something else raises
-`CheckpointError`, a number out of range `OptionError`, both ValueErrors with a message for people, before work starts.
+`path` is a file, a folder or a state dict in any known layout, recognised by its contents. A file that is something
+else raises `CheckpointError`, a number out of range `OptionError`, both ValueErrors with a message for people, before
+work starts.
 """
 
 from __future__ import annotations

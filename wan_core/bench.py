@@ -1,11 +1,12 @@
-"""Time forwards of the transformer: ours in one or more settings, peers beside them on the same weights in the same run.
+"""Time forwards of the transformer: ours in one or more settings, peers beside them on the same weights in the same
+run.
 
     python -m wan_core bench --size 832x480 --setting forward --setting diffusers
     python -m wan_core bench --suite guidance
 
-Results are JSON, in the form that tools/readme_tables.py reads: {"suite", "command", "commit", "device", "versions", "rows"}; `seconds` is
-the median of the runs, `spread` their range, `peak_gib` device memory with weights, `ratio` = seconds of the row `ratio_to` over ours,
-`error` the relative difference from that row's output.
+Results are JSON, in the form that tools/readme_tables.py reads: {"suite", "command", "commit", "device", "versions",
+"rows"}; `seconds` is the median of the runs, `spread` their range, `peak_gib` device memory with weights, `ratio` =
+seconds of the row `ratio_to` over ours, `error` the relative difference from that row's output.
 """
 
 from __future__ import annotations
@@ -47,10 +48,16 @@ SETTINGS = {
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", choices=tuple(SUITES), help="a fixed list of sizes and settings, as in the README's tables")
-    parser.add_argument("--model", help="random:TASK, tiny, or a transformer file (default: random:t2v-A14B on a GPU, tiny on a CPU)")
+    parser.add_argument(
+        "--suite", choices=tuple(SUITES), help="a fixed list of sizes and settings, as in the README's tables"
+    )
+    parser.add_argument(
+        "--model", help="random:TASK, tiny, or a transformer file (default: random:t2v-A14B on a GPU, tiny on a CPU)"
+    )
     parser.add_argument("--size", action="append", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES, repeatable")
-    parser.add_argument("--setting", action="append", help="repeatable: " + "; ".join(f"{k}: {v}" for k, v in SETTINGS.items()))
+    parser.add_argument(
+        "--setting", action="append", help="repeatable: " + "; ".join(f"{k}: {v}" for k, v in SETTINGS.items())
+    )
     parser.add_argument("--layers", type=int, help="only this many blocks (to measure on less memory)")
     parser.add_argument("--runs", type=int, default=3, help="timed runs after one warm-up (default %(default)s)")
     parser.add_argument("--device", default="auto")
@@ -89,7 +96,12 @@ def run_bench(options: argparse.Namespace) -> int:
             case = make_case(model, size, stride)
             rows += measure_case(case, [first, *(s for s in settings if s != first)], options.runs)
     result = envelope(options.suite or "bench", device, rows)
-    result["model"] = {"name": name, "layers": model.config.num_layers, "dim": model.config.dim, "dtype": options.precision}
+    result["model"] = {
+        "name": name,
+        "layers": model.config.num_layers,
+        "dim": model.config.dim,
+        "dtype": options.precision,
+    }
     print(table(rows))
     path = write_result(result, options.out, device)
     if path is not None:
@@ -171,7 +183,9 @@ def measure_case(case: Case, settings: list[str], runs: int) -> list[dict[str, A
     return rows
 
 
-def timed(forward: Callable[[], torch.Tensor], device: torch.device, runs: int) -> tuple[list[float], float, torch.Tensor]:
+def timed(
+    forward: Callable[[], torch.Tensor], device: torch.device, runs: int
+) -> tuple[list[float], float, torch.Tensor]:
     """Seconds of `runs` calls after a warm-up, the peak of device memory in GiB (weights included), and the output."""
     import torch
 
@@ -195,7 +209,7 @@ def timed(forward: Callable[[], torch.Tensor], device: torch.device, runs: int) 
     return seconds, torch.cuda.max_memory_allocated(device) / GIB if cuda else 0.0, output.float()
 
 
-# --------------------------------------------------------------------------------------------------------------- settings
+# ------------------------------------------------------------------------------------------------------------- settings
 
 
 def _forward(case: Case, _: str) -> Callable[[], torch.Tensor]:
@@ -239,7 +253,8 @@ def _attention(case: Case, backend: str) -> Callable[[], torch.Tensor]:
 
 
 def _diffusers(case: Case, _: str) -> Callable[[], torch.Tensor]:
-    """The peer on the very same parameters, no copy; what diffusers keeps in float32 when it loads is float32 here too."""
+    """The peer on the very same parameters, no copy; what diffusers keeps in float32 when it loads is float32 here
+    too."""
     import torch
     import torch.nn.functional as F
     from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed, WanTransformer3DModel
@@ -284,7 +299,7 @@ SETTING_FACTORIES: dict[str, Callable[[Case, str], Callable[[], torch.Tensor]]] 
     "diffusers": _diffusers,
 }
 
-# ----------------------------------------------------------------------------------------------------------------- results
+# -------------------------------------------------------------------------------------------------------------- results
 
 
 def envelope(suite: str, device: torch.device, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -314,7 +329,11 @@ def commit() -> str | None:
     """The commit that is measured, where the code runs from a checkout."""
     try:
         return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parent,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -332,10 +351,13 @@ def write_result(result: dict[str, Any], out: Path | None, device: torch.device)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'size':<14}{'tokens':>8}  {'setting':<18}{'seconds':>10}{'spread':>9}{'peak GiB':>10}{'ratio':>8}{'error':>10}"]
+    lines = [
+        f"{'size':<14}{'tokens':>8}  {'setting':<18}{'seconds':>10}{'spread':>9}{'peak GiB':>10}"
+        f"{'ratio':>8}{'error':>10}"
+    ]
     for r in rows:
         lines.append(
-            f"{r['size']:<14}{r['tokens']:>8}  {r['name']:<18}{r['seconds']:>10.4f}{r['spread']:>9.4f}{r['peak_gib']:>10.2f}"
-            f"{r['ratio']:>8.3f}{r.get('error', float('nan')):>10.2g}"
+            f"{r['size']:<14}{r['tokens']:>8}  {r['name']:<18}{r['seconds']:>10.4f}{r['spread']:>9.4f}"
+            f"{r['peak_gib']:>10.2f}{r['ratio']:>8.3f}{r.get('error', float('nan')):>10.2g}"
         )
     return "\n".join(lines)

@@ -1,7 +1,8 @@
 """The command line: generate, decode, plan, check, doctor, bench.
 
-User errors (a bad number, a file that is something else) end with one line on stderr and exit code 2; everything is checked before
-work starts. Finished latents are on disk before they are decoded and stay there if anything after that fails.
+User errors (a bad number, a file that is something else) end with one line on stderr and exit code 2; everything is
+checked before work starts. Finished latents are on disk before they are decoded and stay there if anything after that
+fails.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-# ---------------------------------------------------------------------------------------------------------------- parsers
+# -------------------------------------------------------------------------------------------------------------- parsers
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,7 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="make a video from a prompt, and an image if the model takes one")
     _add_model_options(generate)
     _add_request_options(generate)
-    generate.add_argument("--out", type=Path, default=Path("wancore.mp4"), help="the video to write, .mp4 (default %(default)s)")
+    generate.add_argument(
+        "--out", type=Path, default=Path("wancore.mp4"), help="the video to write, .mp4 (default %(default)s)"
+    )
     generate.add_argument("--save-latents", type=Path, help="also keep the finished latents in this .safetensors file")
     generate.add_argument("--report", type=Path, help="write the report as JSON")
     generate.set_defaults(run=run_generate)
@@ -65,7 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.set_defaults(run=run_plan)
 
-    check = commands.add_parser("check", help="judge from a video's frames whether the embedded model's caption came true")
+    check = commands.add_parser(
+        "check", help="judge from a video's frames whether the embedded model's caption came true"
+    )
     check.add_argument("video", type=Path)
     check.add_argument("--prompt", help="the caption (default: the one in the file's metadata)")
     check.set_defaults(run=run_check)
@@ -96,7 +101,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--precision", default="checkpoint", choices=PRECISIONS, help="of transformer and text encoder")
     group.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
     group.add_argument("--attention", default="auto", help="backend, see `doctor` (default %(default)s)")
-    group.add_argument("--residency", default="auto", choices=RESIDENCIES, help="keep all models on the device, or one at a time")
+    group.add_argument(
+        "--residency", default="auto", choices=RESIDENCIES, help="keep all models on the device, or one at a time"
+    )
 
 
 def _add_request_options(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +116,9 @@ def _add_request_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--frames", type=int, help="4n + 1")
     group.add_argument("--fps", type=int)
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--guidance-mode", default="auto", choices=GUIDANCE_MODES, help="run the two branches apart or as one")
+    group.add_argument(
+        "--guidance-mode", default="auto", choices=GUIDANCE_MODES, help="run the two branches apart or as one"
+    )
     _add_plan_options(parser)
 
 
@@ -144,7 +153,7 @@ def _plan_numbers(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# --------------------------------------------------------------------------------------------------------------- commands
+# ------------------------------------------------------------------------------------------------------------- commands
 
 
 def run_generate(options: argparse.Namespace) -> int:
@@ -167,7 +176,10 @@ def run_generate(options: argparse.Namespace) -> int:
     except BaseException:
         progress.end()
         if latents.exists() and progress.name == "decode":
-            print(f"the finished latents are in {latents}: `python -m wan_core decode` turns them into a video", file=sys.stderr)
+            print(
+                f"the finished latents are in {latents}: `python -m wan_core decode` turns them into a video",
+                file=sys.stderr,
+            )
         raise
     if options.save_latents is None:
         latents.unlink(missing_ok=True)
@@ -227,7 +239,8 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 class ProgressLine:
-    """One line on stderr that is rewritten: phase, step, expert, seconds a step and time left. Plain lines where it is no terminal."""
+    """One line on stderr that is rewritten: phase, step, expert, seconds a step and time left. Plain lines where it
+    is no terminal."""
 
     def __init__(self) -> None:
         self.name = "load"
@@ -243,7 +256,9 @@ class ProgressLine:
         done, total = progress.step.index + 1, progress.total
         pace = f"{seconds:.3f} s/step, {_clock(seconds * (total - done))} left" if seconds is not None else ""
         line = f"step {done:>3}/{total}  {progress.step.expert}-noise expert  {pace}"
-        print(f"\r{line:<78}" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True)
+        print(
+            f"\r{line:<78}" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True
+        )
 
     def end(self) -> None:
         if self.terminal and self.name == "denoise":

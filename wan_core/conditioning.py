@@ -2,7 +2,8 @@
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
 
-Conditioning is prepared as data, so that one loop denoises every task. Source: Wan2.2/wan/image2video.py, textimage2video.py.
+Conditioning is prepared as data, so that one loop denoises every task. Source: Wan2.2/wan/image2video.py,
+textimage2video.py.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class Conditioning:
 def image_channels(vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Tensor:
     """The 4 mask and C image channels of I2V: [1, 4 + C, T, Y, X], float32, normalised.
 
-    first, last: [1, 3, 1, H, W] in -1..1, either may be None. The unknown frames between are grey (0) before encoding. The mask is
-    1 where a frame is known; a latent frame holds four video frames, so it has four mask channels (the first, alone, repeats).
+    first, last: [1, 3, 1, H, W] in -1..1, either may be None. The unknown frames between are grey (0) before
+    encoding. The mask is 1 where a frame is known; a latent frame holds four video frames, so it has four mask
+    channels (the first, alone, repeats).
     """
     given = first if first is not None else last
     if given is None:

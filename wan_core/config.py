@@ -1,8 +1,9 @@
 """Architectures, tasks and user options: plain numbers in frozen dataclasses.
 
-Two kinds live here. *Architectures* (`DiTConfig`, `TextConfig`, `VAEConfig`) say what a checkpoint is; they are read from its
-shapes (`wan_core.checkpoint.detect`), never typed by a user. *Options* (`SampleOptions`, ...) say what a user wants; they are
-checked once, when built, and a bad value raises `OptionError` with what was given, what is allowed and what to do.
+Two kinds live here. *Architectures* (`DiTConfig`, `TextConfig`, `VAEConfig`) say what a checkpoint is; they are read
+from its shapes (`wan_core.checkpoint.detect`), never typed by a user. *Options* (`SampleOptions`, ...) say what a
+user wants; they are checked once, when built, and a bad value raises `OptionError` with what was given, what is
+allowed and what to do.
 
 Nothing in this file knows torch.
 """
@@ -11,14 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# ---------------------------------------------------------------------------------------------------------------- errors
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 class OptionError(ValueError):
     """A user's option is out of range: the message says what was given, what is allowed and what to do."""
 
 
-# --------------------------------------------------------------------------------------------------------- architectures
+# -------------------------------------------------------------------------------------------------------- architectures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,8 @@ class VAEConfig:
     """The causal video VAE, 2.1 and 2.2 in one description. Source: Wan2.2/wan/modules/vae2_1.py and vae2_2.py.
 
     `patch` 2 and `residual` True make it the 2.2 variant: pixels are folded 2x2 into channels, and every stage has an
-    averaging shortcut around it. `latents_mean`/`latents_std` normalise latents for the transformer; `encode` and `decode`
-    deal in *un-normalised* latents.
+    averaging shortcut around it. `latents_mean`/`latents_std` normalise latents for the transformer; `encode` and
+    `decode` deal in *un-normalised* latents.
     """
 
     z_dim: int
@@ -125,7 +126,7 @@ VAE_22 = VAEConfig(
     z_dim=48, encoder_dim=160, decoder_dim=256, patch=2, residual=True, latents_mean=WAN22_MEAN, latents_std=WAN22_STD
 )
 
-# ----------------------------------------------------------------------------------------------------------------- tasks
+# ---------------------------------------------------------------------------------------------------------------- tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +181,7 @@ def find_task(name: str) -> Task:
     raise OptionError(f"task {name!r} is not known; use one of: {', '.join(TASKS)}")
 
 
-# --------------------------------------------------------------------------------------------------------------- options
+# -------------------------------------------------------------------------------------------------------------- options
 
 PRECISIONS = ("checkpoint", "bf16", "fp32")
 RESIDENCIES = ("auto", "resident", "swap")
@@ -196,8 +197,9 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 class LoadOptions:
     """Where the models are and how they are held.
 
-    `model` is "tiny" (the embedded model), "random:TASK" (random weights of that task's full size, for measuring) or the folder
-    of a whole release; the single paths override its parts. `precision` "checkpoint" keeps the dtype of the file.
+    `model` is "tiny" (the embedded model), "random:TASK" (random weights of that task's full size, for measuring) or
+    the folder of a whole release; the single paths override its parts. `precision` "checkpoint" keeps the dtype of
+    the file.
     """
 
     model: str | None = None
@@ -218,7 +220,9 @@ class LoadOptions:
         _choice("vae precision", self.vae_precision, ("auto", "bf16", "fp32"))
         _choice("residency", self.residency, RESIDENCIES)
         if self.model is None and not (self.high or self.low):
-            raise OptionError("no model given: use --model tiny, --model FOLDER of a release, or --high FILE and --low FILE")
+            raise OptionError(
+                "no model given: use --model tiny, --model FOLDER of a release, or --high FILE and --low FILE"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,10 +261,12 @@ def check_size(width: int, height: int, frames: int, *, multiple: int, temporal:
     if width < multiple or height < multiple or width % multiple or height % multiple:
         near = [max(multiple, round(v / multiple) * multiple) for v in (width, height)]
         raise OptionError(
-            f"size {width}x{height} given; width and height must be multiples of {multiple}. The nearest is {near[0]}x{near[1]}."
+            f"size {width}x{height} given; width and height must be multiples of {multiple}. "
+            f"The nearest is {near[0]}x{near[1]}."
         )
     if frames < 1 or (frames - 1) % temporal:
         near_frames = max(0, round((frames - 1) / temporal)) * temporal + 1
         raise OptionError(
-            f"{frames} frames given; the count must be {temporal}n + 1 (1, {temporal + 1}, ..., 81). The nearest is {near_frames}."
+            f"{frames} frames given; the count must be {temporal}n + 1 (1, {temporal + 1}, ..., 81). "
+            f"The nearest is {near_frames}."
         )

@@ -2,8 +2,8 @@
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text rows.
 
-No value is read back from the device inside the loop. Latents are float32 throughout: they are the state of an ODE that is
-integrated over many small steps.
+No value is read back from the device inside the loop. Latents are float32 throughout: they are the state of an ODE
+that is integrated over many small steps.
 """
 
 from __future__ import annotations
@@ -108,13 +108,15 @@ class Guided:
 
 
 def stack_text(rows: list[Tensor], batch: int) -> Tensor:
-    """Text rows [1 or B, S_i, D] of the branches -> [branches * B, max S, D]; zero rows at the end, as the model itself pads."""
+    """Text rows [1 or B, S_i, D] of the branches -> [branches * B, max S, D]; zero rows at the end, as the model
+    itself pads."""
     longest = max(r.shape[1] for r in rows)
     return torch.cat([F.pad(r, (0, 0, 0, longest - r.shape[1])).expand(batch, -1, -1) for r in rows])
 
 
 def model_inputs(x: Tensor, timestep: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:
-    """The transformer's input [B, C_in, T, Y, X] and its timesteps: [B], or [B, T] where the first latent frame is known."""
+    """The transformer's input [B, C_in, T, Y, X] and its timesteps: [B], or [B, T] where the first latent frame is
+    known."""
     B, _, T = x.shape[:3]
     if conditioning.concat is not None:
         x = torch.cat([x, conditioning.concat.to(x).expand(B, -1, -1, -1, -1)], dim=1)
@@ -135,7 +137,8 @@ def hold_known(x: Tensor, conditioning: Conditioning) -> Tensor:
 def choose_batched(mode: str, plan: Plan, tokens: int, streamed: bool) -> tuple[bool, str]:
     """Whether to run both guidance branches as one forward, and why, in words for the report.
 
-    mode: "sequential", "batched" or "auto". tokens: of one video. streamed: weights come from host memory for every forward.
+    mode: "sequential", "batched" or "auto". tokens: of one video. streamed: weights come from host memory for every
+    forward.
     """
     if not plan.guided:
         return False, "no step is guided"
@@ -149,7 +152,8 @@ def choose_batched(mode: str, plan: Plan, tokens: int, streamed: bool) -> tuple[
 
 
 class FiniteWatch:
-    """Finds the first non-finite latents without making the host wait: flags travel to pinned memory on their own time."""
+    """Finds the first non-finite latents without making the host wait: flags travel to pinned memory on their own
+    time."""
 
     def __init__(self, steps: int, device: torch.device) -> None:
         self.finite = torch.ones(steps, dtype=torch.bool, pin_memory=device.type == "cuda")
@@ -169,6 +173,6 @@ class FiniteWatch:
         flags = self.finite[: until + 1].tolist()
         if not all(flags):
             raise NonFiniteError(
-                f"the latents became NaN or infinite at step {flags.index(False)}: stopped, a black video would follow. Use "
-                "bf16 or fp32 (fp16 overflows), another attention backend, or check that the checkpoint files are whole."
+                f"the latents became NaN or infinite at step {flags.index(False)}: stopped, a black video would follow. "
+                "Use bf16 or fp32 (fp16 overflows), another attention backend, or check that the files are whole."
             )

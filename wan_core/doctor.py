@@ -43,7 +43,11 @@ def examine(device: str = "auto") -> dict[str, Any]:
 
 
 def _system(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {"python": platform.python_version(), "platform": platform.platform(), "device": str(device)}
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": str(device),
+    }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {
@@ -107,10 +111,16 @@ def text(findings: dict[str, Any]) -> str:
     lines.append("libraries")
     for name, library in findings["libraries"].items():
         state = library["version"] or "not installed"
-        lines.append(f"  {name:<22} {state:<16} {library['for']}" + (f" ({library['note']})" if library["note"] else ""))
+        lines.append(
+            f"  {name:<22} {state:<16} {library['for']}" + (f" ({library['note']})" if library["note"] else "")
+        )
     lines.append(f"attention backends (auto takes the first usable of: {', '.join(AUTO_ORDER)})")
     for name, backend in findings["attention"].items():
-        state = f"usable, self-test error {backend['error']:.1e}" if backend["usable"] else f"not usable: {backend['why_not']}"
+        state = (
+            f"usable, self-test error {backend['error']:.1e}"
+            if backend["usable"]
+            else f"not usable: {backend['why_not']}"
+        )
         lines.append(f"  {name:<22} {state}  [{backend['summary']}]")
     video, assets = findings["video"], findings["embedded model"]
     lines.append(f"video                    {'H.264 through PyAV' if video['h264'] else video['why_not']}")

@@ -1,4 +1,5 @@
-"""A request with every blank filled in and every number checked against the models: known before any weights are read."""
+"""A request with every blank filled in and every number checked against the models: known before any weights are
+read."""
 
 from __future__ import annotations
 

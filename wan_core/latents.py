@@ -1,7 +1,7 @@
 """Finished latents on disk: written before they are decoded, so that a failed decode loses nothing.
 
-One safetensors file: tensor `latents` float32 [B, C, T, Y, X], un-normalised as on ComfyUI's LATENT socket; metadata `fps` and
-`settings` (JSON, what made them).
+One safetensors file: tensor `latents` float32 [B, C, T, Y, X], un-normalised as on ComfyUI's LATENT socket; metadata
+`fps` and `settings` (JSON, what made them).
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def save_latents(path: str | Path, latents: Tensor, fps: int, settings: Mapping[
     partial = path.with_name(f".{path.name}.partial")
     try:
         save_file(
-            {"latents": latents.float().cpu().contiguous()}, partial, {"fps": str(fps), "settings": json.dumps(settings)}
+            {"latents": latents.float().cpu().contiguous()},
+            partial,
+            {"fps": str(fps), "settings": json.dumps(settings)},
         )
         os.replace(partial, path)
     finally:
@@ -32,11 +34,14 @@ def save_latents(path: str | Path, latents: Tensor, fps: int, settings: Mapping[
 
 
 def load_latents(path: str | Path) -> tuple[Tensor, int, dict[str, Any]]:
-    """(latents float32 [B, C, T, Y, X], fps, settings). Raises CheckpointError if the file is not one of `save_latents`."""
+    """(latents float32 [B, C, T, Y, X], fps, settings). Raises CheckpointError if the file is not one of
+    `save_latents`."""
     with open_checkpoint(path) as opened:
         info = opened.tensors.get("latents")
         if info is None or len(info.shape) != 5:
-            raise CheckpointError("these are not saved latents: a tensor `latents` of 5 dimensions is expected", where=opened.describe())
+            raise CheckpointError(
+                "these are not saved latents: a tensor `latents` of 5 dimensions is expected", where=opened.describe()
+            )
         fps = opened.metadata.get("fps", "16")
         return (
             opened.read("latents").float(),

@@ -1,9 +1,10 @@
 """What a video shows and how far two videos are apart, from frames alone.
 
-`judge` says whether a clip of the embedded model's world (`wan_core.shapes`) shows what its caption asked for; `describe` says
-what it shows. `psnr`, `ssim` and `temporal_flicker` serve any video.
+`judge` says whether a clip of the embedded model's world (`wan_core.shapes`) shows what its caption asked for;
+`describe` says what it shows. `psnr`, `ssim` and `temporal_flicker` serve any video.
 
-Frames are [F, H, W, 3], uint8 0..255 or floating point 0..1, on any device. Shapes: F frames, H rows, W columns, N fits.
+Frames are [F, H, W, 3], uint8 0..255 or floating point 0..1, on any device. Shapes: F frames, H rows, W columns, N
+fits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from wan_core.shapes import (
     parse_caption,
 )
 
-MIN_CONTRAST = 12.0  # CIELAB units between shape and background below which nothing is seen; the palette's nearest pair is 49
+MIN_CONTRAST = (
+    12.0  # CIELAB units between shape and background below which nothing is seen; the palette's nearest pair is 49
+)
 MIN_OVERLAP = 0.6  # intersection over union of a mask and the best template below which it is no shape at all
 STILL_PIXELS, MOVING_PIXELS = 6.0, 12.0  # of a 96-pixel frame: the world moves 20-40
 FITTED_FRAMES = 9  # shapes are compared in at most this many frames, evenly spread
@@ -35,7 +38,8 @@ FITTED_FRAMES = 9  # shapes are compared in at most this many frames, evenly spr
 
 @dataclass(frozen=True)
 class Observation:
-    """What `describe` saw; None where a word could not be told. `overlap` is the best template's intersection over union."""
+    """What `describe` saw; None where a word could not be told. `overlap` is the best template's intersection over
+    union."""
 
     background: str
     colour: str | None
@@ -66,7 +70,8 @@ class Verdict:
 
 
 def judge(frames: Tensor, scene: Scene | str) -> Verdict:
-    """Whether `frames` [F, H, W, 3] show `scene` (or the scene of a caption). ValueError for a caption outside the grammar."""
+    """Whether `frames` [F, H, W, 3] show `scene` (or the scene of a caption). ValueError for a caption outside the
+    grammar."""
     wanted = parse_caption(scene) if isinstance(scene, str) else scene
     seen = describe(frames)
     return Verdict(
@@ -81,9 +86,9 @@ def judge(frames: Tensor, scene: Scene | str) -> Verdict:
 def describe(frames: Tensor) -> Observation:
     """The best guess at what `frames` [F, H, W, 3] show.
 
-    The background is the median of the border; a pixel belongs to the shape as far as it lies on the way from the background's
-    to the shape's colour; the shape is the template that overlaps best at the mask's own centre and size; the motion is the
-    track of the mask's centre.
+    The background is the median of the border; a pixel belongs to the shape as far as it lies on the way from the
+    background's to the shape's colour; the shape is the template that overlaps best at the mask's own centre and
+    size; the motion is the track of the mask's centre.
     """
     video = unit_range(frames).permute(0, 3, 1, 2)  # [F, 3, H, W]
     scale = min(video.shape[2:]) / REFERENCE_SIZE
@@ -112,7 +117,7 @@ def unit_range(frames: Tensor) -> Tensor:
     return frames.float().clamp(0, 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------- colours
+# -------------------------------------------------------------------------------------------------------------- colours
 
 
 def lab(rgb: Tensor) -> Tensor:
@@ -136,11 +141,12 @@ def _border(video: Tensor, width: int) -> Tensor:
     return torch.cat([side.transpose(0, 1).flatten(1) for side in sides], dim=1).median(dim=1).values
 
 
-# ------------------------------------------------------------------------------------------------------------------- mask
+# ----------------------------------------------------------------------------------------------------------------- mask
 
 
 def _mask(video: Tensor, border: Tensor) -> tuple[Tensor | None, str | None]:
-    """How much each pixel belongs to the shape, 0..1 [F, H, W], and the shape's colour; (None, None) if nothing stands out."""
+    """How much each pixel belongs to the shape, 0..1 [F, H, W], and the shape's colour; (None, None) if nothing
+    stands out."""
     pixels = video.movedim(1, -1)  # [F, H, W, 3]
     distance = (lab(pixels) - lab(border)).norm(dim=-1)
     # The smallest shape covers about 4 % of a frame: of the most different 2 %, the median is well inside it.
@@ -166,8 +172,8 @@ def _gaussian(reach: int, sigma: float) -> list[float]:
 
 
 def _separable(x: Tensor, taps: list[float]) -> Tensor:
-    """Convolve rows and columns of [..., H, W] with `taps`, valid pixels only. A sum of slices: several times faster on a CPU
-    than conv2d with one channel."""
+    """Convolve rows and columns of [..., H, W] with `taps`, valid pixels only. A sum of slices: several times faster
+    on a CPU than conv2d with one channel."""
     for dim in (-2, -1):
         length = x.shape[dim] - len(taps) + 1
         x = torch.stack([x.narrow(dim, i, length) * tap for i, tap in enumerate(taps)]).sum(0)
@@ -175,14 +181,17 @@ def _separable(x: Tensor, taps: list[float]) -> Tensor:
 
 
 def _centre_and_area(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Centre of mass (x, y) [F, 2] and area [F] in pixels of the shape in each frame, without what lies far from its middle."""
+    """Centre of mass (x, y) [F, 2] and area [F] in pixels of the shape in each frame, without what lies far from its
+    middle."""
     solid = (mask > 0.5).float()
     x = torch.arange(mask.shape[2], device=mask.device) + 0.5
     y = torch.arange(mask.shape[1], device=mask.device) + 0.5
 
     # Medians of the marginal distributions are not drawn away by a stray fragment, as a mean would be.
     median = torch.stack([_median_of(solid.sum(1), x), _median_of(solid.sum(2), y)], dim=1)  # [F, 2]
-    reach = 1.2 * solid.sum((1, 2)).clamp(min=1).sqrt()[:, None, None]  # a cross reaches 0.65 sqrt(area), others less than 0.8
+    reach = (
+        1.2 * solid.sum((1, 2)).clamp(min=1).sqrt()[:, None, None]
+    )  # a cross reaches 0.65 sqrt(area), others less than 0.8
     near = ((x - median[:, 0, None, None]).abs() <= reach) & ((y[:, None] - median[:, 1, None, None]).abs() <= reach)
     solid = solid * near
     area = solid.sum((1, 2))
@@ -196,7 +205,7 @@ def _median_of(counts: Tensor, positions: Tensor) -> Tensor:
     return positions[(cumulative < cumulative[:, -1:] / 2).sum(1).clamp(max=len(positions) - 1)]
 
 
-# ------------------------------------------------------------------------------------------------------- shape and motion
+# ----------------------------------------------------------------------------------------------------- shape and motion
 
 UNIT_AREA = (3.14159265, 3.24, 1.7320508, 2.3616)  # of each of SHAPES at radius 1
 UNIT_CENTROID = (0.0, 0.0, 0.28867513, 0.0)  # y of the centre of mass below the box's centre at radius 1
@@ -249,7 +258,7 @@ def _motion(centre: Tensor, scale: float) -> str | None:
     return MOTIONS[list(DIRECTIONS.values()).index(sign)]
 
 
-# -------------------------------------------------------------------------------------------------------------- distances
+# ------------------------------------------------------------------------------------------------------------ distances
 
 
 def psnr(a: Tensor, b: Tensor) -> float:
@@ -262,8 +271,9 @@ def psnr(a: Tensor, b: Tensor) -> float:
 def ssim(a: Tensor, b: Tensor) -> float:
     """Structural similarity of two videos [F, H, W, 3]: 1 if equal.
 
-    Per frame and RGB channel with the usual 11x11 Gaussian window (sigma 1.5), K1 = 0.01, K2 = 0.03, only where the window lies
-    inside the frame, then averaged. Source: Wang, Bovik, Sheikh, Simoncelli, "Image quality assessment", 2004.
+    Per frame and RGB channel with the usual 11x11 Gaussian window (sigma 1.5), K1 = 0.01, K2 = 0.03, only where the
+    window lies inside the frame, then averaged. Source: Wang, Bovik, Sheikh, Simoncelli, "Image quality assessment",
+    2004.
     """
     a, b = _pair(a, b)
     if min(a.shape[1:3]) < 11:
@@ -280,7 +290,8 @@ def ssim(a: Tensor, b: Tensor) -> float:
 
 
 def temporal_flicker(frames: Tensor) -> float:
-    """Mean absolute second difference over time of [F, H, W, 3] in 0..1: 0 for stills and steady fades, large for flicker.
+    """Mean absolute second difference over time of [F, H, W, 3] in 0..1: 0 for stills and steady fades, large for
+    flicker.
 
     ValueError below three frames.
     """

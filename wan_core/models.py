@@ -1,7 +1,7 @@
 """From a user's `LoadOptions` to the four models of a run: where they come from, what they are, how they are held.
 
-Sources: the embedded model ("tiny"), random weights at full size ("random:TASK", for measuring), the folder of a release, or
-single files. Every file is recognised by its contents before any weights are read.
+Sources: the embedded model ("tiny"), random weights at full size ("random:TASK", for measuring), the folder of a
+release, or single files. Every file is recognised by its contents before any weights are read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ TASK_OF_CHANNELS = {16: "t2v-A14B", 36: "i2v-A14B", 48: "ti2v-5B"}
 
 @dataclass(frozen=True)
 class Models:
-    """Everything a run needs, held by `residency`; `high` and `low` are one module where a task has a single transformer."""
+    """Everything a run needs, held by `residency`; `high` and `low` are one module where a task has a single
+    transformer."""
 
     task: Task
     residency: Residency
@@ -88,7 +89,9 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError as fault:
         raise OptionError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N") from fault
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise OptionError(f"device {name!r} given, but torch {torch.__version__} sees {torch.cuda.device_count()} NVIDIA GPUs")
+        raise OptionError(
+            f"device {name!r} given, but torch {torch.__version__} sees {torch.cuda.device_count()} NVIDIA GPUs"
+        )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
@@ -133,8 +136,8 @@ class Parts:
 
 
 def find_models(options: LoadOptions, *, image: bool = False) -> Parts:
-    """Find the parts and recognise them by their headers. `image`: a first frame is given, which picks the embedded model's
-    image variant. Raises CheckpointError or OptionError."""
+    """Find the parts and recognise them by their headers. `image`: a first frame is given, which picks the embedded
+    model's image variant. Raises CheckpointError or OptionError."""
     random = options.model is not None and options.model.startswith("random:")
     parts = random_parts(options) if random else file_parts(options, image)
     check_fit(parts)
@@ -179,9 +182,13 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     elif dit.in_channels in TASK_OF_CHANNELS:
         task = find_task(TASK_OF_CHANNELS[dit.in_channels])
     else:
-        raise OptionError(f"a transformer of {dit.in_channels} input channels belongs to no known task; name one with --task")
+        raise OptionError(
+            f"a transformer of {dit.in_channels} input channels belongs to no known task; name one with --task"
+        )
     if task.in_channels != dit.in_channels:
-        raise OptionError(f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}")
+        raise OptionError(
+            f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}"
+        )
     if task.two_experts and "low" not in found:
         raise OptionError(f"{task.name} has two experts: give both --high and --low")
     return Parts(task, found)
@@ -204,7 +211,9 @@ def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
     missing = [part for part in ("high", "text_encoder", "vae") if part not in paths]
     if missing:
         flags = ", ".join("--" + part.replace("_", "-") for part in missing)
-        raise OptionError(f"no {' and no '.join(missing)} given or found in {options.model or 'the options'}: add {flags}")
+        raise OptionError(
+            f"no {' and no '.join(missing)} given or found in {options.model or 'the options'}: add {flags}"
+        )
     return paths
 
 
@@ -231,7 +240,12 @@ def random_parts(options: LoadOptions) -> Parts:
     if task.name not in RANDOM:
         raise OptionError(f"random weights are made for {', '.join(RANDOM)}; for {task.name} use --model tiny")
     dit, vae = RANDOM[task.name]
-    configs: dict[str, DiTConfig | TextConfig | VAEConfig] = {"high": dit, "low": dit, "text_encoder": UMT5_XXL, "vae": vae}
+    configs: dict[str, DiTConfig | TextConfig | VAEConfig] = {
+        "high": dit,
+        "low": dit,
+        "text_encoder": UMT5_XXL,
+        "vae": vae,
+    }
     if not task.two_experts:
         del configs["low"]
     return Parts(task, {name: random_part(config, seed) for seed, (name, config) in enumerate(configs.items())})
@@ -256,7 +270,9 @@ def check_fit(parts: Parts) -> None:
     if low is not None and low.config != dit:
         raise OptionError(f"the experts differ: high is {dit}, low is {low.config}. Use the two files of one model.")
     if text.dim != dit.text_dim:
-        raise OptionError(f"the text encoder gives rows of {text.dim}, the transformer takes {dit.text_dim}: not of one model")
+        raise OptionError(
+            f"the text encoder gives rows of {text.dim}, the transformer takes {dit.text_dim}: not of one model"
+        )
     if vae.z_dim != dit.out_channels:
         raise OptionError(
             f"the VAE has {vae.z_dim} latent channels, the transformer {dit.out_channels}: A14B needs the Wan 2.1 VAE, "
@@ -265,7 +281,8 @@ def check_fit(parts: Parts) -> None:
 
 
 def activation_bytes(config: DiTConfig, task: Task) -> int:
-    """A generous estimate of what a forward of the task's own size needs besides weights, bf16, both branches' text included."""
+    """A generous estimate of what a forward of the task's own size needs besides weights, bf16, both branches' text
+    included."""
     stride = 16 if config.out_channels <= 16 else 32  # pixels per token
     tokens = ((task.frames - 1) // 4 + 1) * (task.height // stride) * (task.width // stride)
     text = 2 * 2 * 2 * config.num_layers * config.text_len * config.dim

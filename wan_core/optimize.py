@@ -1,7 +1,8 @@
 """Speed and memory applied to a plain model from outside, in one order.
 
-The order: what replaces a linear comes first, because everything later wraps what it finds; attention next, so that parallelism
-can decorate the backend that was chosen; what wraps `run_blocks` after that; compilation last, over the finished whole.
+The order: what replaces a linear comes first, because everything later wraps what it finds; attention next, so that
+parallelism can decorate the backend that was chosen; what wraps `run_blocks` after that; compilation last, over the
+finished whole.
 """
 
 from __future__ import annotations

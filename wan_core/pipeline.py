@@ -31,7 +31,7 @@ from wan_core.vae import TileSpec, VideoVAE
 from wan_core.video import load_image
 
 OnStep = Callable[[Progress, float | None], None]
-"""Called after every step with what was done and the seconds of the newest finished step (None before the first has)."""
+"""Called after every step: what was done, and the seconds of the newest finished step (None before the first)."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ class Pipeline:
 
     @classmethod
     def load(cls, options: LoadOptions, *, request: Request | None = None) -> Pipeline:
-        """Recognise the files, then load them. A `request` given here is checked in between, before any weights are read, and
-        picks the embedded model's image variant if it has an image. Raises CheckpointError or OptionError."""
+        """Recognise the files, then load them. A `request` given here is checked in between, before any weights are
+        read, and picks the embedded model's image variant if it has an image. Raises CheckpointError or
+        OptionError."""
         report = Report(choose_device(options.device))
         with report.phase("load"):
             found = find_models(options, image=request is not None and bool(request.image or request.last_image))

@@ -1,7 +1,7 @@
 """A generation as numbers: every step's timestep, sigma, expert, guidance, branches and action, known before the first.
 
-`make_plan` is a pure function; a `Plan` holds no tensors. It can be printed, drawn, tested and estimated without a GPU, and the
-same plan drives the sampler, the progress bar, the time estimate and the report.
+`make_plan` is a pure function; a `Plan` holds no tensors. It can be printed, drawn, tested and estimated without a
+GPU, and the same plan drives the sampler, the progress bar, the time estimate and the report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MAX_STEPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step from `sigma` to `sigma_next`. `timestep` (0..1000) is what the model is told; it also chooses the expert."""
+    """One step from `sigma` to `sigma_next`. `timestep` (0..1000) is what the model is told; it also chooses the
+    expert."""
 
     index: int
     timestep: float
@@ -115,8 +116,9 @@ def make_plan(
 ) -> Plan:
     """The plan of one generation; what is left out comes from the task.
 
-    steps 1..1000; shift > 0; boundary 0..1 (the high-noise expert runs where timestep >= boundary * 1000; 0 gives every step to
-    it, as single-model tasks need); guidance >= 0, by expert; solver "unipc", "dpm++" or "euler". Raises OptionError.
+    steps 1..1000; shift > 0; boundary 0..1 (the high-noise expert runs where timestep >= boundary * 1000; 0 gives
+    every step to it, as single-model tasks need); guidance >= 0, by expert; solver "unipc", "dpm++" or "euler".
+    Raises OptionError.
     """
     default = find_task(task)
     steps = default.steps if steps is None else steps
@@ -155,4 +157,6 @@ def _check(steps: int, shift: float, boundary: float, guidance: dict[Expert, flo
         raise OptionError(f"boundary {boundary} given; it is a share of the noise from 0 to 1, 0.875 for text-to-video")
     for expert, value in guidance.items():
         if not (isfinite(value) and 0 <= value <= 100):
-            raise OptionError(f"guidance {value} given for the {expert}-noise expert; allowed are 0 to 100, 1 turns it off")
+            raise OptionError(
+                f"guidance {value} given for the {expert}-noise expert; allowed are 0 to 100, 1 turns it off"
+            )

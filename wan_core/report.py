@@ -101,7 +101,9 @@ class Report:
             lines.append(f"  {name:<14}{p.seconds:>9.2f} s{each}{peak}")
         whole = self.as_dict()
         memory = f"device {whole['peak_device_gib']:.2f} GiB, " if self.device.type == "cuda" else ""
-        lines.append(f"  {'total':<14}{whole['total_seconds']:>9.2f} s  ({memory}host {whole['peak_host_gib']:.2f} GiB at peak)")
+        lines.append(
+            f"  {'total':<14}{whole['total_seconds']:>9.2f} s  ({memory}host {whole['peak_host_gib']:.2f} GiB at peak)"
+        )
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join([f"report ({whole['device']}):", *lines])
 
@@ -128,7 +130,9 @@ class StepClock:
         self.marks.append((expert, self.last, mark))
         self.last = mark
         if self.cuda:
-            self.memory[expert] = torch.cuda.max_memory_allocated(self.report.device)  # the allocator's count: no waiting
+            self.memory[expert] = torch.cuda.max_memory_allocated(
+                self.report.device
+            )  # the allocator's count: no waiting
 
     def seconds_per_step(self) -> float | None:
         """Of the newest step that has finished; None before the first has."""

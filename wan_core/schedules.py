@@ -1,16 +1,18 @@
 """Noise schedules of flow matching: which sigmas a run of N steps visits.
 
-sigma is the share of noise in x = (1 - sigma) * video + sigma * noise, timestep = 1000 * sigma is what the model is told. `shift`
-bends an even schedule towards high noise: sigma = shift * s / (1 + (shift - 1) * s). Sigmas are rounded to float32, which is
-what the reference schedulers hold, so that trajectories can be compared; all arithmetic on them is double.
-Source: Wan2.2/wan/utils/fm_solvers_unipc.py and fm_solvers.py.
+sigma is the share of noise in x = (1 - sigma) * video + sigma * noise, timestep = 1000 * sigma is what the model is
+told. `shift` bends an even schedule towards high noise: sigma = shift * s / (1 + (shift - 1) * s). Sigmas are rounded
+to float32, which is what the reference schedulers hold, so that trajectories can be compared; all arithmetic on them
+is double. Source: Wan2.2/wan/utils/fm_solvers_unipc.py and fm_solvers.py.
 """
 
 from __future__ import annotations
 
 import struct
 
-SIGMA_MAX_UNIPC = 0.9990000128746033  # float32(1 - 1/1000): the UniPC schedule starts at the last training timestep, not at 1
+SIGMA_MAX_UNIPC = (
+    0.9990000128746033  # float32(1 - 1/1000): the UniPC schedule starts at the last training timestep, not at 1
+)
 
 
 def float32(value: float) -> float:
@@ -22,7 +24,8 @@ def shifted(sigma: float, shift: float) -> float:
 
 
 def unipc_schedule(steps: int, shift: float) -> tuple[list[float], list[float]]:
-    """(sigmas [steps + 1] ending in 0, timesteps [steps]) of the official UniPC scheduler: timesteps cut to whole numbers."""
+    """(sigmas [steps + 1] ending in 0, timesteps [steps]) of the official UniPC scheduler: timesteps cut to whole
+    numbers."""
     even = [SIGMA_MAX_UNIPC * (1 - i / steps) for i in range(steps)]
     sigmas = [shifted(s, shift) for s in even]
     return [*map(float32, sigmas), 0.0], [float(int(s * 1000)) for s in sigmas]
@@ -35,6 +38,7 @@ def dpmpp_schedule(steps: int, shift: float) -> tuple[list[float], list[float]]:
 
 
 def euler_schedule(steps: int, shift: float) -> tuple[list[float], list[float]]:
-    """(sigmas, timesteps) from 1 to 0 with exact, fractional timesteps: 4 steps at shift 5 are 1000, 937.5, 833.3, 625."""
+    """(sigmas, timesteps) from 1 to 0 with exact, fractional timesteps: 4 steps at shift 5 are 1000, 937.5, 833.3,
+    625."""
     sigmas = [float32(shifted(1 - i / steps, shift)) for i in range(steps)]
     return [*sigmas, 0.0], [s * 1000 for s in sigmas]

@@ -1,8 +1,8 @@
 """The little world of the embedded model: one drawn shape on a plain background, moving or standing still.
 
-A `Scene` is four words (colour, shape, motion, background); its caption is one English sentence and `parse_caption` reads it
-back. `draw` renders batches of scenes with signed distance functions, anti-aliased, on any device; `wan_core.metrics.judge`
-answers from frames alone whether a video shows what its caption asks for.
+A `Scene` is four words (colour, shape, motion, background); its caption is one English sentence and `parse_caption`
+reads it back. `draw` renders batches of scenes with signed distance functions, anti-aliased, on any device;
+`wan_core.metrics.judge` answers from frames alone whether a video shows what its caption asks for.
 
 Shapes: B batch, F frames, H rows, W columns. Pixel (row i, column j) covers [i, i+1) x [j, j+1); y points down.
 """
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Chosen far apart in CIELAB (the nearest pair, blue and purple, is 49 units apart) so that the names survive a small VAE.
+# Chosen far apart in CIELAB (the nearest pair, blue and purple, is 49 units apart) so that the names survive a small
+# VAE.
 PALETTE: dict[str, tuple[int, int, int]] = {
     "red": (214, 25, 45),
     "green": (30, 160, 60),
@@ -98,7 +99,8 @@ SCENES: tuple[Scene, ...] = tuple(
 
 
 def held_out(scene: Scene) -> bool:
-    """Whether the embedded model never saw this combination in training (110 of 1,120; every three of its words are seen together)."""
+    """Whether the embedded model never saw this combination in training (110 of 1,120; every three of its words are
+    seen together)."""
     return zlib.crc32(scene.caption.encode()) % 28 < 3
 
 
@@ -106,7 +108,8 @@ def held_out(scene: Scene) -> bool:
 class Paths:
     """How the clips of a batch are drawn, one row per clip. Colours are RGB 0..1, lengths are pixels.
 
-    `shape` [B] indexes SHAPES, `colour` and `background` are [B, 3], `start` and `travel` [B, 2] are (x, y), `radius` [B].
+    `shape` [B] indexes SHAPES, `colour` and `background` are [B, 3], `start` and `travel` [B, 2] are (x, y), `radius`
+    [B].
     """
 
     shape: Tensor
@@ -153,10 +156,11 @@ def sample_paths(table: Tensor, *, height: int, width: int, generator: torch.Gen
 
 
 def signed_distance(x: Tensor, y: Tensor, radius: Tensor) -> Tensor:
-    """Distances in pixels to the outline of every shape, negative inside: broadcast (x, y, radius) -> [..., 4] as SHAPES.
+    """Distances in pixels to the outline of every shape, negative inside: broadcast (x, y, radius) -> [..., 4] as
+    SHAPES.
 
-    (x, y) is measured from the centre of the shape's bounding box, whose larger side is 2 * radius. Outside of corners the
-    distance is to the extended edges, which is all that anti-aliasing over one pixel needs.
+    (x, y) is measured from the centre of the shape's bounding box, whose larger side is 2 * radius. Outside of
+    corners the distance is to the extended edges, which is all that anti-aliasing over one pixel needs.
     """
     ax, ay = x.abs(), y.abs()
     circle = torch.hypot(x, y) - radius
@@ -194,9 +198,7 @@ def render(paths: Paths, *, frames: int = FRAMES, height: int = SIZE, width: int
     return torch.lerp(background, colour, alpha) * 2 - 1
 
 
-def draw(
-    scenes: Sequence[Scene], *, seed: int, frames: int = FRAMES, height: int = SIZE, width: int = SIZE
-) -> Tensor:
+def draw(scenes: Sequence[Scene], *, seed: int, frames: int = FRAMES, height: int = SIZE, width: int = SIZE) -> Tensor:
     """Random clips of the given scenes: float32 [B, 3, F, H, W] in -1..1 on the CPU, the same for equal arguments."""
     generator = torch.Generator().manual_seed(seed)
     paths = sample_paths(scene_table(scenes), height=height, width=width, generator=generator)

@@ -2,12 +2,12 @@
 
     x_next, history = solver(x, velocity, i, sigmas, history)
 
-x and velocity are float32 latents of any shape at sigmas[i]; the result is at sigmas[i + 1]. `history` is passed, not kept: a
-solver holds no state, and the same call gives the same result. The coefficients are Python floats worked out in double from the
-plan's sigmas, so nothing is read back from the device.
+x and velocity are float32 latents of any shape at sigmas[i]; the result is at sigmas[i + 1]. `history` is passed, not
+kept: a solver holds no state, and the same call gives the same result. The coefficients are Python floats worked out
+in double from the plan's sigmas, so nothing is read back from the device.
 
-In the notation of the papers alpha = 1 - sigma, lambda = log(alpha / sigma), and x0 = x - sigma * velocity is the video that the
-model sees behind the noise.
+In the notation of the papers alpha = 1 - sigma, lambda = log(alpha / sigma), and x0 = x - sigma * velocity is the
+video that the model sees behind the noise.
 """
 
 from __future__ import annotations

@@ -52,9 +52,16 @@ def _cudnn_why_not(device: torch.device) -> str | None:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("sdpa", "torch's scaled_dot_product_attention, torch chooses the kernel", lambda _: None, _load("sdpa")),
+        Backend(
+            "sdpa", "torch's scaled_dot_product_attention, torch chooses the kernel", lambda _: None, _load("sdpa")
+        ),
         Backend("cudnn", "cuDNN's fused attention through torch", _cudnn_why_not, _load("cudnn")),
-        Backend("math", "the formula in float32 with the whole matrix in memory: for tests", lambda _: None, _load("math_reference")),
+        Backend(
+            "math",
+            "the formula in float32 with the whole matrix in memory: for tests",
+            lambda _: None,
+            _load("math_reference"),
+        ),
     )
 }
 AUTO_ORDER = ("cudnn", "sdpa")
@@ -73,5 +80,7 @@ def resolve_attention(name: str, device: torch.device) -> tuple[str, Attend]:
         raise AttentionError(f"attention backend {name!r} is not known; use one of: auto, {', '.join(BACKENDS)}")
     reason = backend.why_not(device)
     if reason is not None:
-        raise AttentionError(f"attention backend {name!r} cannot run on {device}: {reason}. `python -m wan_core doctor` lists what can.")
+        raise AttentionError(
+            f"attention backend {name!r} cannot run on {device}: {reason}. `python -m wan_core doctor` lists what can."
+        )
     return name, backend.load()

@@ -1,7 +1,7 @@
 """Which models are on the device: all of them, or one at a time.
 
-`resident` keeps everything on the device. `swap` keeps weights in host memory (for a file on disk: its mapping, so the page cache)
-and holds only the model in use; leaving costs nothing, because the host's copy was never given up.
+`resident` keeps everything on the device. `swap` keeps weights in host memory (for a file on disk: its mapping, so
+the page cache) and holds only the model in use; leaving costs nothing, because the host's copy was never given up.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ GIB = 1024**3
 
 
 def choose_residency(mode: str, device: torch.device, weights: int, activations: int) -> tuple[Policy, str]:
-    """The policy and why, in words for the report. `weights` and `activations` in bytes, all models and the largest phase."""
+    """The policy and why, in words for the report. `weights` and `activations` in bytes, all models and the largest
+    phase."""
     if mode == "resident" or device.type != "cuda":
         return "resident", "asked for" if mode == "resident" else "weights stay in host memory on a CPU"
     if mode == "swap":
         return "swap", "asked for"
     free, _ = torch.cuda.mem_get_info(device)
     need = f"weights {weights / GIB:.1f} + activations {activations / GIB:.1f} GiB, {free / GIB:.1f} GiB free"
-    return ("resident", need) if weights + activations <= free else ("swap", f"{need}: one model at a time on the device")
+    return (
+        ("resident", need) if weights + activations <= free else ("swap", f"{need}: one model at a time on the device")
+    )
 
 
 class Residency:

@@ -3,8 +3,8 @@
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, L tokens, S text rows, H heads, D head dim,
 F modulation rows per sample (1, or T when every latent frame has its own timestep).
 
-Parameter names are the official ones, so official and ComfyUI checkpoints load as they are. Speed is applied from outside through
-three seams: `SelfAttention.attend`, any `nn.Linear` by its qualified name, and `WanModel.run_blocks`.
+Parameter names are the official ones, so official and ComfyUI checkpoints load as they are. Speed is applied from
+outside through three seams: `SelfAttention.attend`, any `nn.Linear` by its qualified name, and `WanModel.run_blocks`.
 Source: Wan2.2/wan/modules/model.py.
 """
 
@@ -70,13 +70,13 @@ class WanModel(nn.Module):
         return tokens
 
     def prepare_text(self, context: Tensor) -> PreparedText:
-        """Text rows [B, S, text_dim] -> keys and values of every block. Zero-padded to `text_len` before the embedding, and
-        the padding is attended to, as in the reference: the model was trained so."""
+        """Text rows [B, S, text_dim] -> keys and values of every block. Zero-padded to `text_len` before the
+        embedding, and the padding is attended to, as in the reference: the model was trained so."""
         rows, width = context.shape[1:]
         if width != self.config.text_dim or rows > self.config.text_len:
             raise ValueError(
-                f"text conditioning of {rows} rows x {width} given; this model takes at most {self.config.text_len} rows of "
-                f"{self.config.text_dim}. Encode the prompt with the text encoder that belongs to it."
+                f"text conditioning of {rows} rows x {width} given; this model takes at most {self.config.text_len} "
+                f"rows of {self.config.text_dim}. Encode the prompt with the text encoder that belongs to it."
             )
         weight = self.patch_embedding.weight
         context = F.pad(context.to(weight.device, weight.dtype), (0, 0, 0, self.config.text_len - rows))
@@ -86,8 +86,8 @@ class WanModel(nn.Module):
     def embed_time(self, timestep: Tensor) -> tuple[Tensor, Tensor]:
         """timestep [B] or [B, T] -> float32 embedding [B, F, C] and modulation [B, F, 6, C].
 
-        A row per sample, or per latent frame: never per token. float32 although the stored weights may be bf16: this feeds
-        the modulation of every block, and there is one row of it.
+        A row per sample, or per latent frame: never per token. float32 although the stored weights may be bf16: this
+        feeds the modulation of every block, and there is one row of it.
         """
         if timestep.ndim == 1:
             timestep = timestep[:, None]
@@ -102,9 +102,9 @@ class WanModel(nn.Module):
         channels, T, Y, X = x.shape[1:]
         if channels != self.config.in_channels or T % pt or Y % py or X % px:
             raise ValueError(
-                f"latents of {channels} channels and {T} x {Y} x {X} given; this model takes {self.config.in_channels} channels "
-                f"and sizes that are multiples of {pt} x {py} x {px}. Width and height in pixels must be multiples of the VAE's "
-                f"stride times {px}."
+                f"latents of {channels} channels and {T} x {Y} x {X} given; this model takes {self.config.in_channels} "
+                f"channels and sizes that are multiples of {pt} x {py} x {px}. Width and height in pixels must be "
+                f"multiples of the VAE's stride times {px}."
             )
         return T // pt, Y // py, X // px
 

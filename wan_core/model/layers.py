@@ -1,7 +1,7 @@
 """The layers of the diffusion transformer. They know shapes and numerics, and no rank, cache, backend or task.
 
-Legend: B batch, L tokens, S text tokens, H heads, D head dim, C = H * D, F modulation rows per sample (1, or one per latent
-frame when frames have their own timestep: TI2V).
+Legend: B batch, L tokens, S text tokens, H heads, D head dim, C = H * D, F modulation rows per sample (1, or one per
+latent frame when frames have their own timestep: TI2V).
 
 Source: Wan2.2/wan/modules/model.py.
 """
@@ -45,14 +45,17 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
 def gated(x: Tensor, update: Tensor, gate: Tensor) -> Tensor:
     """x + update * gate, summed in float32 and rounded once: x, update [B, L, C], gate float32 [B, F, C]."""
     F_rows = gate.shape[1]
-    total = torch.addcmul(x.unflatten(1, (F_rows, -1)).float(), update.unflatten(1, (F_rows, -1)).float(), gate[:, :, None])
+    total = torch.addcmul(
+        x.unflatten(1, (F_rows, -1)).float(), update.unflatten(1, (F_rows, -1)).float(), gate[:, :, None]
+    )
     return total.flatten(1, 2).type_as(x)
 
 
 class SelfAttention(nn.Module):
     """Attention of all video tokens to all video tokens.
 
-    `attend` is a seam: any callable q, k, v [B, L, H, D] -> [B, L, H, D] (attention backends, sparse attention, Ulysses, ring).
+    `attend` is a seam: any callable q, k, v [B, L, H, D] -> [B, L, H, D] (attention backends, sparse attention,
+    Ulysses, ring).
     """
 
     def __init__(self, config: DiTConfig) -> None:
@@ -99,7 +102,8 @@ class CrossAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention and feed-forward; the first and last shifted, scaled and gated by the timestep."""
+    """Self-attention, cross-attention and feed-forward; the first and last shifted, scaled and gated by the
+    timestep."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -125,7 +129,8 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, modulation and projection to patches, in float32 as in the reference: velocities are small differences."""
+    """Final norm, modulation and projection to patches, in float32 as in the reference: velocities are small
+    differences."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -140,7 +145,8 @@ class Head(nn.Module):
 
 
 def timestep_embedding(timestep: Tensor, dim: int) -> Tensor:
-    """Sinusoids of `timestep` [...] in 0..1000: float32 [..., dim], cosines first. In float64: 999 and 1000 must differ."""
+    """Sinusoids of `timestep` [...] in 0..1000: float32 [..., dim], cosines first. In float64: 999 and 1000 must
+    differ."""
     half = dim // 2
     exponent = torch.arange(half, dtype=torch.float64, device=timestep.device) / half
     angle = timestep.double()[..., None] * 10000.0**-exponent

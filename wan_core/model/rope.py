@@ -2,8 +2,9 @@
 
 Legend: B batch, L tokens (= T * Y * X), H heads, D head dim, T/Y/X token frames, rows, columns.
 
-A head's D channels are D/2 interleaved pairs, each rotated as a complex number. The first pairs turn with the frame, the next
-with the row, the last with the column (22/21/21 pairs at D = 128). Source: Wan2.2/wan/modules/model.py, rope_params, rope_apply.
+A head's D channels are D/2 interleaved pairs, each rotated as a complex number. The first pairs turn with the frame,
+the next with the row, the last with the column (22/21/21 pairs at D = 128). Source: Wan2.2/wan/modules/model.py,
+rope_params, rope_apply.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Parameter names are those of the official `models_t5_umt5-xxl-enc-bf16.pth`. bfloat16 and float32 only:
 float16 overflows.
 
-Legend: B batch, L tokens, H heads, D head dim, C width.
-Source: Wan2.2/wan/modules/t5.py; Raffel et al., https://arxiv.org/abs/1910.10683; Chung et al., https://arxiv.org/abs/2304.09151.
+Legend: B batch, L tokens, H heads, D head dim, C width. Source: Wan2.2/wan/modules/t5.py; Raffel et al.,
+https://arxiv.org/abs/1910.10683; Chung et al., https://arxiv.org/abs/2304.09151.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class CausalConv3d(nn.Conv3d):
         history = chunk.history.pop(self, None)
         alone = history is None and x.shape[2] == 1
         if history is not None:
-            x = torch.cat([history, x], dim=2)
+            x = _join(history, x)
         elif not alone:
             x = _lead_with_zeros(x, self.lead)
         if not chunk.last:
@@ -82,8 +82,17 @@ class CausalConv3d(nn.Conv3d):
         return self.convolve(self.extend(x, chunk))
 
 
+def _join(earlier: Tensor, later: Tensor) -> Tensor:
+    """Frames of both, [B, C, T, Y, X], in the memory layout of `later`."""
+    if later.is_contiguous(memory_format=torch.channels_last_3d):
+        # `torch.cat` along an outer axis of contiguous tensors: it copies whole blocks, and does not mistake the layout of a
+        # single frame, whose strides are ambiguous.
+        return torch.cat([earlier.movedim(1, -1), later.movedim(1, -1)], dim=1).movedim(-1, 1)
+    return torch.cat([earlier, later], dim=2)
+
+
 def _lead_with_zeros(x: Tensor, frames: int) -> Tensor:
-    return F.pad(x, (0, 0, 0, 0, frames, 0)) if frames else x.clone()
+    return _join(torch.zeros_like(x[:, :, :1]).expand(-1, -1, frames, -1, -1), x)
 
 
 class RMSNorm(nn.Module):
@@ -144,7 +153,7 @@ class AttentionBlock(nn.Module):
         qkv = self.to_qkv(self.norm(pictures)).flatten(2).transpose(1, 2).unsqueeze(1)  # [B*T, 1, Y*X, 3C]
         # Fused attention kernels want channels to be the innermost axis, else all Y*X x Y*X scores are written out.
         attended = F.scaled_dot_product_attention(*qkv.contiguous().chunk(3, dim=-1))
-        attended = attended.squeeze(1).transpose(1, 2).reshape(pictures.shape)
+        attended = attended.squeeze(1).unflatten(1, pictures.shape[2:]).permute(0, 3, 1, 2)  # [B*T, C, Y, X], a view
         return as_video(self.proj(attended), x.shape[0]) + x
 
 
