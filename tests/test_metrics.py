@@ -1,4 +1,4 @@
-"""The judge knows its own world, whatever noise, blur or a codec does to it; PSNR and SSIM behave as distances should."""
+"""The judge knows its own world through noise, blur and a codec; PSNR and SSIM behave as distances should."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_captions_parse_back_to_their_scene(scene: Scene):
     ],
 )
 def test_captions_outside_the_grammar_are_refused_with_what_is_allowed(caption: str):
-    with pytest.raises(ValueError, match="use one of|COLOUR is one of|different colours"):
+    with pytest.raises(ValueError, match=r"use one of|COLOUR is one of|different colours"):
         parse_caption(caption)
 
 
@@ -76,7 +76,8 @@ def test_drawing_is_repeatable_and_stays_in_frame():
     assert clips.max() <= 1
     assert torch.equal(clips, draw(scenes, seed=3))
     assert not torch.equal(clips, draw(scenes, seed=4))
-    border = torch.cat([clips[..., :2, :].flatten(2), clips[..., -2:, :].flatten(2), clips[..., :2].flatten(2), clips[..., -2:].flatten(2)], 2)
+    sides = (clips[..., :2, :], clips[..., -2:, :], clips[..., :2], clips[..., -2:])
+    border = torch.cat([side.flatten(2) for side in sides], dim=2)
     assert torch.equal(border.amax(2), border.amin(2)), "a shape left the frame"
 
 
@@ -180,14 +181,16 @@ def test_distances_of_a_video_to_itself():
 def test_psnr_of_a_known_error():
     a = torch.full((3, 16, 16, 3), 0.5)
     assert psnr(a, a + 0.1) == pytest.approx(20, abs=1e-3)
-    assert psnr((a * 255).to(torch.uint8), (a * 255).to(torch.uint8) + 51) == pytest.approx(-20 * math.log10(0.2), abs=1e-3)
+    b = (a * 255).to(torch.uint8)
+    assert psnr(b, b + 51) == pytest.approx(-20 * math.log10(0.2), abs=1e-3)
 
 
 def test_more_noise_is_further_away_and_flickers_more():
     frames = frames_of(SCENES[7], frames=5, height=48, width=48) * 0.8 + 0.1
     noise = torch.randn(frames.shape, generator=torch.Generator().manual_seed(0))
     noisy = [frames + level * noise for level in (0.005, 0.02, 0.05, 0.1)]
-    for values in ([psnr(frames, n) for n in noisy], [ssim(frames, n) for n in noisy], [-temporal_flicker(n) for n in noisy]):
+    for measure in (lambda n: psnr(frames, n), lambda n: ssim(frames, n), lambda n: -temporal_flicker(n)):
+        values = [measure(n) for n in noisy]
         assert values == sorted(values, reverse=True)
 
 
@@ -201,13 +204,16 @@ def test_ssim_sees_structure_not_brightness():
 def test_flicker_ignores_steady_change():
     fade = torch.linspace(0, 1, 9)[:, None, None, None].expand(-1, 16, 16, 3)
     assert temporal_flicker(fade) == pytest.approx(0, abs=1e-6)
-    assert temporal_flicker(torch.tensor([0.0, 1.0, 0.0, 1.0])[:, None, None, None].expand(-1, 4, 4, 3)) == pytest.approx(2)
+    blinking = torch.tensor([0.0, 1.0, 0.0, 1.0])[:, None, None, None].expand(-1, 4, 4, 3)
+    assert temporal_flicker(blinking) == pytest.approx(2)
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(3, 8, 8), torch.zeros(2, 8, 8, 4), torch.zeros(2, 8, 8, 3, dtype=torch.int64)])
-def test_what_is_no_video_is_refused(bad: Tensor):
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 8, 8), torch.float32), ((2, 8, 8, 4), torch.uint8), ((2, 8, 8, 3), torch.int64)]
+)
+def test_what_is_no_video_is_refused(shape: tuple[int, ...], dtype: torch.dtype):
     with pytest.raises(ValueError, match="pass"):
-        describe(bad)
+        describe(torch.zeros(shape, dtype=dtype))
 
 
 def test_videos_of_different_shapes_are_refused():

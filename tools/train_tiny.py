@@ -5,9 +5,10 @@
     python -m tools.train_tiny i2v  --out runs/tiny --minutes 6
     python -m tools.train_tiny eval --out runs/tiny
 
-A phase reads what the phases before it left in --init (the same folder as --out unless given), and goes on from its own
-`resume_*.pt` if there is one. --minutes limits the whole command; the learning rate reaches zero when they are over.
-Needs torch, numpy, safetensors and sentencepiece. On a CPU, try `--device cpu --steps 3 --batch 2 --size 32 --frames 5`.
+A phase reads what the phases before it left in --init (the same folder as --out unless given), and goes on from its
+own `resume_*.pt` if there is one. --minutes limits the whole command; the learning rate reaches zero when they are
+over. Needs torch, numpy, safetensors and sentencepiece. On a CPU, try `--device cpu --steps 3 --batch 2 --size 32
+--frames 5`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tools.tiny.vae import train_vae
 from tools.tiny.words import train_tokenizer
 
 DEFAULTS = {  # phase: batch, learning rate, clips kept
-    "vae": (8, 2e-3, 4096),
+    "vae": (8, 7e-4, 4096),
     "t2v": (256, 2e-3, 65536),
     "i2v": (256, 2e-3, 65536),
 }
@@ -41,8 +42,10 @@ def main(arguments: list[str] | None = None) -> None:
     size = Size(options.frames, options.size, options.size)
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")  # TF32: training does not need more
-    torch.backends.cudnn.benchmark = True  # every shape recurs thousands of times
-    torch.backends.cuda.enable_cudnn_sdp(False)  # the flash kernel suits heads of 32 and 64 as well, and needs no plans
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # every shape recurs thousands of times
+        torch.backends.cudnn.benchmark_limit = 5
+        torch.backends.cuda.enable_cudnn_sdp(False)  # the flash kernel suits heads of 32 and 64 as well
     if options.phase == "eval":
         torch.set_float32_matmul_precision("highest")
         evaluate(
@@ -86,26 +89,32 @@ def parser() -> argparse.ArgumentParser:
     shared.add_argument("--frames", type=int, default=17, help="4n + 1 (default 17)")
     shared.add_argument("--batch", type=int)
     shared.add_argument("--seed", type=int, default=0)
-    shared.add_argument("--steps", type=int, help="training: stop after so many, not by time; eval: sampling steps (20)")
+    shared.add_argument(
+        "--steps", type=int, help="training: stop after so many, not by time; eval: sampling steps (20)"
+    )
 
     training = argparse.ArgumentParser(add_help=False, parents=[shared])
     training.add_argument("--minutes", type=float, default=9.0, help="wall time of the whole command (default 9)")
-    training.add_argument("--lr", type=float, help="peak learning rate (default 2e-3)")
+    training.add_argument("--lr", type=float, help="peak learning rate (default 7e-4 for the VAE, else 2e-3)")
     training.add_argument("--bank", type=int, help="clips kept on the device")
     training.add_argument(
         "--bf16",
         action=argparse.BooleanOptionalAction,
-        help="bf16 where it is safe (default: for the transformers on a GPU; for the VAE where a GPU is much faster with it)",
+        help="bf16 in blocks and convolutions (default on a GPU: transformers yes, VAE if much faster)",
     )
 
-    top = argparse.ArgumentParser(prog="train_tiny", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    top = argparse.ArgumentParser(
+        prog="train_tiny", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     phases = top.add_subparsers(dest="phase", required=True)
     phases.add_parser("tokenizer", parents=[shared], help="write spiece.model, to look at: t2v makes its own")
     vae = phases.add_parser("vae", parents=[training], help="the video VAE")
     vae.add_argument("--checks", type=int, default=112, help="held-out clips measured at the end")
     for name, what in (("t2v", "text encoder and text-to-video experts"), ("i2v", "image-to-video experts")):
         phase = phases.add_parser(name, parents=[training], help=what)
-        phase.add_argument("--compile", action="store_true", help="compile the blocks: a minute at the start, faster steps")
+        phase.add_argument(
+            "--compile", action="store_true", help="compile the blocks: a minute at the start, faster steps"
+        )
     evaluation = phases.add_parser("eval", parents=[shared], help="how often held-out captions come out right")
     evaluation.add_argument("--samples", type=int, default=330)
     evaluation.add_argument("--shift", type=float, default=5.0)

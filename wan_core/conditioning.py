@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from math import sqrt
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from wan_core.config import OptionError, VAEConfig
 from wan_core.vae import VideoVAE
+from wan_core.vae.statistics import normalise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,23 +33,52 @@ class Conditioning:
 def image_channels(vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Tensor:
     """The 4 mask and C image channels of I2V: [1, 4 + C, T, Y, X], float32, normalised.
 
-    first, last: [1, 3, 1, H, W] in -1..1, either may be None. The unknown frames between are grey (0) before
-    encoding. The mask is 1 where a frame is known; a latent frame holds four video frames, so it has four mask
+    first, last: [1, 3, 1, H, W] in -1..1, either may be None.
+    """
+    return join_image(*image_latents(vae, first, last, frames), vae.config)
+
+
+def image_latents(vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
+    """A clip of which the first frame, the last or both are known: un-normalised latents [1, C, T, Y, X] and the mask
+    [1, 4, T, Y, X] of what is unknown (1), which is how ComfyUI's conditioning carries them.
+
+    The unknown frames between are grey (0) before encoding. A latent frame holds four video frames, so it has four mask
     channels (the first, alone, repeats).
     """
     given = first if first is not None else last
     if given is None:
-        raise ValueError("image conditioning needs a first frame, a last frame or both; none was given")
+        raise OptionError("image conditioning needs a first frame, a last frame or both; none was given")
     video = given.new_zeros(1, 3, frames, *given.shape[-2:])
-    mask = video.new_zeros(frames)
+    unknown = video.new_ones(frames)
     for index, image in ((0, first), (-1, last)):
         if image is not None:
             video[:, :, index] = image[:, :, 0]
-            mask[index] = 1
-    latents = vae.normalise(vae.encode(video))
-    mask = torch.cat([mask[:1].repeat(4), mask[1:]]).view(-1, 4).T  # [4, T]
-    mask = mask[None, :, :, None, None].to(latents).expand(-1, -1, -1, *latents.shape[-2:])
-    return torch.cat([mask, latents], dim=1)
+            unknown[index] = 0
+    latents = vae.encode(video)
+    mask = torch.cat([unknown[:1].repeat(4), unknown[1:]]).view(-1, 4).T  # [4, T]
+    return latents, mask[None, :, :, None, None].to(latents).expand(-1, -1, -1, *latents.shape[-2:])
+
+
+def join_image(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor:
+    """What `image_latents` gives, as channels for the transformer: [1 or B, 4 + C, T, Y, X], float32, normalised.
+
+    unknown: [1 or B, 1 or 4, up to T, Y, X]; one channel stands for all four, frames that are left out are unknown. In
+    the transformer the mask is 1 where a frame is known. Raises OptionError.
+    """
+    B, C, T, Y, X = latents.shape
+    if C != config.z_dim or unknown.ndim != 5 or unknown.shape[1] not in (1, 4) or unknown.shape[-2:] != (Y, X):
+        raise OptionError(
+            f"image conditioning of {list(latents.shape)} with a mask of {list(unknown.shape)} given; needed are latents "
+            f"[batch, {config.z_dim}, frames, rows, columns] and a mask [batch, 1 or 4, frames, rows, columns] of that size"
+        )
+    known = 1 - unknown.float().expand(B, 4, -1, -1, -1)[:, :, :T]
+    known = F.pad(known, (0, 0, 0, 0, 0, T - known.shape[2]))
+    return torch.cat([known.to(latents.device), normalise(latents, config)], dim=1)
+
+
+def pixels_to_video(pixels: Tensor) -> Tensor:
+    """Pictures [F, H, W, 3] in 0..1, as on ComfyUI's IMAGE socket -> a video [1, 3, F, H, W] in -1..1."""
+    return (pixels.float() * 2 - 1).permute(3, 0, 1, 2)[None]
 
 
 def first_latent(vae: VideoVAE, first: Tensor) -> Tensor:

@@ -173,6 +173,7 @@ class FiniteWatch:
         flags = self.finite[: until + 1].tolist()
         if not all(flags):
             raise NonFiniteError(
-                f"the latents became NaN or infinite at step {flags.index(False)}: stopped, a black video would follow. "
-                "Use bf16 or fp32 (fp16 overflows), another attention backend, or check that the files are whole."
+                f"the latents became NaN or infinite at step {flags.index(False)}: stopped, or a black video would "
+                "follow. Use bf16 or fp32 (fp16 overflows), another attention backend, or check that the files are "
+                "whole."
             )

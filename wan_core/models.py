@@ -37,7 +37,7 @@ from wan_core.config import (
 )
 from wan_core.memory.residency import Residency, choose_residency
 from wan_core.model.dit import WanModel
-from wan_core.optimize import optimize
+from wan_core.optimize import optimize, optimize_vae
 from wan_core.report import Report
 from wan_core.text.tokenizer import Tokenizer
 from wan_core.text.umt5 import TextEncoder, UMT5Encoder
@@ -157,7 +157,11 @@ def load_models(parts: Parts, options: LoadOptions, report: Report) -> Models:
     residency = Residency(report.device, policy)
     for name, part in parts.of.items():
         model = part.load(residency.load_device, dtypes[name])
-        residency.add(name, optimize(model, attend=attend) if isinstance(model, WanModel) else model)
+        if isinstance(model, WanModel):
+            optimize(model, attend=attend)
+        elif isinstance(model, VideoVAE):
+            optimize_vae(model, report.device)
+        residency.add(name, model)
     if "low" not in parts.of:
         residency.models["low"] = residency.models["high"]
     report.settings["models"] = {name: part.source for name, part in parts.of.items()}
@@ -298,4 +302,5 @@ def load_vae_only(model: str | None, vae: str | None, device: str, precision: st
     if path is None:
         raise OptionError(f"no VAE found in {model}: add --vae FILE")
     part = recognise(Path(path), "vae", load_vae)
-    return cast(VideoVAE, part.load(where, compute_dtype(precision, part.stored, where))), where
+    loaded = cast(VideoVAE, part.load(where, compute_dtype(precision, part.stored, where)))
+    return optimize_vae(loaded, where), where

@@ -7,8 +7,11 @@ finished whole.
 
 from __future__ import annotations
 
+import torch
+
 from wan_core.attention.registry import Attend
 from wan_core.model.dit import WanModel
+from wan_core.vae import VideoVAE
 
 
 def optimize(model: WanModel, *, attend: Attend) -> WanModel:
@@ -16,3 +19,8 @@ def optimize(model: WanModel, *, attend: Attend) -> WanModel:
     for block in model.blocks:
         block.self_attn.attend = attend
     return model
+
+
+def optimize_vae(vae: VideoVAE, device: torch.device) -> VideoVAE:
+    """On a GPU the convolutions run channels-last: faster, and less memory. In place; returns `vae`."""
+    return vae.channels_last() if device.type == "cuda" else vae

@@ -12,12 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wan_core.shapes import SCENES, held_out, render, sample_paths, scene_table
+from wan_core.shapes import SCENES, Scene, held_out, render, sample_paths, scene_table
 from wan_core.vae import VideoVAE
 
 TRAINED = tuple(scene for scene in SCENES if not held_out(scene))
 HELD_OUT = tuple(scene for scene in SCENES if held_out(scene))
 LAST_FRAME_SHARE = 0.15  # of image-to-video clips whose last frame is given as well as the first
+
+
+def held_out_scenes(count: int) -> list[Scene]:
+    """The first `count` of a fixed order in which neighbours differ widely; it starts again after all of them."""
+    return [HELD_OUT[37 * i % len(HELD_OUT)] for i in range(count)]
 
 
 @dataclass(frozen=True)
@@ -107,20 +112,23 @@ def encode(vae: VideoVAE, clips: Tensor) -> Tensor:
 
 
 def image_rows(vae: VideoVAE, clips: Tensor, last: Tensor) -> Tensor:
-    """`wan_core.conditioning.image_channels` for a batch: [B, 4 + z, T, Y, X], given the first frame of every clip, and the last
-    frame where `last` [B] is True."""
+    """`wan_core.conditioning.image_channels` for a batch: [B, 4 + z, T, Y, X], given the first frame of every clip,
+    and the last frame where `last` [B] is True."""
     batch, _, frames = clips.shape[:3]
     known = torch.zeros(batch, frames, device=clips.device)
     known[:, 0] = 1
     known[:, -1] = torch.where(last, 1.0, known[:, -1])
     latents = encode(vae, clips * known[:, None, :, None, None])
     # Four mask channels, one for each video frame of a latent frame; the first frame is alone and counts four times.
-    mask = torch.cat([known[:, :1].expand(-1, 4), known[:, 1:]], dim=1).unflatten(1, (-1, 4)).transpose(1, 2)  # [B, 4, T]
+    mask = torch.cat([known[:, :1].expand(-1, 4), known[:, 1:]], dim=1)
+    mask = mask.unflatten(1, (-1, 4)).transpose(1, 2)  # [B, 4, T]
     return torch.cat([mask[..., None, None].expand(-1, -1, -1, *latents.shape[-2:]), latents], dim=1)
 
 
 def fill(ring: ClipRing | LatentRing, count: int, chunk: int, seconds: float) -> float:
-    """Add rows until there are `count` (at least one chunk) or the seconds are over. Returns seconds per chunk, warmed up."""
+    """Add rows until there are `count` (at least one chunk) or the seconds are over. Returns seconds per chunk, warmed
+    up.
+    """
     device = ring.drawing.generator.device
     begin, per_chunk = time.monotonic(), 0.0
     while ring.added < count and (not ring.added or time.monotonic() - begin < seconds):
@@ -133,7 +141,9 @@ def fill(ring: ClipRing | LatentRing, count: int, chunk: int, seconds: float) ->
     return per_chunk
 
 
-def keep_growing(ring: ClipRing | LatentRing, chunk: int, seconds_per_chunk: float, share: float) -> Callable[[int], None]:
+def keep_growing(
+    ring: ClipRing | LatentRing, chunk: int, seconds_per_chunk: float, share: float
+) -> Callable[[int], None]:
     """A `between` for Trainer.run that spends about `share` of the time on new clips."""
     spent, begin = 0.0, time.monotonic()
 

@@ -6,7 +6,6 @@ Shapes: B batch, z latent channels, T/Y/X latent frames, rows, columns, L text r
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +20,23 @@ from tools.tiny.loop import Clock, Trainer
 from tools.tiny.words import DROPPED_ROWS, TEXT_LEN, token_table, train_tokenizer
 from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.config import DiTConfig, TextConfig
-from wan_core.model import WanModel
+from wan_core.model import PreparedText, WanModel
 from wan_core.text.tokenizer import Tokenizer
 from wan_core.text.umt5 import TextEncoder, UMT5Encoder
 
 TEXT_DIM = 64
 T2V = DiTConfig(
-    in_channels=16, out_channels=16, dim=128, ffn_dim=384, num_heads=2, num_layers=6, text_dim=TEXT_DIM, text_len=TEXT_LEN
+    in_channels=16,
+    out_channels=16,
+    dim=128,
+    ffn_dim=384,
+    num_heads=2,
+    num_layers=6,
+    text_dim=TEXT_DIM,
+    text_len=TEXT_LEN,
 )
-# Narrow, so that all parts together stay below 12 MB; its conditioning already holds the answer to everything but the motion.
+# Narrow, so that all parts together stay below 12 MB; its conditioning already holds the answer to everything but the
+# motion.
 I2V = DiTConfig(
     in_channels=36,
     out_channels=16,
@@ -43,7 +50,8 @@ I2V = DiTConfig(
 )
 BOUNDARY = {"t2v": 0.875, "i2v": 0.9}
 OVERLAP = 0.01  # sigmas beyond the boundary that an expert sees too, so that a run may move the boundary a little
-TRAINED_SHIFT = {"high": 5.0, "low": 3.0}  # how timesteps are spread: towards noise, about as a run with shift 5 visits them
+# How timesteps are spread: towards noise, about as a run with shift 5 visits them.
+TRAINED_SHIFT = {"high": 5.0, "low": 3.0}
 CAPTION_DROPOUT, FULL_STOP_SHARE = 0.12, 0.1
 
 Context = Callable[[Tensor], Tensor]  # rows of a token table [B] -> text rows [B, L, TEXT_DIM]
@@ -129,13 +137,14 @@ def build_expert(config: DiTConfig, run: Training) -> WanModel:
     """A freshly initialised expert whose blocks run in bf16 around an fp32 residual; embeddings and head stay fp32."""
     expert = WanModel(config).to(run.device)
     initialise(expert)
-    blocks = torch.compile(expert.run_all_blocks, dynamic=False) if run.compile else expert.run_all_blocks
+    if run.compile:
+        for block in expert.blocks:  # block by block: all share what is compiled for the first
+            block.compile(dynamic=False)
 
-    @functools.wraps(expert.run_all_blocks)
-    def run_blocks(*args: Tensor) -> Tensor:
+    def run_blocks(tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
         # Inside a CUDA graph autocast must not keep casts from one call to the next.
         with torch.autocast(run.device.type, torch.bfloat16, enabled=run.bf16, cache_enabled=False):
-            return blocks(*args)
+            return expert.run_all_blocks(tokens, modulation, rope, text)
 
     expert.run_blocks = run_blocks
     return expert
@@ -143,19 +152,17 @@ def build_expert(config: DiTConfig, run: Training) -> WanModel:
 
 @torch.no_grad()
 def initialise(expert: WanModel) -> None:
-    """The reference's start: Xavier for matrices, small embeddings, a head of zeros."""
+    """Xavier for matrices, biases and the head zero, as in the reference."""
     for module in expert.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
             nn.init.zeros_(module.bias)
     nn.init.xavier_uniform_(expert.patch_embedding.weight.flatten(1))
-    for sequence in (expert.text_embedding, expert.time_embedding, expert.time_projection):
-        for module in sequence:
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-    # The reference encodes text to rows of 4096; ours are 64 wide, and 0.02 would leave nothing of them.
-    for module in (expert.text_embedding[0], expert.text_embedding[2]):
-        nn.init.xavier_uniform_(module.weight)
+    # Small, so that at first every timestep is treated alike. The embeddings before it keep Xavier's: the reference's
+    # 0.02 is meant for widths of thousands.
+    projection = expert.time_projection[1]
+    assert isinstance(projection, nn.Linear)
+    nn.init.normal_(projection.weight, std=0.02)
     nn.init.zeros_(expert.head.head.weight)
 
 
@@ -165,7 +172,9 @@ def initialise(expert: WanModel) -> None:
 def flow_losses(
     experts: dict[str, WanModel], ring: LatentRing, context: Context, batch: int, boundary: float
 ) -> Callable[[], dict[str, Tensor]]:
-    """Draws a batch of clips and captions; each expert gets its own noise and timesteps. Mean squared error of the velocity."""
+    """Draws a batch of clips and captions; each expert gets its own noise and timesteps. Mean squared error of the
+    velocity.
+    """
     spans = {"high": (boundary - OVERLAP, 1.0), "low": (0.0, boundary + OVERLAP)}
 
     def losses() -> dict[str, Tensor]:
@@ -191,7 +200,9 @@ def velocity_loss(expert: WanModel, rows: dict[str, Tensor], text: Tensor, sigma
 
 
 def caption_rows(scene: Tensor) -> Tensor:
-    """Rows of `token_table` for scenes [B] of TRAINED: mostly the caption, some with a full stop, some that say nothing."""
+    """Rows of `token_table` for scenes [B] of TRAINED: mostly the caption, some with a full stop, some that say
+    nothing.
+    """
     captions = len(TRAINED)
     choice = torch.rand_like(scene, dtype=torch.float32)
     silent = 2 * captions + torch.randint_like(scene, DROPPED_ROWS)

@@ -56,4 +56,6 @@ def read_resume(folder: Path, part: str) -> dict[str, dict[str, Tensor]] | None:
 def report_sizes(folder: Path) -> None:
     """Print the size of every part that is there, and their sum."""
     sizes = {part: part_path(folder, part).stat().st_size for part in PART_FILES if part_path(folder, part).is_file()}
-    print("  ".join(f"{part} {size / 1e6:.3f}" for part, size in sizes.items()), f"= {sum(sizes.values()) / 1e6:.3f} MB")
+    print(
+        "  ".join(f"{part} {size / 1e6:.3f}" for part, size in sizes.items()), f"= {sum(sizes.values()) / 1e6:.3f} MB"
+    )

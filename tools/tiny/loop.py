@@ -1,5 +1,5 @@
-"""The training loop that every phase shares: one step as one CUDA graph, a learning rate that falls to zero exactly when the
-time is up, and a moving average of the weights.
+"""The training loop that every phase shares: one step as one CUDA graph, a learning rate that falls to zero exactly
+when the time is up, and a moving average of the weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Clock:
         self.end = STARTED + 60 * minutes - reserve
         self.steps = steps
         if steps is None and self.end - self.begin < 1:
-            raise SystemExit(f"--minutes {minutes:g} leaves no time to train: {reserve:g} s are kept for the end of the phase")
+            raise SystemExit(f"--minutes {minutes:g} leaves no time to train: {reserve:g} s are kept for what follows")
 
     def progress(self, step: int) -> float:
         if self.steps is not None:
@@ -44,8 +44,8 @@ class Trainer:
     """AdamW on `modules` for a loss, with a moving average of the weights.
 
     Args:
-        modules: part name -> module, trained together. The names are those of the resume files.
-        losses: draws a batch and returns named scalar losses, whose sum is minimised. It must not synchronise with the device,
+        modules: part name -> module, trained together. The names are those of the resume files. losses: draws a batch
+        and returns named scalar losses, whose sum is minimised. It must not synchronise with the device,
             nor depend on Python state that changes: on a GPU it is captured once and replayed.
     """
 
@@ -67,7 +67,7 @@ class Trainer:
             if state is not None:
                 modules[part].load_state_dict(state["weights"])
         self.named = {part: dict(module.named_parameters()) for part, module in modules.items()}
-        self.parameters = [p for named in self.named.values() for p in named.values()]
+        self.parameters: list[Tensor] = [p for named in self.named.values() for p in named.values()]
         self.average = [p.detach().clone() for p in self.parameters]
         for average, (part, name) in zip(self.average, self._names(), strict=True):
             if (state := resumed.get(part)) is not None:
@@ -120,7 +120,8 @@ class Trainer:
             self._body()
         # Early on, a long memory would average in the random start.
         decay = min(self.average_decay, (1 + index) / (10 + index))
-        torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 1 - decay)
+        with torch.no_grad():
+            torch._foreach_lerp_(self.average, self.parameters, 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
 
     def run(self, clock: Clock, between: Callable[[int], None] | None = None) -> int:
         """Train until the clock is at 1; `between(step)` runs before every step. Returns the number of steps.
@@ -147,9 +148,14 @@ class Trainer:
         values = {name: float(value) for name, value in self.current.items()}
         text = "  ".join(f"{name} {value:.5f}" for name, value in values.items())
         elapsed = time.monotonic() - STARTED
-        print(f"[{elapsed:5.0f} s] step {step}  {progress:4.0%}  lr {lr:.2e}  {text}  {1e3 * seconds:.1f} ms/step", flush=True)
+        print(
+            f"[{elapsed:5.0f} s] step {step}  {progress:4.0%}  lr {lr:.2e}  {text}  {1e3 * seconds:.1f} ms/step",
+            flush=True,
+        )
         if not all(map(math.isfinite, values.values())):
-            raise NonFiniteLossError(f"the loss is no longer finite at step {step} ({text}): start again with a lower --lr")
+            raise NonFiniteLossError(
+                f"the loss is no longer finite at step {step} ({text}): start again with a lower --lr"
+            )
 
     def finish(self, folder: Path) -> None:
         """Write the resume files, then give the modules the averaged weights."""

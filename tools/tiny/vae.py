@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tools.tiny.clips import HELD_OUT, ClipRing, Drawing, Size, fill, keep_growing
+from tools.tiny.clips import ClipRing, Drawing, Size, fill, held_out_scenes, keep_growing
 from tools.tiny.files import report_sizes, round_to_fp16, write_part
 from tools.tiny.loop import Clock, Trainer
 from wan_core.config import VAEConfig
@@ -53,7 +53,9 @@ def train_vae(
     bf16: bool | None,
     checks: int,
 ) -> None:
-    """Train, measure the latents' statistics, save `vae.safetensors`, and say how good it is on `checks` held-out clips."""
+    """Train, measure the latents' statistics, save `vae.safetensors`, and say how good it is on `checks` held-out
+    clips.
+    """
     vae = VideoVAE(CONFIG).to(device)
     initialise(vae)
     ring = ClipRing(Drawing(size, device, seed), bank)
@@ -63,7 +65,7 @@ def train_vae(
     set_memory_format(vae, kernels.channels_last)
     losses = vae_losses(vae, ring, batch, kernels)
     trainer = Trainer({"vae": vae}, losses, peak_lr=lr, init=init)
-    steps = trainer.run(Clock(minutes, steps, reserve=25), keep_growing(ring, chunk, seconds, 0.02))
+    steps = trainer.run(Clock(minutes, steps, reserve=30), keep_growing(ring, chunk, seconds, 0.02))
     trainer.finish(out)
     round_to_fp16(vae)
     mean, std = latent_statistics(vae, Drawing(size, device, seed + 1), max(chunk, 16 * checks))
@@ -74,19 +76,21 @@ def train_vae(
 
 
 def initialise(vae: VideoVAE) -> None:
-    """Convolutions that pass on the variance they are given, residual blocks near the identity, latents with little noise.
+    """Convolutions that pass on the variance they are given, residual blocks near the identity, latents with little
+    noise.
 
-    torch's own start loses 99.7 % of the signal between input and output, and a standard deviation of one in the latents drowns
-    the rest: the decoder then takes thousands of steps to find out that it should listen to the encoder.
+    torch's own start loses 99.7 % of the signal between input and output, and a standard deviation of one in the
+    latents drowns the rest: the decoder then takes thousands of steps to find out that it should listen to the
+    encoder.
     """
     with torch.no_grad():
         for name, module in vae.named_modules():
             if isinstance(module, nn.Conv2d | nn.Conv3d):
                 fan_in = module.weight[0].numel()
-                residual = name.endswith("residual.6") or name.endswith("proj")
+                residual = name.endswith(("residual.6", "proj"))
                 module.weight.normal_(std=(0.2 if residual else 1.0) * fan_in**-0.5)
                 if module.bias is not None:
-                    module.bias.zero_()
+                    module.bias.uniform_(-0.1, 0.1)  # grey is zero, and the norm of zero has no gradient
         assert vae.conv1.bias is not None
         vae.conv1.weight[vae.config.z_dim :].mul_(0.1)
         vae.conv1.bias[vae.config.z_dim :] = -6.0  # the log variance
@@ -107,7 +111,9 @@ class Kernels:
 
 
 def choose_kernels(vae: VideoVAE, ring: ClipRing, batch: int, bf16: bool | None) -> Kernels:
-    """The fastest way to take a training step on this device, by trial; without a wish, bf16 only if it saves a quarter."""
+    """The fastest way to take a training step on this device, by trial; without a wish, bf16 only if it saves a
+    quarter.
+    """
     seconds: dict[Kernels, float] = {}
     for wanted in (False, True) if bf16 is None else (bf16,):
         for channels_last in (False, True):
@@ -146,7 +152,9 @@ def set_memory_format(vae: VideoVAE, channels_last: bool) -> None:
 
 
 def vae_losses(vae: VideoVAE, ring: ClipRing, batch: int, kernels: Kernels) -> Callable[[], dict[str, Tensor]]:
-    """Draws a batch from `ring`: weighted L1 + L2 of the reconstruction, and the latents' divergence from a unit normal."""
+    """Draws a batch from `ring`: weighted L1 + L2 of the reconstruction, and the latents' divergence from a unit
+    normal.
+    """
 
     def losses() -> dict[str, Tensor]:
         video = ring.sample(batch)["clip"].float() / 127.5 - 1
@@ -175,7 +183,9 @@ def vae_losses(vae: VideoVAE, ring: ClipRing, batch: int, kernels: Kernels) -> C
 
 @torch.no_grad()
 def pixel_weights(video: Tensor) -> Tensor:
-    """How much each pixel counts, [B, 1, F, H, W] with mean 1: more within two pixels of an edge, more in the first frame."""
+    """How much each pixel counts, [B, 1, F, H, W] with mean 1: more within two pixels of an edge, more in the first
+    frame.
+    """
     frames = video.transpose(1, 2).flatten(0, 1)  # [B * F, 3, H, W]
     span = F.max_pool2d(frames, 5, 1, 2) + F.max_pool2d(-frames, 5, 1, 2)
     edge = (span.amax(1, keepdim=True) > 0.1).float().unflatten(0, video.shape[:1] + video.shape[2:3]).transpose(1, 2)
@@ -202,7 +212,7 @@ def latent_statistics(vae: VideoVAE, drawing: Drawing, count: int) -> tuple[tupl
 def reconstruction_report(vae: VideoVAE, size: Size, count: int) -> str:
     """PSNR of held-out clips, of all frames and of the first, and how many reconstructions still show their caption."""
     device = vae.conv1.weight.device
-    scenes = [HELD_OUT[37 * i % len(HELD_OUT)] for i in range(count)]
+    scenes = held_out_scenes(count)
     right, whole, first = 0, [], []
     for start in range(0, count, 16):
         part = scenes[start : start + 16]
@@ -213,6 +223,6 @@ def reconstruction_report(vae: VideoVAE, size: Size, count: int) -> str:
             first.append(psnr(a[:1], b[:1]))
             right += judge(b, scene).all_true
     return (
-        f"held-out clips: {sum(whole) / count:.2f} dB (worst {min(whole):.2f}), first frames {sum(first) / count:.2f} dB, "
-        f"recognised {right} of {count}"
+        f"held-out clips: {sum(whole) / count:.2f} dB (worst {min(whole):.2f}), "
+        f"first frames {sum(first) / count:.2f} dB, recognised {right} of {count}"
     )

@@ -15,7 +15,8 @@ from wan_core.shapes import SCENES
 from wan_core.text.tokenizer import Tokenizer
 
 TEXT_LEN = 32  # rows of text that the transformers see, padding included
-DROPPED_ROWS = 64  # of a token table: prompts that say nothing, for caption dropout: three quarters empty, the rest gibberish
+# Of a token table: prompts that say nothing, for caption dropout. Three quarters empty, the rest gibberish.
+DROPPED_ROWS = 64
 
 
 def train_tokenizer() -> bytes:
@@ -26,7 +27,8 @@ def train_tokenizer() -> bytes:
     import sentencepiece
 
     words = sorted({word for scene in SCENES for word in scene.caption.split()})
-    # Every word alone as well, often: pieces are chosen by how much they shorten the text, and rare words must not be split.
+    # Every word alone as well, often: pieces are chosen by how much they shorten the text, and rare words must not be
+    # split.
     sentences = [scene.caption for scene in SCENES] + words * 50
     model = io.BytesIO()
     folder = os.getcwd()
@@ -64,11 +66,11 @@ def train_tokenizer() -> bytes:
 
 
 def token_table(tokenizer: Tokenizer, captions: Sequence[str], seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Ids int64 and mask bool, [2 * len(captions) + DROPPED_ROWS, TEXT_LEN]: the captions, the captions with a full stop, and
-    prompts that say nothing.
+    """Ids int64 and mask bool, [2 * len(captions) + DROPPED_ROWS, TEXT_LEN]: the captions, the captions with a full
+    stop, and prompts that say nothing.
 
-    Those are the empty prompt, which is what the negative prompt usually is, and gibberish, so that any other negative prompt
-    means about the same.
+    Those are the empty prompt, which is what the negative prompt usually is, and gibberish, so that any other negative
+    prompt means about the same.
     """
     rng = random.Random(seed)
     letters = "abcdefghijklmnopqrstuvwxyz"

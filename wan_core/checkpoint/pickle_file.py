@@ -120,8 +120,8 @@ def _check_program(program: bytes, where: str) -> None:
         raise CheckpointError(f"damaged pickle ({_brief(fault)}). Download it again.", where=where) from None
     if strangers:
         raise CheckpointError(
-            f"refused: its pickle asks for {listing(sorted(set(strangers)))}. A checkpoint may hold tensors only: anything "
-            "else can run code on this machine. Use a safetensors file.",
+            f"refused: its pickle asks for {listing(sorted(set(strangers)))}. A checkpoint may hold tensors only:"
+            " anything else can run code on this machine. Use a safetensors file.",
             where=where,
         )
 

@@ -10,9 +10,10 @@ from wan_core.checkpoint.detect import Config, empty_module
 
 @torch.no_grad()
 def random_module(config: Config, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> nn.Module:
-    """The module that `config` describes, in eval mode, its values drawn on `device`: the same seed gives the same values there.
+    """The module that `config` describes, in eval mode, with values drawn on `device`, the same for the same seed.
 
-    Matrices keep the variance of what passes through them, so that activations stay finite through all layers; norms are one.
+    Matrices keep the variance of what passes through them, so that activations stay finite through all layers; norms
+    are one.
     """
     module = empty_module(config).to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)

@@ -85,8 +85,8 @@ class CausalConv3d(nn.Conv3d):
 def _join(earlier: Tensor, later: Tensor) -> Tensor:
     """Frames of both, [B, C, T, Y, X], in the memory layout of `later`."""
     if later.is_contiguous(memory_format=torch.channels_last_3d):
-        # `torch.cat` along an outer axis of contiguous tensors: it copies whole blocks, and does not mistake the layout of a
-        # single frame, whose strides are ambiguous.
+        # `torch.cat` along an outer axis of contiguous tensors: it copies whole blocks, and does not mistake the layout
+        # of a single frame, whose strides are ambiguous.
         return torch.cat([earlier.movedim(1, -1), later.movedim(1, -1)], dim=1).movedim(-1, 1)
     return torch.cat([earlier, later], dim=2)
 

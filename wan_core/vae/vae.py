@@ -32,6 +32,7 @@ from wan_core.vae.layers import (
     unfold_patches,
     unfold_repeat,
 )
+from wan_core.vae.statistics import denormalise, normalise
 from wan_core.vae.tiling import Tile, TileSpec, plan_tiles
 
 
@@ -320,19 +321,11 @@ class VideoVAE(nn.Module):
 
     def normalise(self, latents: Tensor) -> Tensor:
         """What the transformer works on: (latents - mean) / std per channel, fp32. [B, z, ...] -> [B, z, ...]."""
-        mean, std = self._statistics(latents)
-        return (latents.float() - mean) / std
+        return normalise(latents, self.config)
 
     def denormalise(self, latents: Tensor) -> Tensor:
         """The inverse of `normalise`, fp32."""
-        mean, std = self._statistics(latents)
-        return latents.float() * std + mean
-
-    def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        # Made anew, not kept as buffers: `vae.to(bfloat16)` would round those.
-        shape = (-1, *[1] * (latents.ndim - 2))
-        both = torch.tensor([self.config.latents_mean, self.config.latents_std]).to(latents.device, non_blocking=True)
-        return both[0].view(shape), both[1].view(shape)
+        return denormalise(latents, self.config)
 
     # ---------------------------------------------------------------------------------------------------- sizes
 
