@@ -34,7 +34,9 @@ def test_generate_writes_video_latents_and_report(tmp_path, capsys):
         "--out",
         str(out),
     ]
-    assert main([*arguments, "--save-latents", str(latents), "--report", str(report)]) == 0
+    sheet = tmp_path / "x.png"
+    assert main([*arguments, "--save-latents", str(latents), "--report", str(report), "--sheet", str(sheet)]) == 0
+    assert Image.open(sheet).size == (5 * (2 * 64 + 4) - 4, 2 * 48)
     frames = read_video(out)
     assert frames.shape == (5, 48, 64, 3)
     settings = read_metadata(out)

@@ -115,6 +115,14 @@ def test_noise_and_blur_do_not_change_the_verdict(scene: Scene, seed: int, noise
     assert describe(frames.clamp(0, 1)).scene == scene
 
 
+def test_heavy_noise_between_the_nearest_colours():
+    for pair in (("blue", "purple"), ("orange", "red"), ("white", "yellow")):
+        for shape in SHAPES:
+            frames = frames_of(Scene(pair[0], shape, "up", pair[1]), 0, 9, 96, 96)
+            frames = frames + 0.2 * torch.randn(frames.shape, generator=torch.Generator().manual_seed(1))
+            assert describe(frames.clamp(0, 1)).scene == Scene(pair[0], shape, "up", pair[1])
+
+
 @pytest.mark.parametrize(("height", "width", "frames"), [(96, 96, 17), (64, 48, 5), (128, 192, 33)])
 def test_other_sizes_and_lengths(height: int, width: int, frames: int):
     for scene in SCENES[::563]:

@@ -11,6 +11,8 @@ from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteSchedul
 from wan_core.plan import make_plan
 from wan_core.solvers import SOLVERS, History
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")  # diffusers' own
+
 
 def trajectory(solver: str, sigmas, velocity, x):
     """Every latent our solver visits."""

@@ -59,7 +59,7 @@ def test_the_evaluation_reports_both_tasks(trained: Path):
 
 def test_a_phase_goes_on_from_its_own_files(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     before = torch.load(trained / "resume_vae.pt", weights_only=True)["weights"]
-    one_step = ["--steps", "1", "--batch", "1", "--bank", "2", "--checks", "1"]
+    one_step = ["--seed", "5", "--steps", "1", "--batch", "1", "--bank", "2", "--checks", "1"]
     main(["vae", "--init", str(trained), "--out", str(tmp_path), *SMALL, *one_step])
     after = torch.load(tmp_path / "resume_vae.pt", weights_only=True)["weights"]
     assert "going on from" in capsys.readouterr().out

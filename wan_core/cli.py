@@ -17,6 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from wan_core.bench.options import add_bench_options
 from wan_core.config import GUIDANCE_MODES, PRECISIONS, RESIDENCIES, TASKS, LoadOptions, OptionError, Request
 from wan_core.plan import SCHEDULES, make_plan
 
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("wancore.mp4"), help="the video to write, .mp4 (default %(default)s)"
     )
     generate.add_argument("--save-latents", type=Path, help="also keep the finished latents in this .safetensors file")
+    generate.add_argument("--sheet", type=Path, help="also write frames from first to last as one picture (.png)")
     generate.add_argument("--report", type=Path, help="write the report as JSON")
     generate.set_defaults(run=run_generate)
 
@@ -81,8 +83,6 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=run_doctor)
 
     bench = commands.add_parser("bench", help="time forwards of the transformer at given sizes; writes JSON")
-    from wan_core.bench import add_bench_options, run_bench
-
     add_bench_options(bench)
     bench.set_defaults(run=run_bench)
     return parser
@@ -158,7 +158,7 @@ def _plan_numbers(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_generate(options: argparse.Namespace) -> int:
     from wan_core.pipeline import Pipeline, metadata
-    from wan_core.video import check_output, write_mp4
+    from wan_core.video import check_output, write_mp4, write_sheet
 
     given = vars(options)
     width, height = options.size or (None, None)
@@ -185,6 +185,8 @@ def run_generate(options: argparse.Namespace) -> int:
         latents.unlink(missing_ok=True)
     progress.end()
     print(result.report.text())
+    if options.sheet is not None:
+        write_sheet(options.sheet, result.frames)
     if options.report is not None:
         result.report.save(options.report)
     print(options.out)
@@ -228,6 +230,12 @@ def run_check(options: argparse.Namespace) -> int:
     words = ("background", "colour", "shape", "motion")
     print(f"{caption!r}: " + ", ".join(f"{word} {'true' if getattr(verdict, word) else 'FALSE'}" for word in words))
     return 0 if verdict.all_true else 1
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    from wan_core.bench.run import run_bench
+
+    return run_bench(options)
 
 
 def run_doctor(options: argparse.Namespace) -> int:

@@ -66,24 +66,34 @@ def join_image(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor:
     the transformer the mask is 1 where a frame is known. Raises OptionError.
     """
     B, C, T, Y, X = latents.shape
-    if C != config.z_dim or unknown.ndim != 5 or unknown.shape[1] not in (1, 4) or unknown.shape[-2:] != (Y, X):
+    if config.z_dim != C or unknown.ndim != 5 or unknown.shape[1] not in (1, 4) or unknown.shape[-2:] != (Y, X):
         raise OptionError(
-            f"image conditioning of {list(latents.shape)} with a mask of {list(unknown.shape)} given; needed are latents "
-            f"[batch, {config.z_dim}, frames, rows, columns] and a mask [batch, 1 or 4, frames, rows, columns] of that size"
+            f"image conditioning of {list(latents.shape)} with a mask of {list(unknown.shape)} given; needed are "
+            f"latents [batch, {config.z_dim}, frames, rows, columns] and a mask [batch, 1 or 4, frames, rows, columns]"
         )
     known = 1 - unknown.float().expand(B, 4, -1, -1, -1)[:, :, :T]
     known = F.pad(known, (0, 0, 0, 0, 0, T - known.shape[2]))
     return torch.cat([known.to(latents.device), normalise(latents, config)], dim=1)
 
 
-def pixels_to_video(pixels: Tensor) -> Tensor:
-    """Pictures [F, H, W, 3] in 0..1, as on ComfyUI's IMAGE socket -> a video [1, 3, F, H, W] in -1..1."""
-    return (pixels.float() * 2 - 1).permute(3, 0, 1, 2)[None]
-
-
 def first_latent(vae: VideoVAE, first: Tensor) -> Tensor:
     """The known first latent frame of TI2V: [1, C, 1, Y, X] normalised, from an image [1, 3, 1, H, W] in -1..1."""
     return vae.normalise(vae.encode(first))
+
+
+def known_first(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor | None:
+    """`Conditioning.known` from un-normalised latents [1 or B, C, T, Y, X] and a mask [1 or B, 1, T, Y, X] of what is
+    unknown (1), as ComfyUI's LATENT carries it; None where nothing is known. Raises OptionError for any other mask."""
+    if unknown.shape[1:] != (1, *latents.shape[2:]):
+        raise OptionError(
+            f"a noise mask of {list(unknown.shape)} given for latents of {list(latents.shape)}: only a mask over "
+            "latent frames [batch, 1, frames, rows, columns] is supported, in which the first frame may be known"
+        )
+    if bool((unknown == 1).all()):
+        return None
+    if bool((unknown[:, :, 0] != 0).any()) or bool((unknown[:, :, 1:] != 1).any()):
+        raise OptionError("the noise mask keeps more or less than the whole first latent frame, which is not supported")
+    return normalise(latents[:, :, :1], config)
 
 
 def size_for_image(width: int, height: int, area: int, multiple: int) -> tuple[int, int]:

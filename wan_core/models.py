@@ -7,7 +7,7 @@ release, or single files. Every file is recognised by its contents before any we
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -183,12 +183,8 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
         task = find_task(options.task)
     elif options.model == "tiny":
         task = find_task("i2v-tiny" if image else "t2v-tiny")
-    elif dit.in_channels in TASK_OF_CHANNELS:
-        task = find_task(TASK_OF_CHANNELS[dit.in_channels])
     else:
-        raise OptionError(
-            f"a transformer of {dit.in_channels} input channels belongs to no known task; name one with --task"
-        )
+        task = task_of(dit)
     if task.in_channels != dit.in_channels:
         raise OptionError(
             f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}"
@@ -196,6 +192,45 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     if task.two_experts and "low" not in found:
         raise OptionError(f"{task.name} has two experts: give both --high and --low")
     return Parts(task, found)
+
+
+def task_of(dit: DiTConfig) -> Task:
+    """The task that a transformer of this shape was trained for. Raises OptionError."""
+    if dit.in_channels not in TASK_OF_CHANNELS:
+        raise OptionError(
+            f"a transformer of {dit.in_channels} input channels belongs to no known task; name one with --task"
+        )
+    return find_task(TASK_OF_CHANNELS[dit.in_channels])
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The transformers of a task without its other parts. `low` is None where one transformer runs every step, and the
+    task's boundary is 0 then; `vae` is the architecture whose latents they work on."""
+
+    task: Task
+    high: Part
+    low: Part | None
+    vae: VAEConfig
+
+    @property
+    def dit(self) -> DiTConfig:
+        return cast(DiTConfig, self.high.config)
+
+
+def find_experts(high: str | Path, low: str | Path | None = None) -> Experts:
+    """Recognise one or two transformer files by their headers. Raises CheckpointError or OptionError."""
+    first = recognise(Path(high), "dit", load_dit)
+    second = None if low is None else recognise(Path(low), "dit", load_dit)
+    dit = cast(DiTConfig, first.config)
+    if second is not None and second.config != dit:
+        raise OptionError(f"the experts differ: high is {dit}, low is {second.config}. Use the two files of one model.")
+    if Path(high).parent == TINY:
+        task = find_task("i2v-tiny" if dit.in_channels == 36 else "t2v-tiny")
+        vae = cast(VAEConfig, recognise(TINY / "vae.safetensors", "vae", load_vae).config)
+    else:
+        task, vae = task_of(dit), VAE_22 if dit.out_channels == VAE_22.z_dim else VAE_21
+    return Experts(task if second is not None else replace(task, two_experts=False, boundary=0.0), first, second, vae)
 
 
 def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
@@ -285,12 +320,22 @@ def check_fit(parts: Parts) -> None:
 
 
 def activation_bytes(config: DiTConfig, task: Task) -> int:
-    """A generous estimate of what a forward of the task's own size needs besides weights, bf16, both branches' text
-    included."""
+    """`forward_bytes` at the task's own size."""
     stride = 16 if config.out_channels <= 16 else 32  # pixels per token
-    tokens = ((task.frames - 1) // 4 + 1) * (task.height // stride) * (task.width // stride)
+    return forward_bytes(config, ((task.frames - 1) // 4 + 1) * (task.height // stride) * (task.width // stride))
+
+
+def forward_bytes(config: DiTConfig, tokens: int) -> int:
+    """A generous estimate of what a forward needs besides weights, bf16, both branches' text included."""
     text = 2 * 2 * 2 * config.num_layers * config.text_len * config.dim
     return tokens * (4 * config.ffn_dim + 20 * config.dim) + text
+
+
+def decode_bytes(config: VAEConfig, rows: int, columns: int) -> int:
+    """A generous estimate of what decoding or encoding latents of `rows` x `columns` takes besides weights, bf16: the
+    widest layers hold some four copies of the frames of one latent frame at full size."""
+    pixels = rows * columns * config.spatial_stride**2 // config.patch**2
+    return 4 * 2 * pixels * config.temporal_stride * max(config.encoder_dim, config.decoder_dim)
 
 
 def load_vae_only(model: str | None, vae: str | None, device: str, precision: str) -> tuple[VideoVAE, torch.device]:

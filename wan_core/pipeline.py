@@ -9,7 +9,7 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W vi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from wan_core.conditioning import Conditioning, draw_noise, first_latent, image_channels
-from wan_core.config import LoadOptions, Request
+from wan_core.config import LoadOptions, Request, VAEConfig
 from wan_core.denoise import Progress, denoise
+from wan_core.images import decode_latents, pixels_to_video
 from wan_core.job import Job, make_job
 from wan_core.latents import save_latents
 from wan_core.model import WanModel
 from wan_core.models import Models, choose_device, find_models, load_models
 from wan_core.plan import Expert, Plan
 from wan_core.report import Report, StepClock
-from wan_core.vae import TileSpec, VideoVAE
+from wan_core.vae.statistics import denormalise
 from wan_core.video import load_image
 
 OnStep = Callable[[Progress, float | None], None]
@@ -115,50 +116,64 @@ class Pipeline:
         """[1, 3, 1, H, W] in -1..1 on the device, resized and cropped to the job's size."""
         if path is None:
             return None
-        pixels = torch.tensor(load_image(path, (job.width, job.height))) * 2 - 1  # [H, W, 3]
-        return pixels.permute(2, 0, 1)[None, :, None].to(self.models.device)
+        pixels = torch.tensor(load_image(path, (job.width, job.height)))  # [H, W, 3]
+        return pixels_to_video(pixels[None]).to(self.models.device)
 
     @torch.no_grad()
     def sample(self, job: Job, conditioning: Conditioning, on_step: OnStep | None = None) -> Tensor:
         """Un-normalised latents float32 [1, C, T, Y, X] on the device."""
-        models, clock = self.models, StepClock(self.report)
+        models = self.models
 
         def acquire(expert: Expert) -> WanModel:
             if models.residency.policy == "resident":
-                model = models.expert(expert)
-            else:
-                with self.report.phase(f"fetch {expert}"):
-                    model = models.expert(expert)
-            clock.begin()
-            return model
-
-        def note(progress: Progress) -> None:
-            clock.step(progress.step.expert)
-            if on_step is not None:
-                on_step(progress, clock.seconds_per_step())
+                return models.expert(expert)
+            with self.report.phase(f"fetch {expert}"):
+                return models.expert(expert)
 
         noise = draw_noise(job.request.seed, job.latent_shape).to(models.device)
-        latents = denoise(job.plan, acquire, conditioning, noise, batched=job.batched, on_step=note)
-        clock.finish()
-        return models.vae().denormalise(latents)
+        return sample_latents(
+            job.plan,
+            acquire,
+            conditioning,
+            noise,
+            models.vae_config,
+            self.report,
+            batched=job.batched,
+            on_step=on_step,
+        )
 
 
 @torch.no_grad()
-def decode_latents(vae: VideoVAE, latents: Tensor, report: Report) -> np.ndarray:
-    """Un-normalised latents [1, C, T, Y, X] -> uint8 frames [F, H, W, 3]. Out of memory: once more, in tiles."""
+def sample_latents(
+    plan: Plan,
+    acquire: Callable[[Expert], WanModel],
+    conditioning: Conditioning,
+    noise: Tensor,
+    vae: VAEConfig,
+    report: Report,
+    *,
+    batched: bool = False,
+    on_step: OnStep | None = None,
+) -> Tensor:
+    """Walk `plan` from `noise` [B, C, T, Y, X] to un-normalised latents of the same shape, float32, timing every step.
 
-    def pixels(tile: TileSpec | None) -> Iterator[np.ndarray]:
-        for frames in vae.decode_stream(latents, tile=tile):
-            yield ((frames[0].float() + 1) * 127.5).round_().to(torch.uint8).permute(1, 2, 3, 0).cpu().numpy()
+    acquire, batched: as in `denoise`. vae: of the VAE whose latents these are. on_step may raise to interrupt.
+    """
+    clock = StepClock(report)
 
-    with report.phase("decode"):
-        try:
-            return np.concatenate(list(pixels(None)))
-        except torch.cuda.OutOfMemoryError:
-            pass  # go on outside of the handler, whose traceback would hold the tensors of the failed try
-        torch.cuda.empty_cache()
-        report.notes.append("decode: the whole picture did not fit into memory, decoded in tiles")
-        return np.concatenate(list(pixels(TileSpec())))
+    def ready(expert: Expert) -> WanModel:
+        model = acquire(expert)
+        clock.begin()
+        return model
+
+    def note(progress: Progress) -> None:
+        clock.step(progress.step.expert)
+        if on_step is not None:
+            on_step(progress, clock.seconds_per_step())
+
+    latents = denoise(plan, ready, conditioning, noise, batched=batched, on_step=note)
+    clock.finish()
+    return denormalise(latents, vae)
 
 
 def metadata(settings: Mapping[str, Any]) -> dict[str, str]:

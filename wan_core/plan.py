@@ -6,7 +6,7 @@ GPU, and the same plan drives the sampler, the progress bar, the time estimate a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any, Literal
@@ -74,6 +74,12 @@ class Plan:
     def guided(self) -> bool:
         """Whether any step needs the negative prompt."""
         return any("uncond" in s.branches for s in self.steps)
+
+    def estimate(self, seconds: Mapping[Expert, float]) -> float | None:
+        """Seconds of the whole run, from those of one forward of each expert; None if one of them is not known."""
+        if not set(self.experts) <= seconds.keys():
+            return None
+        return sum(s.forwards * seconds[s.expert] for s in self.steps)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, as `plan --json` prints them."""

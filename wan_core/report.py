@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,11 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def branch(self) -> Report:
+        """A report that goes on from here and leaves this one as it is."""
+        phases = {name: replace(phase) for name, phase in self.phases.items()}
+        return Report(self.device, dict(self.settings), phases, list(self.notes))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:

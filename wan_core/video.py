@@ -148,7 +148,25 @@ def _to_yuv(array: NDArray[np.uint8], index: int, rate: Fraction) -> av.VideoFra
     return frame
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+def write_sheet(path: str | os.PathLike[str], frames: NDArray[np.uint8], *, columns: int = 6, gap: int = 4) -> Path:
+    """Frames from the first to the last beside each other, as one picture (PNG or what the name's ending says).
+
+    frames: uint8 [F, H, W, 3]; `columns` of them are shown, evenly spaced. Small ones are doubled. Raises OptionError
+    where the picture cannot be written.
+    """
+    path = Path(path)
+    chosen = frames[np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)]
+    if chosen.shape[1] < 192:
+        chosen = chosen.repeat(2, axis=1).repeat(2, axis=2)
+    padded = np.pad(chosen, ((0, 0), (0, 0), (0, gap), (0, 0)), constant_values=255)
+    try:
+        Image.fromarray(np.concatenate(list(padded), axis=1)[:, :-gap]).save(path)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"cannot write the picture {path} ({error}); a name such as frames.png is needed") from error
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
 
 
 def read_video(path: str | os.PathLike[str], *, max_frames: int | None = None) -> NDArray[np.uint8]:
@@ -205,8 +223,18 @@ def load_image(path: str | os.PathLike[str], size: tuple[int, int] | None = None
         raise OptionError(f"cannot read {path} as a picture ({error})") from error
     except OSError as error:
         raise OptionError(f"cannot read {path} as a picture ({error.strerror or error})") from error
-    if size is not None:
-        image = ImageOps.fit(image, size, Image.Resampling.LANCZOS)
+    return _to_pixels(image if size is None else ImageOps.fit(image, size, Image.Resampling.LANCZOS))
+
+
+def fit_image(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
+    """Pixels [H, W, 3] in 0..1 scaled and cut to `size` (width, height), as `load_image` does with a file's."""
+    if (pixels.shape[1], pixels.shape[0]) == tuple(size):
+        return pixels
+    image = Image.fromarray((pixels.clip(0, 1) * 255).round().astype(np.uint8))
+    return _to_pixels(ImageOps.fit(image, size, Image.Resampling.LANCZOS))
+
+
+def _to_pixels(image: Image.Image) -> NDArray[np.float32]:
     pixels = np.asarray(image).astype(np.float32)
     pixels /= 255
     return pixels

@@ -1,0 +1,1 @@
+"""Tools of this repository, run as modules: `python -m tools.train_tiny`."""
