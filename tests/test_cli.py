@@ -54,6 +54,11 @@ def test_generate_writes_video_latents_and_report(tmp_path, capsys):
     assert np.array_equal(read_video(again), frames) and read_metadata(again) == settings
 
 
+def test_a_long_prompt_is_cut_like_the_reference_cuts_it(tmp_path):
+    arguments = ["generate", *FAST, "--prompt", CAPTION + " and " + CAPTION * 20, "--out", str(tmp_path / "x.mp4")]
+    assert main(arguments) == 0
+
+
 def test_same_seed_same_video_and_batched_guidance_agrees(tmp_path):
     def latents(*more):
         path = tmp_path / "l.safetensors"

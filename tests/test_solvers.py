@@ -11,7 +11,9 @@ from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteSchedul
 from wan_core.plan import make_plan
 from wan_core.solvers import SOLVERS, History
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")  # diffusers' own
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation doesn't accept a copy keyword"
+)  # diffusers' own
 
 
 def trajectory(solver: str, sigmas, velocity, x):

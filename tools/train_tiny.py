@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
             device=device,
             samples=options.samples,
             steps=options.steps or 20,
-            shift=options.shift,
+            solver=options.solver,
             guidances=options.guidance,
             batch=options.batch or 128,
             seed=options.seed,
@@ -117,8 +117,8 @@ def parser() -> argparse.ArgumentParser:
         )
     evaluation = phases.add_parser("eval", parents=[shared], help="how often held-out captions come out right")
     evaluation.add_argument("--samples", type=int, default=330)
-    evaluation.add_argument("--shift", type=float, default=5.0)
-    evaluation.add_argument("--guidance", type=float, nargs="+", default=[1.0, 3.0, 4.0, 5.0])
+    evaluation.add_argument("--solver", default="unipc")
+    evaluation.add_argument("--guidance", type=float, nargs="+", default=[1.0, 2.0, 4.0])
     return top
 
 

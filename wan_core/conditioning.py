@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.config import OptionError, VAEConfig
+from wan_core.config import OptionError, VAEConfig, check_size
 from wan_core.vae import VideoVAE
 from wan_core.vae.statistics import normalise
 
@@ -35,15 +35,15 @@ def image_channels(vae: VideoVAE, first: Tensor | None, last: Tensor | None, fra
 
     first, last: [1, 3, 1, H, W] in -1..1, either may be None.
     """
-    return join_image(*image_latents(vae, first, last, frames), vae.config)
+    video, unknown = known_frames(first, last, frames)
+    latents = vae.encode(video)
+    return join_image(latents, frame_mask(unknown, latents), vae.config)
 
 
-def image_latents(vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
-    """A clip of which the first frame, the last or both are known: un-normalised latents [1, C, T, Y, X] and the mask
-    [1, 4, T, Y, X] of what is unknown (1), which is how ComfyUI's conditioning carries them.
+def known_frames(first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
+    """A clip [1, 3, F, H, W] of which the first frame, the last or both are known, and which are not [F] (1: unknown).
 
-    The unknown frames between are grey (0) before encoding. A latent frame holds four video frames, so it has four mask
-    channels (the first, alone, repeats).
+    The unknown frames between are grey (0): so the model was trained. Raises OptionError where nothing is known.
     """
     given = first if first is not None else last
     if given is None:
@@ -54,13 +54,21 @@ def image_latents(vae: VideoVAE, first: Tensor | None, last: Tensor | None, fram
         if image is not None:
             video[:, :, index] = image[:, :, 0]
             unknown[index] = 0
-    latents = vae.encode(video)
+    return video, unknown
+
+
+def frame_mask(unknown: Tensor, latents: Tensor) -> Tensor:
+    """Which video frames are unknown, [F], as a mask [1, 4, T, Y, X] for their latents.
+
+    A latent frame holds four video frames, so it has four mask channels (the first, alone, repeats).
+    """
     mask = torch.cat([unknown[:1].repeat(4), unknown[1:]]).view(-1, 4).T  # [4, T]
-    return latents, mask[None, :, :, None, None].to(latents).expand(-1, -1, -1, *latents.shape[-2:])
+    return mask[None, :, :, None, None].to(latents).expand(-1, -1, -1, *latents.shape[-2:])
 
 
 def join_image(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor:
-    """What `image_latents` gives, as channels for the transformer: [1 or B, 4 + C, T, Y, X], float32, normalised.
+    """Un-normalised latents of a clip and the mask of what is unknown in it, as ComfyUI's conditioning carries them, as
+    channels for the transformer: [1 or B, 4 + C, T, Y, X], float32, normalised.
 
     unknown: [1 or B, 1 or 4, up to T, Y, X]; one channel stands for all four, frames that are left out are unknown. In
     the transformer the mask is 1 where a frame is known. Raises OptionError.
@@ -79,6 +87,22 @@ def join_image(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor:
 def first_latent(vae: VideoVAE, first: Tensor) -> Tensor:
     """The known first latent frame of TI2V: [1, C, 1, Y, X] normalised, from an image [1, 3, 1, H, W] in -1..1."""
     return vae.normalise(vae.encode(first))
+
+
+def empty_latents(config: VAEConfig, width: int, height: int, frames: int) -> Tensor:
+    """Zeros [1, C, T, Y, X] for a video of this size. Raises OptionError for a size that the model cannot make."""
+    stride = config.spatial_stride
+    check_size(width, height, frames, multiple=2 * stride, temporal=config.temporal_stride)  # patches of 2 x 2 latents
+    T = (frames - 1) // config.temporal_stride + 1
+    return torch.zeros(1, config.z_dim, T, height // stride, width // stride)
+
+
+def hold_first(first: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Latents [1, C, T, Y, X] that begin with the known `first` [1, C, 1, Y, X], and the mask [1, 1, T, Y, X] of what
+    is unknown: TI2V's image conditioning as ComfyUI's LATENT carries it, and as `known_first` reads it."""
+    unknown = torch.ones_like(latents[:, :1])
+    unknown[:, :, 0] = 0
+    return torch.cat([first.to(latents), latents[:, :, 1:]], dim=2), unknown
 
 
 def known_first(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor | None:

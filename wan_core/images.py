@@ -22,6 +22,11 @@ def pixels_to_video(pixels: Tensor) -> Tensor:
     return (pixels.float() * 2 - 1).permute(3, 0, 1, 2)[None]
 
 
+def video_to_pixels(video: Tensor) -> Tensor:
+    """The inverse of `pixels_to_video`."""
+    return (video[0].permute(1, 2, 3, 0) + 1) / 2
+
+
 def decode_latents(vae: VideoVAE, latents: Tensor, report: Report) -> np.ndarray:
     """Un-normalised latents [1, C, T, Y, X] -> uint8 frames [F, H, W, 3]. Out of memory: once more, in tiles."""
     return decode_images(vae, latents, report, dtype=torch.uint8).numpy()

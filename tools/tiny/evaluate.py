@@ -5,42 +5,34 @@ Shapes: B batch, z latent channels, F/H/W video frames, rows, columns, T/Y/X lat
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tools.tiny.clips import Size, encode, held_out_scenes, image_rows
-from tools.tiny.experts import BOUNDARY
 from tools.tiny.files import part_path, report_sizes
 from tools.tiny.png import write_png
+from wan_core.bench.results import envelope, write_result
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
+from wan_core.conditioning import Conditioning, draw_noise
+from wan_core.denoise import denoise
 from wan_core.metrics import Verdict, judge, psnr
 from wan_core.model import WanModel
-from wan_core.schedules import euler_schedule
+from wan_core.plan import Plan, make_plan
 from wan_core.shapes import Scene, draw
 from wan_core.text.umt5 import TextEncoder
 from wan_core.vae import VideoVAE
 
-CLAIMS = ("background", "colour", "shape", "motion", "all_true")
+CLAIMS = ("background", "colour", "shape", "motion", "all")
+TASKS = {"t2v": "text-to-video", "i2v": "image-to-video"}
 SHEET_CLIPS, SHEET_FRAMES = 12, 6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    steps: int
-    shift: float
-    boundary: float
-    guidance: float
-    batch: int
-    seed: int
-
-
-@torch.inference_mode()
+@torch.no_grad()
 def evaluate(
     folder: Path,
     out: Path,
@@ -49,105 +41,95 @@ def evaluate(
     device: torch.device,
     samples: int,
     steps: int,
-    shift: float,
+    solver: str,
     guidances: Sequence[float],
     batch: int,
     seed: int,
 ) -> None:
-    """Print a table and write eval.json and contact sheets for whichever experts `folder` holds."""
+    """Print a table and write it to `out`, a .json file or a folder for one, with contact sheets beside it, for
+    whichever experts `folder` holds."""
     vae = load_vae(part_path(folder, "vae"), device=device, dtype=torch.float32)
     text = load_text_encoder(part_path(folder, "text_encoder"), device=device, dtype=torch.float32)
     scenes = held_out_scenes(samples)
     truth = draw(scenes, seed=seed, frames=size.frames, height=size.height, width=size.width).to(device)
-    rows: list[dict[str, object]] = []
-    print(f"{samples} held-out captions, {steps} Euler steps, shift {shift:g}")
-    print(" " * 16 + "".join(f"{claim:>12}" for claim in CLAIMS))
+    rows: list[dict[str, Any]] = []
+    details: dict[str, dict[str, Any]] = {}
+    print(f"{samples} held-out captions, {steps} steps of {solver}")
+    print(" " * 28 + "".join(f"{claim:>12}" for claim in CLAIMS))
     for task in ("t2v", "i2v"):
         paths = {name: part_path(folder, f"{task}_{name}") for name in ("high", "low")}
         if not all(path.is_file() for path in paths.values()):
             continue
         experts = {name: load_dit(path, device=device, dtype=torch.float32) for name, path in paths.items()}
         for guidance in guidances:
+            plan = make_plan(
+                task=f"{task}-tiny", steps=steps, solver=solver, guidance_high=guidance, guidance_low=guidance
+            )
             begin = time.monotonic()
-            run = Sampling(steps=steps, shift=shift, boundary=BOUNDARY[task], guidance=guidance, batch=batch, seed=seed)
-            videos = generate(experts, vae, text, scenes, truth, run)
+            videos = generate(plan, experts, vae, text, scenes, truth, batch=batch, seed=seed)
+            seconds = time.monotonic() - begin
             verdicts = [judge(video, scene) for video, scene in zip(videos, scenes, strict=True)]
-            row: dict[str, object] = {"task": task, "guidance": guidance, **tally(verdicts, scenes)}
-            row["seconds"] = round(time.monotonic() - begin, 1)
+            name = f"{TASKS[task]}, guidance {guidance:g}"
+            row = {"name": name, "samples": samples, **shares(verdicts), "seconds": round(seconds / samples, 4)}
+            details[name] = {claim: by_word(verdicts, scenes, claim) for claim in ("shape", "motion")}
             if task == "i2v":
                 first = truth[:, :, :1].permute(0, 2, 3, 4, 1) / 2 + 0.5
                 distances = [psnr(video[:1], given) for video, given in zip(videos, first, strict=True)]
-                row["first_frame_psnr"] = round(sum(distances) / samples, 2)
+                details[name]["first_frame_psnr"] = round(sum(distances) / samples, 2)
             rows.append(row)
-            shares = "".join(f"{row[claim]:>11.1%} " for claim in CLAIMS)
-            details = {key: value for key, value in row.items() if key not in ("task", "guidance", *CLAIMS)}
-            print(f"{task} guidance {guidance:<3g}{shares}  {details}", flush=True)
-            write_png(out / f"{task}_guidance{guidance:g}.png", contact_sheet(videos[:SHEET_CLIPS]))
-    result = {"samples": samples, "steps": steps, "shift": shift, "seed": seed, "device": str(device), "rows": rows}
-    (out / "eval.json").write_text(json.dumps(result, indent=1) + "\n")
+            print(f"{name:<28}" + "".join(f"{row[claim]:>12.1%}" for claim in CLAIMS), details[name], flush=True)
+            sheets = out if out.suffix != ".json" else out.parent
+            write_png(sheets / f"{task}_guidance{guidance:g}.png", contact_sheet(videos[:SHEET_CLIPS]))
+    result = envelope("embedded", device, rows) | {"steps": steps, "solver": solver, "seed": seed, "details": details}
+    result["command"] = result["command"].replace("wan_core", "tools.train_tiny")
+    print(write_result(result, out, device))
     report_sizes(folder)
 
 
 def generate(
+    plan: Plan,
     experts: dict[str, WanModel],
     vae: VideoVAE,
     text: TextEncoder,
     scenes: Sequence[Scene],
     truth: Tensor,
-    run: Sampling,
+    *,
+    batch: int,
+    seed: int,
 ) -> Tensor:
-    """Videos [B, F, H, W, 3] in 0..1 of the scenes' captions; image-to-video gets the first frames of `truth`."""
+    """Videos [B, F, H, W, 3] in 0..1 of the scenes' captions; image-to-video gets the first frames of `truth`.
+
+    Each video has a seed of its own, `seed` plus its number, and is what `python -m wan_core generate` makes of it.
+    """
     videos = []
-    for start in range(0, len(scenes), run.batch):
-        part = truth[start : start + run.batch]
-        shape = encode(vae, part[:1]).shape[1:]
-        generator = torch.Generator().manual_seed(run.seed + start)
-        noise = torch.randn(len(part), *shape, generator=generator).to(truth.device)
+    for start in range(0, len(scenes), batch):
+        part = truth[start : start + batch]
+        shape = encode(vae, part[:1]).shape
+        noise = torch.cat([draw_noise(seed + start + i, tuple(shape)) for i in range(len(part))]).to(truth.device)
         image = None
         if experts["high"].config.in_channels == 36:
             image = image_rows(vae, part, torch.zeros(len(part), dtype=torch.bool, device=truth.device))
-        captions = [scene.caption for scene in scenes[start : start + run.batch]]
-        context = text.encode([*captions, ""])
-        positive, negative = context[:-1], context[-1:].expand(len(part), -1, -1)
-        latents = integrate(experts, noise, positive, negative, image, run)
-        decoded = vae.decode(vae.denormalise(latents), chunk=None)
-        videos.append(decoded.permute(0, 2, 3, 4, 1) / 2 + 0.5)
+        rows = text.encode([*(scene.caption for scene in scenes[start : start + batch]), ""])
+        conditioning = Conditioning(cond=rows[:-1], uncond=rows[-1:], concat=image)
+        latents = denoise(plan, experts.__getitem__, conditioning, noise, batched=True)
+        videos.append(vae.decode(vae.denormalise(latents), chunk=None).permute(0, 2, 3, 4, 1) / 2 + 0.5)
     return torch.cat(videos)
 
 
-def integrate(
-    experts: dict[str, WanModel],
-    x: Tensor,
-    positive: Tensor,
-    negative: Tensor,
-    image: Tensor | None,
-    run: Sampling,
-) -> Tensor:
-    """Euler from noise to normalised latents, both branches every step unless the guidance is 1."""
-    sigmas, timesteps = euler_schedule(run.steps, run.shift)
-    for i, timestep in enumerate(timesteps):
-        expert = experts["high" if timestep >= 1000 * run.boundary else "low"]
-        time = torch.full((len(x),), timestep, device=x.device)
-        given = x if image is None else torch.cat([x, image], dim=1)
-        velocity = expert(given, time, positive)
-        if run.guidance != 1:
-            silent = expert(given, time, negative)
-            velocity = silent + run.guidance * (velocity - silent)
-        x = x + (sigmas[i + 1] - sigmas[i]) * velocity
-    return x
+def shares(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """How many of the claims are true, and how many videos are right in all of them (`all`)."""
+    return {
+        claim: round(sum(getattr(v, "all_true" if claim == "all" else claim) for v in verdicts) / len(verdicts), 4)
+        for claim in CLAIMS
+    }
 
 
-def tally(verdicts: Sequence[Verdict], scenes: Sequence[Scene]) -> dict[str, object]:
-    """Shares of true claims, and of right shapes by shape and right motions by motion."""
-    row: dict[str, object] = {}
-    for claim in CLAIMS:
-        row[claim] = round(sum(getattr(v, claim) for v in verdicts) / len(verdicts), 4)
-    for claim in ("shape", "motion"):
-        by_word: dict[str, list[bool]] = {}
-        for verdict, scene in zip(verdicts, scenes, strict=True):
-            by_word.setdefault(getattr(scene, claim), []).append(getattr(verdict, claim))
-        row[f"by_{claim}"] = {word: round(sum(right) / len(right), 2) for word, right in by_word.items()}
-    return row
+def by_word(verdicts: Sequence[Verdict], scenes: Sequence[Scene], claim: str) -> dict[str, float]:
+    """The share of right shapes for each shape, or of right motions for each motion."""
+    found: dict[str, list[bool]] = {}
+    for verdict, scene in zip(verdicts, scenes, strict=True):
+        found.setdefault(getattr(scene, claim), []).append(getattr(verdict, claim))
+    return {word: round(sum(right) / len(right), 2) for word, right in found.items()}
 
 
 def contact_sheet(videos: Tensor) -> Tensor:

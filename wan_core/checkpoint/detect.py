@@ -184,10 +184,10 @@ def dit_config(shapes: Shapes, metadata: Mapping[str, str]) -> DiTConfig:
         num_heads=_num_heads(dim, metadata),
         num_layers=block_count(shapes),
         text_dim=_shape(shapes, "text_embedding.0.weight", 2)[1],
-        text_len=int(_number(metadata, "text_len", DiTConfig.text_len)),
+        text_len=int(number(metadata, "text_len", DiTConfig.text_len)),
         freq_dim=_shape(shapes, "time_embedding.0.weight", 2)[1],
         patch_size=(patch[0], patch[1], patch[2]),
-        eps=_number(metadata, "eps", DiTConfig.eps),
+        eps=number(metadata, "eps", DiTConfig.eps),
     )
 
 
@@ -204,13 +204,14 @@ def _num_heads(dim: int, metadata: Mapping[str, str]) -> int:
             f"its width of {dim} is no multiple of 128, so the number of heads cannot be told from the shapes. Add "
             "num_heads to the file's metadata, or keep the model's config.json beside it."
         )
-    heads = int(_number(metadata, "num_heads", dim // 128))
+    heads = int(number(metadata, "num_heads", dim // 128))
     if not 0 < heads <= dim:
         raise CheckpointError(f"num_heads = {heads} does not fit a width of {dim}")
     return heads
 
 
-def _number(metadata: Mapping[str, str], key: str, default: float) -> float:
+def number(metadata: Mapping[str, str], key: str, default: float) -> float:
+    """The positive number that `metadata` gives for `key`. Raises `CheckpointError` for anything else."""
     try:
         value = json.loads(metadata.get(key, str(default))[:40])
     except ValueError:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from wan_core.checkpoint.detect import TOKENIZER, Detected, detect, empty_module
+from wan_core.checkpoint.detect import TOKENIZER, Detected, detect, empty_module, number
 from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.layouts import Kind
 from wan_core.checkpoint.opened import Checkpoint
@@ -148,7 +148,8 @@ def _tokenizer(checkpoint: Checkpoint, found: Detected, given: Path | None) -> T
         if given is not None:
             return Tokenizer.from_file(_spiece(given))
         if TOKENIZER in found.extras:
-            return Tokenizer(_embedded(checkpoint.read(found.extras[TOKENIZER])))
+            proto = _embedded(checkpoint.read(found.extras[TOKENIZER]))
+            return Tokenizer(proto, int(number(checkpoint.metadata, "max_length", 512)))
         if checkpoint.path is not None:
             folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
             beside = next((folder / name for name in _BESIDE if (folder / name).is_file()), None)

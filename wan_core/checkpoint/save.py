@@ -42,7 +42,10 @@ def _metadata(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:
         keys = {"latents_mean": "latents_mean", "latents_std": "latents_std"}
     else:
         keys = {"relative_attention_max_distance": "max_distance"}
-    return {"format": "pt", **{key: json.dumps(getattr(config, field)) for key, field in keys.items()}}
+    found = {key: json.dumps(getattr(config, field)) for key, field in keys.items()}
+    if isinstance(module, TextEncoder):
+        found["max_length"] = json.dumps(module.tokenizer.max_length)
+    return {"format": "pt", **found}
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
