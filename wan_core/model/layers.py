@@ -44,11 +44,9 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 def gated(x: Tensor, update: Tensor, gate: Tensor) -> Tensor:
     """x + update * gate, summed in float32 and rounded once: x, update [B, L, C], gate float32 [B, F, C]."""
-    F_rows = gate.shape[1]
-    total = torch.addcmul(
-        x.unflatten(1, (F_rows, -1)).float(), update.unflatten(1, (F_rows, -1)).float(), gate[:, :, None]
-    )
-    return total.flatten(1, 2).type_as(x)
+    x_rows, update_rows = (t.unflatten(1, (gate.shape[1], -1)) for t in (x, update))  # [B, F, L/F, C]
+    # addcmul promotes inside its kernel: no float32 copies of x and update
+    return torch.addcmul(x_rows, update_rows, gate[:, :, None]).flatten(1, 2).type_as(x)
 
 
 class SelfAttention(nn.Module):
