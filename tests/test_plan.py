@@ -60,6 +60,25 @@ def test_unipc_schedule_is_the_reference_formula_for_every_step_count(task):
         assert np.array_equal(np.float32(plan.sigmas), np.float32([*sigmas, 0.0]))
 
 
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0, 8.0, 12.0])
+def test_dpmpp_and_euler_timesteps_are_the_reference_formulas(shift):
+    """Cut or rounded in another place, some would differ by one and move the change of expert."""
+    for steps in range(1, 101):
+        even = np.linspace(1, 0, steps + 1)[:steps]
+        sigmas = shift * even / (1 + (shift - 1) * even)
+        dpmpp = make_plan(steps=steps, shift=shift, solver="dpm++")
+        assert [s.timestep for s in dpmpp.steps] == list((sigmas * 1000).astype(np.int64))
+        euler = make_plan(steps=steps, shift=shift, solver="euler")
+        assert np.array_equal([s.timestep for s in euler.steps], np.float32(sigmas) * np.float32(1000))
+
+
+def test_the_split_at_a_boundary_that_a_timestep_meets():
+    """sigma 0.9 exactly: timestep 900 belongs to the high-noise expert, 899 would not."""
+    for solver in ("dpm++", "euler"):
+        plan = make_plan(task="i2v-A14B", steps=40, shift=3.0, solver=solver)
+        assert sum(s.expert == "high" for s in plan.steps) == 11
+
+
 def test_four_step_euler_is_the_distilled_schedule():
     plan = make_plan(task="t2v-A14B", steps=4, shift=5, solver="euler", guidance_high=1, guidance_low=1)
     assert [round(s.timestep, 1) for s in plan.steps] == [1000.0, 937.5, 833.3, 625.0]
@@ -109,8 +128,9 @@ def test_properties(given_numbers):
         {"guidance_high": float("inf")},
         {"solver": "heun"},
         {"task": "t2v-1B"},
+        {"task": "ti2v-5B", "guidance_low": 3.0},
     ],
 )
 def test_bad_numbers_say_what_is_allowed(bad):
-    with pytest.raises(OptionError, match=r"allowed|use one of|must be|from 0 to 1"):
+    with pytest.raises(OptionError, match=r"allowed|use one of|must be|from 0 to 1|give that"):
         make_plan(**bad)

@@ -1,22 +1,37 @@
 """WanCore's engine: video generation with Wan 2.2, planned before it runs.
 
+A whole video, from a prompt:
+
     from wan_core import LoadOptions, Pipeline, Request
 
-    pipe = Pipeline.load(LoadOptions(model="tiny"))          # or a release folder, or high=..., low=...,
-    text_encoder=..., vae=... result = pipe.generate(Request(prompt="a red circle moving right on a blue background"))
-    result.frames                                            # uint8 [F, H, W, 3]
+    pipe = Pipeline.load(LoadOptions(model="tiny"))
+    result = pipe.generate(Request(prompt="a red circle moving right on a blue background"))
+    print(result.frames.shape, result.report.text())
 
-The parts, each usable alone:
+`model` is "tiny" or the folder of a release; single files go into `high`, `low`, `text_encoder` and `vae`.
+`result.frames` is uint8 [F, H, W, 3], `result.latents` un-normalised float32 [1, C, T, Y, X].
 
-    dit = load_dit(path, device="cuda", dtype=torch.bfloat16) dit(x, timestep, context)         # [B, C, T, H, W], [B]
-    or [B, T] in 0..1000, [B, L, 4096] -> velocity [B, C_out, T, H, W] load_text_encoder(path).encode(["a prompt"])
-    # [B, L, 4096] vae = load_vae(path) vae.encode(video), vae.decode(latents)                   # [B, 3, F, H, W] in
-    -1..1 <-> un-normalised latents make_plan(task="t2v-A14B", steps=40).table()             # every step's timestep,
-    expert, guidance, as numbers
+The parts, each usable alone; `path` is a file, a folder or a state dict in any known layout, told by its contents:
 
-`path` is a file, a folder or a state dict in any known layout, recognised by its contents. A file that is something
-else raises `CheckpointError`, a number out of range `OptionError`, both ValueErrors with a message for people, before
-work starts.
+    dit = load_dit(path, device="cuda", dtype=torch.bfloat16)
+    velocity = dit(x, timestep, context)
+
+x [B, C, T, Y, X], timestep [B] or [B, T] in 0..1000, context [B, L, 4096] -> float32 [B, C_out, T, Y, X].
+
+    rows = load_text_encoder(path).encode(["a prompt"])
+    vae = load_vae(path)
+    latents = vae.encode(video)
+    video = vae.decode(latents)
+
+rows [B, L, 4096]; video [B, 3, F, H, W] in -1..1; latents un-normalised.
+
+    plan = make_plan(task="t2v-A14B", steps=40)
+    print(plan.table())
+
+Every step's timestep, expert, guidance and branches, as numbers.
+
+A file that is something else raises `CheckpointError`, a number out of range `OptionError`. Both are ValueErrors with a
+message for people, raised before work starts.
 """
 
 from __future__ import annotations

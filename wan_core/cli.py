@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.bench.options import add_bench_options
-from wan_core.config import GUIDANCE_MODES, PRECISIONS, RESIDENCIES, TASKS, LoadOptions, OptionError, Request
+from wan_core.config import GUIDANCE_MODES, PRECISIONS, RESIDENCIES, TASKS, LoadOptions, OptionError, Request, UserError
 from wan_core.plan import SCHEDULES, make_plan
+
+OUT_OF_MEMORY = "Try --residency swap, a smaller --size or fewer --frames."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code: 0 done, 1 a check that failed, 2 a user error, 130 interrupted."""
+    """Run a subcommand. Returns the exit code: 0 done, 1 a check that failed, 2 a user error, 3 out of memory,
+    130 interrupted."""
     options = build_parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
     try:
@@ -31,9 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as fault:  # OptionError, CheckpointError, AttentionError are ValueErrors
+    except (UserError, OSError) as fault:
+        logging.getLogger(__name__).info("raised here", exc_info=True)
         print(f"wan_core {options.command}: {fault}", file=sys.stderr)
         return 2
+    except RuntimeError as fault:
+        if type(fault).__name__ != "OutOfMemoryError":  # torch's, without importing torch
+            raise
+        print(f"wan_core {options.command}: out of memory ({fault}). {OUT_OF_MEMORY}", file=sys.stderr)
+        return 3
 
 
 # -------------------------------------------------------------------------------------------------------------- parsers
@@ -98,7 +108,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer", help="spiece.model, where the text encoder does not bring it")
     group.add_argument("--vae", help="VAE: file or folder")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default %(default)s)")
-    group.add_argument("--precision", default="checkpoint", choices=PRECISIONS, help="of transformer and text encoder")
+    group.add_argument(
+        "--precision",
+        default="checkpoint",
+        choices=PRECISIONS,
+        help="of transformer and text encoder; checkpoint: bf16 on a GPU, fp32 on a CPU",
+    )
     group.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
     group.add_argument("--attention", default="auto", help="backend, see `doctor` (default %(default)s)")
     group.add_argument(
@@ -164,9 +179,11 @@ def run_generate(options: argparse.Namespace) -> int:
     width, height = options.size or (None, None)
     wanted = {f.name: given[f.name] for f in fields(Request) if f.name in given} | _plan_numbers(options)
     request = Request(**{**wanted, "width": width, "height": height})
+    latents = options.save_latents or fresh_name(options.out.with_suffix(".latents.safetensors"))
     check_output(options.out)
+    for path in (latents, options.sheet, options.report):
+        check_folder(path)
     loaded = LoadOptions(**{f.name: given[f.name] for f in fields(LoadOptions)})
-    latents = options.save_latents or options.out.with_suffix(".latents.safetensors")
     progress = ProgressLine()
     pipe = Pipeline.load(loaded, request=request)
     try:
@@ -191,6 +208,18 @@ def run_generate(options: argparse.Namespace) -> int:
         result.report.save(options.report)
     print(options.out)
     return 0
+
+
+def check_folder(path: Path | None) -> None:
+    """Raise OptionError now if a file could not be written there: before hours of work, not after."""
+    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+        raise OptionError(f"cannot write {path}: its folder must exist and be writable, and the name must be a file's")
+
+
+def fresh_name(path: Path) -> Path:
+    """`path`, or with a number where that exists: what an earlier run left behind is not ours to overwrite."""
+    numbered = (path.with_name(f"{path.name.split('.')[0]}-{n}.latents.safetensors") for n in range(1, 10_000))
+    return path if not path.exists() else next(p for p in numbered if not p.exists())
 
 
 def run_decode(options: argparse.Namespace) -> int:
@@ -221,11 +250,16 @@ def run_check(options: argparse.Namespace) -> int:
     import torch
 
     from wan_core.metrics import judge
+    from wan_core.shapes import parse_caption
     from wan_core.video import read_metadata, read_video
 
     caption = options.prompt or read_metadata(options.video).get("prompt")
     if not caption:
         raise OptionError(f"{options.video} names no prompt in its metadata: give --prompt")
+    try:
+        parse_caption(caption)
+    except ValueError as fault:
+        raise OptionError(str(fault)) from fault
     verdict = judge(torch.from_numpy(read_video(options.video)), caption)
     words = ("background", "colour", "shape", "motion")
     print(f"{caption!r}: " + ", ".join(f"{word} {'true' if getattr(verdict, word) else 'FALSE'}" for word in words))

@@ -121,11 +121,31 @@ def known_first(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor |
 
 
 def size_for_image(width: int, height: int, area: int, multiple: int) -> tuple[int, int]:
-    """(width, height) with about `area` pixels and the aspect of a width x height image, in multiples of `multiple`."""
-    aspect = height / width
-    rows = max(1, round(sqrt(area * aspect) / multiple))
-    columns = max(1, round(sqrt(area / aspect) / multiple))
-    return columns * multiple, rows * multiple
+    """(width, height) with at most `area` pixels and the aspect of a width x height image, in multiples of `multiple`.
+
+    Source: image2video.py of Wan2.2.
+    """
+    rows, columns = sqrt(area * height / width) // multiple, sqrt(area * width / height) // multiple
+    return int(max(1, columns)) * multiple, int(max(1, rows)) * multiple
+
+
+def best_size_for_image(width: int, height: int, area: int, multiple: int) -> tuple[int, int]:
+    """As `size_for_image`, but one side is fitted to the other after that was rounded; of the two ways, the one whose
+    aspect is nearer. Source: best_output_size in utils.py of Wan2.2, used by textimage2video.py.
+    """
+    aspect = width / height
+
+    def cells(length: float) -> int:
+        return max(1, int(length // multiple)) * multiple
+
+    width_first, height_first = cells(sqrt(area * aspect)), cells(sqrt(area / aspect))
+    by_width = width_first, cells(area / width_first)
+    by_height = cells(area / height_first), height_first
+
+    def off(size: tuple[int, int]) -> float:
+        return max(aspect / (size[0] / size[1]), size[0] / size[1] / aspect)
+
+    return by_width if off(by_width) < off(by_height) else by_height
 
 
 def draw_noise(seed: int, shape: tuple[int, ...]) -> Tensor:

@@ -15,7 +15,11 @@ from dataclasses import dataclass, replace
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-class OptionError(ValueError):
+class UserError(ValueError):
+    """What went wrong is the input, and the message says so to people. The base of every error of this kind."""
+
+
+class OptionError(UserError):
     """A user's option is out of range: the message says what was given, what is allowed and what to do."""
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.conditioning import Conditioning
+from wan_core.config import UserError
 from wan_core.model.dit import WanModel
 from wan_core.plan import Expert, Plan, Step
 from wan_core.solvers import SOLVERS, History
@@ -25,7 +26,7 @@ from wan_core.solvers import SOLVERS, History
 BATCHED_TOKENS = 2048
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(UserError):
     """The latents became NaN or infinite; the message says at which step and what usually helps."""
 
 
@@ -60,9 +61,10 @@ def denoise(
     Raises NonFiniteError within a few steps of the first non-finite latent.
     """
     solver, history, x = SOLVERS[plan.solver], History(), hold_known(noise.float(), conditioning)
-    timesteps = torch.tensor([s.timestep for s in plan.steps], device=x.device)  # float32: bf16 would make 999 a 1000
+    timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device)
     guided: Guided | None = None
+    assert all(step.action == "compute" for step in plan.steps), "nothing is cached that a step could reuse"
     for step in plan.steps:
         if guided is None or guided.expert != step.expert:
             guided = None  # frees the last expert's text state before the next is made
@@ -75,6 +77,12 @@ def denoise(
             on_step(Progress(step, len(plan.steps), x, velocity))
     watch.finish()
     return x
+
+
+def host_numbers(values: list[float], device: torch.device) -> Tensor:
+    """float32 on the device without waiting for it. Never bf16, which would make a timestep of 999 a 1000."""
+    host = torch.tensor(values, dtype=torch.float32)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class Guided:

@@ -73,10 +73,14 @@ def _library(name: str) -> dict[str, Any]:
 
 def _backend(name: str, device: torch.device) -> dict[str, Any]:
     backend = BACKENDS[name]
-    reason = backend.why_not(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    reason = backend.why_not(device, dtype)
     found: dict[str, Any] = {"summary": backend.summary, "usable": reason is None, "why_not": reason}
     if reason is None:
-        error = self_test(backend.load(), device)
+        try:
+            error = self_test(backend.load(), device)
+        except (RuntimeError, ImportError) as fault:  # what a broken library raises is what the doctor is asked for
+            return found | {"usable": False, "why_not": f"self-test failed: {str(fault).splitlines()[0]}"}
         found |= {"error": error, "usable": error <= TOLERANCE}
         if error > TOLERANCE:
             found["why_not"] = f"self-test failed: relative error {error:.3g}, allowed {TOLERANCE}"
@@ -93,8 +97,10 @@ def self_test(attend: Attend, device: torch.device) -> float:
 
 
 def _video() -> dict[str, Any]:
-    from av.codec import codecs_available
-
+    try:
+        from av.codec import codecs_available
+    except ImportError as fault:
+        return {"h264": False, "why_not": f"PyAV cannot be imported ({fault}): pip install av"}
     if "libx264" not in codecs_available:
         return {"h264": False, "why_not": "this build of PyAV has no libx264: pip install --force-reinstall av"}
     return {"h264": True, "why_not": None}

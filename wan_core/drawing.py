@@ -11,6 +11,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from wan_core.plan import Expert, Plan, Step
+from wan_core.report import Report
 
 SCALE = 2
 PAPER, INK, FAINT, LINE = "#1f2430", "#e6e6e6", "#8a93a6", "#3a4254"
@@ -123,17 +124,17 @@ def _draw_legend(canvas: Canvas, plan: Plan, y: float) -> None:
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
-def draw_report(report: dict[str, Any], width: int = 960) -> Image.Image:
-    """Phases as bars of seconds with their peak memory, then settings and notes; RGB. report: of `Report.as_dict`."""
-    phases: dict[str, dict[str, Any]] = report["phases"]
-    words = [f"{key}: {_short(value)}" for key, value in report["settings"].items()]
-    words += [f"note: {note}" for note in report["notes"]]
+def draw_report(report: Report, width: int = 960) -> Image.Image:
+    """Phases as bars of seconds with their peak memory, then settings and notes; RGB."""
+    facts = report.as_dict()
+    phases: dict[str, dict[str, Any]] = facts["phases"]
+    words = [*report.setting_lines(), *(f"note: {note}" for note in report.notes)]
     lines = [line for text in words for line in _wrapped(text, 120)]
     canvas = Canvas(width, 72 + 26 * len(phases) + 40 + 18 * len(lines) + 16)
-    canvas.text(24, 16, f"{clock(report['total_seconds'])} in all", size=17)
-    memory = f"device {report['peak_device_gib']:.2f} GiB   " if report["peak_device_gib"] else ""
+    canvas.text(24, 16, f"{clock(facts['total_seconds'])} in all", size=17)
+    memory = f"device {facts['peak_device_gib']:.2f} GiB   " if facts["peak_device_gib"] else ""
     canvas.text(
-        width - 24, 19, f"{report['device']}   {memory}host {report['peak_host_gib']:.2f} GiB", FAINT, anchor="ra"
+        width - 24, 19, f"{facts['device']}   {memory}host {facts['peak_host_gib']:.2f} GiB", FAINT, anchor="ra"
     )
     longest = max((phase["seconds"] for phase in phases.values()), default=0) or 1
     y = 60.0
@@ -157,12 +158,6 @@ def _phase_words(phase: dict[str, Any]) -> str:
     steps = f", {phase['steps']} steps of {phase['seconds_per_step']:.3g} s" if "steps" in phase else ""
     peak = f", peak {phase['peak_gib']:.2f} GiB" if "peak_gib" in phase else ""
     return f"{phase['seconds']:.2f} s{steps}{peak}"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_short(inner)}" for key, inner in value.items())
-    return " x ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _wrapped(text: str, width: int) -> list[str]:

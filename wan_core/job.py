@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from wan_core.conditioning import size_for_image
+from wan_core.conditioning import best_size_for_image, size_for_image
 from wan_core.config import DiTConfig, OptionError, Request, Task, VAEConfig, check_size
 from wan_core.denoise import choose_batched
 from wan_core.plan import Plan, make_plan
@@ -67,11 +67,12 @@ def make_job(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) -> Jo
     image_channels = dit.in_channels > dit.out_channels
     _check_images(request, task, image_channels, known_frame=dit.out_channels == 48)
     multiple = vae.spatial_stride * dit.patch_size[1]
-    width, height = request.width or task.width, request.height or task.height
+    width, height = given(request.width, task.width), given(request.height, task.height)
     if request.width is None and request.image is not None:
         rows, columns = load_image(request.image).shape[:2]
-        width, height = size_for_image(columns, rows, task.width * task.height, multiple)
-    frames = request.frames or task.frames
+        fit = size_for_image if image_channels else best_size_for_image
+        width, height = fit(columns, rows, task.width * task.height, multiple)
+    frames = given(request.frames, task.frames)
     check_size(width, height, frames, multiple=multiple, temporal=vae.temporal_stride)
     T, Y, X = (frames - 1) // vae.temporal_stride + 1, height // vae.spatial_stride, width // vae.spatial_stride
     tokens = T * (Y // dit.patch_size[1]) * (X // dit.patch_size[2])
@@ -83,7 +84,7 @@ def make_job(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) -> Jo
         width=width,
         height=height,
         frames=frames,
-        fps=request.fps or task.fps,
+        fps=given(request.fps, task.fps),
         latent_shape=(1, vae.z_dim, T, Y, X),
         tokens=tokens,
         image_channels=image_channels,
@@ -92,11 +93,15 @@ def make_job(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) -> Jo
     )
 
 
+def given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
 def _check_images(request: Request, task: Task, image_channels: bool, known_frame: bool) -> None:
-    given = request.image or request.last_image
-    if image_channels and not given:
+    image = request.image or request.last_image
+    if image_channels and not image:
         raise OptionError(f"{task.name} turns an image into a video: give --image (and optionally --last-image)")
-    if given and not (image_channels or known_frame):
+    if image and not (image_channels or known_frame):
         raise OptionError(f"{task.name} takes no image: leave --image out, or load an image-to-video model")
     if request.last_image and not image_channels:
         raise OptionError(f"{task.name} takes a first frame only: leave --last-image out")

@@ -6,7 +6,7 @@ release, or single files. Every file is recognised by its contents before any we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -35,6 +35,7 @@ from wan_core.config import (
     VAEConfig,
     find_task,
 )
+from wan_core.job import Job
 from wan_core.memory.residency import Residency, choose_residency
 from wan_core.model.dit import WanModel
 from wan_core.optimize import optimize, optimize_vae
@@ -63,7 +64,8 @@ class Models:
         return self.residency.device
 
     def expert(self, name: str) -> WanModel:
-        return cast(WanModel, self.residency.use(name))
+        """Ready on the device. A task with a single transformer has it as `high`, whichever is asked for."""
+        return cast(WanModel, self.residency.use(name if name in self.residency.models else "high"))
 
     def text_encoder(self) -> TextEncoder:
         return cast(TextEncoder, self.residency.use("text_encoder"))
@@ -88,6 +90,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as fault:
         raise OptionError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N") from fault
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise OptionError(
             f"device {name!r} given, but torch {torch.__version__} sees {torch.cuda.device_count()} NVIDIA GPUs"
@@ -95,13 +99,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def compute_dtype(precision: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """What a model computes in. fp16 is never used for the transformer: its activations overflow to black frames."""
-    if precision == "fp32" or (precision in ("checkpoint", "auto") and device.type == "cpu"):
-        return torch.float32  # CPUs are slow at everything else
-    if precision in ("bf16", "auto"):
-        return torch.bfloat16
-    return torch.float32 if stored == torch.float32 else torch.bfloat16
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """What a model computes in. "checkpoint" and "auto": bf16 on a GPU, whatever the file stores, as the reference does
+    (fp16 would overflow to black frames, fp32 has no fast attention); fp32 on a CPU, which is slow at everything else.
+    """
+    if precision == "fp32" or (precision != "bf16" and device.type == "cpu"):
+        return torch.float32
+    return torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -144,15 +148,16 @@ def find_models(options: LoadOptions, *, image: bool = False) -> Parts:
     return parts
 
 
-def load_models(parts: Parts, options: LoadOptions, report: Report) -> Models:
-    """Load what `find_models` found. Raises AttentionError for a backend that cannot run here."""
-    attention, attend = resolve_attention(options.attention, report.device)
+def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | None = None) -> Models:
+    """Load what `find_models` found; `job` says how much room a run will need beside the weights (None: the task's own
+    size). Raises AttentionError for a backend that cannot run here."""
     dtypes = {
-        name: compute_dtype(options.vae_precision if name == "vae" else options.precision, part.stored, report.device)
+        name: compute_dtype(options.vae_precision if name == "vae" else options.precision, report.device)
         for name, part in parts.of.items()
     }
+    attention, attend = resolve_attention(options.attention, report.device, dtypes["high"])
     weights = sum(part.parameters * dtypes[name].itemsize for name, part in parts.of.items())
-    policy, why = choose_residency(options.residency, report.device, weights, activation_bytes(parts.dit, parts.task))
+    policy, why = choose_residency(options.residency, report.device, weights, activation_bytes(parts, job))
     report.notes.append(f"residency: {policy} ({why})")
     residency = Residency(report.device, policy)
     for name, part in parts.of.items():
@@ -162,8 +167,6 @@ def load_models(parts: Parts, options: LoadOptions, report: Report) -> Models:
         elif isinstance(model, VideoVAE):
             optimize_vae(model, report.device)
         residency.add(name, model)
-    if "low" not in parts.of:
-        residency.models["low"] = residency.models["high"]
     report.settings["models"] = {name: part.source for name, part in parts.of.items()}
     report.settings["precision"] = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     return Models(parts.task, residency, attention)
@@ -275,6 +278,9 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
 def random_parts(options: LoadOptions) -> Parts:
     """Full-size models of a task with random weights, drawn on the device."""
     assert options.model is not None
+    given = [part for part in (*PARTS, "tokenizer") if getattr(options, part) is not None]
+    if given:
+        raise OptionError(f"{options.model} makes every part itself: leave out {', '.join(given)}")
     task = find_task(options.model.removeprefix("random:"))
     if task.name not in RANDOM:
         raise OptionError(f"random weights are made for {', '.join(RANDOM)}; for {task.name} use --model tiny")
@@ -319,10 +325,20 @@ def check_fit(parts: Parts) -> None:
         )
 
 
-def activation_bytes(config: DiTConfig, task: Task) -> int:
-    """`forward_bytes` at the task's own size."""
-    stride = 16 if config.out_channels <= 16 else 32  # pixels per token
-    return forward_bytes(config, ((task.frames - 1) // 4 + 1) * (task.height // stride) * (task.width // stride))
+def activation_bytes(parts: Parts, job: Job | None) -> int:
+    """A generous estimate of what a run needs besides weights: the larger of a forward and the decode."""
+    if job is not None:
+        _, _, T, Y, X = job.latent_shape
+    else:
+        stride, task = parts.vae.spatial_stride, parts.task
+        T, Y, X = (task.frames - 1) // parts.vae.temporal_stride + 1, task.height // stride, task.width // stride
+    forward = forward_bytes(parts.dit, T * Y * X // (parts.dit.patch_size[1] * parts.dit.patch_size[2]))
+    return max(forward * (2 if job is not None and job.batched else 1), decode_bytes(parts.vae, Y, X))
+
+
+def token_count(config: DiTConfig, latent_shape: Sequence[int]) -> int:
+    """Tokens of one video with latents [B, C, T, Y, X]."""
+    return prod(size // patch for size, patch in zip(latent_shape[2:], config.patch_size, strict=True))
 
 
 def forward_bytes(config: DiTConfig, tokens: int) -> int:
@@ -347,5 +363,5 @@ def load_vae_only(model: str | None, vae: str | None, device: str, precision: st
     if path is None:
         raise OptionError(f"no VAE found in {model}: add --vae FILE")
     part = recognise(Path(path), "vae", load_vae)
-    loaded = cast(VideoVAE, part.load(where, compute_dtype(precision, part.stored, where)))
+    loaded = cast(VideoVAE, part.load(where, compute_dtype(precision, where)))
     return optimize_vae(loaded, where), where

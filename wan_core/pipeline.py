@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from wan_core.report import Report, StepClock
 from wan_core.vae.statistics import denormalise
 from wan_core.video import load_image
 
+Module = TypeVar("Module")
 OnStep = Callable[[Progress, float | None], None]
 """Called after every step: what was done, and the seconds of the newest finished step (None before the first)."""
 
@@ -51,7 +52,8 @@ class Pipeline:
 
     def __init__(self, models: Models, report: Report) -> None:
         self.models = models
-        self.report = report
+        self.loaded = report  # of loading alone
+        self.report = report.branch()  # of the newest generation
 
     @classmethod
     def load(cls, options: LoadOptions, *, request: Request | None = None) -> Pipeline:
@@ -61,9 +63,8 @@ class Pipeline:
         report = Report(choose_device(options.device))
         with report.phase("load"):
             found = find_models(options, image=request is not None and bool(request.image or request.last_image))
-            if request is not None:
-                make_job(request, found.task, found.dit, found.vae)
-            models = load_models(found, options, report)
+            job = None if request is None else make_job(request, found.task, found.dit, found.vae)
+            models = load_models(found, options, report, job)
         return cls(models, report)
 
     @torch.no_grad()
@@ -82,14 +83,16 @@ class Pipeline:
         on_phase("denoise")
         latents = self.sample(job, conditioning, on_step)
         if keep_latents is not None:
-            save_latents(keep_latents, latents, job.fps, self.report.settings)
+            with self.report.phase("save latents"):
+                save_latents(keep_latents, latents, job.fps, self.report.settings)
         on_phase("decode")
-        frames = decode_latents(self.models.vae(), latents, self.report)
+        frames = decode_latents(self.fetch("vae", self.models.vae), latents, self.report)
         return Result(frames, latents.cpu(), job.fps, job.plan, self.report)
 
     def prepare(self, request: Request) -> Job:
-        """Fill in what the request leaves open and check all of it. Raises OptionError."""
+        """Fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""
         models = self.models
+        self.report = self.loaded.branch()
         job = make_job(request, models.task, models.dit_config, models.vae_config)
         self.report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
         self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
@@ -98,19 +101,27 @@ class Pipeline:
     @torch.no_grad()
     def encode(self, job: Job) -> Conditioning:
         """Text, and the image if there is one, to what the denoising loop needs."""
+        encoder = self.fetch("text encoder", self.models.text_encoder)
         with self.report.phase("text"):
             prompts = [job.request.prompt, job.negative_prompt] if job.plan.guided else [job.request.prompt]
-            rows = self.models.text_encoder().encode(prompts)
+            rows = encoder.encode(prompts)
             cond, uncond = rows[:1], rows[1:] if job.plan.guided else None
         if job.request.image is None and job.request.last_image is None:
             return Conditioning(cond=cond, uncond=uncond)
+        vae = self.fetch("vae", self.models.vae)
         with self.report.phase("encode image"):
-            vae = self.models.vae()
             first, last = (self._image(path, job) for path in (job.request.image, job.request.last_image))
             if job.image_channels:
                 return Conditioning(cond=cond, uncond=uncond, concat=image_channels(vae, first, last, job.frames))
             assert first is not None
             return Conditioning(cond=cond, uncond=uncond, known=first_latent(vae, first))
+
+    def fetch(self, name: str, use: Callable[[], Module]) -> Module:
+        """A model ready on the device. Where models take turns, bringing it there is a phase of its own."""
+        if self.models.residency.policy == "resident":
+            return use()
+        with self.report.phase(f"fetch {name}"):
+            return use()
 
     def _image(self, path: str | None, job: Job) -> Tensor | None:
         """[1, 3, 1, H, W] in -1..1 on the device, resized and cropped to the job's size."""
@@ -125,10 +136,7 @@ class Pipeline:
         models = self.models
 
         def acquire(expert: Expert) -> WanModel:
-            if models.residency.policy == "resident":
-                return models.expert(expert)
-            with self.report.phase(f"fetch {expert}"):
-                return models.expert(expert)
+            return self.fetch(expert, lambda: models.expert(expert))
 
         noise = draw_noise(job.request.seed, job.latent_shape).to(models.device)
         return sample_latents(

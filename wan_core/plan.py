@@ -127,6 +127,11 @@ def make_plan(
     Raises OptionError.
     """
     default = find_task(task)
+    if guidance_low is not None and guidance_high is None and not default.two_experts:
+        raise OptionError(
+            f"guidance {guidance_low} given for a low-noise expert, and {default.name} has one transformer only, which "
+            "goes by guidance_high: give that, or both"
+        )
     steps = default.steps if steps is None else steps
     shift = default.shift if shift is None else shift
     boundary = default.boundary if boundary is None else boundary

@@ -97,6 +97,10 @@ class Report:
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
+    def setting_lines(self) -> list[str]:
+        """`key: value`, one for each setting."""
+        return [f"{key}: {_words(value)}" for key, value in self.settings.items()]
+
     def text(self) -> str:
         """The phases as a table, one a line, then totals and notes."""
         lines = []
@@ -111,6 +115,12 @@ class Report:
         )
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join([f"report ({whole['device']}):", *lines])
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_words(inner)}" for key, inner in value.items())
+    return " x ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 class StepClock:

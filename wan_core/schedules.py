@@ -32,13 +32,19 @@ def unipc_schedule(steps: int, shift: float) -> tuple[list[float], list[float]]:
 
 
 def dpmpp_schedule(steps: int, shift: float) -> tuple[list[float], list[float]]:
-    """(sigmas, timesteps) of the official DPM++ scheduler: starts at pure noise, timesteps cut to whole numbers."""
-    sigmas, timesteps = euler_schedule(steps, shift)
-    return sigmas, [float(int(t)) for t in timesteps]
+    """(sigmas, timesteps) of the official DPM++ scheduler: starts at pure noise, timesteps cut to whole numbers (before
+    sigmas are rounded, as there: at a boundary the difference would change the expert)."""
+    exact = [shifted(even, shift) for even in from_one(steps)]
+    return [*map(float32, exact), 0.0], [float(int(sigma * 1000)) for sigma in exact]
 
 
 def euler_schedule(steps: int, shift: float) -> tuple[list[float], list[float]]:
     """(sigmas, timesteps) from 1 to 0 with exact, fractional timesteps: 4 steps at shift 5 are 1000, 937.5, 833.3,
     625."""
-    sigmas = [float32(shifted(1 - i / steps, shift)) for i in range(steps)]
-    return [*sigmas, 0.0], [s * 1000 for s in sigmas]
+    sigmas = [float32(shifted(even, shift)) for even in from_one(steps)]
+    return [*sigmas, 0.0], [float32(sigma * 1000) for sigma in sigmas]
+
+
+def from_one(steps: int) -> list[float]:
+    """1, ..., 1 / steps as numpy's linspace(1, 0, steps + 1) gives them: the last digit decides what is cut."""
+    return [1 + i * (-1 / steps) for i in range(steps)]

@@ -42,7 +42,7 @@ def bench_model(name: str, device: torch.device, dtype: torch.dtype, layers: int
         if layers is not None:
             del model.blocks[layers:]
     assert isinstance(model, WanModel)
-    return optimize(model, attend=resolve_attention("auto", device)[1]), stride
+    return optimize(model, attend=resolve_attention("auto", device, dtype)[1]), stride
 
 
 def parse_size(size: str) -> tuple[int, int, int]:

@@ -14,8 +14,8 @@ import torch
 from wan_core.bench.cases import Case, bench_model, make_case, parse_size
 from wan_core.bench.options import SUITES
 from wan_core.bench.results import envelope, table, write_result
-from wan_core.bench.settings import make_forward
-from wan_core.config import LoadOptions, Request
+from wan_core.bench.settings import check_setting, make_forward
+from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.models import choose_device
 from wan_core.pipeline import Pipeline
 from wan_core.report import GIB
@@ -23,6 +23,7 @@ from wan_core.report import GIB
 
 def run_bench(options: argparse.Namespace) -> int:
     device = choose_device(options.device)
+    check_options(options)
     measure = measure_generation if options.suite == "generate" else measure_forwards
     name = options.model or ("random:t2v-A14B" if device.type == "cuda" else "tiny")
     rows, details = measure(name, device, options)
@@ -32,6 +33,20 @@ def run_bench(options: argparse.Namespace) -> int:
     if path is not None:
         print(path)
     return 0
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise OptionError for what would fail after the model was made."""
+    for size in options.size or ():
+        parse_size(size)
+    for setting in options.setting or ():
+        check_setting(setting)
+    if options.runs < 1 or (options.layers is not None and options.layers < 1):
+        raise OptionError(f"runs {options.runs} and layers {options.layers} given; both must be at least 1")
+    if options.suite == "generate" and (options.layers is not None or options.setting):
+        raise OptionError("the suite generate makes whole videos: leave out --layers and --setting")
+    if options.suite != "generate" and options.steps is not None:
+        raise OptionError("--steps belongs to the suite generate: a forward has none")
 
 
 Rows = list[dict[str, Any]]
@@ -47,8 +62,8 @@ def measure_forwards(name: str, device: torch.device, options: argparse.Namespac
     model, stride = bench_model(name, device, dtype, options.layers)
     rows: Rows = []
     with torch.no_grad():
-        for size in sizes:
-            case = make_case(model, size, stride)
+        cases = [make_case(model, size, stride) for size in sizes]  # all sizes are checked before the first is run
+        for case in cases:
             rows += measure_case(case, [first, *(s for s in settings if s != first)], options.runs)
     return rows, {"layers": model.config.num_layers, "dtype": options.precision}
 

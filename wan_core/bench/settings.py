@@ -20,10 +20,16 @@ Forward = Callable[[], torch.Tensor]
 
 def make_forward(setting: str, case: Case) -> Forward:
     """What runs `setting` ("diffusers", "attention:cudnn", ...) on `case`. Raises OptionError for an unknown one."""
+    kind, argument = check_setting(setting)
+    return FACTORIES[kind](case, argument)
+
+
+def check_setting(setting: str) -> tuple[str, str]:
+    """(kind, argument) of a setting. Raises OptionError for an unknown one."""
     kind, _, argument = setting.partition(":")
     if kind not in FACTORIES or bool(argument) != (kind == "attention"):
         raise OptionError(f"setting {setting!r} is not known; use one of: {', '.join(SETTINGS)}")
-    return FACTORIES[kind](case, argument)
+    return kind, argument
 
 
 def _forward(case: Case, _: str) -> Forward:
@@ -43,7 +49,7 @@ def _batched(case: Case, _: str) -> Forward:
 
 
 def _attention(case: Case, backend: str) -> Forward:
-    attend = resolve_attention(backend, case.x.device)[1]
+    attend = resolve_attention(backend, case.x.device, case.model.patch_embedding.weight.dtype)[1]
     text = case.model.prepare_text(case.contexts[0])
 
     def forward() -> torch.Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from wan_core.config import UserError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(UserError):
     """A model file is damaged, incomplete, of an unknown format, or not the part that was asked for.
 
     `fault` says what is wrong and what to do; `where` names the file. The message is `"{where}: {fault}"`. Code that

@@ -18,13 +18,14 @@ THETA = 10000.0
 def rope_table(grid: tuple[int, int, int], axes: tuple[int, int, int], device: torch.device | str = "cpu") -> Tensor:
     """The rotation of every token of `grid` (T, Y, X): float32 [L, 1, D/2, 2] holding (cos, sin).
 
-    Computed in float64 and rounded once: at 1,000 positions float32 angles would already be off in the fourth digit.
+    Computed in float64 on the device itself and rounded once: at 1,000 positions float32 angles would already be off in
+    the fourth digit.
     """
     T, Y, X = grid
     angles = []
     for positions, channels in zip((T, Y, X), axes, strict=True):
-        frequency = THETA ** -(torch.arange(0, channels, 2, dtype=torch.float64) / channels)
-        angles.append(torch.outer(torch.arange(positions, dtype=torch.float64), frequency))
+        frequency = THETA ** -(torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels)
+        angles.append(torch.outer(torch.arange(positions, dtype=torch.float64, device=device), frequency))
     t, y, x = angles
     angle = torch.cat(
         [
@@ -34,7 +35,7 @@ def rope_table(grid: tuple[int, int, int], axes: tuple[int, int, int], device: t
         ],
         dim=-1,
     ).reshape(T * Y * X, 1, -1)
-    return torch.stack([angle.cos(), angle.sin()], dim=-1).float().to(device)
+    return torch.stack([angle.cos(), angle.sin()], dim=-1).float()
 
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
