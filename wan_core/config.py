@@ -170,9 +170,9 @@ TASKS: dict[str, Task] = {
              guidance_high=5.0, guidance_low=5.0, width=1280, height=704, frames=121, fps=24),
         # the embedded model, see docs/design.md
         Task(name="t2v-tiny", in_channels=16, two_experts=True, boundary=0.875, shift=5.0, steps=20,
-             guidance_high=4.0, guidance_low=4.0, width=96, height=96, frames=17, fps=8, negative_prompt=""),
+             guidance_high=3.0, guidance_low=3.0, width=96, height=96, frames=17, fps=8, negative_prompt=""),
         Task(name="i2v-tiny", in_channels=36, two_experts=True, boundary=0.9, shift=5.0, steps=20,
-             guidance_high=2.0, guidance_low=2.0, width=96, height=96, frames=17, fps=8, negative_prompt=""),
+             guidance_high=3.0, guidance_low=3.0, width=96, height=96, frames=17, fps=8, negative_prompt=""),
     )
 }  # fmt: skip
 

@@ -23,7 +23,7 @@ from wan_core.solvers import SOLVERS, History
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
 # benchmarks/results/guidance-*.json and docs/performance.md.
-BATCHED_TOKENS = 2048
+BATCHED_TOKENS = 1024
 
 
 class NonFiniteError(UserError):

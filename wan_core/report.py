@@ -75,6 +75,10 @@ class Report:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    @property
+    def total_seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases.values())
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "device": device_name(self.device),
@@ -88,7 +92,7 @@ class Report:
                 }
                 for name, p in self.phases.items()
             },
-            "total_seconds": round(sum(p.seconds for p in self.phases.values()), 4),
+            "total_seconds": round(self.total_seconds, 4),
             "peak_device_gib": round(max((p.peak for p in self.phases.values()), default=0) / GIB, 3),
             "peak_host_gib": round(host_peak_bytes() / GIB, 3),
             "notes": self.notes,
