@@ -1,6 +1,6 @@
 """Make docs/demo.png: frames of videos that the embedded model makes from captions it was never trained on.
 
-    python -m tools.demo_picture
+python -m tools.demo_picture
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def main() -> None:
     rows: list[np.ndarray] = []
     used: set[str] = set()
     for shape, motion in CHOSEN:
-        scene = next(s for s in SCENES if held_out(s) and (s.shape, s.motion) == (shape, motion) and s.colour not in used)
+        suitable = (s for s in SCENES if held_out(s) and (s.shape, s.motion) == (shape, motion))
+        scene = next(s for s in suitable if s.colour not in used)
         used.add(scene.colour)
         frames = pipe.generate(Request(prompt=scene.caption, seed=0)).frames
         print(scene.caption, judge(torch.from_numpy(frames), scene))

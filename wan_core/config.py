@@ -192,7 +192,8 @@ RESIDENCIES = ("auto", "resident", "swap")
 GUIDANCE_MODES = ("auto", "sequential", "batched")
 
 
-def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise OptionError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise OptionError(f"{name} {value!r} is not known; use one of: {', '.join(allowed)}")
 
@@ -220,9 +221,9 @@ class LoadOptions:
     residency: str = "auto"
 
     def __post_init__(self) -> None:
-        _choice("precision", self.precision, PRECISIONS)
-        _choice("vae precision", self.vae_precision, ("auto", "bf16", "fp32"))
-        _choice("residency", self.residency, RESIDENCIES)
+        check_choice("precision", self.precision, PRECISIONS)
+        check_choice("vae precision", self.vae_precision, ("auto", "bf16", "fp32"))
+        check_choice("residency", self.residency, RESIDENCIES)
         if self.model is None and not (self.high or self.low):
             raise OptionError(
                 "no model given: use --model tiny, --model FOLDER of a release, or --high FILE and --low FILE"
@@ -251,7 +252,7 @@ class Request:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _choice("guidance mode", self.guidance_mode, GUIDANCE_MODES)
+        check_choice("guidance mode", self.guidance_mode, GUIDANCE_MODES)
         if not 0 <= self.seed < 2**64:
             raise OptionError(f"seed {self.seed} given; allowed are 0 to 2^64 - 1")
         if (self.width is None) != (self.height is None):

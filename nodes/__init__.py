@@ -1,0 +1,31 @@
+"""The nodes: widgets -> dataclasses -> one engine call. No arithmetic on tensors here; what is missing goes into the
+engine. Ids, inputs, their order, defaults and sockets are frozen (`tests/node_schemas.json`): only ever append."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
+from .loaders import WanCoreModelLoader, WanCoreTextEncoderLoader, WanCoreVAELoader
+from .report import WanCorePlanPreview, WanCoreReport
+from .sampling import WanCoreSampler
+from .video import WanCoreVAEDecode, WanCoreVAEEncode
+
+NODES: list[type[io.ComfyNode]] = [
+    WanCoreModelLoader,
+    WanCoreTextEncoderLoader,
+    WanCoreVAELoader,
+    WanCoreTextEncode,
+    WanCoreEmptyLatent,
+    WanCoreImageToVideo,
+    WanCoreSampler,
+    WanCorePlanPreview,
+    WanCoreVAEDecode,
+    WanCoreVAEEncode,
+    WanCoreReport,
+]
+
+
+class WanCoreExtension(ComfyExtension):
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return NODES

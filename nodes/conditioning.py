@@ -1,0 +1,284 @@
+"""What goes into the sampler besides the model: text, known images, empty latents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from comfy_api.latest import io
+from torch import Tensor
+
+from wan_core.conditioning import (
+    Conditioning,
+    empty_latents,
+    frame_mask,
+    hold_first,
+    join_image,
+    known_first,
+    known_frames,
+)
+from wan_core.config import TASKS, VAE_21, VAE_22, OptionError, VAEConfig
+from wan_core.images import pixels_to_video, video_to_pixels
+from wan_core.models import Experts
+from wan_core.plan import Plan
+from wan_core.video import fit_image
+
+from . import host
+from .loaders import refusal
+from .sockets import CONDITIONING, TextSocket
+
+LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
+MAX_SIDE, MAX_FRAMES = 8192, 4001
+NEGATIVE = TASKS["t2v-A14B"].negative_prompt
+
+
+def size_inputs() -> list[Any]:
+    """Width, height and frames, the same in every node that asks for them."""
+    return [
+        io.Int.Input(
+            "width",
+            default=832,
+            min=16,
+            max=MAX_SIDE,
+            step=16,
+            tooltip="Pixels; a multiple of 16 (A14B) or 32 (TI2V-5B). The embedded model was trained at 96x96.",
+        ),
+        io.Int.Input(
+            "height",
+            default=480,
+            min=16,
+            max=MAX_SIDE,
+            step=16,
+            tooltip="Pixels; a multiple of 16 (A14B) or 32 (TI2V-5B).",
+        ),
+        io.Int.Input(
+            "frames",
+            default=81,
+            min=1,
+            max=MAX_FRAMES,
+            step=4,
+            tooltip="A multiple of 4 plus 1. Wan was trained on 81 frames at 16 per second (TI2V-5B: 121 at 24); the "
+            "embedded model on 17 at 8.",
+        ),
+    ]
+
+
+def check_widgets(config: VAEConfig, width: int | None, height: int | None, frames: int | None) -> bool | str:
+    """What `validate_inputs` answers; ComfyUI leaves limits to it too. None: fed by a link, checked when it runs."""
+    if width is None or height is None or frames is None:
+        return True
+    if max(width, height) > MAX_SIDE or frames > MAX_FRAMES:
+        return (
+            f"{width}x{height} and {frames} frames given; at most {MAX_SIDE} pixels and {MAX_FRAMES} frames are allowed"
+        )
+    return refusal(lambda: empty_latents(config, width, height, frames))
+
+
+class WanCoreTextEncode(io.ComfyNode):
+    """Positive and negative prompt at once."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreTextEncode",
+            display_name="WanCore Text Encode",
+            category="WanCore",
+            description="Encodes both prompts in one pass. The same text never runs the encoder twice.",
+            inputs=[
+                io.Clip.Input("clip", tooltip="A UMT5 text encoder: WanCore's, or ComfyUI's CLIPLoader of type wan."),
+                io.String.Input(
+                    "positive",
+                    multiline=True,
+                    dynamic_prompts=True,
+                    default="a red circle moving right on a blue background",
+                    tooltip="What the video shows. The embedded model knows sentences such as 'a green star moving "
+                    "up on a white background'.",
+                ),
+                io.String.Input(
+                    "negative",
+                    multiline=True,
+                    dynamic_prompts=True,
+                    default=NEGATIVE,
+                    tooltip="What the video should not show; used where guidance is not 1. Leave it empty for the "
+                    "embedded model.",
+                ),
+            ],
+            outputs=[
+                io.Conditioning.Output("positive_out", display_name="positive", tooltip="The encoded prompt."),
+                io.Conditioning.Output("negative_out", display_name="negative", tooltip="The encoded negative prompt."),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, clip: Any, positive: str, negative: str) -> io.NodeOutput:
+        if isinstance(clip, TextSocket):
+            return io.NodeOutput(*clip.encode([positive, negative]))
+        return io.NodeOutput(*(clip.encode_from_tokens_scheduled(clip.tokenize(t)) for t in (positive, negative)))
+
+
+class WanCoreEmptyLatent(io.ComfyNode):
+    """The size of the video to make."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreEmptyLatent",
+            display_name="WanCore Empty Latent",
+            category="WanCore",
+            description="The size and length of a video, checked against what Wan can make.",
+            inputs=[
+                *size_inputs(),
+                io.Combo.Input(
+                    "latent_type",
+                    options=list(LATENT_TYPES),
+                    default=next(iter(LATENT_TYPES)),
+                    tooltip="Whose latents these are: the VAE that belongs to the model.",
+                ),
+            ],
+            outputs=[io.Latent.Output("latent", display_name="latent", tooltip="For the sampler.")],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls,
+        width: int | None = None,
+        height: int | None = None,
+        frames: int | None = None,
+        latent_type: str | None = None,
+    ) -> bool | str:
+        if latent_type is not None and latent_type not in LATENT_TYPES:
+            return f"{latent_type!r} is none of {', '.join(LATENT_TYPES)}"
+        return check_widgets(VAE_21 if latent_type is None else LATENT_TYPES[latent_type], width, height, frames)
+
+    @classmethod
+    def execute(cls, width: int, height: int, frames: int, latent_type: str) -> io.NodeOutput:
+        return io.NodeOutput(
+            {"samples": host.to_intermediate(empty_latents(LATENT_TYPES[latent_type], width, height, frames))}
+        )
+
+
+class WanCoreImageToVideo(io.ComfyNode):
+    """A known first frame, a known last frame, or both."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreImageToVideo",
+            display_name="WanCore Image to Video",
+            category="WanCore",
+            description="Adds a first frame, a last frame or both to the conditioning of an image-to-video model.",
+            inputs=[
+                io.Conditioning.Input("positive", tooltip="The encoded prompt."),
+                io.Conditioning.Input("negative", tooltip="The encoded negative prompt."),
+                io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
+                *size_inputs(),
+                io.Image.Input(
+                    "first_image",
+                    optional=True,
+                    tooltip="The first frame; scaled to cover the video's size, what sticks out is cut off.",
+                ),
+                io.Image.Input(
+                    "last_image", optional=True, tooltip="The last frame, if the video should end there (A14B only)."
+                ),
+            ],
+            outputs=[
+                io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
+                io.Conditioning.Output("negative_out", display_name="negative", tooltip="For the sampler."),
+                io.Latent.Output("latent", display_name="latent", tooltip="For the sampler."),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls, width: int | None = None, height: int | None = None, frames: int | None = None
+    ) -> bool | str:
+        return check_widgets(VAE_21, width, height, frames)
+
+    @classmethod
+    def execute(
+        cls,
+        positive: CONDITIONING,
+        negative: CONDITIONING,
+        vae: Any,
+        width: int,
+        height: int,
+        frames: int,
+        first_image: Tensor | None = None,
+        last_image: Tensor | None = None,
+    ) -> io.NodeOutput:
+        first, last = (_frame(image, (width, height)) for image in (first_image, last_image))
+        config = VAE_22 if vae.latent_channels == VAE_22.z_dim else VAE_21
+        latents = host.to_intermediate(empty_latents(config, width, height, frames))
+        if config is VAE_22:
+            if first is None or last is not None:
+                raise OptionError("TI2V-5B takes a first frame and no last frame: connect first_image alone")
+            samples, unknown = hold_first(vae.encode(video_to_pixels(first)), latents)
+            return io.NodeOutput(positive, negative, {"samples": samples, "noise_mask": unknown})
+        clip, unknown = known_frames(first, last, frames)
+        known = vae.encode(video_to_pixels(clip))
+        values = {"concat_latent_image": known, "concat_mask": frame_mask(unknown, known)}
+        return io.NodeOutput(_with(positive, values), _with(negative, values), {"samples": latents})
+
+
+def _frame(image: Tensor | None, size: tuple[int, int]) -> Tensor | None:
+    """The first picture of an IMAGE at `size` (width, height): [1, 3, 1, H, W] in -1..1."""
+    if image is None:
+        return None
+    return pixels_to_video(torch.from_numpy(fit_image(image[0, ..., :3].cpu().float().numpy(), size))[None])
+
+
+def _with(conditioning: CONDITIONING, values: dict[str, Any]) -> CONDITIONING:
+    return [[rows, {**extras, **values}] for rows, extras in conditioning]
+
+
+# ----------------------------------------------------------------------------------------------- CONDITIONING -> engine
+
+
+def join(
+    positive: CONDITIONING, negative: CONDITIONING, latent: dict[str, Any], experts: Experts, plan: Plan
+) -> tuple[Conditioning, float]:
+    """What ComfyUI's sockets carry, as the engine's `Conditioning`, and the seconds that the text took.
+
+    Raises OptionError for what does not fit the model.
+    """
+    cond, extras = _only(positive, "positive")
+    uncond, negative_extras = _only(negative, "negative")
+    dit, samples = experts.dit, latent["samples"]
+    if samples.ndim != 5 or samples.shape[1] != dit.out_channels:
+        raise OptionError(
+            f"latents of {list(samples.shape)} given; {experts.task.name} needs [batch, {dit.out_channels}, frames, "
+            "rows, columns]: choose the latent type and the VAE that belong to the model"
+        )
+    concat = known = None
+    image, unknown = extras.get("concat_latent_image"), extras.get("concat_mask")
+    if dit.in_channels > dit.out_channels:
+        if image is None:
+            raise OptionError(f"{experts.task.name} turns an image into a video: connect WanCore Image to Video")
+        if image.shape[2:] != samples.shape[2:]:
+            raise OptionError(
+                f"the image's latents are {list(image.shape)}, the video's {list(samples.shape)}: not one size"
+            )
+        concat = join_image(image, torch.ones_like(image[:, :1]) if unknown is None else unknown, experts.vae)
+    elif image is not None:
+        raise OptionError(f"{experts.task.name} takes no image: load an image-to-video model, or leave the image out")
+    if "noise_mask" in latent:
+        known = known_first(samples, latent["noise_mask"], experts.vae)
+        if known is not None and dit.out_channels != VAE_22.z_dim:
+            raise OptionError(f"{experts.task.name} takes no known frame as latents: use WanCore Image to Video")
+    seconds = extras.get("wancore_seconds", 0.0) or negative_extras.get("wancore_seconds", 0.0)
+    device = host.device()
+    return Conditioning(
+        cond=cond.to(device),
+        uncond=uncond.to(device) if plan.guided else None,
+        concat=None if concat is None else concat.to(device),
+        known=None if known is None else known.to(device),
+    ), seconds
+
+
+def _only(conditioning: CONDITIONING, name: str) -> tuple[Tensor, dict[str, Any]]:
+    if len(conditioning) != 1:
+        raise OptionError(
+            f"{len(conditioning)} conditionings are combined in `{name}`; Wan takes one: encode one text instead"
+        )
+    rows, extras = conditioning[0]
+    return rows, extras

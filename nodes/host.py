@@ -1,0 +1,172 @@
+"""ComfyUI as the nodes see it: devices, model folders, progress and interruption, and its memory manager.
+
+The only file that touches comfy.*, folder_paths and the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import folder_paths
+import torch
+from comfy import model_management
+from comfy.model_patcher import ModelPatcher
+from comfy.utils import ProgressBar
+from comfy_execution.utils import get_executing_context
+from PIL import Image
+from server import PromptServer
+from torch import Tensor, nn
+
+from wan_core.config import OptionError
+from wan_core.memory.residency import tensors_of
+from wan_core.models import Part
+
+log = logging.getLogger("WanCore")
+PREVIEW_SIDE = 512  # pixels of the longer side of a live preview, at most
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
+
+
+# ------------------------------------------------------------------------------------------------------------- devices
+
+
+def device() -> torch.device:
+    """Where models run."""
+    return model_management.get_torch_device()
+
+
+def to_intermediate(tensor: Tensor) -> Tensor:
+    """Where ComfyUI keeps what travels between nodes: the CPU, unless it was told otherwise."""
+    return tensor.to(model_management.intermediate_device())
+
+
+# ------------------------------------------------------------------------------------------------------- model folders
+
+
+def model_names(folder: str) -> list[str]:
+    """What ComfyUI finds in a kind of model folder; the shards of a model appear as the folder that holds them."""
+    names = folder_paths.get_filename_list(folder)
+    return list(dict.fromkeys(_whole(name) for name in names))
+
+
+def _whole(name: str) -> str:
+    parent = Path(name).parent.as_posix()
+    return f"{parent}/" if _SHARD.search(name) and parent != "." else name
+
+
+def model_path(folder: str, name: str) -> Path:
+    """The file or folder behind a name of `model_names`. Raises OptionError."""
+    for root in folder_paths.get_folder_paths(folder):
+        path = Path(root) / name
+        if path.exists():
+            return path
+    searched = " or ".join(folder_paths.get_folder_paths(folder))
+    raise OptionError(f"{name!r} is not in {searched}: put the file there and refresh, or choose another")
+
+
+# ----------------------------------------------------------------------------------------------------------- progress
+
+
+class Progress:
+    """The progress bar, live preview and line of text of the node that is running."""
+
+    def __init__(self, total: int) -> None:
+        model_management.throw_exception_if_processing_interrupted()
+        self.bar = ProgressBar(total)
+
+    def update(self, done: int, total: int, words: str, picture: Image.Image | None = None) -> None:
+        """Raises ComfyUI's interruption if the user asked for it."""
+        if words:
+            show(words)
+        self.bar.update_absolute(done, total, None if picture is None else ("JPEG", picture, PREVIEW_SIDE))
+
+
+def show(words: str) -> None:
+    """Text on the node that is running, in every page that is open."""
+    context = get_executing_context()
+    if context is not None:
+        PromptServer.instance.send_progress_text(words, context.node_id)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+class Weights(nn.Module):
+    """What ComfyUI's memory manager sees of a model: a shell that stays, whose contents come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.content: nn.Module | None = None
+
+
+class Held(ModelPatcher):
+    """A model of the engine that ComfyUI's memory manager may evict; it is read from its file again when used again.
+
+    Nothing is loaded before the first use. What is evicted is gone from host memory too: the file's own pages are the
+    copy that a second load reads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        part: Part,
+        dtype: torch.dtype,
+        finish: Callable[[nn.Module], nn.Module] = lambda module: module,
+    ) -> None:
+        """finish: applied to the module after every load."""
+        size = part.parameters * dtype.itemsize
+        super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=size)
+        self.name, self.part, self.dtype, self.finish = name, part, dtype, finish
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.model.content is not None
+
+    def use(self, memory: int) -> nn.Module:
+        """The module, on its device, with about `memory` bytes left free beside it."""
+        load([self], memory)
+        return self.model.content
+
+    # What the memory manager calls.
+
+    def partially_load(self, device_to: torch.device, extra_memory: float = 0, *_: object, **__: object) -> int:
+        """All or nothing: how many bytes were loaded."""
+        if self.is_loaded:
+            return 0
+        begin = time.perf_counter()
+        self.model.content = self.finish(self.part.load(self.load_device, self.dtype))
+        self.model.device = self.load_device
+        self.model.model_loaded_weight_memory = self.size
+        log.info("WanCore loaded the %s (%s) in %.2f s", self.name, self.part.source, time.perf_counter() - begin)
+        return self.size
+
+    def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, *_: object, **__: object) -> int:
+        """Nothing: then the manager evicts the whole."""
+        return 0
+
+    def detach(self, unpatch_all: bool = True) -> nn.Module:
+        """Evict. ComfyUI calls this with False on models that stay, before it uses them again."""
+        if unpatch_all and self.is_loaded:
+            for tensor in tensors_of(self.model.content).values():
+                tensor.data = tensor.new_empty(0)  # now, whoever still holds the module: a traceback, a cycle
+            self.model.content = None
+            self.model.device = self.offload_device
+            self.model.model_loaded_weight_memory = 0
+            log.info("WanCore evicted the %s", self.name)
+        return self.model
+
+    def __del__(self) -> None:
+        self.detach()  # a module may be in a reference cycle: its memory must not wait for the collector
+
+
+def load(models: Sequence[Held], memory: int) -> None:
+    """Have all `models` on the device at once, with about `memory` bytes left free beside them."""
+    model_management.load_models_gpu(list(models), memory_required=memory)
+
+
+def evict_all() -> None:
+    """Send every model off the device, ComfyUI's own too."""
+    model_management.free_memory(1e30, device())

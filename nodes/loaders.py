@@ -1,0 +1,275 @@
+"""Loaders: names of files -> what they are, held by ComfyUI's memory manager. Weights are read when first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from comfy_api.latest import io, ui
+from torch import nn
+
+from wan_core.attention.registry import AUTO_ORDER, BACKENDS, Attend, resolve_attention
+from wan_core.checkpoint import load_text_encoder, load_vae
+from wan_core.config import PRECISIONS, RESIDENCIES, check_choice
+from wan_core.model import WanModel
+from wan_core.models import TINY, Experts, Part, compute_dtype, find_experts, recognise
+from wan_core.optimize import optimize, optimize_vae
+from wan_core.preview import RGBMap, fit_map, map_of_channels
+from wan_core.vae import VideoVAE
+
+from . import host
+from .sockets import MODEL, ModelSocket, TextSocket, VAESocket
+
+TINY_T2V, TINY_I2V = "tiny (embedded)", "tiny i2v (embedded)"
+ALONE = "none"  # no second file
+VAE_PRECISIONS = ("auto", "bf16", "fp32")
+
+
+def embedded(name: str) -> dict[str, Path]:
+    return {TINY_T2V: TINY / f"{name}.safetensors"}
+
+
+def embedded_expert(expert: str) -> dict[str, Path]:
+    return {TINY_T2V: TINY / f"t2v_{expert}.safetensors", TINY_I2V: TINY / f"i2v_{expert}.safetensors"}
+
+
+def locate(folder: str, name: str, inside: Mapping[str, Path]) -> Path:
+    """The file behind a name of a widget. Raises OptionError."""
+    return inside[name] if name in inside else host.model_path(folder, name)
+
+
+def fingerprint(*paths: Path) -> list[tuple[str, int]]:
+    """Changes when a file does, so that a file replaced under its old name is loaded again."""
+    return [(str(path), path.stat().st_mtime_ns) for path in paths]
+
+
+def words_of(part: Part, dtype_name: str) -> str:
+    stored = str(part.stored).removeprefix("torch.")
+    size = f"{part.parameters / 1e9:.1f} billion" if part.parameters >= 1e9 else f"{part.parameters / 1e6:.2f} million"
+    return f"{part.source}: {size} parameters, {stored}, computing in {dtype_name}"
+
+
+def refusal(check: Callable[[], object]) -> bool | str:
+    """What `validate_inputs` answers: True, or why `check` raised."""
+    try:
+        check()
+    except (ValueError, OSError) as fault:
+        return str(fault)
+    return True
+
+
+class WanCoreModelLoader(io.ComfyNode):
+    """High and low expert; one file alone serves models of a single transformer."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        files = host.model_names("diffusion_models")
+        return io.Schema(
+            node_id="WanCoreModelLoader",
+            display_name="WanCore Model Loader",
+            category="WanCore",
+            description="Recognises one or two Wan transformers by their contents. Weights are read when first used.",
+            inputs=[
+                io.Combo.Input(
+                    "high",
+                    options=[*embedded_expert("high"), *files],
+                    default=TINY_T2V,
+                    tooltip="The high-noise expert's file in models/diffusion_models, or the only file of a model with "
+                    "one transformer. A folder of shards appears as one entry.",
+                ),
+                io.Combo.Input(
+                    "low",
+                    options=[ALONE, *embedded_expert("low"), *files],
+                    default=TINY_T2V,
+                    tooltip="The low-noise expert's file. 'none': the file above runs every step.",
+                ),
+                io.Combo.Input(
+                    "precision",
+                    options=list(PRECISIONS),
+                    default="checkpoint",
+                    tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU. fp16 is "
+                    "never used: Wan's activations overflow in it.",
+                ),
+                io.Combo.Input(
+                    "attention",
+                    options=["auto", *BACKENDS],
+                    default="auto",
+                    tooltip=f"The attention kernel. 'auto' takes the first that runs here of: {', '.join(AUTO_ORDER)}. "
+                    "One that cannot run is refused, never replaced silently.",
+                ),
+                io.Combo.Input(
+                    "residency",
+                    options=list(RESIDENCIES),
+                    default="auto",
+                    tooltip="'auto': ComfyUI's memory manager decides what leaves the device. 'resident': both experts "
+                    "stay on the device together. 'swap': everything else leaves before an expert is loaded.",
+                ),
+            ],
+            outputs=[
+                MODEL.Output("model", display_name="model", tooltip="For the WanCore Sampler and Plan Preview."),
+                io.String.Output("info", display_name="info", tooltip="What was recognised, as text."),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls, high: str = "", low: str = "", precision: str = "checkpoint", attention: str = "auto"
+    ) -> bool | str:
+        def check() -> None:
+            check_choice("precision", precision, PRECISIONS)  # ComfyUI leaves what is named here to us
+            if attention != "auto":
+                resolve_attention(attention, host.device(), compute_dtype(precision, host.device()))
+            if high:
+                find_experts(*_paths(high, low))
+
+        return refusal(check)
+
+    @classmethod
+    def fingerprint_inputs(
+        cls, high: str = "", low: str = "", precision: str = "", attention: str = "", residency: str = ""
+    ) -> list[tuple[str, int]]:
+        return fingerprint(*_paths(high, low)) if high else []
+
+    @classmethod
+    def execute(cls, high: str, low: str, precision: str, attention: str, residency: str) -> io.NodeOutput:
+        found = find_experts(*_paths(high, low))
+        dtype = compute_dtype(precision, host.device())
+        chosen, attend = resolve_attention(attention, host.device(), dtype)
+        finish = partial(_optimized, attend=attend)
+        first = host.Held("high-noise expert" if found.low else "transformer", found.high, dtype, finish)
+        second = host.Held("low-noise expert", found.low, dtype, finish) if found.low else first
+        rgb = _tiny_map() if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
+        model = ModelSocket(found, {"high": first, "low": second}, chosen, residency, rgb)
+        info = _info(found, str(dtype).removeprefix("torch."), chosen)
+        return io.NodeOutput(model, info, ui=ui.PreviewText(info))
+
+
+def _paths(high: str, low: str) -> list[Path]:
+    paths = [locate("diffusion_models", high, embedded_expert("high"))]
+    return paths if low in ("", ALONE) else [*paths, locate("diffusion_models", low, embedded_expert("low"))]
+
+
+def _optimized(module: nn.Module, attend: Attend) -> nn.Module:
+    assert isinstance(module, WanModel)
+    return optimize(module, attend=attend)
+
+
+def _optimized_vae(module: nn.Module) -> nn.Module:
+    assert isinstance(module, VideoVAE)
+    return optimize_vae(module, host.device())
+
+
+def _tiny_map() -> RGBMap:
+    vae = load_vae(TINY / "vae.safetensors")
+    assert isinstance(vae, VideoVAE)
+    return fit_map(vae.float())
+
+
+def _info(found: Experts, dtype: str, attention: str) -> str:
+    dit, task = found.dit, found.task
+    kind = "two experts" if task.two_experts else "one transformer for every step"
+    lines = [
+        f"{task.name}: {kind}, {dit.num_layers} blocks of width {dit.dim}, attention {attention}",
+        f"high: {words_of(found.high, dtype)}" if found.low else words_of(found.high, dtype),
+        *([f"low: {words_of(found.low, dtype)}"] if found.low else []),
+        f"its own settings: {task.steps} steps, shift {task.shift:g}, boundary {task.boundary:g}, guidance "
+        f"{task.guidance_high:g} high and {task.guidance_low:g} low, {task.width}x{task.height}, {task.frames} frames",
+    ]
+    return "\n".join(lines)
+
+
+class WanCoreTextEncoderLoader(io.ComfyNode):
+    """UMT5 with its tokenizer, on a CLIP socket."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreTextEncoderLoader",
+            display_name="WanCore Text Encoder Loader",
+            category="WanCore",
+            description="A UMT5 text encoder. Its output also feeds ComfyUI's own CLIP Text Encode.",
+            inputs=[
+                io.Combo.Input(
+                    "text_encoder",
+                    options=[*embedded("text_encoder"), *host.model_names("text_encoders")],
+                    default=TINY_T2V,
+                    tooltip="UMT5 in models/text_encoders, in the official, Diffusers or ComfyUI layout. Files without "
+                    "a tokenizer inside need spiece.model beside them.",
+                ),
+                io.Combo.Input(
+                    "precision",
+                    options=list(PRECISIONS),
+                    default="checkpoint",
+                    tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU.",
+                ),
+            ],
+            outputs=[io.Clip.Output("clip", display_name="clip", tooltip="The text encoder.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, text_encoder: str = "") -> bool | str:
+        return not text_encoder or refusal(lambda: cls._part(text_encoder))
+
+    @classmethod
+    def fingerprint_inputs(cls, text_encoder: str = "", precision: str = "") -> list[tuple[str, int]]:
+        return fingerprint(locate("text_encoders", text_encoder, embedded("text_encoder"))) if text_encoder else []
+
+    @classmethod
+    def execute(cls, text_encoder: str, precision: str) -> io.NodeOutput:
+        part = cls._part(text_encoder)
+        dtype = compute_dtype(precision, host.device())
+        words = words_of(part, str(dtype).removeprefix("torch."))
+        return io.NodeOutput(TextSocket(host.Held("text encoder", part, dtype)), ui=ui.PreviewText(words))
+
+    @staticmethod
+    def _part(name: str) -> Part:
+        path = locate("text_encoders", name, embedded("text_encoder"))
+        return recognise(path, "text_encoder", load_text_encoder)
+
+
+class WanCoreVAELoader(io.ComfyNode):
+    """The causal video VAE, 2.1 or 2.2, on a VAE socket."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreVAELoader",
+            display_name="WanCore VAE Loader",
+            category="WanCore",
+            description="A Wan video VAE. Its output also feeds ComfyUI's own VAE Decode and WanImageToVideo.",
+            inputs=[
+                io.Combo.Input(
+                    "vae",
+                    options=[*embedded("vae"), *host.model_names("vae")],
+                    default=TINY_T2V,
+                    tooltip="Wan 2.1 VAE (for A14B) or Wan 2.2 VAE (for TI2V-5B) in models/vae.",
+                ),
+                io.Combo.Input(
+                    "precision",
+                    options=list(VAE_PRECISIONS),
+                    default="auto",
+                    tooltip="What the VAE computes in. 'auto': bf16 on a GPU, fp32 on a CPU.",
+                ),
+            ],
+            outputs=[io.Vae.Output("vae_out", display_name="vae", tooltip="The VAE.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, vae: str = "") -> bool | str:
+        return not vae or refusal(lambda: cls._part(vae))
+
+    @classmethod
+    def fingerprint_inputs(cls, vae: str = "", precision: str = "") -> list[tuple[str, int]]:
+        return fingerprint(locate("vae", vae, embedded("vae"))) if vae else []
+
+    @classmethod
+    def execute(cls, vae: str, precision: str) -> io.NodeOutput:
+        part = cls._part(vae)
+        dtype = compute_dtype(precision, host.device())
+        words = words_of(part, str(dtype).removeprefix("torch."))
+        return io.NodeOutput(VAESocket(host.Held("VAE", part, dtype, _optimized_vae)), ui=ui.PreviewText(words))
+
+    @staticmethod
+    def _part(name: str) -> Part:
+        return recognise(locate("vae", name, embedded("vae")), "vae", load_vae)

@@ -1,0 +1,215 @@
+"""The sampler: a plan, walked step by step with a live preview."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io, ui
+
+from wan_core.conditioning import draw_noise
+from wan_core.config import GUIDANCE_MODES
+from wan_core.denoise import Progress, choose_batched
+from wan_core.drawing import clock
+from wan_core.models import token_count
+from wan_core.pipeline import sample_latents
+from wan_core.plan import MAX_STEPS, SCHEDULES, Plan, make_plan
+from wan_core.report import Phase, Report
+
+from . import host
+from .conditioning import join
+from .sockets import CONDITIONING, MODEL, REPORT, ModelSocket
+
+OWN = "0: the model's own"
+
+
+def plan_inputs() -> list[Any]:
+    """The numbers that make a plan, the same in the sampler and the plan preview."""
+    return [
+        io.Int.Input(
+            "steps",
+            default=0,
+            min=0,
+            max=MAX_STEPS,
+            tooltip=f"How many steps from noise to video. {OWN} (A14B 40, TI2V-5B 50, embedded 20).",
+        ),
+        io.Float.Input(
+            "shift",
+            default=0.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            round=0.001,
+            tooltip=f"Larger spends more of the steps on high noise. {OWN} (12 for text, 5 for image to video).",
+        ),
+        io.Float.Input(
+            "boundary",
+            default=0.0,
+            min=0.0,
+            max=1.0,
+            step=0.005,
+            round=0.0001,
+            tooltip="The high-noise expert runs the steps with at least this share of noise, the low-noise expert the "
+            f"rest. {OWN} (0.875 for text, 0.9 for image to video).",
+        ),
+        io.Float.Input(
+            "guidance_high",
+            default=0.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            round=0.01,
+            tooltip="How strongly the high-noise steps follow the prompt (CFG). 1 turns guidance off, which halves the "
+            f"time. {OWN}.",
+        ),
+        io.Float.Input(
+            "guidance_low",
+            default=0.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            round=0.01,
+            tooltip=f"The same for the low-noise steps. {OWN}.",
+        ),
+        io.Combo.Input(
+            "solver",
+            options=list(SCHEDULES),
+            default="unipc",
+            tooltip="unipc is what Wan is released with; euler is what step-distilled models are trained for.",
+        ),
+    ]
+
+
+def plan_of(
+    model: ModelSocket,
+    steps: int,
+    shift: float,
+    boundary: float,
+    guidance_high: float,
+    guidance_low: float,
+    solver: str,
+) -> Plan:
+    """The plan for widgets in which 0 stands for the model's own number."""
+    return make_plan(
+        task=model.experts.task.name,
+        steps=steps or None,
+        shift=shift or None,
+        boundary=boundary or model.experts.task.boundary,
+        guidance_high=guidance_high or None,
+        guidance_low=guidance_low or None,
+        solver=solver,
+    )
+
+
+class WanCoreSampler(io.ComfyNode):
+    """Noise to latents."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreSampler",
+            display_name="WanCore Sampler",
+            category="WanCore",
+            description="Runs both experts over the steps of a plan. Numbers left at 0 come from the model.",
+            inputs=[
+                MODEL.Input("model", tooltip="From the WanCore Model Loader."),
+                io.Conditioning.Input("positive", tooltip="The encoded prompt, and the image if there is one."),
+                io.Conditioning.Input("negative", tooltip="The encoded negative prompt; unused where guidance is 1."),
+                io.Latent.Input("latent", tooltip="The size of the video: an empty latent, WanCore's or ComfyUI's."),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=2**64 - 1,
+                    control_after_generate=True,
+                    tooltip="Which noise to start from; drawn on the CPU, so that it means the same on every device.",
+                ),
+                *plan_inputs(),
+                io.Combo.Input(
+                    "guidance_mode",
+                    options=list(GUIDANCE_MODES),
+                    default="auto",
+                    tooltip="Run the two branches of guidance as one forward ('batched') or apart. 'auto' decides by "
+                    "size. The result is the same but for rounding.",
+                ),
+            ],
+            outputs=[
+                io.Latent.Output("latent_out", display_name="latent", tooltip="Finished, for any VAE Decode."),
+                REPORT.Output("report", display_name="report", tooltip="Times, memory and settings so far."),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: ModelSocket,
+        positive: CONDITIONING,
+        negative: CONDITIONING,
+        latent: dict[str, Any],
+        seed: int,
+        steps: int,
+        shift: float,
+        boundary: float,
+        guidance_high: float,
+        guidance_low: float,
+        solver: str,
+        guidance_mode: str,
+    ) -> io.NodeOutput:
+        plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver)
+        conditioning, text_seconds = join(positive, negative, latent, model.experts, plan)
+        shape = tuple(latent["samples"].shape)
+        tokens = token_count(model.experts.dit, shape)
+        batched, why = choose_batched(guidance_mode, plan, tokens, streamed=False)
+        report = Report(host.device(), _settings(model, plan, shape, seed, batched))
+        report.notes.append(f"guidance: {'batched' if batched else 'sequential'} ({why})")
+        report.phases["text"] = Phase(text_seconds)
+        latents = sample_latents(
+            plan,
+            lambda expert: model.acquire(expert, shape[0] * tokens * (1 + batched), report),
+            conditioning,
+            draw_noise(seed, shape).to(host.device()),
+            model.experts.vae,
+            report,
+            batched=batched,
+            on_step=_Watcher(model, len(plan.steps)),
+        )
+        model.pace.clear()
+        for expert in plan.experts:
+            forwards = sum(step.forwards for step in plan.steps if step.expert == expert)
+            model.pace[expert] = report.phases[f"denoise {expert}"].seconds / forwards
+        words = f"{plan.table().splitlines()[0]}\ndone in {clock(report.total_seconds)}"
+        return io.NodeOutput({"samples": host.to_intermediate(latents)}, report, ui=ui.PreviewText(words))
+
+
+class _Watcher:
+    """After every step: the preview, the bar and how long the rest will take. Raises where the user interrupts."""
+
+    def __init__(self, model: ModelSocket, steps: int) -> None:
+        self.rgb = model.rgb
+        self.progress = host.Progress(steps)
+
+    def __call__(self, progress: Progress, seconds: float | None) -> None:
+        done, total, expert = progress.step.index + 1, progress.total, progress.step.expert
+        left = "" if seconds is None else f", {seconds:.3g} s a step, {clock(seconds * (total - done))} left"
+        picture = self.rgb.picture(progress.preview()) if self.rgb else None
+        self.progress.update(done, total, f"step {done} of {total}, {expert}-noise expert{left}", picture)
+
+
+def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int, batched: bool) -> dict[str, Any]:
+    config = model.experts.vae
+    high, low = model.experts.high, model.experts.low
+    return {
+        "task": plan.task,
+        "models": {"high": high.source, **({"low": low.source} if low else {})},
+        "precision": {e: str(held.dtype).removeprefix("torch.") for e, held in model.held.items()},
+        "size": [shape[4] * config.spatial_stride, shape[3] * config.spatial_stride],
+        "frames": config.temporal_stride * (shape[2] - 1) + 1,
+        "steps": len(plan.steps),
+        "shift": plan.shift,
+        "boundary": plan.boundary,
+        "guidance": {e: next(s.guidance for s in plan.steps if s.expert == e) for e in plan.experts},
+        "guidance_mode": "batched" if batched else "sequential",
+        "solver": plan.solver,
+        "seed": seed,
+        "attention": model.attention,
+        "residency": model.residency,
+    }

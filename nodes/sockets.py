@@ -1,0 +1,147 @@
+"""What travels between nodes. Models and reports have sockets of their own; text encoders and VAEs travel on ComfyUI's
+CLIP and VAE sockets, with the methods that its own nodes call, so that either side can be replaced.
+
+Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from comfy_api.latest import io
+from torch import Tensor
+
+from wan_core.config import VAEConfig
+from wan_core.images import decode_images, encode_images
+from wan_core.model import WanModel
+from wan_core.models import Experts, decode_bytes, forward_bytes
+from wan_core.plan import Expert
+from wan_core.preview import RGBMap
+from wan_core.report import Report
+from wan_core.text.cache import PromptCache
+from wan_core.text.umt5 import TextEncoder
+from wan_core.vae import TileSpec, VideoVAE
+
+from . import host
+
+MODEL = io.Custom("WANCORE_MODEL")  # ModelSocket
+REPORT = io.Custom("WANCORE_REPORT")  # wan_core.report.Report
+CONDITIONING = list[list[Any]]  # [[rows [1, L, 4096], {...}]]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSocket:
+    """One or two experts, not loaded before they are used. `pace`: seconds per forward of the last run."""
+
+    experts: Experts
+    held: Mapping[Expert, host.Held]  # both are one where a single transformer runs every step
+    attention: str
+    residency: str
+    rgb: RGBMap | None
+    pace: dict[Expert, float] = field(default_factory=dict)
+
+    def acquire(self, expert: Expert, tokens: int, report: Report) -> WanModel:
+        """The expert, on the device; a load is timed as a phase of `report`."""
+        held, memory = self.held[expert], forward_bytes(self.experts.dit, tokens)
+        together = list(dict.fromkeys(self.held.values())) if self.residency == "resident" else [held]
+        if self.residency == "swap" and not held.is_loaded:
+            host.evict_all()
+        if all(one.is_loaded for one in together):
+            host.load(together, memory)
+        else:
+            host.show(f"loading the {held.name} ...")
+            with report.phase(f"load {expert}"):
+                host.load(together, memory)
+        return cast(WanModel, held.model.content)
+
+
+class TextSocket:
+    """A UMT5 encoder on a CLIP socket; encoded prompts are kept with it."""
+
+    def __init__(self, held: host.Held) -> None:
+        self.held = held
+        self.cache = PromptCache()
+
+    def encode(self, prompts: Sequence[str]) -> list[CONDITIONING]:
+        """Each prompt as CONDITIONING. `wancore_seconds` in it is what encoding took, 0 if it was known."""
+        ran: list[float] = []
+
+        def encoder() -> TextEncoder:
+            ran.append(time.perf_counter())
+            return cast(TextEncoder, self.held.use(0))
+
+        rows = self.cache.encode(prompts, encoder)
+        seconds = time.perf_counter() - ran[0] if ran else 0.0
+        host.log.info("WanCore encoded the text in %.2f s" if ran else "WanCore knew the text (%.0f s)", seconds)
+        return [[[row, {"pooled_output": None, "wancore_seconds": seconds}]] for row in rows]
+
+    # What ComfyUI's CLIPTextEncode calls.
+
+    def tokenize(self, text: str, **_: Any) -> dict[str, str]:
+        return {"wancore": text}
+
+    def encode_from_tokens_scheduled(self, tokens: dict[str, str], **_: Any) -> CONDITIONING:
+        return self.encode([tokens["wancore"]])[0]
+
+
+class VAESocket:
+    """A video VAE on a VAE socket. Latents are un-normalised, pictures [F, H, W, 3] in 0..1."""
+
+    latent_dim = 3
+    output_channels = 3
+
+    def __init__(self, held: host.Held) -> None:
+        self.held = held
+        self.config = cast(VAEConfig, held.part.config)
+        self.latent_channels = self.config.z_dim
+
+    @property
+    def patcher(self) -> host.Held:
+        return self.held
+
+    def decode_images(
+        self, samples: Tensor, report: Report, tile: TileSpec | None, on_frames: Callable[[int, int], None]
+    ) -> Tensor:
+        """Latents [B, C, T, Y, X] -> pictures [B * F, H, W, 3]."""
+        return decode_images(self._use(*samples.shape[-2:]), samples, report, tile=tile, on_frames=on_frames)
+
+    # What ComfyUI's own nodes call.
+
+    def decode(self, samples: Tensor, *_: Any, **__: Any) -> Tensor:
+        """[B, C, T, Y, X] -> [B, F, H, W, 3]."""
+        return self._decode(samples, None)
+
+    def decode_tiled(self, samples: Tensor, tile_x: int = 32, tile_y: int = 32, overlap: int = 8, **_: Any) -> Tensor:
+        """As `decode`, in tiles of so many latent cells; time is streamed, never tiled."""
+        return self._decode(samples, TileSpec(height=tile_y, width=tile_x, overlap=overlap))
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """[F, H, W, 3], or [1, F, H, W, 3] -> [1, C, T, Y, X]."""
+        video = (pixels[0] if pixels.ndim == 5 else pixels)[..., :3]
+        stride = self.config.spatial_stride
+        return host.to_intermediate(encode_images(self._use(video.shape[1] // stride, video.shape[2] // stride), video))
+
+    def encode_tiled(self, pixels: Tensor, **_: Any) -> Tensor:
+        return self.encode(pixels)
+
+    def spacial_compression_decode(self) -> int:
+        return self.config.spatial_stride
+
+    def spacial_compression_encode(self) -> int:
+        return self.config.spatial_stride
+
+    def temporal_compression_decode(self) -> int:
+        return self.config.temporal_stride
+
+    def _decode(self, samples: Tensor, tile: TileSpec | None) -> Tensor:
+        bar = host.Progress(1)
+        images = self.decode_images(
+            samples, Report(host.device()), tile, lambda done, total: bar.update(done, total, "")
+        )
+        return host.to_intermediate(images.unflatten(0, (samples.shape[0], -1)))
+
+    def _use(self, rows: int, columns: int) -> VideoVAE:
+        return cast(VideoVAE, self.held.use(decode_bytes(self.config, rows, columns)))
