@@ -81,7 +81,7 @@ def evaluate(
             sheets = out if out.suffix != ".json" else out.parent
             write_png(sheets / f"{task}_guidance{guidance:g}.png", contact_sheet(videos[:SHEET_CLIPS]))
     result = envelope("embedded", device, rows) | {"steps": steps, "solver": solver, "seed": seed, "details": details}
-    result["command"] = result["command"].replace("wan_core", "tools.train_tiny")
+    result["command"] = result["command"].replace("python -m wan_core", "python -m tools.train_tiny")
     print(write_result(result, out, device))
     report_sizes(folder)
 
