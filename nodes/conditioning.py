@@ -91,7 +91,7 @@ class WanCoreTextEncode(io.ComfyNode):
                     multiline=True,
                     dynamic_prompts=True,
                     default="a red circle moving right on a blue background",
-                    tooltip="What the video shows. The embedded model knows sentences such as 'a green star moving "
+                    tooltip="What the video shows. The embedded model knows sentences such as 'a green square moving "
                     "up on a white background'.",
                 ),
                 io.String.Input(

@@ -6,6 +6,16 @@ import { api } from "../../../scripts/api.js";
 
 app.registerExtension({
   name: "WanCore.text",
+  // The page saves that text with the node's values, after the last of them, where a later version may have one more
+  // input: it would be read as its value.
+  beforeRegisterNodeDef(nodeType, nodeData) {
+    if (!nodeData.name.startsWith("WanCore")) return;
+    const before = nodeType.prototype.onSerialize;
+    nodeType.prototype.onSerialize = function (saved) {
+      before?.call(this, saved);
+      saved.widgets_values = saved.widgets_values?.filter((_, at) => !this.widgets[at].name.startsWith("$$"));
+    };
+  },
   setup() {
     api.addEventListener("executed", ({ detail }) => {
       const id = String(detail.display_node ?? detail.node);

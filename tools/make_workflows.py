@@ -1,0 +1,265 @@
+"""Write `workflows/` from the descriptions below: `<name>.json` for ComfyUI's page, `api/<name>.json` for its API.
+
+    python tools/make_workflows.py              write the files
+    python tools/make_workflows.py --check      exit 1, naming the files, if they are not what this would write
+    python tools/make_workflows.py --native http://127.0.0.1:8188
+                                                first learn ComfyUI's own nodes from a running one
+
+Inputs, their order and defaults come from tests/node_schemas.json and tools/native_nodes.json, the text of the notes
+from tools/notes/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.page_form import NATIVE_SCHEMAS, ROOT, Node, Output, Workflow, native_schema, read_schemas
+from wan_core.shapes import PALETTE
+
+WORKFLOWS = ROOT / "workflows"
+NOTES = ROOT / "tools" / "notes"
+TINY, TINY_I2V = "tiny (embedded)", "tiny i2v (embedded)"
+SIZE = {"width": 96, "height": 96, "frames": 17}  # what the embedded model was trained at
+FPS = 8.0
+NATIVE = ("CLIPTextEncode", "CreateVideo", "EmptyHunyuanLatentVideo", "EmptyImage", "ImageCompositeMasked")
+NATIVE += ("ImageFromBatch", "PreviewAny", "PreviewImage", "SaveVideo", "VAEDecode", "WanImageToVideo")
+WIDE, NARROW = 360, 300  # columns
+STEP = WIDE + 60
+
+# ---------------------------------------------------------------------------------------------------------- workflows
+
+
+def text_to_video(flow: Workflow) -> None:
+    _note(flow, 520)
+    model, clip, vae = _loaders(flow, 0, TINY)
+    flow.column("What to show", STEP, WIDE)
+    text = _prompt(flow, clip, "a red circle moving right on a blue background")
+    size = flow.add("WanCoreEmptyLatent", **SIZE)
+    flow.column("Sampling", 2 * STEP, WIDE)
+    sampler = _sampler(flow, model, text["positive"], text["negative"], size["latent"], seed=1)
+    flow.column("Video", 3 * STEP, NARROW)
+    decode = _decode(flow, vae, sampler)
+    _save(flow, decode["image"], "WanCore/text_to_video")
+
+
+def image_to_video(flow: Workflow) -> None:
+    _note(flow, 520)
+    model, clip, vae = _loaders(flow, 0, TINY_I2V)
+    flow.column("First frame", -500, 460, y=560)
+    picture = _drawn(flow, "green", "white", left=35, top=58)
+    flow.column("What to show", STEP, WIDE)
+    text = _prompt(flow, clip, "a green square moving up on a white background")
+    known = flow.add(
+        "WanCoreImageToVideo",
+        positive=text["positive"],
+        negative=text["negative"],
+        vae=vae["vae"],
+        **SIZE,
+        first_image=picture["IMAGE"],
+    )
+    flow.column("Sampling", 2 * STEP, WIDE)
+    sampler = _sampler(flow, model, known["positive"], known["negative"], known["latent"], seed=1)
+    flow.column("Video", 3 * STEP, NARROW)
+    decode = _decode(flow, vae, sampler)
+    _save(flow, decode["image"], "WanCore/image_to_video")
+
+
+def embedded_demo(flow: Workflow) -> None:
+    _note(flow, 470)
+    model, clip, vae = _loaders(flow, 0, TINY)
+    flow.column("1  Text to video", STEP, WIDE)
+    text = _prompt(flow, clip, "a red circle moving right on a blue background")
+    size = flow.add("WanCoreEmptyLatent", **SIZE)
+    flow.column("Sampling", 2 * STEP, WIDE)
+    sampler = _sampler(flow, model, text["positive"], text["negative"], size["latent"], seed=1)
+    flow.column("Video", 3 * STEP, NARROW)
+    decode = _decode(flow, vae, sampler)
+    _save(flow, decode["image"], "WanCore/demo_text")
+    flow.column("Plan and report", 3 * STEP + NARROW + 60, WIDE)
+    flow.add("WanCorePlanPreview", model=model["model"], space=270)
+    flow.add("WanCoreReport", report=decode["report"], space=300)
+
+    below = 1020
+    flow.column("2  Image to video", STEP, WIDE, y=below)
+    last = flow.add("ImageFromBatch", image=decode["image"], batch_index=SIZE["frames"] - 1, length=1)
+    back = _prompt(flow, clip, "a red circle moving left on a blue background")
+    known = flow.add(
+        "WanCoreImageToVideo",
+        positive=back["positive"],
+        negative=back["negative"],
+        vae=vae["vae"],
+        **SIZE,
+        first_image=last["IMAGE"],
+    )
+    flow.column("Its model", 0, WIDE, y=below)
+    second = flow.add("WanCoreModelLoader", high=TINY_I2V, low=TINY_I2V, space=180)
+    flow.column("Sampling", 2 * STEP, WIDE, y=below)
+    again = _sampler(flow, second, known["positive"], known["negative"], known["latent"], seed=1)
+    flow.column("Video", 3 * STEP, NARROW, y=below)
+    decode_again = _decode(flow, vae, again)
+    _save(flow, decode_again["image"], "WanCore/demo_image")
+    flow.column("Its report", 3 * STEP + NARROW + 60, WIDE, y=below)
+    flow.add("WanCoreReport", report=decode_again["report"], space=300)
+
+
+def mixed_with_native_nodes(flow: Workflow) -> None:
+    _note(flow, 520)
+    model, clip, vae = _loaders(flow, 0, TINY)
+    flow.column("Text", STEP, WIDE)
+    positive = flow.add(
+        "CLIPTextEncode", title="Positive", clip=clip["clip"], text="a purple cross moving down on a yellow background"
+    )
+    negative = flow.add("CLIPTextEncode", title="Negative", clip=clip["clip"], text="")
+    empty = flow.add(
+        "EmptyHunyuanLatentVideo", width=SIZE["width"], height=SIZE["height"], length=SIZE["frames"], batch_size=1
+    )
+    flow.column("Text to video", 2 * STEP, WIDE)
+    sampler = _sampler(flow, model, positive["CONDITIONING"], negative["CONDITIONING"], empty["LATENT"], seed=1)
+    flow.column("Video", 3 * STEP, NARROW)
+    decode = flow.add("VAEDecode", samples=sampler["latent"], vae=vae["vae"])
+    _save(flow, decode["IMAGE"], "WanCore/mixed_text")
+
+    below = 1020
+    flow.column("Its model", 0, WIDE, y=below)
+    second = flow.add("WanCoreModelLoader", high=TINY_I2V, low=TINY_I2V, space=180)
+    flow.column("Its first frame", -500, 460, y=below)
+    picture = _drawn(flow, "purple", "yellow", left=34, top=4)
+    flow.column("Image", STEP, WIDE, y=below)
+    start = flow.add(
+        "CLIPTextEncode", title="Positive", clip=clip["clip"], text="a purple square moving down on a yellow background"
+    )
+    known = flow.add(
+        "WanImageToVideo",
+        positive=start["CONDITIONING"],
+        negative=negative["CONDITIONING"],
+        vae=vae["vae"],
+        width=SIZE["width"],
+        height=SIZE["height"],
+        length=SIZE["frames"],
+        batch_size=1,
+        start_image=picture["IMAGE"],
+    )
+    flow.column("Image to video", 2 * STEP, WIDE, y=below)
+    again = _sampler(flow, second, known["positive"], known["negative"], known["latent"], seed=1)
+    flow.column("Video", 3 * STEP, NARROW, y=below)
+    decode_again = flow.add("VAEDecode", samples=again["latent"], vae=vae["vae"])
+    _save(flow, decode_again["IMAGE"], "WanCore/mixed_image")
+
+
+DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
+    text_to_video,
+    image_to_video,
+    embedded_demo,
+    mixed_with_native_nodes,
+)
+
+
+# -------------------------------------------------------------------------------------------------------------- parts
+
+
+def _note(flow: Workflow, height: int) -> None:
+    flow.column(None, -500, 460, y=-70)
+    flow.note((NOTES / f"{flow.name}.md").read_text(encoding="utf-8").rstrip(), height)
+
+
+def _loaders(flow: Workflow, x: int, name: str) -> tuple[Node, Node, Node]:
+    flow.column("Models", x, WIDE)
+    model = flow.add("WanCoreModelLoader", high=name, low=name, space=180)
+    clip = flow.add("WanCoreTextEncoderLoader", space=60)
+    return model, clip, flow.add("WanCoreVAELoader", space=60)
+
+
+def _prompt(flow: Workflow, clip: Node, positive: str) -> Node:
+    return flow.add("WanCoreTextEncode", clip=clip["clip"], positive=positive, negative="")
+
+
+def _sampler(flow: Workflow, model: Node, positive: Output, negative: Output, latent: Output, seed: int) -> Node:
+    return flow.add(
+        "WanCoreSampler",
+        model=model["model"],
+        positive=positive,
+        negative=negative,
+        latent=latent,
+        seed=seed,
+        space=300,  # the plan in words, and the preview
+    )
+
+
+def _decode(flow: Workflow, vae: Node, sampler: Node) -> Node:
+    return flow.add("WanCoreVAEDecode", vae=vae["vae"], latent=sampler["latent"], report=sampler["report"], space=40)
+
+
+def _save(flow: Workflow, images: Output, prefix: str) -> None:
+    video = flow.add("CreateVideo", images=images, fps=FPS)
+    flow.add("SaveVideo", video=video["VIDEO"], filename_prefix=prefix, space=290)
+
+
+def _drawn(flow: Workflow, colour: str, background: str, left: int, top: int, side: int = 32) -> Node:
+    """A square on a plain background, in the embedded model's colours."""
+    plain = flow.add("EmptyImage", title="Background", width=96, height=96, color=_number(background))
+    square = flow.add("EmptyImage", title="Square", width=side, height=side, color=_number(colour))
+    return flow.add(
+        "ImageCompositeMasked", title="First frame", destination=plain["IMAGE"], source=square["IMAGE"], x=left, y=top
+    )
+
+
+def _number(colour: str) -> int:
+    red, green, blue = PALETTE[colour]
+    return red << 16 | green << 8 | blue
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def make() -> dict[Path, str]:
+    """File below `workflows/` -> what it should hold."""
+    schemas, files = read_schemas(), {}
+    for describe in DESCRIPTIONS:
+        flow = Workflow(describe.__name__, schemas)
+        describe(flow)
+        for path, form in ((f"{flow.name}.json", flow.page()), (f"api/{flow.name}.json", flow.api())):
+            files[WORKFLOWS / path] = json.dumps(form, indent=1, ensure_ascii=False) + "\n"
+    return files
+
+
+def learn(address: str) -> None:
+    """Ask a running ComfyUI for the schemas of its own nodes."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(f"{address.rstrip('/')}/object_info", timeout=60) as answer:
+        info: dict[str, Any] = json.load(answer)
+    rows = [f" {json.dumps(name)}: {json.dumps(native_schema(info[name]))}" for name in sorted(NATIVE)]
+    NATIVE_SCHEMAS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write workflows/ in the page's form and the API's.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is not current")
+    parser.add_argument("--native", metavar="URL", help="a running ComfyUI, to learn its own nodes from")
+    options = parser.parse_args(argv)
+    if options.native:
+        learn(options.native)
+    files = make()
+    stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    stale += [path for path in sorted(WORKFLOWS.rglob("*.json")) if path not in files]
+    names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+    if options.check:
+        if stale:
+            print(f"not what the descriptions say: {names}. Run python tools/make_workflows.py", file=sys.stderr)
+        return bool(stale)
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    print(f"wrote {names or 'nothing: all files are current'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

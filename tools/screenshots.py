@@ -1,0 +1,182 @@
+"""Open every workflow in ComfyUI's page, check that it arrived whole, and take its picture for docs/images/.
+
+    python tools/screenshots.py http://127.0.0.1:8188            check, and write docs/images/<workflow>.png
+    python tools/screenshots.py http://127.0.0.1:8188 --check    check only
+    ... --run                                                     run each before its picture is taken, and check that
+                                                                  what it then saves holds no more values than before
+
+Needs `pip install playwright` and a Chromium (`--chromium PATH`, by default the `chromium` of the system). The ComfyUI
+must have this pack in custom_nodes. Checked in the page: no node is missing, every link joins the sockets that the file
+says, every value of a widget is the file's, and the prompt that the page would send is `workflows/api/<workflow>.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import shutil
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from playwright.sync_api import BrowserContext, Page, sync_playwright
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOWS, IMAGES = ROOT / "workflows", ROOT / "docs" / "images"
+WIDTH, EDGE = 1920, 16  # of a picture, in pixels
+THUMBNAIL = 512  # pixels of the picture that ComfyUI's template browser shows
+COLOURS = 128  # of a picture's palette; a page has few
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync", "--no-proxy-server"]
+
+# What the page made of a workflow. A type that the page does not know becomes a plain LGraphNode with has_errors.
+LOAD = """async ([workflow, name]) => {
+  await app.loadGraphData(workflow, true, true, name);
+  await new Promise((done) => setTimeout(done, 1000));
+  const prompt = await app.graphToPrompt();
+  const saved = app.graph.serialize();
+  return {
+    missing: app.graph.nodes.filter((n) => n.has_errors || !LiteGraph.registered_node_types[n.type]).map((n) => n.type),
+    links: saved.links,
+    widgets: Object.fromEntries(saved.nodes.map((n) => [n.id, n.widgets_values])),
+    inputs: Object.fromEntries(saved.nodes.map((n) => [n.id, (n.inputs ?? []).map((i) => [i.name, i.link ?? null])])),
+    small: app.graph.nodes.filter((n) => n.computeSize()[1] > n.size[1] + 1)
+      .map((n) => `${n.type} ${n.size} needs ${n.computeSize()}`),
+    output: prompt.output,
+  };
+}"""
+BOUNDS = """() => {
+  let [left, top, right, bottom] = [1e9, 1e9, -1e9, -1e9];
+  const boxes = [...app.graph.nodes.map((n) => [n.pos[0], n.pos[1] - 30, n.size[0], n.size[1] + 30]),
+                 ...app.graph.groups.map((g) => [...g._bounding])];
+  for (const [x, y, w, h] of boxes) {
+    left = Math.min(left, x); top = Math.min(top, y); right = Math.max(right, x + w); bottom = Math.max(bottom, y + h);
+  }
+  return [left, top, right, bottom];
+}"""
+FIT = """async ([left, top, scale]) => {
+  app.canvas.ds.scale = scale;
+  app.canvas.ds.offset = [-left, -top];
+  app.canvas.deselectAll?.();
+  app.canvas.setDirty(true, true);
+  await new Promise((done) => setTimeout(done, 1500));
+}"""
+BARE = """() => { app.extensionManager.focusMode = true; }"""  # no bars
+SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasMenu": False}
+SETTINGS |= {"Comfy.Graph.CanvasInfo": False}
+SAVED = """() => app.graph.serialize().nodes.filter((n) => n.type.startsWith("WanCore"))
+  .map((n) => [n.id, n.type, n.widgets_values.length])"""
+RUN = """async () => {
+  // with nothing cached, so that every node says what it has to say
+  await app.api.fetchApi("/free", { method: "POST", headers: { "Content-Type": "application/json" },
+                                   body: JSON.stringify({ unload_models: true, free_memory: true }) });
+  await new Promise((done) => setTimeout(done, 2000));
+  const ended = new Promise((done) => {
+    for (const kind of ["execution_success", "execution_error", "execution_interrupted"])
+      app.api.addEventListener(kind, () => done(kind), { once: true });
+  });
+  await app.queuePrompt(0, 1);
+  return await ended;
+}"""
+
+
+def check(name: str, found: dict[str, Any]) -> list[str]:
+    """What is wrong with a workflow that the page has loaded."""
+    page = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+    api = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    wrong = [f"the page does not know {kind}" for kind in found["missing"]]
+    if sorted(found["links"]) != sorted(page["links"]):
+        wrong.append(f"links: {found['links']} instead of {page['links']}")
+    for node in page["nodes"]:
+        given = [[entry["name"], entry["link"]] for entry in node["inputs"]]
+        if found["inputs"][str(node["id"])] != given:
+            wrong.append(f"inputs of {node['type']}: {found['inputs'][str(node['id'])]} instead of {given}")
+        if found["widgets"][str(node["id"])] != node["widgets_values"]:
+            wrong.append(f"widgets of {node['type']}: {found['widgets'][str(node['id'])]}: {node['widgets_values']}")
+    sent, expected = (
+        {key: [node["class_type"], node["inputs"]] for key, node in prompt.items()} for prompt in (found["output"], api)
+    )
+    wrong += [f"prompt of node {key}: {sent.get(key)} instead of {expected.get(key)}"
+              for key in sorted(sent.keys() | expected.keys()) if sent.get(key) != expected.get(key)]  # fmt: skip
+    return wrong + [f"too small: {words}" for words in found["small"]]
+
+
+def run(page: Page, workflow: dict[str, Any]) -> list[str]:
+    """What is wrong after running the workflow that is open."""
+    ended = page.evaluate(RUN)
+    wrong = [] if ended == "execution_success" else [f"running it ended with {ended}"]
+    counts = {node["id"]: len(node["widgets_values"]) for node in workflow["nodes"]}
+    return wrong + [
+        f"{kind} would be saved with {count} values instead of {counts[node]}: an input added later would read them"
+        for node, kind, count in page.evaluate(SAVED)
+        if count != counts[node]
+    ]
+
+
+def picture(page: Page, path: Path) -> None:
+    """The whole graph without the page's bars, as a small PNG, and a thumbnail for ComfyUI's template browser."""
+    left, top, right, bottom = page.evaluate(BOUNDS)
+    scale = min((WIDTH - 2 * EDGE) / (right - left), 1.0)
+    view = {"width": WIDTH, "height": round((bottom - top) * scale) + 2 * EDGE}
+    page.set_viewport_size(view)
+    page.evaluate(BARE)
+    page.evaluate(FIT, [left - EDGE / scale, top - EDGE / scale, scale])
+    raw = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw.quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)
+    raw.thumbnail((THUMBNAIL, THUMBNAIL))
+    raw.save(WORKFLOWS / f"{path.stem}.jpg", quality=80, optimize=True)
+
+
+def open_page(context: BrowserContext, address: str) -> Page:
+    page = context.new_page()
+    page.goto(address, wait_until="domcontentloaded", timeout=120_000)
+    page.wait_for_function("window.app?.graph && window.app.extensionManager", timeout=120_000)
+    page.wait_for_timeout(3000)
+    return page
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address", help="where ComfyUI is, such as http://127.0.0.1:8188")
+    parser.add_argument("--check", action="store_true", help="take no pictures")
+    parser.add_argument(
+        "--run", action="store_true", help="run each workflow first, so that results are in the picture"
+    )
+    parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser")
+    parser.add_argument("names", nargs="*", help="workflows; all if none is named")
+    options = parser.parse_args()
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    direct.open(urllib.request.Request(
+        f"{options.address}/api/settings", json.dumps(SETTINGS).encode(), {"Content-Type": "application/json"}
+    ), timeout=30).close()  # fmt: skip
+    names = options.names or sorted(path.stem for path in WORKFLOWS.glob("*.json"))
+    failed = False
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as profile:
+        context = playwright.chromium.launch_persistent_context(
+            profile,
+            executable_path=options.chromium,
+            headless=True,
+            args=FLAGS,
+            viewport={"width": WIDTH, "height": 1080},
+        )
+        page = open_page(context, options.address)
+        for name in names:
+            workflow = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+            wrong = check(name, page.evaluate(LOAD, [workflow, name]))
+            if options.run:
+                wrong += run(page, workflow)
+            print(f"{name}: {'; '.join(wrong) or 'whole'}", flush=True)
+            failed = failed or bool(wrong)
+            if not options.check:
+                picture(page, IMAGES / f"{name}.png")
+        context.close()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
