@@ -17,7 +17,6 @@ from wan_core.report import GIB
 LIBRARIES: dict[str, tuple[str, str | None]] = {
     "torch": ("everything", None),
     "numpy": ("frames", None),
-    "safetensors": ("saved latents", None),
     "sentencepiece": ("tokenizer", None),
     "av": ("writing and reading video", None),
     "Pillow": ("reading images", None),

@@ -7,30 +7,20 @@ One safetensors file: tensor `latents` float32 [B, C, T, Y, X], un-normalised as
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from wan_core.checkpoint import CheckpointError, open_checkpoint
+from wan_core.checkpoint.save import write_safetensors
 
 
 def save_latents(path: str | Path, latents: Tensor, fps: int, settings: Mapping[str, Any]) -> None:
     """Write latents [B, C, T, Y, X]. The file appears under its name only when it is whole."""
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        save_file(
-            {"latents": latents.float().cpu().contiguous()},
-            partial,
-            {"fps": str(fps), "settings": json.dumps(settings)},
-        )
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    metadata = {"fps": str(fps), "settings": json.dumps(settings)}
+    write_safetensors({"latents": latents.float()}, path, metadata)
 
 
 def load_latents(path: str | Path) -> tuple[Tensor, int, dict[str, Any]]:
@@ -42,9 +32,11 @@ def load_latents(path: str | Path) -> tuple[Tensor, int, dict[str, Any]]:
             raise CheckpointError(
                 "these are not saved latents: a tensor `latents` of 5 dimensions is expected", where=opened.describe()
             )
-        fps = opened.metadata.get("fps", "16")
-        return (
-            opened.read("latents").float(),
-            int(fps) if fps.isdecimal() else 16,
-            json.loads(opened.metadata.get("settings", "{}")),
-        )
+        try:
+            fps, settings = int(opened.metadata["fps"]), json.loads(opened.metadata["settings"])
+        except (KeyError, ValueError) as fault:
+            raise CheckpointError(
+                f"latents without the rate and settings that belong to them ({fault}): not of `generate`",
+                where=opened.describe(),
+            ) from fault
+        return opened.read("latents").float(), fps, settings
