@@ -134,3 +134,19 @@ def test_bf16_stays_close_to_fp32():
 def test_wrong_shapes_say_what_is_expected(shape, text):
     with pytest.raises(ValueError, match="this model takes"):
         WanModel(SMALL)(torch.zeros(shape), torch.zeros(1), torch.zeros(text))
+
+
+def test_a_model_is_freed_when_it_is_let_go():
+    """No reference cycle: gigabytes must not wait for the garbage collector."""
+    import gc
+    import weakref
+
+    gc.collect()
+    gc.disable()
+    try:
+        model = WanModel(SMALL)
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -141,10 +141,12 @@ def build_expert(config: DiTConfig, run: Training) -> WanModel:
         for block in expert.blocks:  # block by block: all share what is compiled for the first
             block.compile(dynamic=False)
 
+    inner = expert.run_blocks
+
     def run_blocks(tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
         # Inside a CUDA graph autocast must not keep casts from one call to the next.
         with torch.autocast(run.device.type, torch.bfloat16, enabled=run.bf16, cache_enabled=False):
-            return expert.run_all_blocks(tokens, modulation, rope, text)
+            return inner(tokens, modulation, rope, text)
 
     expert.run_blocks = run_blocks
     return expert

@@ -47,7 +47,6 @@ class WanModel(nn.Module):
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(config.dim, 6 * config.dim))
         self.blocks = cast("list[Block]", nn.ModuleList(Block(config) for _ in range(config.num_layers)))
         self.head = Head(config)
-        self.run_blocks = self.run_all_blocks  # a seam: sequence sharding, residual caches and streaming wrap it
         self._rope: tuple[object, Tensor] | None = None
 
     def forward(self, x: Tensor, timestep: Tensor, context: Tensor | PreparedText) -> Tensor:
@@ -64,7 +63,9 @@ class WanModel(nn.Module):
         tokens = self.run_blocks(self.embed_patches(x, grid), modulation, self.rope(grid, x.device), text)
         return self.unpatchify(self.head(tokens, time), grid)
 
-    def run_all_blocks(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
+    def run_blocks(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
+        """A seam: sequence sharding, residual caches and streaming put a callable of their own in its place, on the
+        instance, which calls the one that was there."""
         for block, kv in zip(self.blocks, text.keys_values, strict=True):
             tokens = block(tokens, modulation, rope, kv)
         return tokens
