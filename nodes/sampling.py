@@ -10,7 +10,6 @@ from wan_core.conditioning import draw_noise
 from wan_core.config import GUIDANCE_MODES
 from wan_core.denoise import Progress, choose_batched
 from wan_core.drawing import clock
-from wan_core.models import token_count
 from wan_core.pipeline import sample_latents
 from wan_core.plan import MAX_STEPS, SCHEDULES, Plan, make_plan
 from wan_core.report import Phase, Report
@@ -157,7 +156,7 @@ class WanCoreSampler(io.ComfyNode):
         plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver)
         conditioning, text_seconds = join(positive, negative, latent, model.experts, plan)
         shape = tuple(latent["samples"].shape)
-        tokens = token_count(model.experts.dit, shape)
+        tokens = model.experts.dit.tokens(*shape[2:])
         batched, why = choose_batched(guidance_mode, plan, tokens, streamed=False)
         report = Report(host.device(), _settings(model, plan, shape, seed, batched))
         report.notes.append(f"guidance: {'batched' if batched else 'sequential'} ({why})")

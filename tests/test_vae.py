@@ -306,10 +306,7 @@ def test_gradients_through_tiles() -> None:
     assert (whole - tiled).norm() < 1e-4 * whole.norm()
 
 
-def test_tile_spec_in_pixels() -> None:
-    assert TileSpec.from_pixels(height=520, width=256, overlap=60, stride=16) == TileSpec(
-        height=32, width=16, overlap=4
-    )
+def test_a_tile_that_cannot_overlap_so_is_refused() -> None:
     for height, width, overlap in ((8, 8, 8), (8, 4, 6), (8, 8, -1), (0, 8, 0)):
         with pytest.raises(OptionError, match="overlap"):
             TileSpec(height=height, width=width, overlap=overlap)

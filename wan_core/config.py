@@ -53,6 +53,11 @@ class DiTConfig:
     def head_dim(self) -> int:
         return self.dim // self.num_heads
 
+    def tokens(self, frames: int, rows: int, columns: int) -> int:
+        """Tokens of one video with so many latent frames, rows and columns."""
+        pt, py, px = self.patch_size
+        return (frames // pt) * (rows // py) * (columns // px)
+
     @property
     def rope_axes(self) -> tuple[int, int, int]:
         """How many of a head's channels encode time, rows and columns: (44, 42, 42) at head dim 128."""

@@ -91,6 +91,6 @@ def encode_images(vae: VideoVAE, images: Tensor) -> Tensor:
     try:
         return vae.encode(video, chunk=1).float().cpu()
     except torch.cuda.OutOfMemoryError:
-        pass  # as in `decode_images`
+        pass  # the second try is outside of the handler, whose traceback holds the tensors of the first
     torch.cuda.empty_cache()
     return vae.encode(video, chunk=1, tile=TileSpec()).float().cpu()

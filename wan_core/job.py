@@ -75,7 +75,7 @@ def make_job(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) -> Jo
     frames = given(request.frames, task.frames)
     check_size(width, height, frames, multiple=multiple, temporal=vae.temporal_stride)
     T, Y, X = (frames - 1) // vae.temporal_stride + 1, height // vae.spatial_stride, width // vae.spatial_stride
-    tokens = T * (Y // dit.patch_size[1]) * (X // dit.patch_size[2])
+    tokens = dit.tokens(T, Y, X)
     batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=False)
     return Job(
         request=request,

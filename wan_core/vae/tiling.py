@@ -36,14 +36,6 @@ class TileSpec:
                 f"overlap of at least 0, smaller than both sides; choose larger tiles or a smaller overlap"
             )
 
-    @classmethod
-    def from_pixels(cls, *, height: int, width: int, overlap: int, stride: int) -> TileSpec:
-        """The same in pixels, for a VAE of this `stride` (`VAEConfig.spatial_stride`).
-
-        Sides are rounded down to whole cells, the overlap up.
-        """
-        return cls(height=height // stride, width=width // stride, overlap=-(-overlap // stride))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
