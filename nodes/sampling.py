@@ -188,7 +188,8 @@ class _Watcher:
 
     def __call__(self, progress: Progress, seconds: float | None) -> None:
         done, total, expert = progress.step.index + 1, progress.total, progress.step.expert
-        left = "" if seconds is None else f", {seconds:.3g} s a step, {clock(seconds * (total - done))} left"
+        step = 0.0 if seconds is None else seconds * len(progress.step.branches)
+        left = "" if seconds is None else f", {step:.3g} s a step, {clock(progress.left(seconds))} left"
         picture = self.rgb.picture(progress.preview()) if self.rgb else None
         self.progress.update(done, total, f"step {done} of {total}, {expert}-noise expert{left}", picture)
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.bench.options import add_bench_options
+from wan_core.cache.arguments import add_skip_options, skip_options
+from wan_core.cache.skipping import skip_forwards
 from wan_core.config import GUIDANCE_MODES, PRECISIONS, RESIDENCIES, TASKS, LoadOptions, OptionError, Request, UserError
 from wan_core.plan import SCHEDULES, make_plan
 
@@ -76,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="print the step table of a generation without running it")
     plan.add_argument("--task", default="t2v-A14B", help=f"one of {', '.join(TASKS)} (default %(default)s)")
+    plan.add_argument("--high", type=Path, help="the expert's file or folder: a MagCache curve beside it is used")
     _add_plan_options(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.set_defaults(run=run_plan)
@@ -146,6 +149,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance-high", type=float)
     group.add_argument("--guidance-low", type=float)
     group.add_argument("--solver", default="unipc", choices=tuple(SCHEDULES))
+    add_skip_options(parser)
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -178,7 +182,7 @@ def run_generate(options: argparse.Namespace) -> int:
     given = vars(options)
     width, height = options.size or (None, None)
     wanted = {f.name: given[f.name] for f in fields(Request) if f.name in given} | _plan_numbers(options)
-    request = Request(**{**wanted, "width": width, "height": height})
+    request = Request(**{**wanted, "width": width, "height": height, "skip": skip_options(options)})
     latents = options.save_latents or fresh_name(options.out.with_suffix(".latents.safetensors"))
     check_output(options.out)
     for path in (latents, options.sheet, options.report):
@@ -242,6 +246,7 @@ def run_decode(options: argparse.Namespace) -> int:
 
 def run_plan(options: argparse.Namespace) -> int:
     plan = make_plan(task=options.task, **_plan_numbers(options))
+    plan = skip_forwards(plan, skip_options(options), options.high)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0
 
@@ -296,7 +301,8 @@ class ProgressLine:
 
     def step(self, progress: Any, seconds: float | None) -> None:
         done, total = progress.step.index + 1, progress.total
-        pace = f"{seconds:.3f} s/step, {_clock(seconds * (total - done))} left" if seconds is not None else ""
+        step = 0.0 if seconds is None else seconds * len(progress.step.branches)
+        pace = f"{step:.3f} s/step, {_clock(progress.left(seconds))} left" if seconds is not None else ""
         line = f"step {done:>3}/{total}  {progress.step.expert}-noise expert  {pace}"
         print(
             f"\r{line:<78}" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True

@@ -255,6 +255,7 @@ class Request:
     guidance_mode: str = "auto"
     solver: str = "unipc"
     seed: int = 0
+    skip: SkipOptions | None = None  # which forwards need not run; None: every one runs
 
     def __post_init__(self) -> None:
         check_choice("guidance mode", self.guidance_mode, GUIDANCE_MODES)
@@ -280,3 +281,99 @@ def check_size(width: int, height: int, frames: int, *, multiple: int, temporal:
             f"{frames} frames given; the count must be {temporal}n + 1 (1, {temporal + 1}, ..., 81). "
             f"The nearest is {near_frames}."
         )
+
+
+# ------------------------------------------------------------------------------------------------ forwards left out
+
+MAGCACHE_RULES = ("joint", "published")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagCacheOptions:
+    """Reuse the residual of the transformer's blocks while its magnitude is known to change little.
+
+    Published as E012K2R20: threshold 0.12, at most 2 skips in a row, 20 % retained. `wan_core.cache.magcache` has the
+    rules, the presets and their source.
+    """
+
+    threshold: float  # accumulated error of magnitude up to which a step is skipped
+    max_skips: int  # in a row
+    retention: float  # share of every phase, from its first step on, that always computes
+    rule: str = "joint"  # "joint": both guidance branches decide together; "published": each for itself
+    order: int = 0  # of the forecast a skipped step uses; 0 reuses the last residual as it is
+
+    def __post_init__(self) -> None:
+        check_choice("magcache rule", self.rule, MAGCACHE_RULES)
+        _check_range("magcache threshold", self.threshold, 0, 10, "published ones are 0.02 to 0.24")
+        _check_range("magcache skips in a row", self.max_skips, 0, 50, "published ones are 2 to 4")
+        _check_range("magcache retention", self.retention, 0, 1, "a share of the steps, published ones are 0.1 to 0.4")
+        _check_range("forecast order", self.order, 0, 2, "0 reuses, 1 and 2 extrapolate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaylorSeerOptions:
+    """Compute every `interval`-th step and forecast the residual of the blocks in between from past ones."""
+
+    interval: int
+    order: int = 1
+    retention: float = 0.2  # as for MagCache
+
+    def __post_init__(self) -> None:
+        _check_range("taylorseer interval", self.interval, 1, 50, "1 computes every step")
+        _check_range("forecast order", self.order, 0, 2, "0 reuses, 1 and 2 extrapolate")
+        _check_range("taylorseer retention", self.retention, 0, 1, "a share of the steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveOptions:
+    """Decide while running, from how fast the velocity was seen to change: not known before, so not in the plan."""
+
+    threshold: float  # estimated relative change of the velocity that may add up before a step computes again
+    max_skips: int = 3
+    retention: float = 0.2  # as for MagCache
+
+    def __post_init__(self) -> None:
+        _check_range("adaptive threshold", self.threshold, 0, 10, "0.05 is careful, 0.2 is fast")
+        _check_range("adaptive skips in a row", self.max_skips, 0, 50, "2 to 4 are usual")
+        _check_range("adaptive retention", self.retention, 0, 1, "a share of the steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuidanceOptions:
+    """Steps that do without the unconditional branch.
+
+    Outside of sigma `low` to `high` there is no guidance. Inside, the difference of the branches is computed every
+    `every`-th step of a phase and reused in between.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high <= 1:
+            raise OptionError(
+                f"guidance from sigma {self.low} to {self.high} given; both are shares of the noise from 0 to 1, the "
+                "lower one first: 0.2-0.9"
+            )
+        _check_range("guidance every", self.every, 1, 50, "1 runs the unconditional branch at every guided step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipOptions:
+    """Which forwards of a generation need not run. One policy at most decides about whole steps."""
+
+    magcache: MagCacheOptions | None = None
+    taylorseer: TaylorSeerOptions | None = None
+    adaptive: AdaptiveOptions | None = None
+    guidance: GuidanceOptions | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("magcache", "taylorseer", "adaptive") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise OptionError(f"{' and '.join(given)} given; each decides which steps are skipped: choose one of them")
+
+
+def _check_range(name: str, value: float, low: float, high: float, advice: str) -> None:
+    if not low <= value <= high:
+        raise OptionError(f"{name} {value:g} given; allowed are {low:g} to {high:g} ({advice})")

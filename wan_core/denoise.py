@@ -2,7 +2,8 @@
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text rows.
 
-No value is read back from the device inside the loop. Latents are float32 throughout: they are the state of an ODE
+No value is read back from the device inside the loop (but by an adaptive policy, which has its own way of not waiting:
+`wan_core.cache.adaptive`). Latents are float32 throughout: they are the state of an ODE
 that is integrated over many small steps.
 """
 
@@ -15,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan_core.cache.adaptive_run import Adaptive
+from wan_core.cache.residual import ResidualCache, residuals
 from wan_core.conditioning import Conditioning
 from wan_core.config import UserError
 from wan_core.model.dit import WanModel
-from wan_core.plan import Expert, Plan, Step
+from wan_core.plan import Branch, Expert, Plan, Step
 from wan_core.solvers import SOLVERS, History
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
@@ -38,6 +41,12 @@ class Progress:
     total: int
     latents: Tensor  # normalised, at step.sigma_next
     velocity: Tensor  # predicted at step.sigma
+    plan: Plan
+    forwards: int  # runs of all blocks in this step
+
+    def left(self, seconds: float) -> float:
+        """Seconds that the rest of the run takes, at so many for one forward."""
+        return seconds * sum(step.forwards for step in self.plan.steps[self.step.index + 1 :])
 
     def preview(self) -> Tensor:
         """The video the model sees behind the remaining noise: normalised latents [B, C, T, Y, X]."""
@@ -63,18 +72,18 @@ def denoise(
     solver, history, x = SOLVERS[plan.solver], History(), hold_known(noise.float(), conditioning)
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device)
-    guided: Guided | None = None
-    assert all(step.action == "compute" for step in plan.steps), "nothing is cached that a step could reuse"
-    for step in plan.steps:
-        if guided is None or guided.expert != step.expert:
-            guided = None  # frees the last expert's text state before the next is made
-            guided = Guided(step.expert, acquire(step.expert), conditioning, plan, x.shape[0], batched)
-        velocity = guided.velocity(x, timesteps[step.index], step)
-        x, history = solver(x, velocity, step.index, plan.sigmas, history)
-        x = hold_known(x, conditioning)
-        watch.note(step.index, x)
-        if on_step is not None:
-            on_step(Progress(step, len(plan.steps), x, velocity))
+    for phase in plan.phases:
+        model = acquire(phase[0].expert)
+        with residuals(model, phase) as cache:
+            guided = Guided(model, conditioning, plan, phase, x.shape[0], batched, cache)
+            for step in phase:
+                velocity, forwards = guided.velocity(x, timesteps[step.index], step)
+                x, history = solver(x, velocity, step.index, plan.sigmas, history)
+                x = hold_known(x, conditioning)
+                watch.note(step.index, x)
+                if on_step is not None:
+                    on_step(Progress(step, len(plan.steps), x, velocity, plan, forwards))
+        del guided, cache, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
     return x
 
@@ -86,33 +95,71 @@ def host_numbers(values: list[float], device: torch.device) -> Tensor:
 
 
 class Guided:
-    """One expert with its prompts prepared: turns latents into a guided velocity."""
+    """One expert in its phase, with its prompts prepared: turns latents into a guided velocity."""
 
     def __init__(
-        self, expert: Expert, model: WanModel, conditioning: Conditioning, plan: Plan, batch: int, batched: bool
+        self,
+        model: WanModel,
+        conditioning: Conditioning,
+        plan: Plan,
+        phase: tuple[Step, ...],
+        batch: int,
+        batched: bool,
+        cache: ResidualCache | None,
     ) -> None:
-        self.expert = expert
         self.model = model
         self.conditioning = conditioning
         self.batched = batched
+        self.cache = cache
+        self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
         rows = [conditioning.cond]
-        if any("uncond" in s.branches for s in plan.steps if s.expert == expert):
+        if any("uncond" in step.branches for step in phase):
             if conditioning.uncond is None:
                 raise ValueError("the plan guides with a negative prompt, but none was encoded")
             rows.append(conditioning.uncond)
         self.both = model.prepare_text(stack_text(rows, batch))  # cond before uncond along the batch
-        self.cond, self.uncond = self.both.rows(0, batch), self.both.rows(batch, 2 * batch)
+        self.text = {"cond": self.both.rows(0, batch), "uncond": self.both.rows(batch, 2 * batch)}
+        adaptive = plan.adaptive is not None and any(step.action == "adaptive" for step in phase)
+        self.adaptive = (
+            Adaptive(plan.adaptive, len(plan.steps), self.both.keys_values[0][0].device)
+            if adaptive and plan.adaptive
+            else None
+        )
 
-    def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> Tensor:
-        """float32 [B, C, T, Y, X]; guidance arithmetic in float32, because it amplifies a difference."""
+    def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
+        """float32 [B, C, T, Y, X], and how many forwards ran; guidance arithmetic in float32, because it amplifies a
+        difference."""
         inputs, time = model_inputs(x, timestep, self.conditioning)
-        if "uncond" not in step.branches:
-            return self.model(inputs, time, self.cond)
-        if self.batched:
-            cond, uncond = self.model(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both).chunk(2)
-        else:
-            cond, uncond = self.model(inputs, time, self.cond), self.model(inputs, time, self.uncond)
-        return uncond + step.guidance * (cond - uncond)
+        skipped = step.skipped
+        if self.adaptive is not None and not self.adaptive.decide(step):
+            skipped = ()
+        found = self.branches(inputs, time, step, skipped)
+        cond, forwards = found["cond"], len(found) - len(skipped)
+        if self.adaptive is not None and not skipped:
+            self.adaptive.note(step, cond)
+        if step.delta:
+            assert self.delta is not None, "the first guided step of a phase runs both branches"
+            return cond + (step.guidance - 1) * self.delta, forwards
+        if "uncond" not in found:
+            return cond, forwards
+        self.delta = cond - found["uncond"]
+        return found["uncond"] + step.guidance * self.delta, forwards
+
+    def branches(self, inputs: Tensor, time: Tensor, step: Step, skipped: tuple[Branch, ...]) -> dict[Branch, Tensor]:
+        """The velocity of each branch that the step has."""
+        if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
+            self._expect(step, step.branches, bool(skipped))
+            both = self.model(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both)
+            return dict(zip(step.branches, both.chunk(2), strict=True))
+        found: dict[Branch, Tensor] = {}
+        for branch in step.branches:
+            self._expect(step, (branch,), branch in skipped)
+            found[branch] = self.model(inputs, time, self.text[branch])
+        return found
+
+    def _expect(self, step: Step, branches: tuple[Branch, ...], skip: bool) -> None:
+        if self.cache is not None:
+            self.cache.expect(step.index, branches, skip)
 
 
 def stack_text(rows: list[Tensor], batch: int) -> Tensor:

@@ -4,8 +4,10 @@ read."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from wan_core.cache.skipping import skip_forwards, skip_words
 from wan_core.conditioning import best_size_for_image, size_for_image
 from wan_core.config import DiTConfig, OptionError, Request, Task, VAEConfig, check_size
 from wan_core.denoise import choose_batched
@@ -46,15 +48,19 @@ class Job:
             "steps": len(plan.steps),
             "shift": plan.shift,
             "boundary": plan.boundary,
-            "guidance": {e: next(s.guidance for s in plan.steps if s.expert == e) for e in plan.experts},
+            "guidance": {e: plan.guidance_of(e) for e in plan.experts},
             "guidance_mode": "batched" if self.batched else "sequential",
             "solver": plan.solver,
+            **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,
         }
 
 
-def make_job(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) -> Job:
-    """Fill in what `request` leaves open and check all of it. Raises OptionError."""
+def make_job(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig, checkpoint: Path | None = None) -> Job:
+    """Fill in what `request` leaves open and check all of it. Raises OptionError.
+
+    checkpoint: of the high-noise expert, or of the only transformer; a MagCache curve may lie beside it.
+    """
     plan = make_plan(
         task=task.name,
         steps=request.steps,
@@ -64,6 +70,7 @@ def make_job(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) -> Jo
         guidance_low=request.guidance_low,
         solver=request.solver,
     )
+    plan = skip_forwards(plan, request.skip, checkpoint, image=request.image is not None)
     image_channels = dit.in_channels > dit.out_channels
     _check_images(request, task, image_channels, known_frame=dit.out_channels == 48)
     multiple = vae.spatial_stride * dit.patch_size[1]

@@ -58,6 +58,7 @@ class Models:
     task: Task
     residency: Residency
     attention: str
+    checkpoint: Path | None = None  # the high-noise expert's, or the only transformer's
 
     @property
     def device(self) -> torch.device:
@@ -117,6 +118,7 @@ class Part:
     stored: torch.dtype
     parameters: int
     load: Callable[[torch.device, torch.dtype], nn.Module]
+    path: Path | None = None  # of its file or folder
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
         residency.add(name, model)
     report.settings["models"] = {name: part.source for name, part in parts.of.items()}
     report.settings["precision"] = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
-    return Models(parts.task, residency, attention)
+    return Models(parts.task, residency, attention, parts.of["high"].path)
 
 
 def file_parts(options: LoadOptions, image: bool) -> Parts:
@@ -272,6 +274,7 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
         stored,
         parameters,
         lambda device, dtype: load(checkpoint, device=device, dtype=dtype),
+        path,
     )
 
 

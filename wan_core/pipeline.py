@@ -33,7 +33,8 @@ from wan_core.video import load_image
 
 Module = TypeVar("Module")
 OnStep = Callable[[Progress, float | None], None]
-"""Called after every step: what was done, and the seconds of the newest finished step (None before the first)."""
+"""Called after every step: what was done, and the seconds of a forward in the newest finished step that ran any (None
+before the first)."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class Pipeline:
         report = Report(choose_device(options.device))
         with report.phase("load"):
             found = find_models(options, image=request is not None and bool(request.image or request.last_image))
-            job = None if request is None else make_job(request, found.task, found.dit, found.vae)
+            job = (
+                None if request is None else make_job(request, found.task, found.dit, found.vae, found.of["high"].path)
+            )
             models = load_models(found, options, report, job)
         return cls(models, report)
 
@@ -93,7 +96,7 @@ class Pipeline:
         """Fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""
         models = self.models
         self.report = self.loaded.branch()
-        job = make_job(request, models.task, models.dit_config, models.vae_config)
+        job = make_job(request, models.task, models.dit_config, models.vae_config, models.checkpoint)
         self.report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
         self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
         return job
@@ -167,7 +170,7 @@ def sample_latents(
 
     acquire, batched: as in `denoise`. vae: of the VAE whose latents these are. on_step may raise to interrupt.
     """
-    clock = StepClock(report)
+    clock, forwards = StepClock(report), 0
 
     def ready(expert: Expert) -> WanModel:
         model = acquire(expert)
@@ -175,12 +178,19 @@ def sample_latents(
         return model
 
     def note(progress: Progress) -> None:
-        clock.step(progress.step.expert)
+        nonlocal forwards
+        forwards += progress.forwards
+        clock.step(progress.step.expert, progress.forwards)
         if on_step is not None:
-            on_step(progress, clock.seconds_per_step())
+            on_step(progress, clock.seconds_per_forward())
 
     latents = denoise(plan, ready, conditioning, noise, batched=batched, on_step=note)
     clock.finish()
+    if plan.unskipped is not None:
+        report.notes.append(
+            f"forwards: {forwards} of {plan.unskipped} ({100 * (1 - forwards / plan.unskipped):.0f} % saved)"
+        )
+        report.notes += plan.notes
     return denormalise(latents, vae)
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from math import isfinite
 from typing import Any, Literal
 
-from wan_core.config import OptionError, find_task
+from wan_core.config import AdaptiveOptions, OptionError, find_task
 from wan_core.schedules import dpmpp_schedule, euler_schedule, unipc_schedule
 
 Expert = Literal["high", "low"]
 Branch = Literal["cond", "uncond"]
-Action = Literal["compute", "reuse"]
+Action = Literal["compute", "reuse", "forecast", "adaptive"]
 
 SCHEDULES: dict[str, Callable[[int, float], tuple[list[float], list[float]]]] = {
     "unipc": unipc_schedule,
@@ -38,11 +39,20 @@ class Step:
     expert: Expert
     guidance: float  # velocity = uncond + guidance * (cond - uncond); 1 runs no unconditional branch
     branches: tuple[Branch, ...]
-    action: Action = "compute"
+    action: Action = "compute"  # of the skipped branches: the last residual of the blocks, or a forecast from several
+    skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": need not; decided while running)
+    order: int = 0  # of a forecast
+    delta: bool = False  # guided by the last difference of the branches: the conditional one alone runs
 
     @property
     def forwards(self) -> int:
-        return len(self.branches) if self.action == "compute" else 0
+        """Runs of all blocks; where the step is decided while running, as many as there may be."""
+        return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
+
+    def words(self) -> str:
+        """What the step does, for people: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
+        apart = f" {'+'.join(self.skipped)}" if self.skipped not in ((), self.branches) else ""
+        return f"{self.action}{apart}{', last guidance' if self.delta else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +64,24 @@ class Plan:
     shift: float
     boundary: float
     steps: tuple[Step, ...]
+    unskipped: int | None = None  # forwards of the same plan with nothing left out; None: nothing is
+    notes: tuple[str, ...] = ()  # what was decided about leaving forwards out
+    adaptive: AdaptiveOptions | None = None  # how steps marked "adaptive" are decided
+
+    @property
+    def phases(self) -> tuple[tuple[Step, ...], ...]:
+        """The steps of each expert, in order."""
+        return tuple(tuple(steps) for _, steps in groupby(self.steps, lambda step: step.expert))
+
+    @property
+    def saved(self) -> float:
+        """The share of forwards that are left out."""
+        return 0.0 if self.unskipped is None else 1 - self.forwards / self.unskipped
+
+    def guidance_of(self, expert: Expert) -> float:
+        """Of its guided steps; 1 if it has none."""
+        steps = [s for s in self.steps if s.expert == expert]
+        return next((s.guidance for s in steps if s.delta or "uncond" in s.branches), steps[0].guidance)
 
     @property
     def sigmas(self) -> tuple[float, ...]:
@@ -89,7 +117,9 @@ class Plan:
             "shift": self.shift,
             "boundary": self.boundary,
             "forwards": self.forwards,
-            "steps": [{**asdict(s), "branches": list(s.branches)} for s in self.steps],
+            "saved": round(self.saved, 4),
+            "notes": list(self.notes),
+            "steps": [{**asdict(s), "branches": list(s.branches), "skipped": list(s.skipped)} for s in self.steps],
         }
 
     def table(self) -> str:
@@ -97,7 +127,8 @@ class Plan:
         count = {e: sum(s.expert == e for s in self.steps) for e in self.experts}
         lines = [
             f"{self.task}: {len(self.steps)} steps, {self.solver}, shift {self.shift:g}, boundary {self.boundary:g} "
-            f"({', '.join(f'{n} {e}-noise' for e, n in count.items())}), {self.forwards} forwards",
+            f"({', '.join(f'{n} {e}-noise' for e, n in count.items())}), {self.forward_words()}",
+            *self.notes,
             f"{'step':>4}  {'timestep':>8}  {'sigma':>7}  {'expert':<6}  {'guidance':>8}  {'branches':<11}  action",
         ]
         for step, before in zip(self.steps, (None, *self.steps), strict=False):
@@ -105,9 +136,16 @@ class Plan:
                 lines.append(f"      ---- boundary {self.boundary * 1000:g}: {before.expert} -> {step.expert} ----")
             lines.append(
                 f"{step.index:>4}  {step.timestep:>8.6g}  {step.sigma:>7.4f}  {step.expert:<6}  {step.guidance:>8g}  "
-                f"{'+'.join(step.branches):<11}  {step.action}"
+                f"{'+'.join(step.branches):<11}  {step.words()}"
             )
         return "\n".join(lines)
+
+    def forward_words(self) -> str:
+        """`80 forwards`, or `44 of 80 forwards (45 % saved)`; `at most` where some are decided while running."""
+        most = "at most " if any(s.action == "adaptive" for s in self.steps) else ""
+        if self.unskipped in (None, self.forwards):
+            return f"{most}{self.forwards} forwards"
+        return f"{most}{self.forwards} of {self.unskipped} forwards ({100 * self.saved:.0f} % saved)"
 
 
 def make_plan(

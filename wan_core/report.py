@@ -133,7 +133,7 @@ class StepClock:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.cuda = report.device.type == "cuda"
-        self.marks: list[tuple[str, Any, Any]] = []  # (expert, before, after)
+        self.marks: list[tuple[str, int, Any, Any]] = []  # (expert, forwards, before, after)
         self.last: Any = None
         self.memory: dict[str, int] = {}
 
@@ -143,28 +143,28 @@ class StepClock:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.report.device)
 
-    def step(self, expert: str) -> None:
-        """A step of `expert` has been launched."""
+    def step(self, expert: str, forwards: int) -> None:
+        """A step of `expert` with so many forwards has been launched."""
         mark = self._mark()
-        self.marks.append((expert, self.last, mark))
+        self.marks.append((expert, forwards, self.last, mark))
         self.last = mark
         if self.cuda:
             self.memory[expert] = torch.cuda.max_memory_allocated(
                 self.report.device
             )  # the allocator's count: no waiting
 
-    def seconds_per_step(self) -> float | None:
-        """Of the newest step that has finished; None before the first has."""
-        for _, before, after in reversed(self.marks):
-            if not self.cuda or after.query():
-                return self._between(before, after)
+    def seconds_per_forward(self) -> float | None:
+        """Of the newest step that has finished and ran any; None before the first has."""
+        for _, forwards, before, after in reversed(self.marks):
+            if forwards and (not self.cuda or after.query()):
+                return self._between(before, after) / forwards
         return None
 
     def finish(self) -> None:
         """Wait for the device and put the sums into the report, as phases `denoise high` and `denoise low`."""
         if self.cuda:
             torch.cuda.synchronize(self.report.device)
-        for expert, before, after in self.marks:
+        for expert, _, before, after in self.marks:
             phase = self.report.phases.setdefault(f"denoise {expert}", Phase())
             phase.seconds += self._between(before, after)
             phase.steps += 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from wan_core.cache.arguments import add_skip_options
+
 # suite -> (sizes as WIDTHxHEIGHTxFRAMES, settings, what ratios refer to)
 SUITES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "forward": (("832x480x81", "1280x720x81"), ("diffusers", "forward"), "diffusers"),
@@ -41,4 +43,5 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="steps of the suite `generate` (default: the task's own)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
+    add_skip_options(parser)
     parser.add_argument("--out", type=Path, help="JSON file, or a folder for one named after suite, device and day")

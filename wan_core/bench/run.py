@@ -15,6 +15,7 @@ from wan_core.bench.cases import Case, bench_model, make_case, parse_size
 from wan_core.bench.options import SUITES
 from wan_core.bench.results import envelope, table, write_result
 from wan_core.bench.settings import check_setting, make_forward
+from wan_core.cache.arguments import skip_options
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.models import choose_device
 from wan_core.pipeline import Pipeline
@@ -45,8 +46,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise OptionError(f"runs {options.runs} and layers {options.layers} given; both must be at least 1")
     if options.suite == "generate" and (options.layers is not None or options.setting):
         raise OptionError("the suite generate makes whole videos: leave out --layers and --setting")
-    if options.suite != "generate" and options.steps is not None:
-        raise OptionError("--steps belongs to the suite generate: a forward has none")
+    if options.suite != "generate" and (options.steps is not None or skip_options(options) is not None):
+        raise OptionError("--steps and what leaves forwards out belong to the suite generate: a forward has no steps")
 
 
 Rows = list[dict[str, Any]]
@@ -79,6 +80,7 @@ def measure_generation(name: str, device: torch.device, options: argparse.Namesp
             height=height,
             frames=frames,
             steps=options.steps,
+            skip=skip_options(options),
         )
         load = LoadOptions(model=name, device=str(device), precision=options.precision)
         report = Pipeline.load(load, request=request).generate(request).report
