@@ -1,4 +1,4 @@
-"""The command line: generate, decode, plan, check, doctor, bench.
+"""The command line: generate, decode, plan, calibrate, quality, check, doctor, bench.
 
 User errors (a bad number, a file that is something else) end with one line on stderr and exit code 2; everything is
 checked before work starts. Finished latents are on disk before they are decoded and stay there if anything after that
@@ -23,6 +23,7 @@ from wan_core.cache.arguments import add_skip_options, skip_options
 from wan_core.cache.skipping import skip_forwards
 from wan_core.config import GUIDANCE_MODES, PRECISIONS, RESIDENCIES, TASKS, LoadOptions, OptionError, Request, UserError
 from wan_core.plan import SCHEDULES, make_plan
+from wan_core.quality.options import SETTINGS, add_calibrate_options, add_quality_options
 
 OUT_OF_MEMORY = "Try --residency swap, a smaller --size or fewer --frames."
 
@@ -82,6 +83,18 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan_options(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.set_defaults(run=run_plan)
+
+    calibrate = commands.add_parser("calibrate", help="measure a model's MagCache curve, kept beside its checkpoint")
+    _add_model_options(calibrate)
+    _add_plan_options(calibrate)
+    add_calibrate_options(calibrate)
+    calibrate.set_defaults(run=run_calibrate)
+
+    quality = commands.add_parser("quality", help="compare videos with forwards left out against the full run")
+    _add_model_options(quality)
+    _add_plan_options(quality)
+    add_quality_options(quality)
+    quality.set_defaults(run=run_quality)
 
     check = commands.add_parser(
         "check", help="judge from a video's frames whether the embedded model's caption came true"
@@ -249,6 +262,32 @@ def run_plan(options: argparse.Namespace) -> int:
     plan = skip_forwards(plan, skip_options(options), options.high)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0
+
+
+def run_calibrate(options: argparse.Namespace) -> int:
+    from wan_core.quality.run import run_calibrate
+
+    return run_calibrate(options, *_pipeline(options))
+
+
+def run_quality(options: argparse.Namespace) -> int:
+    from wan_core.quality.run import run_quality
+
+    pipe, base = _pipeline(options)
+    return run_quality(options, pipe, base, options.setting or SETTINGS)
+
+
+def _pipeline(options: argparse.Namespace) -> tuple[Any, Request]:
+    """The models, and the request that every sample follows but for its caption and seed."""
+    from wan_core.pipeline import Pipeline
+
+    if skip_options(options) is not None:
+        raise OptionError(f"{options.command} runs in full by itself: leave out --magcache and its like")
+    given = vars(options)
+    width, height = _size(options.size) if options.size else (None, None)
+    wanted = {f.name: given[f.name] for f in fields(Request) if f.name in given} | _plan_numbers(options)
+    request = Request(**{**wanted, "prompt": "", "width": width, "height": height})
+    return Pipeline.load(LoadOptions(**{f.name: given[f.name] for f in fields(LoadOptions)})), request
 
 
 def run_check(options: argparse.Namespace) -> int:

@@ -75,8 +75,7 @@ class ResidualCache:
     inside of a wrapper that shards them, a shard.
     """
 
-    def __init__(self, run_blocks: RunBlocks, programs: Mapping[Branch, Program]) -> None:
-        self.run_blocks = run_blocks
+    def __init__(self, programs: Mapping[Branch, Program]) -> None:
         self.programs = programs
         self.buffers: dict[Branch, Tensor] = {}  # [S, B, L, C]
         self.step = 0
@@ -86,6 +85,11 @@ class ResidualCache:
     def expect(self, step: int, branches: tuple[Branch, ...], skip: bool) -> None:
         """What the next forward is: which step's, which branches along its batch, and whether the blocks run."""
         self.step, self.branches, self.skip = step, branches, skip
+
+    def around(self, run_blocks: RunBlocks) -> RunBlocks:
+        """This cache, calling these blocks."""
+        self.run_blocks = run_blocks
+        return self
 
     def __call__(self, tokens: Tensor, *rest: Any) -> Tensor:
         """tokens [N * B, L, C] and what else the blocks take -> tokens after all blocks."""
@@ -125,26 +129,33 @@ class ResidualCache:
 
 
 @contextmanager
-def residuals(model: Any, phase: Sequence[Step]) -> Iterator[ResidualCache | None]:
-    """A cache on `model` while `phase` runs; None where no step of it skips. Nothing stays behind, whatever happens.
+def instead_of_blocks(model: Any, make: Callable[[RunBlocks], RunBlocks]) -> Iterator[None]:
+    """Put `make(what was there)` in the place of the blocks of `model`; nothing stays behind, whatever happens.
 
-    It goes beneath a wrapper of `run_blocks` that shards the tokens, so that residuals are sharded too: such a wrapper
-    keeps what it calls in an attribute `run_shard`.
+    It goes beneath a wrapper of `run_blocks` that shards the tokens, so that what it keeps is sharded too: such a
+    wrapper has what it calls in an attribute `run_shard`.
     """
-    if not any(step.skipped for step in phase):
-        yield None
-        return
     holder, seam = model, "run_blocks"
     while hasattr(getattr(holder, seam), "run_shard"):
         holder, seam = getattr(holder, seam), "run_shard"
     before = vars(holder).get(seam)
-    branches: tuple[Branch, ...] = ("cond", "uncond")
-    cache = ResidualCache(getattr(holder, seam), {branch: residual_program(phase, branch) for branch in branches})
-    setattr(holder, seam, cache)
+    setattr(holder, seam, make(getattr(holder, seam)))
     try:
-        yield cache
+        yield
     finally:
         if before is None:
             delattr(holder, seam)
         else:
             setattr(holder, seam, before)
+
+
+@contextmanager
+def residuals(model: Any, phase: Sequence[Step]) -> Iterator[ResidualCache | None]:
+    """A cache on `model` while `phase` runs; None where no step of it skips."""
+    if not any(step.skipped for step in phase):
+        yield None
+        return
+    branches: tuple[Branch, ...] = ("cond", "uncond")
+    cache = ResidualCache({branch: residual_program(phase, branch) for branch in branches})
+    with instead_of_blocks(model, cache.around):
+        yield cache

@@ -1,0 +1,184 @@
+"""Calibration and the comparison with the full run, on the embedded model; measures and pictures on drawn clips."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from tests.test_denoise import EXPERTS, NOISE, TEXT
+from wan_core.cache.curves import published_curves, read_curve
+from wan_core.cli import main
+from wan_core.plan import make_plan
+from wan_core.quality.calibrate import calibrate, record
+from wan_core.quality.compare import compare, gmsd, pareto, summary
+from wan_core.quality.pictures import draw_curve, draw_quality, side_by_side
+from wan_core.quality.run import preset_plans
+from wan_core.quality.samples import choose_samples
+from wan_core.shapes import draw, held_out, parse_caption
+from wan_core.video import read_video
+
+SMALL = ["--model", "tiny", "--device", "cpu", "--steps", "10", "--frames", "5", "--size", "64x48"]
+CAPTION = "a red circle moving right on a blue background"
+
+
+def clip(caption: str = CAPTION, seed: int = 3) -> torch.Tensor:
+    """uint8 [F, H, W, 3]."""
+    return ((draw([parse_caption(caption)], seed=seed)[0] + 1) * 127.5).round().byte().permute(1, 2, 3, 0)
+
+
+# --------------------------------------------------------------------------------------------------------- calibration
+
+
+@torch.no_grad()
+def test_recorded_ratios_are_those_of_the_residuals():
+    """Against residuals taken apart by hand, both branches, with the expert's change in the middle."""
+    plan = make_plan(steps=8, solver="euler")
+    ratios = record(plan, EXPERTS.__getitem__, TEXT, NOISE)
+    x, last = NOISE, {}
+    for step in plan.steps:
+        model, t, found = EXPERTS[step.expert], torch.tensor([step.timestep]), {}
+        for branch in ("cond", "uncond"):
+            grid = model.token_grid(x)
+            tokens, (time, modulation) = model.embed_patches(x, grid), model.embed_time(t)
+            text = model.prepare_text(getattr(TEXT, branch))
+            after = model.run_blocks(tokens, modulation, model.rope(grid, x.device), text)
+            norm = (after - tokens).norm(dim=-1)
+            if branch in last:
+                assert ratios[step.index, branch] == pytest.approx(float((norm / last[branch]).mean()), rel=1e-3)
+            last[branch] = norm
+            found[branch] = model.unpatchify(model.head(after, time), grid)
+        velocity = found["uncond"] + step.guidance * (found["cond"] - found["uncond"])
+        x = x + velocity * (step.sigma_next - step.sigma)
+    assert all("run_blocks" not in vars(model) for model in EXPERTS.values()), "the recorder is gone"
+    curve = calibrate(plan, [ratios, {k: v + 0.2 for k, v in ratios.items()}], "test", 2)
+    assert curve.high_steps == 6 and curve.cond[3] == pytest.approx(ratios[3, "cond"] + 0.1)
+    assert all(math.isfinite(r) for r in (*curve.cond, *curve.uncond))
+
+
+def test_calibrate_writes_a_curve_that_is_found_again(tmp_path, capsys):
+    out, plot = tmp_path / "my.magcache.json", tmp_path / "my.png"
+    command = ["calibrate", *SMALL, "--count", "3", "--batch", "2", "--out", str(out), "--plot", str(plot)]
+    assert main(command) == 0
+    curve = read_curve(out)
+    assert (curve.task, curve.steps, curve.samples, curve.solver) == ("t2v-tiny", 10, 3, "unipc")
+    assert all(0.3 < r < 3 for r in (*curve.cond, *curve.uncond)) and curve.cond != curve.uncond
+    with Image.open(plot) as picture:
+        assert picture.size == (960, 540)
+    printed = capsys.readouterr().out
+    assert "balanced" in printed and "forwards" in printed
+    assert main(["plan", "--task", "t2v-tiny", "--magcache", "fast", "--high", str(tmp_path / "my.safetensors")]) == 0
+    assert "saved" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("task", ["t2v-tiny", "i2v-tiny"])
+def test_the_embedded_model_brings_its_own_curve(task, tiny_assets):
+    curve = read_curve(tiny_assets / f"{task}.magcache.json")
+    assert curve.task == task and curve.steps == 40 and curve.samples
+    assert curve.high_steps == sum(s.expert == "high" for s in make_plan(task=task, steps=40).steps)
+    plans = preset_plans(make_plan(task=task, steps=40), curve)
+    saved = [plans[name].saved for name in ("quality", "balanced", "fast")]
+    assert saved == sorted(saved) and saved[1] >= 0.4 and saved[2] >= 0.55
+
+
+# ------------------------------------------------------------------------------------------------------------- quality
+
+
+def test_quality_compares_with_the_full_run(tmp_path, capsys):
+    out, plot, video = tmp_path / "q.json", tmp_path / "q.png", tmp_path / "q.mp4"
+    settings = ["full", "magcache:0/2/0.2", "taylorseer:2/1", "every:2", "adaptive:10"]
+    command = ["quality", *SMALL, "--count", "2", "--batch", "2", "--out", str(out), "--plot", str(plot)]
+    for setting in settings:
+        command += ["--setting", setting]
+    assert main([*command, "--video", str(video)]) == 0
+    result = json.loads(out.read_text())
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == settings and result["suite"] == "quality" and result["perceptual"] in ("gmsd", "lpips")
+    for exact in ("full", "magcache:0/2/0.2"):
+        assert rows[exact]["psnr"] == 99 and rows[exact]["ssim"] == 1 and rows[exact]["saved"] == 0
+    for lossy in settings[2:]:
+        assert rows[lossy]["psnr"] < 60 and 0.1 < rows[lossy]["saved"] < 0.8 and rows[lossy]["forwards"] < 20
+        assert rows[lossy]["psnr_worst"] <= rows[lossy]["psnr"] and 0 <= rows[lossy]["truth"] <= 1
+    assert "taylorseer:2/1" in capsys.readouterr().out
+    with Image.open(plot) as picture:
+        assert picture.size == (960, 600)
+    assert read_video(video).shape[0] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--setting", "turbo"], "not known"),
+        (["--setting", "magcache:0.1"], "0.12/2/0.2"),
+        (["--setting", "magcache:fast:order7"], "not known"),
+        (["--setting", "taylorseer:2/1/0.2/9"], "2/1/0.2"),
+        (["--setting", "guidance:x"], "0.2-0.95"),
+        (["--setting", "adaptive:-1"], "allowed are"),
+        (["--setting", "magcache:fast+adaptive:0.1"], "choose one"),
+        (["--count", "0"], "at least 1"),
+        (["--plot", "/nowhere/x.png"], "cannot write"),
+        (["--magcache", "fast"], "runs in full"),
+    ],
+)
+def test_bad_input_is_one_readable_line(arguments, says, capsys):
+    assert main(["quality", *SMALL, "--count", "1", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert says in err and "Traceback" not in err
+
+
+def test_measures():
+    """Equal videos score as equal, and worse ones worse, by every measure."""
+    full = clip()
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(strength: float) -> torch.Tensor:
+        noise = torch.randn(full.shape, generator=generator) * strength
+        return (full.float() + noise).clamp(0, 255).byte()
+
+    same, little, much = (compare(v, full, CAPTION, gmsd) for v in (full, noisy(4), noisy(20)))
+    assert (same.psnr, same.flicker, same.truth) == (99, 0, True)
+    assert same.ssim == pytest.approx(1) and same.perceptual == pytest.approx(0, abs=1e-5)
+    assert same.psnr > little.psnr > much.psnr and same.ssim > little.ssim > much.ssim
+    assert same.perceptual < little.perceptual < much.perceptual and little.flicker < much.flicker
+    assert compare(full, full, "a green square moving left on a white background", gmsd).truth is False
+    assert compare(full, full, "waves break against rocks", gmsd).truth is None
+    told = summary([same, much])
+    assert told["psnr_worst"] == round(much.psnr, 2) < told["psnr"] < 99 and told["truth"] == (1 + much.truth) / 2
+
+
+@given(st.dictionaries(st.text(max_size=3), st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1))
+def test_nothing_beats_the_front_and_all_else_is_beaten(points):
+    front = pareto(points)
+    for name, (x, y) in points.items():
+        beaten = any(a >= x and b >= y and (a > x or b > y) for a, b in points.values())
+        assert beaten == (name not in front)
+    saved = [points[name][0] for name in front]
+    assert saved == sorted(saved)
+
+
+def test_pictures():
+    curve = published_curves()["t2v-A14B"]
+    plans = preset_plans(make_plan(), curve)
+    assert draw_curve(curve, plans).size == (960, 540) and draw_curve(curve, {}).size == (960, 540)
+    single = published_curves()["ti2v-5B"]
+    assert draw_curve(single, preset_plans(make_plan(task="ti2v-5B"), single)).size == (960, 540)
+    rows = [{"name": "a", "saved": 0.0, "psnr": 99.0, "psnr_worst": 99.0}]
+    rows += [{"name": f"magcache:{n}", "saved": n / 20, "psnr": 40.0 - n, "psnr_worst": 30.0 - n} for n in range(8)]
+    assert draw_quality(rows, "title").size == (960, 600)
+    video = np.zeros((3, 49, 51, 3), np.uint8)
+    sheet = side_by_side({str(n): video for n in range(5)})
+    assert sheet.dtype == np.uint8 and sheet.shape[0] == 3 and not sheet.shape[1] % 2 and not sheet.shape[2] % 2
+
+
+def test_samples_are_new_to_the_embedded_model():
+    samples = choose_samples(None, 12, 5, tiny=True)
+    assert len({s.caption for s in samples}) == 12 and [s.seed for s in samples] == list(range(5, 17))
+    assert all(held_out(parse_caption(s.caption)) for s in samples)
+    assert [s.caption for s in choose_samples(["x", "y"], 3, 0, tiny=False)] == ["x", "y", "x"]
+    assert len(choose_samples(None, 3, 0, tiny=False)) == 3

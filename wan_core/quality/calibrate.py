@@ -1,0 +1,101 @@
+"""Measure a model's MagCache curve: the mean over tokens of ||residual_t|| / ||residual_(t-1)||, per step and branch.
+
+A few videos are enough: the curve hardly depends on the prompt. Legend: B batch, L tokens, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.cache.curves import Curve
+from wan_core.cache.residual import RunBlocks, instead_of_blocks
+from wan_core.conditioning import Conditioning
+from wan_core.config import OptionError
+from wan_core.denoise import Progress, denoise
+from wan_core.model import WanModel
+from wan_core.plan import Branch, Expert, Plan, Step
+
+
+class Recorder:
+    """Stands in the place of the blocks, and keeps the ratio of every forward's residual to that of the branch's last
+    one. Forwards come in the plan's order, one branch at a time."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.order: list[tuple[int, Branch]] = [(step.index, branch) for step in plan.steps for branch in step.branches]
+        self.norms: dict[Branch, Tensor] = {}  # [B, L] of the branch's last residual
+        self.ratios: dict[tuple[int, Branch], Tensor] = {}
+
+    def around(self, run_blocks: RunBlocks) -> RunBlocks:
+        def run(tokens: Tensor, *rest: Any) -> Tensor:
+            before = tokens.clone()  # blocks may work in place
+            after = run_blocks(tokens, *rest)
+            self.note(torch.linalg.vector_norm((after - before).float(), dim=-1))
+            return after
+
+        return run
+
+    def note(self, norm: Tensor) -> None:
+        """`norm` [B, L] of the next forward's residual."""
+        index, branch = self.order[len(self.ratios)]
+        last = self.norms.get(branch)
+        self.ratios[index, branch] = norm.new_ones(()) if last is None else (norm / last).mean()
+        self.norms[branch] = norm
+
+
+def record(
+    plan: Plan,
+    acquire: Callable[[Expert], WanModel],
+    conditioning: Conditioning,
+    noise: Tensor,
+    on_step: Callable[[Step], None] = lambda _: None,
+) -> dict[tuple[int, Branch], float]:
+    """Run `plan` in full and return the ratio of every step and branch; arguments as of `denoise`."""
+    recorder = Recorder(plan)
+    with ExitStack() as seams:
+
+        def watched(expert: Expert) -> WanModel:
+            seams.close()  # the last expert's
+            model = acquire(expert)
+            seams.enter_context(instead_of_blocks(model, recorder.around))
+            return model
+
+        def note(progress: Progress) -> None:
+            on_step(progress.step)
+
+        denoise(plan, watched, conditioning, noise, on_step=note)
+    return {key: float(ratio) for key, ratio in recorder.ratios.items()}
+
+
+def calibrate(plan: Plan, runs: Iterable[dict[tuple[int, Branch], float]], source: str, samples: int) -> Curve:
+    """The mean of recorded `runs` of `plan` as a curve. Raises OptionError for a plan of one step."""
+    if len(plan.steps) < 2:
+        raise OptionError("one step has no ratio to the one before: calibrate with the steps you will use, 20 or more")
+    found = list(runs)
+
+    def mean(index: int, branch: Branch) -> float:
+        key = (index, branch if (index, branch) in found[0] else "cond")  # no guidance: one branch stands for both
+        return sum(run[key] for run in found) / len(found)
+
+    return Curve(
+        task=plan.task,
+        source=source,
+        high_steps=sum(step.expert == "high" for step in plan.steps),
+        shift=plan.shift,
+        boundary=plan.boundary,
+        solver=plan.solver,
+        samples=samples,
+        cond=tuple(mean(step.index, "cond") for step in plan.steps),
+        uncond=tuple(mean(step.index, "uncond") for step in plan.steps),
+    )
+
+
+def plain(plan: Plan) -> Plan:
+    """`plan` without anything left out: what is calibrated is the model, not a policy."""
+    steps = tuple(replace(step, action="compute", skipped=(), order=0) for step in plan.steps)
+    return replace(plan, steps=steps, notes=(), unskipped=None, adaptive=None)

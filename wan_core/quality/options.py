@@ -1,0 +1,52 @@
+"""The command-line options of `calibrate` and `quality`. Knows no torch: `--help` is quick."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+# What is compared if nothing is named: the presets, other policies, and what goes well together.
+SETTINGS = (
+    "magcache:quality",
+    "magcache:balanced",
+    "magcache:fast",
+    "taylorseer:2/1",
+    "taylorseer:3/1",
+    "every:2",
+    "guidance:0.3-1",
+    "magcache:balanced+every:2",
+    "adaptive:0.1",
+)
+
+
+def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
+    _add_sample_options(parser, count=4)
+    parser.add_argument("--out", type=Path, help="the curve (default: beside the checkpoint, where it is found again)")
+    parser.add_argument("--plot", type=Path, help="also draw it, with what each preset would skip (.png)")
+
+
+def add_quality_options(parser: argparse.ArgumentParser) -> None:
+    _add_sample_options(parser, count=8)
+    parser.add_argument(
+        "--setting",
+        action="append",
+        help="what to compare with the full run, repeatable: magcache:balanced, magcache:0.12/2/0.2:order1, "
+        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.3-1, every:2, several joined by + (default: one of each kind)",
+    )
+    parser.add_argument("--out", type=Path, help="JSON file, or a folder for one named after device and day")
+    parser.add_argument("--plot", type=Path, help="quality over forwards saved, with the Pareto front (.png)")
+    parser.add_argument("--video", type=Path, help="the first sample in every setting, side by side (.mp4)")
+
+
+def _add_sample_options(parser: argparse.ArgumentParser, count: int) -> None:
+    group = parser.add_argument_group("what is measured on")
+    group.add_argument(
+        "--prompt", action="append", dest="prompts", help="repeatable (default: captions that suit the model)"
+    )
+    group.add_argument("--negative-prompt", help="default: the task's own")
+    group.add_argument("--image", help="first frame, for models that take one")
+    group.add_argument("--size", help="WIDTHxHEIGHT (default: the task's own)")
+    group.add_argument("--frames", type=int, help="4n + 1")
+    group.add_argument("--count", type=int, default=count, help="videos (default %(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="of the first video; the next have the next seeds")
+    group.add_argument("--batch", type=int, default=1, help="videos at once, for small models (default %(default)s)")

@@ -1,0 +1,228 @@
+"""The commands `calibrate` and `quality`: what they run, print and write."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.bench.results import envelope, write_result
+from wan_core.cache.arguments import parse_setting
+from wan_core.cache.curves import Curve, curve_path, write_curve
+from wan_core.cache.magcache import PRESETS
+from wan_core.cache.skipping import leave_out, skip_forwards
+from wan_core.config import OptionError, Request, SkipOptions
+from wan_core.images import decode_images
+from wan_core.pipeline import Pipeline, sample_latents
+from wan_core.plan import Expert, Plan
+from wan_core.quality.calibrate import calibrate, plain, record
+from wan_core.quality.compare import Comparison, Distance, compare, find_perceptual, pareto, summary, truth
+from wan_core.quality.pictures import draw_curve, draw_quality, side_by_side
+from wan_core.quality.samples import Batch, Sample, batches, choose_samples
+from wan_core.report import Report
+from wan_core.video import check_output, write_mp4
+
+FULL = "full"
+
+
+def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request) -> int:
+    """Measure the curve of `pipe`'s model, write it beside the checkpoint or to `options.out`."""
+    models = pipe.models
+    out = options.out or (None if models.checkpoint is None else curve_path(models.checkpoint, models.task.name))
+    if out is None:
+        raise OptionError("random weights lie nowhere: say with --out where the curve goes")
+    check_writable(out, options.plot)
+    samples = chosen(options, pipe)
+    curve = measure_curve(pipe, base, samples, options.batch)
+    write_curve(curve, out)
+    plans = preset_plans(pipe.prepare(base).plan, curve)
+    for name, plan in plans.items():
+        print(f"{name:<10} {plan.forward_words()}")
+    if options.plot is not None:
+        draw_curve(curve, plans).save(options.plot)
+    print(out)
+    return 0
+
+
+@torch.no_grad()
+def measure_curve(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int) -> Curve:
+    """The curve of the model in `pipe`, over `samples`, `size` at once."""
+    runs, plan = [], None
+    for batch in batches(pipe, base, samples, size):
+        plan = plain(batch.job.plan)
+        show(f"calibrate: {len(runs) * size + len(batch.samples)} of {len(samples)} videos")
+        runs.append(record(plan, acquirer(pipe), batch.conditioning, batch.noise))
+    assert plan is not None
+    name = "the embedded model" if pipe.models.task.name.endswith("-tiny") else pipe.report.settings["models"]["high"]
+    return calibrate(plan, runs, f"measured on {name}", len(samples))
+
+
+def preset_plans(plan: Plan, curve: Curve) -> dict[str, Plan]:
+    """What each preset makes of `plan` with this curve."""
+    return {name: leave_out(plain(plan), SkipOptions(magcache=preset), curve) for name, preset in PRESETS.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------- quality
+
+
+def run_quality(options: argparse.Namespace, pipe: Pipeline, base: Request, names: Sequence[str]) -> int:
+    """Every setting against the full run; prints a table, writes what was asked for."""
+    settings = {name: parse_setting(name) for name in names}  # all are checked before the first runs
+    check_writable(options.plot, options.out if options.out and options.out.suffix else None)
+    if options.video is not None:
+        check_output(options.video)
+    samples = chosen(options, pipe)
+    found = measure_quality(pipe, base, samples, settings, options.batch)
+    rows = found.rows()
+    print(table(rows, found.perceptual_name))
+    if options.plot is not None:
+        steps = pipe.prepare(base).plan
+        draw_quality(rows, f"{steps.task}   {len(steps.steps)} steps   {len(samples)} videos").save(options.plot)
+    if options.video is not None:
+        clips = {name: frames.numpy() for name, frames in found.first.items()}
+        write_mp4(options.video, side_by_side(clips), fps=pipe.models.task.fps)
+    result = envelope("quality", pipe.models.device, rows) | {
+        "samples": len(samples),
+        "perceptual": found.perceptual_name,
+        "full": found.full,
+    }
+    path = write_result(result, options.out, pipe.models.device)
+    if path is not None:
+        print(path)
+    return 0
+
+
+@dataclass
+class Measured:
+    """What a comparison found, by setting: each video against the full run's, forwards and seconds."""
+
+    perceptual_name: str
+    comparisons: dict[str, list[Comparison]]
+    forwards: dict[str, int]
+    seconds: dict[str, float]
+    full: dict[str, Any]
+    first: dict[str, Tensor]  # frames of the first sample, the full run's among them
+
+    def rows(self) -> list[dict[str, Any]]:
+        """As they are committed; `front`: nothing compared here saves more at the same quality."""
+        count = len(next(iter(self.comparisons.values()), []))
+        rows: list[dict[str, Any]] = []
+        for name, found in self.comparisons.items():
+            rows.append(
+                {
+                    "name": name,
+                    "size": self.full["size"],
+                    "samples": count,
+                    "saved": round(1 - self.forwards[name] / self.forwards[FULL], 4),
+                    "forwards": self.forwards[name],
+                    **summary(found),
+                    "seconds": round(self.seconds[name] / count, 4),
+                    "ratio": round(self.seconds[FULL] / self.seconds[name], 3),
+                    "ratio_to": FULL,
+                }
+            )
+        front = pareto({row["name"]: (row["saved"], row["psnr"]) for row in rows})
+        return [{**row, "front": row["name"] in front} for row in rows]
+
+
+@torch.no_grad()
+def measure_quality(
+    pipe: Pipeline, base: Request, samples: Sequence[Sample], settings: Mapping[str, SkipOptions | None], size: int
+) -> Measured:
+    """Make every sample in full and in each setting, `size` at once, from the same noise."""
+    name, perceptual = find_perceptual()
+    found = Measured(name, {s: [] for s in settings}, {}, {}, {}, {})
+    told: list[bool | None] = []
+    for batch in batches(pipe, base, samples, size):
+        plan, checkpoint = plain(batch.job.plan), pipe.models.checkpoint
+        exact = make(pipe, batch, plan, FULL, found)
+        told += [truth(frames, sample.caption) for frames, sample in zip(exact, batch.samples, strict=True)]
+        for setting, options in settings.items():
+            skipping = skip_forwards(plan, options, checkpoint, image=batch.job.request.image is not None)
+            frames = exact if setting == FULL else make(pipe, batch, skipping, setting, found)
+            found.comparisons[setting] += compared(frames, exact, batch.samples, perceptual)
+            newest = summary(found.comparisons[setting])
+            show(f"{setting}: {len(found.comparisons[setting])} of {len(samples)} videos, {newest['psnr']} dB so far")
+        found.full["size"] = f"{batch.job.width}x{batch.job.height}x{batch.job.frames}"
+    known = [t for t in told if t is not None]
+    found.full |= {"seconds": round(found.seconds[FULL] / len(samples), 4)}
+    found.full |= {"truth": round(sum(known) / len(known), 4)} if known else {}
+    return found
+
+
+def make(pipe: Pipeline, batch: Batch, plan: Plan, name: str, found: Measured) -> Tensor:
+    """uint8 [B, F, H, W, 3] on the CPU. Notes seconds of denoising and forwards under `name`."""
+    models, report = pipe.models, Report(pipe.models.device)
+    forwards = 0
+
+    def count(progress: Any, _: float | None) -> None:
+        nonlocal forwards
+        forwards += progress.forwards
+
+    begin = time.perf_counter()
+    latents = sample_latents(
+        plan,
+        acquirer(pipe),
+        batch.conditioning,
+        batch.noise,
+        models.vae_config,
+        report,
+        batched=batch.job.batched and len(batch.samples) == 1,
+        on_step=count,
+    )
+    found.seconds[name] = found.seconds.get(name, 0.0) + time.perf_counter() - begin
+    found.forwards[name] = forwards
+    images = decode_images(models.vae(), latents, report, dtype=torch.uint8)
+    videos = images.unflatten(0, (len(batch.samples), -1))
+    found.first.setdefault(name, videos[0])
+    return videos
+
+
+def compared(frames: Tensor, exact: Tensor, samples: Sequence[Sample], perceptual: Distance) -> list[Comparison]:
+    trios = zip(frames, exact, samples, strict=True)
+    return [compare(video, full, sample.caption, perceptual) for video, full, sample in trios]
+
+
+# ------------------------------------------------------------------------------------------------------------- shared
+
+
+def acquirer(pipe: Pipeline) -> Any:
+    def acquire(expert: Expert) -> Any:
+        return pipe.models.expert(expert)
+
+    return acquire
+
+
+def chosen(options: argparse.Namespace, pipe: Pipeline) -> list[Sample]:
+    if options.count < 1 or options.batch < 1:
+        raise OptionError(f"count {options.count} and batch {options.batch} given; both must be at least 1")
+    return choose_samples(options.prompts, options.count, options.seed, pipe.models.task.name.endswith("-tiny"))
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raise OptionError now if a file could not be written there: before the work, not after."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise OptionError(f"cannot write {path}: its folder must exist, and the name must be a file's")
+
+
+def show(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]], perceptual: str) -> str:
+    """Rows for people; `*` marks the Pareto front."""
+    names = {"perceptual": perceptual, "psnr_worst": "worst"}
+    columns = [c for c in ("saved", "psnr", "psnr_worst", "ssim", "perceptual", "flicker", "truth") if c in rows[0]]
+    lines = [f"  {'setting':<38}" + "".join(f"{names.get(c, c):>10}" for c in columns) + f"{'speed-up':>10}"]
+    for row in rows:
+        numbers = "".join(f"{row[c]:>10.4g}" for c in columns) + f"{row['ratio']:>10.2f}"
+        lines.append(f"{'*' if row['front'] else ' '} {row['name']:<38}{numbers}")
+    return "\n".join(lines)
