@@ -7,8 +7,16 @@ from comfy_api.latest import ComfyExtension, io
 
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
 from .loaders import WanCoreModelLoader, WanCoreTextEncoderLoader, WanCoreVAELoader
+from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
 from .sampling import WanCoreSampler
+from .skipping import (
+    WanCoreAdaptiveCache,
+    WanCoreCalibrate,
+    WanCoreGuidanceSchedule,
+    WanCoreMagCache,
+    WanCoreTaylorSeer,
+)
 from .video import WanCoreVAEDecode, WanCoreVAEEncode
 
 NODES: list[type[io.ComfyNode]] = [
@@ -23,6 +31,12 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreVAEDecode,
     WanCoreVAEEncode,
     WanCoreReport,
+    WanCoreMagCache,
+    WanCoreTaylorSeer,
+    WanCoreAdaptiveCache,
+    WanCoreGuidanceSchedule,
+    WanCoreCalibrate,
+    WanCoreCompare,
 ]
 
 

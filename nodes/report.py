@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from comfy_api.latest import io
 
-import numpy as np
-import torch
-from comfy_api.latest import io, ui
-from PIL import Image
-from torch import Tensor
-
+from wan_core.config import SkipOptions
 from wan_core.drawing import clock, draw_plan, draw_report
 from wan_core.plan import Expert
 from wan_core.report import Report
 
+from .pictures import as_image, shown
 from .sampling import plan_inputs, plan_of
-from .sockets import MODEL, REPORT, ModelSocket
+from .sockets import MODEL, REPORT, SKIPPING, ModelSocket
 
 
 class WanCorePlanPreview(io.ComfyNode):
@@ -41,6 +37,9 @@ class WanCorePlanPreview(io.ComfyNode):
                     tooltip="For the estimated time: seconds of one forward of a transformer. 0: as the last run of "
                     "this model measured it, if there was one.",
                 ),
+                SKIPPING.Input(
+                    "skipping", optional=True, tooltip="What is left out of the run: the same as the sampler gets."
+                ),
             ],
             outputs=[
                 io.Image.Output("image", display_name="image", tooltip="The plan, drawn."),
@@ -60,6 +59,7 @@ class WanCorePlanPreview(io.ComfyNode):
         guidance_low: float = 0,
         solver: str = "",
         seconds_per_forward: float = 0,
+        skipping: None = None,
     ) -> float:
         return seconds_per_forward or float("nan")  # a measured pace changes with every run: never cached
 
@@ -74,13 +74,14 @@ class WanCorePlanPreview(io.ComfyNode):
         guidance_low: float,
         solver: str,
         seconds_per_forward: float,
+        skipping: SkipOptions | None = None,
     ) -> io.NodeOutput:
-        plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver)
+        plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver, skipping)
         given: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
         pace = given if seconds_per_forward else model.pace
-        image = _as_image(draw_plan(plan, plan.estimate(pace)))
+        image = as_image(draw_plan(plan, plan.estimate(pace)))
         text = plan.table()
-        return io.NodeOutput(image, text, ui=_shown(image, text.splitlines()[0], cls))
+        return io.NodeOutput(image, text, ui=shown(image, text.splitlines()[0], cls))
 
 
 class WanCoreReport(io.ComfyNode):
@@ -105,16 +106,6 @@ class WanCoreReport(io.ComfyNode):
 
     @classmethod
     def execute(cls, report: Report) -> io.NodeOutput:
-        image = _as_image(draw_report(report))
+        image = as_image(draw_report(report))
         text = "\n".join([report.text(), "settings:", *(f"  {line}" for line in report.setting_lines())])
-        return io.NodeOutput(image, text, ui=_shown(image, f"{clock(report.total_seconds)} in all", cls))
-
-
-def _shown(image: Tensor, words: str, cls: type[io.ComfyNode]) -> dict[str, Any]:
-    """A picture and a line of text on the node."""
-    return {**ui.PreviewImage(image, cls=cls).as_dict(), **ui.PreviewText(words).as_dict()}
-
-
-def _as_image(picture: Image.Image) -> Tensor:
-    """[1, H, W, 3] in 0..1."""
-    return torch.from_numpy(np.asarray(picture).astype(np.float32) / 255)[None]
+        return io.NodeOutput(image, text, ui=shown(image, f"{clock(report.total_seconds)} in all", cls))

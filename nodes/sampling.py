@@ -6,8 +6,10 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
+from wan_core.cache.residual import residual_bytes
+from wan_core.cache.skipping import skip_forwards, skip_words
 from wan_core.conditioning import draw_noise
-from wan_core.config import GUIDANCE_MODES
+from wan_core.config import GUIDANCE_MODES, SkipOptions
 from wan_core.denoise import Progress, choose_batched
 from wan_core.drawing import clock
 from wan_core.pipeline import sample_latents
@@ -16,7 +18,7 @@ from wan_core.report import Phase, Report
 
 from . import host
 from .conditioning import join
-from .sockets import CONDITIONING, MODEL, REPORT, ModelSocket
+from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 
 OWN = "0: the model's own"
 
@@ -86,9 +88,11 @@ def plan_of(
     guidance_high: float,
     guidance_low: float,
     solver: str,
+    skipping: SkipOptions | None = None,
+    image: bool = False,
 ) -> Plan:
-    """The plan for widgets in which 0 stands for the model's own number."""
-    return make_plan(
+    """The plan for widgets in which 0 stands for the model's own number. image: TI2V starts from one."""
+    plan = make_plan(
         task=model.experts.task.name,
         steps=steps or None,
         shift=shift or None,
@@ -97,6 +101,7 @@ def plan_of(
         guidance_low=guidance_low or None,
         solver=solver,
     )
+    return skip_forwards(plan, skipping, model.experts.high.path, image=image)
 
 
 class WanCoreSampler(io.ComfyNode):
@@ -130,6 +135,12 @@ class WanCoreSampler(io.ComfyNode):
                     tooltip="Run the two branches of guidance as one forward ('batched') or apart. 'auto' decides by "
                     "size. The result is the same but for rounding.",
                 ),
+                SKIPPING.Input(
+                    "skipping",
+                    optional=True,
+                    tooltip="Which forwards need not run, from WanCore MagCache and its like. Nothing connected: every "
+                    "one runs.",
+                ),
             ],
             outputs=[
                 io.Latent.Output("latent_out", display_name="latent", tooltip="Finished, for any VAE Decode."),
@@ -152,18 +163,24 @@ class WanCoreSampler(io.ComfyNode):
         guidance_low: float,
         solver: str,
         guidance_mode: str,
+        skipping: SkipOptions | None = None,
     ) -> io.NodeOutput:
-        plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver)
+        image = "noise_mask" in latent
+        plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver, skipping, image)
         conditioning, text_seconds = join(positive, negative, latent, model.experts, plan)
         shape = tuple(latent["samples"].shape)
         tokens = model.experts.dit.tokens(*shape[2:])
         batched, why = choose_batched(guidance_mode, plan, tokens, streamed=False)
-        report = Report(host.device(), _settings(model, plan, shape, seed, batched))
+        settings = _settings(model, plan, shape, seed, batched)
+        if skipping is not None:
+            settings["skipping"] = skip_words(skipping)
+        report = Report(host.device(), settings)
         report.notes.append(f"guidance: {'batched' if batched else 'sequential'} ({why})")
         report.phases["text"] = Phase(text_seconds)
+        kept = residual_bytes(plan, shape[0] * tokens, model.experts.dit.dim)
         latents = sample_latents(
             plan,
-            lambda expert: model.acquire(expert, shape[0] * tokens * (1 + batched), report),
+            lambda expert: model.acquire(expert, shape[0] * tokens * (1 + batched), report, kept),
             conditioning,
             draw_noise(seed, shape).to(host.device()),
             model.experts.vae,
@@ -206,7 +223,7 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
         "steps": len(plan.steps),
         "shift": plan.shift,
         "boundary": plan.boundary,
-        "guidance": {e: next(s.guidance for s in plan.steps if s.expert == e) for e in plan.experts},
+        "guidance": {e: plan.guidance_of(e) for e in plan.experts},
         "guidance_mode": "batched" if batched else "sequential",
         "solver": plan.solver,
         "seed": seed,

@@ -29,6 +29,7 @@ from . import host
 
 MODEL = io.Custom("WANCORE_MODEL")  # ModelSocket
 REPORT = io.Custom("WANCORE_REPORT")  # wan_core.report.Report
+SKIPPING = io.Custom("WANCORE_SKIPPING")  # wan_core.config.SkipOptions
 CONDITIONING = list[list[Any]]  # [[rows [1, L, 4096], {...}]]
 
 
@@ -43,9 +44,9 @@ class ModelSocket:
     rgb: RGBMap | None
     pace: dict[Expert, float] = field(default_factory=dict)
 
-    def acquire(self, expert: Expert, tokens: int, report: Report) -> WanModel:
-        """The expert, on the device; a load is timed as a phase of `report`."""
-        held, memory = self.held[expert], forward_bytes(self.experts.dit, tokens)
+    def acquire(self, expert: Expert, tokens: int, report: Report, kept: int = 0) -> WanModel:
+        """The expert, on the device; a load is timed as a phase of `report`. kept: bytes of residuals beside it."""
+        held, memory = self.held[expert], forward_bytes(self.experts.dit, tokens) + kept
         together = list(dict.fromkeys(self.held.values())) if self.residency == "resident" else [held]
         if self.residency == "swap" and not held.is_loaded:
             host.evict_all()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,8 +17,7 @@ from wan_core.cli import main
 from wan_core.plan import make_plan
 from wan_core.quality.calibrate import calibrate, record
 from wan_core.quality.compare import compare, gmsd, pareto, summary
-from wan_core.quality.pictures import draw_curve, draw_quality, side_by_side
-from wan_core.quality.run import preset_plans
+from wan_core.quality.pictures import draw_curve, draw_quality, preset_plans, side_by_side
 from wan_core.quality.samples import choose_samples
 from wan_core.shapes import draw, held_out, parse_caption
 from wan_core.video import read_video
@@ -171,9 +169,10 @@ def test_pictures():
     rows = [{"name": "a", "saved": 0.0, "psnr": 99.0, "psnr_worst": 99.0}]
     rows += [{"name": f"magcache:{n}", "saved": n / 20, "psnr": 40.0 - n, "psnr_worst": 30.0 - n} for n in range(8)]
     assert draw_quality(rows, "title").size == (960, 600)
-    video = np.zeros((3, 49, 51, 3), np.uint8)
+    video = torch.full((3, 49, 51, 3), 0.5)
     sheet = side_by_side({str(n): video for n in range(5)})
-    assert sheet.dtype == np.uint8 and sheet.shape[0] == 3 and not sheet.shape[1] % 2 and not sheet.shape[2] % 2
+    assert sheet.dtype == torch.float32 and not sheet.shape[1] % 2 and not sheet.shape[2] % 2
+    assert float(sheet[0, 30, 30, 0]) == 0.5 and side_by_side({"a": video.byte()}).dtype == torch.uint8
 
 
 def test_samples_are_new_to_the_embedded_model():

@@ -154,11 +154,41 @@ def mixed_with_native_nodes(flow: Workflow) -> None:
     _save(flow, decode_again["IMAGE"], "WanCore/mixed_image")
 
 
+def fewer_forwards(flow: Workflow) -> None:
+    _note(flow, 520)
+    model, clip, vae = _loaders(flow, 0, TINY)
+    flow.column("What to show", STEP, WIDE)
+    caption = "an orange triangle moving left on a black background"
+    text = _prompt(flow, clip, caption)
+    size = flow.add("WanCoreEmptyLatent", **SIZE)
+    cache = flow.add("WanCoreMagCache", space=40)
+    numbers: dict[str, Any] = {"model": model["model"], "steps": 40}
+    encoded = {"positive": text["positive"], "negative": text["negative"], "latent": size["latent"], "seed": 1}
+    flow.column("In full", 2 * STEP, WIDE)
+    full = flow.add("WanCoreSampler", **numbers, **encoded, space=300)
+    flow.column("Its video", 3 * STEP, NARROW)
+    decode = _decode(flow, vae, full)
+    _save(flow, decode["image"], "WanCore/full")
+    flow.column("What is skipped", 3 * STEP + NARROW + 60, WIDE)
+    flow.add("WanCorePlanPreview", **numbers, skipping=cache["skipping"], space=270)
+
+    below = 1020
+    flow.column("With fewer forwards", 2 * STEP, WIDE, y=below)
+    fewer = flow.add("WanCoreSampler", **numbers, **encoded, skipping=cache["skipping"], space=300)
+    flow.column("Its video", 3 * STEP, NARROW, y=below)
+    again = _decode(flow, vae, fewer)
+    _save(flow, again["image"], "WanCore/fewer_forwards")
+    flow.column("What it cost", 3 * STEP + NARROW + 60, WIDE, y=below)
+    compared = flow.add("WanCoreCompare", full=decode["image"], other=again["image"], caption=caption, space=120)
+    flow.add("PreviewImage", images=compared["image"], space=300)
+
+
 DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
     text_to_video,
     image_to_video,
     embedded_demo,
     mixed_with_native_nodes,
+    fewer_forwards,
 )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from wan_core.attention.registry import resolve_attention
+from wan_core.cache.residual import residual_bytes
 from wan_core.checkpoint import detect, find_parts, load_dit, load_text_encoder, load_vae, open_checkpoint
 from wan_core.checkpoint.detect import Kind, empty_module
 from wan_core.checkpoint.random import random_module
@@ -336,7 +337,9 @@ def activation_bytes(parts: Parts, job: Job | None) -> int:
         stride, task = parts.vae.spatial_stride, parts.task
         T, Y, X = (task.frames - 1) // parts.vae.temporal_stride + 1, task.height // stride, task.width // stride
     forward = forward_bytes(parts.dit, parts.dit.tokens(T, Y, X))
-    return max(forward * (2 if job is not None and job.batched else 1), decode_bytes(parts.vae, Y, X))
+    if job is not None:
+        forward = forward * (1 + job.batched) + residual_bytes(job.plan, job.tokens, parts.dit.dim)
+    return max(forward, decode_bytes(parts.vae, Y, X))
 
 
 def forward_bytes(config: DiTConfig, tokens: int) -> int:

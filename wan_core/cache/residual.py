@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.plan import Branch, Step
+from wan_core.plan import Branch, Plan, Step
 
+BOTH: tuple[Branch, ...] = ("cond", "uncond")
 RunBlocks = Callable[..., Tensor]
 Sum = tuple[tuple[int, float], ...]
 """(slot, weight) of the residuals that stand in for the blocks."""
@@ -66,6 +67,12 @@ def weights(past: Sequence[float], now: float) -> list[float]:
                 weight *= (now - other) / (here - other)
         found.append(weight)
     return found
+
+
+def residual_bytes(plan: Plan, tokens: int, dim: int, itemsize: int = 2) -> int:
+    """What the residuals of the larger phase take: `tokens` of all videos of one branch, in the model's dtype."""
+    slots = [sum(residual_program(phase, branch).slots for branch in BOTH) for phase in plan.phases]
+    return max(slots) * tokens * dim * itemsize
 
 
 class ResidualCache:
@@ -155,7 +162,6 @@ def residuals(model: Any, phase: Sequence[Step]) -> Iterator[ResidualCache | Non
     if not any(step.skipped for step in phase):
         yield None
         return
-    branches: tuple[Branch, ...] = ("cond", "uncond")
-    cache = ResidualCache({branch: residual_program(phase, branch) for branch in branches})
+    cache = ResidualCache({branch: residual_program(phase, branch) for branch in BOTH})
     with instead_of_blocks(model, cache.around):
         yield cache

@@ -48,6 +48,7 @@ class Recorder:
         self.norms[branch] = norm
 
 
+@torch.no_grad()
 def record(
     plan: Plan,
     acquire: Callable[[Expert], WanModel],
@@ -93,6 +94,31 @@ def calibrate(plan: Plan, runs: Iterable[dict[tuple[int, Branch], float]], sourc
         cond=tuple(mean(step.index, "cond") for step in plan.steps),
         uncond=tuple(mean(step.index, "uncond") for step in plan.steps),
     )
+
+
+def measure(
+    plan: Plan,
+    acquire: Callable[[Expert], WanModel],
+    videos: Iterable[tuple[Conditioning, Tensor]],
+    *,
+    source: str,
+    on_step: Callable[[int], None] = lambda done: None,
+) -> Curve:
+    """The curve of a model over `videos`, conditioning and noise of each; what `plan` leaves out is run.
+
+    on_step(done) is called with the steps of all videos so far; it may raise to interrupt.
+    """
+    full, runs, done, count = plain(plan), [], 0, 0
+
+    def note(_: Step) -> None:
+        nonlocal done
+        done += 1
+        on_step(done)
+
+    for conditioning, noise in videos:
+        runs.append(record(full, acquire, conditioning, noise, note))
+        count += len(noise)
+    return calibrate(full, runs, source, count)
 
 
 def plain(plan: Plan) -> Plan:

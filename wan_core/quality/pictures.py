@@ -7,15 +7,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from wan_core.cache.curves import Curve
-from wan_core.cache.magcache import BRANCHES
+from wan_core.cache.magcache import BRANCHES, PRESETS
+from wan_core.cache.skipping import leave_out
+from wan_core.config import SkipOptions
 from wan_core.drawing import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LINE, PAPER, PHASE_COLOUR, Canvas
 from wan_core.plan import Expert, Plan
+from wan_core.quality.calibrate import plain
 from wan_core.quality.compare import pareto
 
 KIND_COLOUR = {"magcache": "#f2a65a", "taylorseer": "#5aa9e6", "adaptive": "#c58af9", "guidance": "#7bc47f"}
+
+
+def preset_plans(plan: Plan, curve: Curve) -> dict[str, Plan]:
+    """What each preset of MagCache makes of `plan` with this curve."""
+    return {name: leave_out(plain(plan), SkipOptions(magcache=preset), curve) for name, preset in PRESETS.items()}
 
 
 def draw_curve(curve: Curve, plans: Mapping[str, Plan], size: tuple[int, int] = (960, 540)) -> Image.Image:
@@ -114,26 +124,28 @@ def draw_quality(rows: Sequence[Mapping[str, Any]], title: str, size: tuple[int,
     return canvas.finish()
 
 
-def side_by_side(videos: Mapping[str, np.ndarray], width: int = 240) -> np.ndarray:
-    """Videos [F, H, W, 3] of one size, each under its name: uint8 [F, rows, columns, 3], enlarged to at least `width`
-    pixels each, up to four in a row."""
-    frames, height, across, _ = next(iter(videos.values())).shape
+def side_by_side(videos: Mapping[str, Tensor], width: int = 240) -> Tensor:
+    """Videos [F, H, W, 3] of one size and dtype (uint8, or floating point 0..1), each under its name: [F, rows,
+    columns, 3] of that dtype, each enlarged to at least `width` pixels, up to four in a row."""
+    first = next(iter(videos.values()))
+    frames, height, across, _ = first.shape
     scale = max(1, -(-width // across))
     w, h, bar = across * scale, height * scale, 20
     columns = min(4, len(videos))
     rows = -(-len(videos) // columns)
-    sheet = np.zeros((frames, _even(rows * (h + bar)), _even(columns * w), 3), np.uint8)
+    sheet = first.new_zeros(frames, _even(rows * (h + bar)), _even(columns * w), 3)
     for at, (name, video) in enumerate(videos.items()):
         y, x = at // columns * (h + bar), at % columns * w
-        sheet[:, y : y + bar, x : x + w] = _caption(name, w, bar)
-        sheet[:, y + bar : y + bar + h, x : x + w] = video.repeat(scale, 1).repeat(scale, 2)
+        caption = torch.from_numpy(_caption(name, w, bar))
+        sheet[:, y : y + bar, x : x + w] = caption if sheet.dtype == torch.uint8 else caption / 255
+        sheet[:, y + bar : y + bar + h, x : x + w] = video.repeat_interleave(scale, 1).repeat_interleave(scale, 2)
     return sheet
 
 
 def _caption(name: str, width: int, height: int) -> np.ndarray:
     picture = Image.new("RGB", (width, height), PAPER)
     ImageDraw.Draw(picture).text((6, height / 2), name, INK, ImageFont.load_default(12), "lm")
-    return np.asarray(picture)
+    return np.array(picture)
 
 
 def _even(length: int) -> int:

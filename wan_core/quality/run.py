@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,15 @@ from torch import Tensor
 from wan_core.bench.results import envelope, write_result
 from wan_core.cache.arguments import parse_setting
 from wan_core.cache.curves import Curve, curve_path, write_curve
-from wan_core.cache.magcache import PRESETS
-from wan_core.cache.skipping import leave_out, skip_forwards
+from wan_core.cache.skipping import skip_forwards
+from wan_core.conditioning import Conditioning
 from wan_core.config import OptionError, Request, SkipOptions
 from wan_core.images import decode_images
 from wan_core.pipeline import Pipeline, sample_latents
 from wan_core.plan import Expert, Plan
-from wan_core.quality.calibrate import calibrate, plain, record
+from wan_core.quality.calibrate import measure, plain
 from wan_core.quality.compare import Comparison, Distance, compare, find_perceptual, pareto, summary, truth
-from wan_core.quality.pictures import draw_curve, draw_quality, side_by_side
+from wan_core.quality.pictures import draw_curve, draw_quality, preset_plans, side_by_side
 from wan_core.quality.samples import Batch, Sample, batches, choose_samples
 from wan_core.report import Report
 from wan_core.video import check_output, write_mp4
@@ -54,19 +54,14 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request) ->
 @torch.no_grad()
 def measure_curve(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int) -> Curve:
     """The curve of the model in `pipe`, over `samples`, `size` at once."""
-    runs, plan = [], None
-    for batch in batches(pipe, base, samples, size):
-        plan = plain(batch.job.plan)
-        show(f"calibrate: {len(runs) * size + len(batch.samples)} of {len(samples)} videos")
-        runs.append(record(plan, acquirer(pipe), batch.conditioning, batch.noise))
-    assert plan is not None
     name = "the embedded model" if pipe.models.task.name.endswith("-tiny") else pipe.report.settings["models"]["high"]
-    return calibrate(plan, runs, f"measured on {name}", len(samples))
 
+    def videos() -> Iterator[tuple[Conditioning, Tensor]]:
+        for n, batch in enumerate(batches(pipe, base, samples, size)):
+            show(f"calibrate: {n * size + len(batch.samples)} of {len(samples)} videos")
+            yield batch.conditioning, batch.noise
 
-def preset_plans(plan: Plan, curve: Curve) -> dict[str, Plan]:
-    """What each preset makes of `plan` with this curve."""
-    return {name: leave_out(plain(plan), SkipOptions(magcache=preset), curve) for name, preset in PRESETS.items()}
+    return measure(pipe.prepare(base).plan, acquirer(pipe), videos(), source=f"measured on {name}")
 
 
 # ------------------------------------------------------------------------------------------------------------- quality
@@ -86,8 +81,7 @@ def run_quality(options: argparse.Namespace, pipe: Pipeline, base: Request, name
         steps = pipe.prepare(base).plan
         draw_quality(rows, f"{steps.task}   {len(steps.steps)} steps   {len(samples)} videos").save(options.plot)
     if options.video is not None:
-        clips = {name: frames.numpy() for name, frames in found.first.items()}
-        write_mp4(options.video, side_by_side(clips), fps=pipe.models.task.fps)
+        write_mp4(options.video, side_by_side(found.first).numpy(), fps=pipe.models.task.fps)
     result = envelope("quality", pipe.models.device, rows) | {
         "samples": len(samples),
         "perceptual": found.perceptual_name,
