@@ -188,8 +188,18 @@ def test_properties_of_the_joint_rule(plan, curve, options, guidance):
             assert step.skipped in ((), step.branches), "both branches agree"
             assert held.issuperset(step.skipped), "a skip needs a residual of this expert and branch"
             held |= set(step.branches) - set(step.skipped)
+        assert oldest(phase) <= options.max_skips
     if options.threshold == 0 or options.max_skips == 0:
         assert skipped.forwards == sum(len(s.branches) for s in skipped.steps)
+
+
+def oldest(phase) -> int:
+    """The most steps that a residual is old when it stands in for its branch."""
+    computed, ages = {}, [0]
+    for step in phase:
+        ages += [step.index - computed[branch] for branch in step.skipped]
+        computed |= dict.fromkeys(set(step.branches) - set(step.skipped), step.index)
+    return max(ages)
 
 
 @given(plans, curves(), magcaches, st.data())
@@ -220,6 +230,7 @@ def test_properties_of_taylorseer(plan, interval, order, retention, guidance):
         runs = [len(list(group)) for skip, group in groupby(phase, lambda s: bool(s.skipped)) if skip]
         assert max(runs, default=0) < interval
         assert all(s.action == ("forecast" if order else "reuse") for s in phase if s.skipped)
+        assert oldest(phase) < interval
 
 
 @given(plans, schedules)

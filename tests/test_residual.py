@@ -251,3 +251,54 @@ def test_memory_follows_the_plan():
         with torch.no_grad():
             model(NOISE, torch.tensor([900.0]), TEXT.cond)
         assert {b: (t.dtype, t.shape[0]) for b, t in cache.buffers.items()} == {"cond": (torch.bfloat16, 2)}
+
+
+def test_two_videos_in_a_row_equal_fresh_processes(tmp_path):
+    """Through the command line: each in a process of its own, and both in this one, one after the other."""
+    import subprocess
+    import sys
+
+    from wan_core.cli import main
+    from wan_core.latents import load_latents
+
+    def arguments(out, seed):
+        size = ["--steps", "12", "--frames", "5", "--size", "64x48" if seed else "48x64"]
+        own = [
+            "--seed",
+            str(seed),
+            "--prompt",
+            f"a red circle moving {'right' if seed else 'left'} on a blue background",
+        ]
+        keep = ["--out", str(tmp_path / "x.mp4"), "--save-latents", str(out), "--device", "cpu"]
+        return ["generate", "--model", "tiny", "--magcache", "10/2/0.2", "--magcache-order", "1", *size, *own, *keep]
+
+    names = [(tmp_path / f"fresh{seed}.safetensors", tmp_path / f"row{seed}.safetensors") for seed in (0, 1)]
+    threads = f"import torch; torch.set_num_threads({torch.get_num_threads()}); from wan_core.cli import main"
+    for seed, (fresh, _) in enumerate(names):
+        code = f"{threads}; raise SystemExit(main({arguments(fresh, seed)!r}))"
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
+    for seed, (_, row) in enumerate(names):
+        assert main(arguments(row, seed)) == 0
+    for fresh, row in names:
+        assert torch.equal(load_latents(fresh)[0], load_latents(row)[0])
+
+
+def test_one_pipeline_makes_the_same_video_again(tiny_assets):
+    """The models stay loaded: a cached video, one of another size and prompt, one in full, and the first again."""
+    from wan_core.config import LoadOptions, Request
+    from wan_core.pipeline import Pipeline
+
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
+    caption = "a red circle moving right on a blue background"
+    cached = Request(prompt=caption, width=64, height=48, frames=5, steps=12, skip=SETTINGS["magcache order 1"])
+    first = pipe.generate(cached)
+    assert any(note.startswith("forwards: ") and "saved" in note for note in first.report.notes)
+    pipe.generate(
+        dataclasses.replace(cached, width=48, height=64, prompt="a green square standing still on a white background")
+    )
+    full = pipe.generate(dataclasses.replace(cached, skip=None))
+    again = pipe.generate(cached)
+    assert torch.equal(first.latents, again.latents) and not torch.equal(first.latents, full.latents)
+    fresh = Pipeline.load(LoadOptions(model="tiny", device="cpu")).generate(cached)
+    assert torch.equal(first.latents, fresh.latents)
+    assert "magcache" in first.report.settings["skipping"] and "skipping" not in full.report.settings

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wan_core.config import AdaptiveOptions
-from wan_core.plan import Step
+from wan_core.plan import Branch, Step
 
 LAG = 2
 
@@ -27,7 +27,7 @@ class Adaptive:
         self.rates = torch.zeros(steps, pin_memory=self.cuda)  # by the index of the step in the plan
         self.measured: list[tuple[int, Any]] = []  # steps with a rate, and what tells that it has arrived
         self.last: tuple[Step, Tensor] | None = None  # the newest computed step and its velocity
-        self.skipped_in_a_row = 0
+        self.computed: dict[Branch, int] = {}  # the last step that computed the branch
 
     def decide(self, step: Step) -> bool:
         """Whether `step` reuses the last residual."""
@@ -36,10 +36,11 @@ class Adaptive:
             step.action == "adaptive"
             and self.last is not None
             and rate is not None
-            and self.skipped_in_a_row < self.options.max_skips
+            and all(step.index - self.computed[branch] <= self.options.max_skips for branch in step.branches)
             and rate * (self.last[0].sigma - step.sigma) < self.options.threshold
         )
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
+        if not skip:
+            self.computed |= dict.fromkeys(step.branches, step.index)
         return skip
 
     def note(self, step: Step, velocity: Tensor) -> None:

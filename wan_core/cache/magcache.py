@@ -30,10 +30,12 @@ from wan_core.config import MagCacheOptions, OptionError
 from wan_core.plan import Branch, Plan, Step
 
 Ratios = Mapping[Branch, Sequence["float | None"]]
+# A linear forecast (order 1) in place of the last residual, and one skip in a row rather than two: on the embedded
+# model each beats everything else that saves as much (benchmarks/results/quality-*.json, docs/performance.md).
 PRESETS: dict[str, MagCacheOptions] = {
-    "quality": MagCacheOptions(threshold=0.04, max_skips=2, retention=0.2),
-    "balanced": MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2),
-    "fast": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1),
+    "quality": MagCacheOptions(threshold=0.06, max_skips=1, retention=0.2, order=1),
+    "balanced": MagCacheOptions(threshold=0.12, max_skips=1, retention=0.1, order=1),
+    "fast": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1),
 }
 _NUMBERS = re.compile(r"([\d.]+)/(\d+)/([\d.]+)")
 _NAME = re.compile(r"E(\d)(\d\d)K(\d+)R(\d\d)", re.IGNORECASE)
@@ -42,7 +44,7 @@ _NAME = re.compile(r"E(\d)(\d\d)K(\d+)R(\d\d)", re.IGNORECASE)
 def parse_magcache(text: str, *, rule: str = "joint", order: int | None = None) -> MagCacheOptions:
     """A preset's name, `threshold/skips/retention` as 0.12/2/0.2, or the same as E012K2R20. Raises OptionError.
 
-    order: of the forecast; None is the preset's own, and 0 for numbers.
+    order: of the forecast; None is the preset's own, and 0 for numbers, as published.
     """
     if text in PRESETS:
         return replace(PRESETS[text], rule=rule, order=PRESETS[text].order if order is None else order)

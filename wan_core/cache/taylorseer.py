@@ -23,10 +23,11 @@ def skip_taylorseer(plan: Plan, options: TaylorSeerOptions) -> Plan:
     steps: list[Step] = []
     for phase in plan.phases:
         keep = retained(len(phase), options.retention)
-        held: set[Branch] = set()  # branches with a residual of this expert
+        computed: dict[Branch, int] = {}  # the last step of this expert that computed the branch
         for at, step in enumerate(phase):
-            between = at >= keep and (at - keep + 1) % options.interval != 0
-            skip = between and step is not plan.steps[-1] and held.issuperset(step.branches)
-            held |= set() if skip else set(step.branches)
+            # By each branch's own age: one that runs in some steps only must not fall on skipped ones for ever.
+            young = all(b in computed and step.index - computed[b] < options.interval for b in step.branches)
+            skip = at >= keep and young and step is not plan.steps[-1]
+            computed |= {} if skip else dict.fromkeys(step.branches, step.index)
             steps.append(marked(step, step.branches if skip else (), options.order))
     return replace(plan, steps=tuple(steps))

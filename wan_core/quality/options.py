@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-# What is compared if nothing is named: the presets, other policies, and what goes well together.
+# What is compared if nothing is named: the presets, MagCache as published, the other policies, and two at once.
 SETTINGS = (
     "magcache:quality",
     "magcache:balanced",
     "magcache:fast",
+    "magcache:0.12/2/0.2",
+    "magcache:0.24/2/0.1",
+    "magcache:0.12/2/0.2:published",
     "taylorseer:2/1",
+    "taylorseer:2/2",
     "taylorseer:3/1",
     "every:2",
     "guidance:0.3-1",
-    "magcache:balanced+every:2",
+    "magcache:fast+every:2",
     "adaptive:0.1",
 )
 
