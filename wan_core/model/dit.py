@@ -65,7 +65,7 @@ class WanModel(nn.Module):
 
     def run_blocks(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
         """A seam: sequence sharding, residual caches and streaming put a callable of their own in its place, on the
-        instance, which calls the one that was there."""
+        instance, which calls the one that was there. `tokens` may be overwritten: who needs them later keeps a copy."""
         for block, kv in zip(self.blocks, text.keys_values, strict=True):
             tokens = block(tokens, modulation, rope, kv)
         return tokens

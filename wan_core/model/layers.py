@@ -9,6 +9,8 @@ Source: Wan2.2/wan/modules/model.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,43 +19,27 @@ from torch import Tensor, nn
 from wan_core.attention.registry import Attend
 from wan_core.attention.sdpa import sdpa
 from wan_core.config import DiTConfig
-from wan_core.model.rope import apply_rope
+from wan_core.kernels import fused
+from wan_core.kernels.formats import Format, Quantized
+from wan_core.kernels.reference import scaled_norm
+
+Fp8Attend = Callable[[Quantized, Quantized, Quantized], Quantized]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, statistics in float32 (inside the kernel)."""
+    """The weight of a root-mean-square norm over all heads at once; `fused.head_norm` applies it."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """LayerNorm without affine, then x * (1 + scale) + shift: float32 [B, L, C] from x [B, L, C] and float32 [B, F, C].
-
-    float32, because the modulation reaches several hundred and is centred on one: bf16 would leave it two digits.
-    """
-    rows = x.unflatten(1, (shift.shape[1], -1))  # [B, F, L/F, C]
-    normed = F.layer_norm(rows.float(), rows.shape[-1:], eps=eps)
-    return torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None]).flatten(1, 2)
-
-
-def gated(x: Tensor, update: Tensor, gate: Tensor) -> Tensor:
-    """x + update * gate, summed in float32 and rounded once: x, update [B, L, C], gate float32 [B, F, C]."""
-    x_rows, update_rows = (t.unflatten(1, (gate.shape[1], -1)) for t in (x, update))  # [B, F, L/F, C]
-    # addcmul promotes inside its kernel: no float32 copies of x and update
-    return torch.addcmul(x_rows, update_rows, gate[:, :, None]).flatten(1, 2).type_as(x)
-
 
 class SelfAttention(nn.Module):
     """Attention of all video tokens to all video tokens.
 
     `attend` is a seam: any callable q, k, v [B, L, H, D] -> [B, L, H, D] (attention backends, sparse attention,
-    Ulysses, ring).
+    Ulysses, ring). One that has a method `quantized` is handed queries, keys and values in FP8.
     """
 
     def __init__(self, config: DiTConfig) -> None:
@@ -67,12 +53,31 @@ class SelfAttention(nn.Module):
         self.norm_k = RMSNorm(config.dim, config.eps)
         self.attend: Attend = sdpa
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        """x [B, L, C], rope [L, 1, D/2, 2] -> [B, L, C]."""
-        q = apply_rope(self.norm_q(self.q(x)).unflatten(-1, (self.heads, -1)), rope)
-        k = apply_rope(self.norm_k(self.k(x)).unflatten(-1, (self.heads, -1)), rope)
-        v = self.v(x).unflatten(-1, (self.heads, -1))
-        return self.o(self.attend(q, k, v).flatten(-2))
+    def forward(self, x: Tensor, mul: Tensor, add: Tensor, eps: float, rope: Tensor) -> Tensor:
+        """Attention of x [B, L, C] after its norm (`fused.norm` by mul and add); rope [L, 1, D/2, 2] -> [B, L, C].
+
+        Here, not in the block, so that the normed tokens are gone before attention needs the room.
+        """
+        h = shared_input(self.q, fused.norm(x, mul, add, eps, input_format(self.q)))
+        q, k, v = self.q(h), self.k(h), self.v(h)
+        del h
+        quantized = getattr(self.attend, "quantized", None)
+        if quantized is not None:
+            return self.fp8(quantized, q, k, v, rope)
+        q = fused.head_norm(q, self.norm_q.weight, self.heads, self.norm_q.eps, rope)
+        k = fused.head_norm(k, self.norm_k.weight, self.heads, self.norm_k.eps, rope)
+        out = self.attend(q, k, v.unflatten(-1, (self.heads, -1))).flatten(-2)
+        del q, k, v
+        return self.o(out)
+
+    def fp8(self, attend: Fp8Attend, q: Tensor, k: Tensor, v: Tensor, rope: Tensor) -> Tensor:
+        """Norm, rotation and quantisation in one pass; the FP8 that comes out is the output projection's input."""
+        q8 = fused.head_norm_fp8(q, self.norm_q.weight, self.heads, self.norm_q.eps, rope)
+        k8 = fused.head_norm_fp8(k, self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True)
+        v8 = fused.quantize(v, "tensor")
+        out = attend(q8, k8, Quantized(v8.data.unflatten(-1, (self.heads, -1)), v8.scale))
+        joined = Quantized(out.data.flatten(-2), out.scale)
+        return self.o(joined if getattr(self.o, "takes_fp8", False) else joined.dequantize(v.dtype))
 
 
 class CrossAttention(nn.Module):
@@ -91,17 +96,21 @@ class CrossAttention(nn.Module):
 
     def kv(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, S, H, D] of embedded text [B, S, C]."""
-        k = self.norm_k(self.k(text)).unflatten(-1, (self.heads, -1))
+        k = fused.head_norm(self.k(text), self.norm_k.weight, self.heads, self.norm_k.eps)
         return k, self.v(text).unflatten(-1, (self.heads, -1))
 
-    def forward(self, x: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        q = self.norm_q(self.q(x)).unflatten(-1, (self.heads, -1))
+    def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """x [B, L, C], kv two of [B, S, H, D] -> [B, L, C]."""
+        q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
         return self.o(self.attend(q, *kv).flatten(-2))
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention and feed-forward; the first and last shifted, scaled and gated by the
-    timestep."""
+    """Self-attention, cross-attention and feed-forward; the first and last shifted, scaled and gated by the timestep.
+
+    Between the matrix products stand fused passes over memory (`wan_core.kernels.fused`), which hand the next product
+    its input in the format that it multiplies.
+    """
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -115,15 +124,28 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, modulation: Tensor, rope: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        """x [B, L, C]; modulation float32 [B, F, 6, C]; rope [L, 1, D/2, 2]; kv two of [B, S, H, D] -> [B, L, C]."""
+        """x [B, L, C], which may be overwritten; modulation float32 [B, F, 6, C]; rope [L, 1, D/2, 2]; kv two of
+        [B, S, H, D] -> [B, L, C]."""
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = (self.modulation.float() + modulation).unbind(2)
-        x = gated(x, self.self_attn(modulate(x, shift_a, scale_a, self.eps).type_as(x), rope), gate_a)
-        x = x + self.cross_attn(self.normed3(x), kv)
-        return gated(x, self.ffn(modulate(x, shift_f, scale_f, self.eps).type_as(x)), gate_f)
+        weight, bias = (p.float().view(1, 1, -1) for p in (self.norm3.weight, self.norm3.bias))
+        h = self.self_attn(x, 1 + scale_a, shift_a, self.eps, rope)
+        x, h = fused.residual_norm(x, h, gate_a, weight, bias, self.eps, input_format(self.cross_attn.q))
+        h = self.cross_attn(h, kv)
+        x, h = fused.residual_norm(x, h, None, 1 + scale_f, shift_f, self.eps, input_format(self.ffn[0]))
+        h = self.ffn[0](h)
+        h = self.ffn[2](fused.gelu(h, input_format(self.ffn[2])))
+        return fused.residual(x, h, gate_f)
 
-    def normed3(self, x: Tensor) -> Tensor:
-        weight, bias = self.norm3.weight.to(x.dtype), self.norm3.bias.to(x.dtype)
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)  # statistics in float32 inside the kernel
+
+def input_format(linear: nn.Module) -> Format | None:
+    """The FP8 format that `linear` wants its input in; None for plain numbers."""
+    return getattr(linear, "fmt", None)
+
+
+def shared_input(linear: nn.Module, x: Any) -> Any:
+    """x as `linear` multiplies it, made once where several linears of a kind share it (q, k, v)."""
+    quantize = getattr(linear, "quantize", None)
+    return x if quantize is None or not isinstance(x, Tensor) else quantize(x)
 
 
 class Head(nn.Module):
@@ -139,7 +161,7 @@ class Head(nn.Module):
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """x [B, L, C], time float32 [B, F, C] -> float32 [B, L, patch volume * out channels]."""
         shift, scale = (self.modulation.float() + time[:, :, None]).unbind(2)
-        return F.linear(modulate(x, shift, scale, self.eps), self.head.weight.float(), self.head.bias.float())
+        return F.linear(scaled_norm(x, 1 + scale, shift, self.eps), self.head.weight.float(), self.head.bias.float())
 
 
 def timestep_embedding(timestep: Tensor, dim: int) -> Tensor:
