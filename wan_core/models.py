@@ -166,7 +166,7 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
         name: compute_dtype(options.vae_precision if name == "vae" else options.precision, report.device)
         for name, part in parts.of.items()
     }
-    attention, attend = resolve_attention(options.attention, report.device, dtypes["high"])
+    attention, attend = resolve_attention(options.attention, report.device, dtypes["high"], parts.dit.head_dim)
     quantization = find_quantization(options.precision, report.device, options.keep_blocks)
     weights = sum(part.bytes(dtypes[name], quantization) for name, part in parts.of.items())
     policy, why = choose_residency(options.residency, report.device, weights, activation_bytes(parts, job))
@@ -176,7 +176,7 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
         encoding = quantization if isinstance(part.config, DiTConfig) else None
         model = part.load(residency.load_device, dtypes[name], encoding)
         if isinstance(model, WanModel):
-            optimize(model, attend=attend, compile=options.compile)
+            optimize(model, attend=attend, compile=options.compile, device=report.device)
         elif isinstance(model, VideoVAE):
             optimize_vae(model, report.device)
         residency.add(name, model)

@@ -9,7 +9,8 @@ Source: Wan2.2/wan/modules/model.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,25 +60,27 @@ class SelfAttention(nn.Module):
         Here, not in the block, so that the normed tokens are gone before attention needs the room.
         """
         h = shared_input(self.q, fused.norm(x, mul, add, eps, input_format(self.q)))
-        q, k, v = self.q(h), self.k(h), self.v(h)
-        del h
         quantized = getattr(self.attend, "quantized", None)
         if quantized is not None:
-            return self.fp8(quantized, q, k, v, rope)
-        q = fused.head_norm(q, self.norm_q.weight, self.heads, self.norm_q.eps, rope)
-        k = fused.head_norm(k, self.norm_k.weight, self.heads, self.norm_k.eps, rope)
-        out = self.attend(q, k, v.unflatten(-1, (self.heads, -1))).flatten(-2)
+            return self.fp8(quantized, h, rope)
+        q = fused.head_norm(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope)
+        k = fused.head_norm(self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope)
+        v = self.v(h).unflatten(-1, (self.heads, -1))
+        del h
+        out = self.attend(q, k, v).flatten(-2)
         del q, k, v
         return self.o(out)
 
-    def fp8(self, attend: Fp8Attend, q: Tensor, k: Tensor, v: Tensor, rope: Tensor) -> Tensor:
+    def fp8(self, attend: Fp8Attend, h: Any, rope: Tensor) -> Tensor:
         """Norm, rotation and quantisation in one pass; the FP8 that comes out is the output projection's input."""
-        q8 = fused.head_norm_fp8(q, self.norm_q.weight, self.heads, self.norm_q.eps, rope)
-        k8 = fused.head_norm_fp8(k, self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True)
-        v8 = fused.quantize(v, "tensor")
-        out = attend(q8, k8, Quantized(v8.data.unflatten(-1, (self.heads, -1)), v8.scale))
+        q = fused.head_norm_fp8(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope)
+        k = fused.head_norm_fp8(self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True)
+        v = fused.quantize(self.v(h), "tensor")
+        del h
+        out = attend(q, k, Quantized(v.data.unflatten(-1, (self.heads, -1)), v.scale))
+        del q, k, v
         joined = Quantized(out.data.flatten(-2), out.scale)
-        return self.o(joined if getattr(self.o, "takes_fp8", False) else joined.dequantize(v.dtype))
+        return self.o(joined if getattr(self.o, "takes_fp8", False) else joined.dequantize(self.norm_q.weight.dtype))
 
 
 class CrossAttention(nn.Module):
@@ -133,8 +136,8 @@ class Block(nn.Module):
         h = self.cross_attn(h, kv)
         x, h = fused.residual_norm(x, h, None, 1 + scale_f, shift_f, self.eps, input_format(self.ffn[0]))
         h = self.ffn[0](h)
-        h = self.ffn[2](fused.gelu(h, input_format(self.ffn[2])))
-        return fused.residual(x, h, gate_f)
+        h = fused.gelu(h, input_format(self.ffn[2]))
+        return fused.residual(x, self.ffn[2](h), gate_f)
 
 
 def input_format(linear: nn.Module) -> Format | None:
@@ -146,6 +149,19 @@ def shared_input(linear: nn.Module, x: Any) -> Any:
     """x as `linear` multiplies it, made once where several linears of a kind share it (q, k, v)."""
     quantize = getattr(linear, "quantize", None)
     return x if quantize is None or not isinstance(x, Tensor) else quantize(x)
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """float32 products on tensor cores inside, if `allowed`. The setting is the process's, and others' (ComfyUI's)
+    products must not change with ours, so it is put back."""
+    before = torch.get_float32_matmul_precision()
+    if allowed:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Head(nn.Module):
@@ -161,7 +177,9 @@ class Head(nn.Module):
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """x [B, L, C], time float32 [B, F, C] -> float32 [B, L, patch volume * out channels]."""
         shift, scale = (self.modulation.float() + time[:, :, None]).unbind(2)
-        return F.linear(scaled_norm(x, 1 + scale, shift, self.eps), self.head.weight.float(), self.head.bias.float())
+        normed = scaled_norm(x, 1 + scale, shift, self.eps)
+        with tf32(x.dtype == torch.bfloat16):  # ten bits of mantissa, where what comes in has eight
+            return F.linear(normed, self.head.weight.float(), self.head.bias.float())
 
 
 def timestep_embedding(timestep: Tensor, dim: int) -> Tensor:

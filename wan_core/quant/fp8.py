@@ -123,11 +123,35 @@ class Fp8BlockLinear(Fp8Linear):
         return f"blocks need rows of a multiple of {BLOCK} inputs" if k % BLOCK else super().why_not_shape(n, k)
 
     def multiply(self, data: Tensor, scale: Tensor) -> Tensor:
-        scales = scale.flatten(0, -2) if scale.ndim > 2 else scale  # [M, K / 128], the rows of a group together
-        out = torch.ops.aten._scaled_mm(
-            data, self.weight.t(), scales.t().contiguous().t(), self.weight_scale.t(), None, None, self.dtype, False
-        )
+        out = _multiply_blocks(data, scale, self.weight, self.weight_scale, self.dtype)
         return out if self.bias is None else out.add_(self.bias)
+
+
+@torch.library.custom_op("wancore::fp8_blocks", mutates_args=(), device_types="cuda")
+def _multiply_blocks(data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, K] FP8 with scales [..., K / 128] -> [M, N]. cuBLAS wants rows in eights and weight scales in fours; a
+    compiler that saw the padding would compile lengths that need it apart."""
+    rows, groups = len(data), weight_scale.shape[1]
+    scales = padded(scale.flatten(0, -2).t(), 8, 1).contiguous().t()  # the scales of a group lie together
+    weight_scales = padded(weight_scale, 4, 1)[:, :groups].t()
+    return torch.ops.aten._scaled_mm(
+        padded(data, 8, 0), weight.t(), scales, weight_scales, None, None, dtype, False
+    )[:rows].contiguous()  # fmt: skip
+
+
+@_multiply_blocks.register_fake
+def _(data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.new_empty((data.shape[0], weight.shape[0]), dtype=dtype)
+
+
+def padded(t: Tensor, multiple: int, dim: int) -> Tensor:
+    """t [rows, columns] with zeros behind it up to a multiple of `multiple` in `dim` 0 or 1; t itself, not a copy,
+    where nothing is missing."""
+    lacking = -t.shape[dim] % multiple
+    if not lacking:
+        return t
+    raw = t.view(torch.uint8) if t.dtype == FP8 else t  # torch has no padding of FP8
+    return F.pad(raw, (0, lacking) if dim == 1 else (0, 0, 0, lacking)).view(t.dtype)
 
 
 def encode_blocks(weight: Tensor) -> dict[str, Tensor]:
