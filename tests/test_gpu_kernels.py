@@ -15,7 +15,7 @@ from wan_core.config import DiTConfig
 from wan_core.graphs import GRAPHED_TOKENS, GraphedBlocks
 from wan_core.kernels import fused, reference
 from wan_core.kernels.formats import quantize_reference
-from wan_core.model import WanModel
+from wan_core.model import WanModel, layers
 from wan_core.model.dit import PreparedText
 from wan_core.model.rope import rope_table
 from wan_core.optimize import compilations, optimize, set_attention
@@ -158,7 +158,9 @@ def test_graphs_give_what_launches_give(name):
     assert torch.equal(model(x, time, text), plain(x, time, text))
     wrapper = model.run_blocks
     assert isinstance(wrapper, GraphedBlocks) and wrapper.kept
-    count = len(wrapper.kept)
+    del inputs, text
+    assert not wrapper.kept  # prompts and tables are gone, and their graphs with them
+    count = 0
     big = (GRAPHED_TOKENS // 64 + 1, 16, 16)
     model(*case(plain, big))
     assert len(wrapper.kept) == count  # a large forward is launched
@@ -200,3 +202,13 @@ def test_float32_products_of_others_stay_as_they_were():
     model = build(None)
     model(*case(model, SIZES[0]))
     assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("name", [None, "fp8", "fp8-block"])
+@torch.no_grad()
+def test_a_feed_forward_in_halves_is_the_whole(name, monkeypatch):
+    model = build(name, graphs=False)
+    inputs = case(model, SIZES[3])  # an odd number of tokens
+    whole = model(*inputs)
+    monkeypatch.setattr(layers, "HALVED_TOKENS", 1)
+    assert relative(model(*inputs), whole) < 1e-3

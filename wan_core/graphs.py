@@ -7,7 +7,6 @@ graph would only cost memory; below that, the host is the bottleneck, and a grap
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -16,35 +15,30 @@ from torch import Tensor
 from wan_core.model.dit import PreparedText, WanModel
 
 GRAPHED_TOKENS = 4096  # of all samples of a forward together; measured on an H200, docs/performance.md
-KEPT = 3  # graphs of a model: one for each branch of guidance and one for both together
 
 
 @dataclass
 class Captured:
-    """A graph with the memory that it reads and writes. It keeps alive what it has the addresses of."""
+    """A graph with the memory that it reads and writes."""
 
     graph: torch.cuda.CUDAGraph
     tokens: Tensor
     modulation: Tensor
     out: Tensor
-    rope: Tensor
-    text: PreparedText
     weights: tuple[int, ...]
 
 
 class GraphedBlocks:
     """In the place of `WanModel.run_blocks`: replays it for up to `GRAPHED_TOKENS` tokens, calls it for more.
 
-    A graph knows addresses, so one is captured for every shape, rotation table and prompt; and should the weights have
-    moved (models that take turns on the device), it is captured again.
+    A graph knows addresses. One is captured for every shape, rotation table and prompt, and goes when that table or
+    that prompt goes; should the weights have moved (models that take turns on the device), it is captured again.
     """
 
     def __init__(self, model: WanModel) -> None:
-        self.model = weakref.ref(
-            model
-        )  # the model holds this: not in a circle, so that its memory goes with it
+        self.model = weakref.ref(model)  # the model holds this: not in a circle, so that its memory goes with it
         self.previous = model.__dict__.get("run_blocks")
-        self.kept: OrderedDict[tuple[object, ...], Captured] = OrderedDict()
+        self.kept: dict[tuple[object, ...], Captured] = {}
 
     @classmethod
     def install(cls, model: WanModel) -> None:
@@ -64,16 +58,16 @@ class GraphedBlocks:
         small = tokens.shape[0] * tokens.shape[1] <= GRAPHED_TOKENS
         if not small or not tokens.is_cuda or torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
             return self.inner(tokens, modulation, rope, text)
-        key = (tokens.shape, tokens.dtype, modulation.shape, id(rope), id(text))
         model = self.model()
         assert model is not None
         weights = tuple(parameter.data_ptr() for parameter in model.parameters())
-        found = self.kept.pop(key, None)
+        prompt = text.keys_values[0][0]
+        key = (tokens.shape, tokens.dtype, modulation.shape, id(rope), id(prompt))
+        found = self.kept.get(key)
         if found is None or found.weights != weights:
-            while len(self.kept) >= KEPT:
-                self.kept.popitem(last=False)
-            found = self.capture(tokens, modulation, rope, text, weights)
-        self.kept[key] = found  # the newest last
+            found = self.kept[key] = self.capture(tokens, modulation, rope, text, weights)
+            for needed in (rope, prompt):
+                weakref.finalize(needed, forget, weakref.ref(self), key).atexit = False
         found.tokens.copy_(tokens)
         found.modulation.copy_(modulation)
         found.graph.replay()
@@ -84,13 +78,16 @@ class GraphedBlocks:
     ) -> Captured:
         """Run twice outside, so that kernels are compiled and scales calibrated, then capture."""
         tokens, modulation = tokens.clone(), modulation.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.inner(tokens.clone(), modulation, rope, text)
-        torch.cuda.current_stream().wait_stream(stream)
+        for _ in range(2):
+            self.inner(tokens.clone(), modulation, rope, text)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = self.inner(tokens, modulation, rope, text)
-        return Captured(graph, tokens, modulation, out, rope, text, weights)
+        return Captured(graph, tokens, modulation, out, weights)
+
+
+def forget(owner: weakref.ref[GraphedBlocks], key: tuple[object, ...]) -> None:
+    """Drop a graph whose rotation table or prompt is gone: its addresses are no longer theirs."""
+    blocks = owner()
+    if blocks is not None:
+        blocks.kept.pop(key, None)

@@ -11,6 +11,7 @@ Legend and layouts as in sdpa.py. Source: docs.nvidia.com/deeplearning/cudnn/fro
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
 from dataclasses import dataclass
@@ -114,6 +115,10 @@ def _graph(q: Layout, k: Layout, v: Layout, with_lse: bool, device: int, thread:
     graph.check_support()
     graph.build_plans()
     return Graph(graph, tensors, graph.get_workspace_size())
+
+
+# Graphs that are still there when Python's modules go are reported as leaks, in many lines, on the user's terminal.
+atexit.register(_graph.cache_clear)
 
 
 @functools.cache

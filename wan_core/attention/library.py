@@ -6,11 +6,9 @@ those arrive at import time, and what a user needs from each is the same: which 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +47,9 @@ class Library:
 def probe(library: Library) -> str | None:
     """Import `library` and look up what we call. None if that works, else a sentence."""
     try:
-        with torchs_cudnn():
-            found = importlib.import_module(library.module)
+        if library.module.startswith("transformer_engine"):
+            load_torchs_cudnn()
+        found = importlib.import_module(library.module)
     except IMPORT_FAULTS as fault:
         if isinstance(fault, ModuleNotFoundError) and f"{library.module}.".startswith(f"{fault.name}."):
             return f"{library.name} is not installed: {library.install}"
@@ -66,22 +65,17 @@ def probe(library: Library) -> str | None:
     return None
 
 
-@contextmanager
-def torchs_cudnn() -> Iterator[None]:
-    """What looks for cuDNN inside finds the one that came with torch.
+def load_torchs_cudnn() -> None:
+    """Load all of the cuDNN that came with torch, before a library that would load the system's beside it.
 
-    Transformer Engine takes the system's first, and two versions of cuDNN in one process do not work together ("an
-    undefined symbol"). CUDNN_HOME is where it looks before that; one that is set already is respected.
+    Transformer Engine names cuDNN's parts without saying where they are. torch loads them when it first needs them;
+    what is not loaded by then comes from the system, and parts of two versions do not work together (an undefined
+    symbol).
+    Nothing to do where torch uses the system's own.
     """
-    home = Path(torch.__file__).parents[1] / "nvidia" / "cudnn"
-    if "CUDNN_HOME" in os.environ or not home.is_dir():
-        yield
-        return
-    os.environ["CUDNN_HOME"] = str(home)
-    try:
-        yield
-    finally:
-        del os.environ["CUDNN_HOME"]
+    folder = Path(torch.__file__).parents[1] / "nvidia" / "cudnn" / "lib"
+    for part in sorted(folder.glob("libcudnn*.so.*")):
+        ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
 
 
 _probe_once = functools.cache(probe)

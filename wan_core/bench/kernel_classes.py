@@ -24,7 +24,7 @@ PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         # FP8 products name their type; in cuBLAS's nvjet the letters stand for types, q for E4M3, s for float32
         ("gemm fp8", r"nvjet_(sm\d+_)?q|(gemm|device_kernel).*e4m3|_scaled_mm"),
         ("quantise", r"transformer_engine|quantiz|amax|absmax|float8|e4m3"),
-        ("gemm fp32", r"sgemm|gemm_f32f32|nvjet_(sm\d+_)?s|gemv\w*<.*\bfloat\b"),
+        ("gemm fp32", r"sgemm|gemm_f32f32|nvjet_(sm\d+_)?s(?!m\d)|gemv\w*<.*\bfloat\b"),
         ("gemm bf16", r"nvjet|gemm|cutlass|splitk"),
         ("gemm", r"^aten::(linear|addmm|mm|bmm|baddbmm|matmul)$"),
         ("norm", r"layer_?norm|rms_?norm"),

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan_core.attention.library import load_torchs_cudnn
 from wan_core.checkpoint.layouts import diffusers_dit_names
 from wan_core.config import DiTConfig
 from wan_core.model import WanModel
@@ -66,6 +67,7 @@ class Peer:
 def _diffusers_why_not() -> str | None:
     if importlib.util.find_spec("diffusers") is None:
         return "diffusers is not installed: pip install diffusers"
+    load_torchs_cudnn()  # it imports Transformer Engine where that is installed
     try:
         importlib.import_module("diffusers.models.transformers.transformer_wan")
     except (ImportError, OSError, RuntimeError, AttributeError) as fault:

@@ -66,6 +66,11 @@ def _fast(x: Tensor, fmt: Format | None = None) -> bool:
     return _Choice.devices[x.device] and (fmt != "block" or x.shape[-1] >= 2 * BLOCK)
 
 
+def overwrites(x: Tensor) -> bool:
+    """Whether `residual` and `residual_norm` write their result into x, and not beside it."""
+    return _fast(x)
+
+
 def norm(x: Tensor, mul: Tensor, add: Tensor, eps: float, fmt: Format | None = None) -> Tensor | Quantized:
     """LayerNorm without affine, then * mul + add: x [B, L, C], float32 mul and add [1 or B, F, C] -> [B, L, C] in x's
     dtype, or quantised."""

@@ -24,6 +24,7 @@ from wan_core.kernels import fused
 from wan_core.kernels.formats import Format, Quantized
 from wan_core.kernels.reference import scaled_norm
 
+HALVED_TOKENS = 16384  # from here on a feed-forward runs in two halves
 Fp8Attend = Callable[[Quantized, Quantized, Quantized], Quantized]
 
 
@@ -135,9 +136,25 @@ class Block(nn.Module):
         x, h = fused.residual_norm(x, h, gate_a, weight, bias, self.eps, input_format(self.cross_attn.q))
         h = self.cross_attn(h, kv)
         x, h = fused.residual_norm(x, h, None, 1 + scale_f, shift_f, self.eps, input_format(self.ffn[0]))
-        h = self.ffn[0](h)
-        h = fused.gelu(h, input_format(self.ffn[2]))
-        return fused.residual(x, self.ffn[2](h), gate_f)
+        return self.feed_forward(x, h, gate_f)
+
+    def feed_forward(self, x: Tensor, h: Tensor | Quantized, gate: Tensor) -> Tensor:
+        """x + gate * the feed-forward of its norm h. In two halves where there are many tokens: the hidden layer is the
+        largest tensor of a forward, and half of it still fills the device. Not in a compiled block, where a limit would
+        be a reason to compile again."""
+        split = x.shape[:1] == gate.shape[:1] == (1,) and gate.shape[1] == 1 and fused.overwrites(x)
+        if torch.compiler.is_compiling() or not split or x.shape[1] < HALVED_TOKENS:
+            return fused.residual(x, self.hidden(h), gate)
+        halves = h.chunk(2, 1) if isinstance(h, Tensor) else map(Quantized, h.data.chunk(2, 1), h.scale.chunk(2, 1))
+        for rows, normed in zip(x.chunk(2, 1), halves, strict=True):
+            fused.residual(rows, self.hidden(normed), gate)
+        return x
+
+    def hidden(self, h: Tensor | Quantized) -> Tensor:
+        """The feed-forward of h [B, L, C]. Its products are freed as soon as the next is made."""
+        inner = self.ffn[0](h)
+        inner = fused.gelu(inner, input_format(self.ffn[2]))
+        return self.ffn[2](inner)
 
 
 def input_format(linear: nn.Module) -> Format | None:

@@ -129,14 +129,14 @@ class Fp8BlockLinear(Fp8Linear):
 
 @torch.library.custom_op("wancore::fp8_blocks", mutates_args=(), device_types="cuda")
 def _multiply_blocks(data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[M, K] FP8 with scales [..., K / 128] -> [M, N]. cuBLAS wants rows in eights and weight scales in fours; a
-    compiler that saw the padding would compile lengths that need it apart."""
-    rows, groups = len(data), weight_scale.shape[1]
-    scales = padded(scale.flatten(0, -2).t(), 8, 1).contiguous().t()  # the scales of a group lie together
-    weight_scales = padded(weight_scale, 4, 1)[:, :groups].t()
-    return torch.ops.aten._scaled_mm(
-        padded(data, 8, 0), weight.t(), scales, weight_scales, None, None, dtype, False
-    )[:rows].contiguous()  # fmt: skip
+    """[M, K] FP8 with scales [..., K / 128] -> [M, N]. cuBLAS wants rows in eights and blocks in fours; a compiler that
+    saw the padding would compile lengths that need it apart."""
+    rows, n = len(data), len(weight)
+    scales = padded(padded(scale.flatten(0, -2).t(), 8, 1), 4, 0).contiguous().t()  # the scales of a group lie together
+    data, weight = (padded(padded(t, 8, 0), 4 * BLOCK, 1) for t in (data, weight))
+    weight_scales = padded(weight_scale, 4, 1).t()
+    out = torch.ops.aten._scaled_mm(data, weight.t(), scales, weight_scales, None, None, dtype, False)
+    return out[:rows, :n].contiguous()
 
 
 @_multiply_blocks.register_fake
