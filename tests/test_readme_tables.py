@@ -43,6 +43,26 @@ def test_a_table_shows_the_filled_columns_of_every_row(tmp_path: Path) -> None:
     assert lines[6] == "h200; torch 2.13.0; commit 0123456789ab: `make bench`"
 
 
+def test_a_row_that_was_not_measured_says_why(tmp_path: Path) -> None:
+    rows = [
+        {"name": "ours", "size": "480p", "seconds": 2.0, "tflops": 700.0, "tokens": 32760, "compilations": 1},
+        {"name": "other", "size": "480p", "why_not": "needs a | GPU"},
+        {"name": "third", "size": "480p", "failed": "out of memory"},
+    ]
+    write(tmp_path, "single", "h200", "20261120", rows)
+    path = tmp_path / "benchmarks" / "results" / "single-h200-20261120.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"peaks": {"bf16_tflops": 761.2, "copy_tb_s": 4.26}}))
+    lines = rewrite(region("single"), tmp_path / "benchmarks" / "results")[0].splitlines()
+    assert lines[1:6] == [
+        "|  | size | seconds | TFLOP/s |",
+        "|---|---|---:|---:|",
+        "| ours | 480p | 2 | 700 |",
+        "| other | 480p | *needs a \\| GPU* |  |",
+        "| third | 480p | *out of memory* |  |",
+    ]
+    assert lines[8] == "Peaks measured in the same run: bf16 761 TFLOP/s, copy 4.26 TB/s."
+
+
 def test_the_newest_file_wins_and_a_device_can_be_named(tmp_path: Path) -> None:
     for device, date in (("cpu", "20270101"), ("h200", "20261231"), ("h200", "20261120")):
         write(tmp_path, "forward", device, date, [{"name": date, "seconds": 1.0}])

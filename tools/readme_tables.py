@@ -29,10 +29,29 @@ HEADERS = {
     "seconds": "seconds",
     "spread": "spread",
     "peak_gib": "peak GiB",
+    "activation_gib": "activations GiB",
+    "weights_gib": "weights GiB",
     "ratio": "speed-up",
     "ratio_to": "over",
+    "tflops": "TFLOP/s",
+    "of_peak": "of peak",
     "error": "error",
+    "compile_seconds": "compile s",
+    "latent_psnr": "latents dB",
+    "psnr": "frames dB",
+    "ssim": "SSIM",
+    "captions_true": "captions true",
+    "switch_ms": "switch ms",
+    "step_spread": "spread of steps",
 }
+# Suites whose rows hold more than a reader wants: these columns and no others.
+CHOSEN = {
+    "single": ("name", "size", "seconds", "ratio", "tflops", "of_peak", "peak_gib", "activation_gib", "error"),
+    "trajectory": ("name", "weights", "steps", "samples", "latent_psnr", "error", "psnr", "ssim", "captions_true"),
+    "switch": ("name", "size", "steps", "seconds", "step_spread", "switch_ms", "peak_gib", "weights_gib"),
+}
+REASONS = ("why_not", "failed")  # in a row that was not measured
+PEAKS = {"bf16_tflops": "bf16 {} TFLOP/s", "fp8_tflops": "FP8 {} TFLOP/s", "copy_tb_s": "copy {} TB/s"}
 
 Result = dict[str, Any]
 
@@ -82,6 +101,10 @@ def table(result: Result) -> str:
         raise TableError(f"the suite {result['suite']!r} of {result['device']} has no rows: measure it again")
     present = {key: None for row in rows for key, value in row.items() if value is not None}
     columns = [key for key in HEADERS if key in present] + [key for key in present if key not in HEADERS]
+    if result["suite"] in CHOSEN:
+        columns = [key for key in CHOSEN[result["suite"]] if key in present]
+    columns = [key for key in columns if key not in REASONS]
+    rows = [with_reason(row, columns) for row in rows]
     lines = [
         "| " + " | ".join(HEADERS.get(key, key.replace("_", " ")) for key in columns) + " |",
         "|"
@@ -91,7 +114,21 @@ def table(result: Result) -> str:
     ]
     versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
     lines += ["", f"{result['device']}; {versions}; commit {str(result['commit'])[:12]}: `{result['command']}`", ""]
+    if "peaks" in result:
+        peaks = ", ".join(
+            text.format(cell(result["peaks"][key])) for key, text in PEAKS.items() if key in result["peaks"]
+        )
+        lines.insert(-1, f"Peaks measured in the same run: {peaks}.")
     return "\n".join(lines)
+
+
+def with_reason(row: Result, columns: list[str]) -> Result:
+    """A row that has a reason in place of numbers says it where the first of them would stand."""
+    reason = next((row[key] for key in REASONS if key in row), None)
+    if reason is None:
+        return row
+    first = next(key for key in (*columns, "") if key not in ("name", "size", "weights"))
+    return row | {first: f"*{reason}*"}
 
 
 def rewrite(text: str, results: Path) -> tuple[str, list[str]]:

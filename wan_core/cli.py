@@ -21,7 +21,17 @@ from typing import Any
 from wan_core.bench.options import add_bench_options
 from wan_core.cache.arguments import add_skip_options, skip_options
 from wan_core.cache.skipping import skip_forwards
-from wan_core.config import GUIDANCE_MODES, PRECISIONS, RESIDENCIES, TASKS, LoadOptions, OptionError, Request, UserError
+from wan_core.config import (
+    COMPILES,
+    GUIDANCE_MODES,
+    PRECISIONS,
+    RESIDENCIES,
+    TASKS,
+    LoadOptions,
+    OptionError,
+    Request,
+    UserError,
+)
 from wan_core.plan import SCHEDULES, make_plan
 from wan_core.quality.options import SETTINGS, add_calibrate_options, add_quality_options
 
@@ -128,10 +138,17 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--precision",
         default="checkpoint",
         choices=PRECISIONS,
-        help="of transformer and text encoder; checkpoint: bf16 on a GPU, fp32 on a CPU",
+        help="of transformer and text encoder; checkpoint: bf16 on a GPU, fp32 on a CPU. fp8 and te ones hold the "
+        "transformer's matrices in FP8 (te: Transformer Engine), see docs/performance.md",
+    )
+    group.add_argument(
+        "--keep-blocks", type=int, default=0, metavar="N", help="leave the first and last N blocks out of FP8"
     )
     group.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
     group.add_argument("--attention", default="auto", help="backend, see `doctor` (default %(default)s)")
+    group.add_argument(
+        "--compile", default="off", choices=COMPILES, help="compile the transformer's block, once for all (default off)"
+    )
     group.add_argument(
         "--residency", default="auto", choices=RESIDENCIES, help="keep all models on the device, or one at a time"
     )

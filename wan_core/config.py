@@ -192,7 +192,10 @@ def find_task(name: str) -> Task:
 
 # -------------------------------------------------------------------------------------------------------------- options
 
-PRECISIONS = ("checkpoint", "bf16", "fp32")
+# How the transformer's linears are held and multiplied where not plainly: `wan_core.quant.schemes` says what each is.
+QUANTIZED = ("fp8", "fp8-tensor", "fp8-block", "fp8-weights", "te-delayed", "te-current", "te-block")
+PRECISIONS = ("checkpoint", "bf16", "fp32", *QUANTIZED)
+COMPILES = ("off", "blocks")
 RESIDENCIES = ("auto", "resident", "swap")
 GUIDANCE_MODES = ("auto", "sequential", "batched")
 
@@ -209,7 +212,7 @@ class LoadOptions:
 
     `model` is "tiny" (the embedded model), "random:TASK" (random weights of that task's full size, for measuring) or
     the folder of a whole release; the single paths override its parts. `precision` "checkpoint" keeps the dtype of
-    the file.
+    the file; a quantised one leaves the first and last `keep_blocks` blocks as they are.
     """
 
     model: str | None = None
@@ -221,13 +224,16 @@ class LoadOptions:
     vae: str | None = None
     device: str = "auto"
     precision: str = "checkpoint"
+    keep_blocks: int = 0
     vae_precision: str = "auto"
     attention: str = "auto"
+    compile: str = "off"
     residency: str = "auto"
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("vae precision", self.vae_precision, ("auto", "bf16", "fp32"))
+        check_choice("compile", self.compile, COMPILES)
         check_choice("residency", self.residency, RESIDENCIES)
         if self.model is None and not (self.high or self.low):
             raise OptionError(

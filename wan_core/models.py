@@ -40,6 +40,8 @@ from wan_core.job import Job
 from wan_core.memory.residency import Residency, choose_residency
 from wan_core.model.dit import WanModel
 from wan_core.optimize import optimize, optimize_vae
+from wan_core.quant.schemes import resolve_scheme
+from wan_core.quant.swap import Quantization
 from wan_core.report import Report
 from wan_core.text.tokenizer import Tokenizer
 from wan_core.text.umt5 import TextEncoder, UMT5Encoder
@@ -118,8 +120,17 @@ class Part:
     config: DiTConfig | TextConfig | VAEConfig
     stored: torch.dtype
     parameters: int
-    load: Callable[[torch.device, torch.dtype], nn.Module]
+    load: Callable[[torch.device, torch.dtype, Quantization | None], nn.Module]
     path: Path | None = None  # of its file or folder
+
+    def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
+        """Of its weights in memory."""
+        if quantization is None or not isinstance(self.config, DiTConfig):
+            return self.parameters * dtype.itemsize
+        dim, ffn = self.config.dim, self.config.ffn_dim
+        blocks = self.config.num_layers - 2 * quantization.keep_blocks
+        encoded = blocks * (8 * dim * dim + 2 * dim * ffn)
+        return encoded + (self.parameters - encoded) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -158,21 +169,35 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
         name: compute_dtype(options.vae_precision if name == "vae" else options.precision, report.device)
         for name, part in parts.of.items()
     }
-    attention, attend = resolve_attention(options.attention, report.device, dtypes["high"])
-    weights = sum(part.parameters * dtypes[name].itemsize for name, part in parts.of.items())
+    attention, attend = resolve_attention(options.attention, report.device, dtypes["high"], parts.dit.head_dim)
+    quantization = find_quantization(options.precision, report.device, options.keep_blocks)
+    weights = sum(part.bytes(dtypes[name], quantization) for name, part in parts.of.items())
     policy, why = choose_residency(options.residency, report.device, weights, activation_bytes(parts, job))
     report.notes.append(f"residency: {policy} ({why})")
     residency = Residency(report.device, policy)
     for name, part in parts.of.items():
-        model = part.load(residency.load_device, dtypes[name])
+        encoding = quantization if isinstance(part.config, DiTConfig) else None
+        model = part.load(residency.load_device, dtypes[name], encoding)
         if isinstance(model, WanModel):
-            optimize(model, attend=attend)
+            optimize(model, attend=attend, compile=options.compile, device=report.device)
         elif isinstance(model, VideoVAE):
             optimize_vae(model, report.device)
         residency.add(name, model)
     report.settings["models"] = {name: part.source for name, part in parts.of.items()}
-    report.settings["precision"] = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    held = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
+    if quantization is not None:
+        held |= {name: options.precision for name in ("high", "low") if name in held}
+    report.settings |= {"precision": held, "compile": options.compile}
     return Models(parts.task, residency, attention, parts.of["high"].path)
+
+
+def find_quantization(precision: str, device: torch.device, keep_blocks: int = 0) -> Quantization | None:
+    """How `precision` holds a transformer's linears; None where it does not quantise. Raises OptionError for one that
+    cannot run on `device`."""
+    scheme = resolve_scheme(precision, device)
+    if scheme is None and keep_blocks:
+        raise OptionError(f"{keep_blocks} blocks to keep were given, but precision {precision!r} quantises nothing")
+    return None if scheme is None else Quantization(scheme.load(), device, keep_blocks)
 
 
 def file_parts(options: LoadOptions, image: bool) -> Parts:
@@ -274,7 +299,9 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
         found.config,
         stored,
         parameters,
-        lambda device, dtype: load(checkpoint, device=device, dtype=dtype),
+        lambda device, dtype, quantization: load(
+            checkpoint, device=device, dtype=dtype, **({"quantization": quantization} if kind == "dit" else {})
+        ),
         path,
     )
 
@@ -301,8 +328,8 @@ def random_parts(options: LoadOptions) -> Parts:
 
 
 def random_part(config: DiTConfig | TextConfig | VAEConfig, seed: int) -> Part:
-    def load(device: torch.device, dtype: torch.dtype) -> nn.Module:
-        module = random_module(config, device=device, dtype=dtype, seed=seed)
+    def load(device: torch.device, dtype: torch.dtype, quantization: Quantization | None) -> nn.Module:
+        module = random_module(config, device=device, dtype=dtype, seed=seed, quantization=quantization)
         if not isinstance(module, UMT5Encoder):
             return module
         embedded = open_checkpoint(TINY / "text_encoder.safetensors").read("spiece_model")
@@ -364,5 +391,5 @@ def load_vae_only(model: str | None, vae: str | None, device: str, precision: st
     if path is None:
         raise OptionError(f"no VAE found in {model}: add --vae FILE")
     part = recognise(Path(path), "vae", load_vae)
-    loaded = cast(VideoVAE, part.load(where, compute_dtype(precision, where)))
+    loaded = cast(VideoVAE, part.load(where, compute_dtype(precision, where), None))
     return optimize_vae(loaded, where), where

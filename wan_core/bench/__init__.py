@@ -1,9 +1,24 @@
-"""Measurements: forwards of the transformer and whole generations, ours and peers' on the same weights in the same run.
+"""Measurements: forwards, trajectories and whole generations, ours and peers' on the same weights in the same run.
 
-    python -m wan_core bench --size 832x480 --setting forward --setting diffusers
-    python -m wan_core bench --suite guidance
+    python -m wan_core bench --suite single --out benchmarks/results
+    python -m wan_core bench --suite single --size 1280x720x81 --setup diffusers-compiled --setup fp8 --layers 4
+    python -m wan_core bench --size 832x480 --setting forward --setting diffusers-compiled
 
-Results are JSON, in the form that tools/readme_tables.py reads: {"suite", "command", "commit", "device", "versions",
-"rows"}. In a row, `seconds` is the median of the runs, `spread` their range, `peak_gib` device memory with weights,
-`ratio` the seconds of the row `ratio_to` over ours, `error` the relative difference from that row's output.
+| suite | module | |
+|---|---|---|
+| single | `single` | the ladder: one forward of each peer and each setup (`setups`) |
+| trajectory | `trajectory` | what a setup does to finished latents, and to captions |
+| switch | `switch` | steps on both sides of the change of experts |
+| profile | `profiling` | one forward by class of kernel |
+| forward, guidance | `forwards` | one forward, or both branches of guidance, in named settings (`settings`) |
+| generate | `generation` | one whole video by phase |
+
+The docstring of a module says what its columns mean. Results are JSON, written anew after every row, in the form that
+tools/readme_tables.py reads: {"suite", "command", "commit", "device", "versions", "rows"}, and what else a suite knows
+of its run. In a row, `seconds` is the median of the runs, `spread` their range, `peak_gib` device memory with weights,
+`ratio` the seconds of the row `ratio_to` over ours, `error` the relative difference from a reference's output. A row
+that could not be measured has `why_not` (what is missing here) or `failed` (what went wrong) in place of numbers; with
+the latter, the command's status is 1.
+
+Everything runs on a CPU as well, on the embedded model at a small size: to test the measuring, not to measure.
 """

@@ -13,6 +13,7 @@ from wan_core.config import OptionError, check_size, find_task
 from wan_core.model import WanModel
 from wan_core.models import RANDOM, TINY
 from wan_core.optimize import optimize
+from wan_core.quant.swap import Quantization
 
 
 @dataclass
@@ -27,22 +28,36 @@ class Case:
     contexts: tuple[torch.Tensor, torch.Tensor]
 
 
-def bench_model(name: str, device: torch.device, dtype: torch.dtype, layers: int | None) -> tuple[WanModel, int]:
-    """The transformer to measure and the pixels per latent cell of its VAE."""
+def plain_model(
+    name: str, device: torch.device, dtype: torch.dtype, layers: int | None, held: Quantization | None = None
+) -> tuple[WanModel, int]:
+    """The transformer to measure, nothing applied to it, and the pixels per latent cell of its VAE.
+
+    name: "random:TASK", "tiny" or a file. Random weights are the same on every call. held: how its linears are
+    quantised. Raises OptionError.
+    """
     if name.startswith("random:"):
         task = find_task(name.removeprefix("random:"))
         if task.name not in RANDOM:
             raise OptionError(f"random weights are made for {', '.join(RANDOM)}; for {task.name} use --model tiny")
         config, vae = RANDOM[task.name]
-        model = random_module(replace(config, num_layers=layers or config.num_layers), device=device, dtype=dtype)
+        config = replace(config, num_layers=layers or config.num_layers)
+        model = random_module(config, device=device, dtype=dtype, quantization=held)
         stride = vae.spatial_stride
     else:
-        model = load_dit(TINY / "t2v_high.safetensors" if name == "tiny" else name, device=device, dtype=dtype)
+        path = TINY / "t2v_high.safetensors" if name == "tiny" else name
+        model = load_dit(path, device=device, dtype=dtype, quantization=held)
         stride = 16 if model.config.in_channels == 48 else 8
         if layers is not None:
             del model.blocks[layers:]
     assert isinstance(model, WanModel)
-    return optimize(model, attend=resolve_attention("auto", device, dtype)[1]), stride
+    return model, stride
+
+
+def bench_model(name: str, device: torch.device, dtype: torch.dtype, layers: int | None) -> tuple[WanModel, int]:
+    """As `plain_model`, with the attention that `auto` takes."""
+    model, stride = plain_model(name, device, dtype, layers)
+    return optimize(model, attend=resolve_attention("auto", device, dtype, model.config.head_dim)[1]), stride
 
 
 def parse_size(size: str) -> tuple[int, int, int]:

@@ -3,33 +3,73 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 from wan_core.cache.arguments import add_skip_options
 
-# suite -> (sizes as WIDTHxHEIGHTxFRAMES, settings, what ratios refer to)
-SUITES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
-    "forward": (("832x480x81", "1280x720x81"), ("diffusers", "forward"), "diffusers"),
-    "guidance": (
+
+@dataclass(frozen=True)
+class Suite:
+    """A fixed list of things to measure. `sizes` are WIDTHxHEIGHTxFRAMES on a GPU; on a CPU there is one small size."""
+
+    summary: str
+    sizes: tuple[str, ...]
+    settings: tuple[str, ...] = ()  # of single forwards; what ratios refer to stands first
+    takes: tuple[str, ...] = ()  # options that mean something here, beyond those that every suite takes
+
+
+CPU_SIZE = "96x96x17"
+SUITES: dict[str, Suite] = {
+    "single": Suite(
+        "the ladder: peers and ours, one technique a row",
+        ("832x480x81", "1280x720x81"),
+        takes=("setup", "layers", "precision", "runs"),
+    ),
+    "trajectory": Suite(
+        "what a setup does to finished latents: random weights at full size, and the embedded model's captions",
+        ("416x240x33",),
+        takes=("setup", "layers", "precision", "steps", "samples"),
+    ),
+    "switch": Suite(
+        "the change of experts, both resident, with text encoder and VAE",
+        ("1280x720x81",),
+        takes=("setup", "steps"),
+    ),
+    "profile": Suite(
+        "the kernels of one forward by class",
+        ("1280x720x81",),
+        takes=("setup", "layers", "precision"),
+    ),
+    "forward": Suite(
+        "one forward, ours and diffusers'",
+        ("832x480x81", "1280x720x81"),
+        ("diffusers", "forward"),
+        takes=("setting", "layers", "precision", "runs"),
+    ),
+    "guidance": Suite(
+        "both guidance branches, one after the other and together",
         ("208x112x17", "416x240x17", "416x240x81", "832x480x33", "832x480x81"),
         ("sequential", "batched"),
-        "sequential",
+        takes=("setting", "layers", "precision", "runs"),
     ),
-    # a whole video with random weights at full size, by phase
-    "generate": (("832x480x81",), (), ""),
+    "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
 SETTINGS = {
     "forward": "one forward of one branch",
     "sequential": "both guidance branches, one forward each",
     "batched": "both guidance branches in one forward",
-    "diffusers": "diffusers' WanTransformer3DModel, eager, on the same weights",
     "attention:NAME": "one forward with that attention backend",
+    "diffusers": "diffusers' transformer with cuDNN attention, on the same weights",
+    "diffusers-compiled": "the same, its blocks compiled",
+    "comfyui": "ComfyUI's own transformer, on the same weights",
+    "comfyui-compiled": "the same, its blocks compiled",
 }
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--suite", choices=tuple(SUITES), help="a fixed list of sizes and settings, as in the README's tables"
+        "--suite", choices=tuple(SUITES), help="; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
     )
     parser.add_argument(
         "--model", help="random:TASK, tiny, or a transformer file (default: random:t2v-A14B on a GPU, tiny on a CPU)"
@@ -38,10 +78,19 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--setting", action="append", help="repeatable: " + "; ".join(f"{k}: {v}" for k, v in SETTINGS.items())
     )
-    parser.add_argument("--layers", type=int, help="only this many blocks (to measure on less memory)")
-    parser.add_argument("--runs", type=int, default=3, help="timed runs after one warm-up (default %(default)s)")
-    parser.add_argument("--steps", type=int, help="steps of the suite `generate` (default: the task's own)")
+    parser.add_argument(
+        "--setup",
+        action="append",
+        help="a row of the ladder by name, a peer, or PRECISION/ATTENTION with /torch (no fused kernels) or /compile "
+        "after it; repeatable (default: all rows of the suite)",
+    )
+    parser.add_argument("--layers", type=int, help="only this many blocks (to measure on less memory, or sooner)")
+    parser.add_argument("--runs", type=int, help="timed runs after one warm-up (default 3)")
+    parser.add_argument("--steps", type=int, help="steps of a generation, in suites that make one")
+    parser.add_argument(
+        "--samples", type=int, help="captions of the suite trajectory (default: 64 on a GPU, 8 on a CPU)"
+    )
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="of what is not quantised")
     add_skip_options(parser)
     parser.add_argument("--out", type=Path, help="JSON file, or a folder for one named after suite, device and day")

@@ -6,24 +6,45 @@ import json
 import platform
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import date
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from wan_core.bench.peers import peer_versions
 from wan_core.report import device_name
 
+Row = dict[str, Any]
+# What third-party kernels raise on a machine that they were not tried on. A row shows it, and the others go on.
+FAULTS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError, OSError)
 
-def envelope(suite: str, device: torch.device, rows: list[dict[str, Any]]) -> dict[str, Any]:
+
+def guarded(name: str, size: str, reason: str | None, make: Callable[[], Row]) -> Row:
+    """A row of the numbers that `make` returns; of `reason`, if there is one not to; or of what went wrong."""
+    row: Row = {"name": name, "size": size}
+    if reason is not None:
+        return row | {"why_not": reason}
+    try:
+        return row | make()
+    except FAULTS as fault:
+        traceback.print_exc(file=sys.stderr)
+        return row | {"failed": f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0][:300]}"}
+
+
+def envelope(suite: str, device: torch.device, rows: list[Row]) -> dict[str, Any]:
     """What every committed result says about itself."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         versions |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
-    if any(row["name"] == "diffusers" for row in rows):
-        import diffusers
-
-        versions["diffusers"] = diffusers.__version__
+        versions |= installed(
+            ("triton", "flash-attn-4", "nvidia-cudnn-frontend", "transformer-engine", "comfy-kitchen")
+        )
+    versions |= peer_versions({row["name"] for row in rows})
     return {
         "suite": suite,
         "command": " ".join(["python -m wan_core", *sys.argv[1:]]),
@@ -32,6 +53,15 @@ def envelope(suite: str, device: torch.device, rows: list[dict[str, Any]]) -> di
         "versions": versions,
         "rows": rows,
     }
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def commit() -> str | None:
@@ -59,19 +89,38 @@ def write_result(result: dict[str, Any], out: Path | None, device: torch.device)
     return out
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows for people, a column for each number that any row has."""
-    columns = {
-        "seconds": ".4f",
-        "spread": ".4f",
-        "seconds_per_step": ".4f",
-        "peak_gib": ".2f",
-        "ratio": ".3f",
-        "error": ".2g",
-    }
-    shown = [c for c in columns if any(c in r for r in rows)]
-    lines = [f"{'size':<14}  {'name':<18}" + "".join(f"{c:>17}" for c in shown)]
+COLUMNS = {  # of numbers, with how they are printed
+    "seconds": ".4f",
+    "spread": ".4f",
+    "seconds_per_step": ".4f",
+    "ratio": ".3f",
+    "tflops": ".1f",
+    "of_peak": ".3f",
+    "peak_gib": ".2f",
+    "weights_gib": ".2f",
+    "activation_gib": ".2f",
+    "compile_seconds": ".1f",
+    "compilations": "d",
+    "error": ".2g",
+    "psnr": ".2f",
+    "latent_psnr": ".2f",
+    "ssim": ".4f",
+    "captions_true": ".3f",
+    "switch_ms": ".1f",
+    "step_spread": ".4f",
+}
+
+
+def table(rows: list[Row]) -> str:
+    """The rows for people, a column for each number of `COLUMNS` that any row has; reasons where there is none."""
+    shown = [column for column in COLUMNS if any(column in row for row in rows)]
+    width = max((len(row["name"]) for row in rows), default=0)
+    widths = [max(9, len(column)) + 2 for column in shown]
+    heads = "".join(f"{column:>{size}}" for column, size in zip(shown, widths, strict=True))
+    lines = [f"{'size':<14}  {'name':<{width}}{heads}"]
     for row in rows:
-        numbers = "".join(f"{format(row[c], columns[c]) if c in row else '':>17}" for c in shown)
-        lines.append(f"{row['size']:<14}  {row['name']:<18}{numbers}")
+        texts = [format(row[column], COLUMNS[column]) if column in row else "" for column in shown]
+        numbers = "".join(f"{text:>{size}}" for text, size in zip(texts, widths, strict=True))
+        reason = row.get("why_not") or row.get("failed")
+        lines.append(f"{row['size']:<14}  {row['name']:<{width}}" + (f"  {reason}" if reason else numbers))
     return "\n".join(lines)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from wan_core.attention.registry import resolve_attention
 from wan_core.bench.cases import Case
 from wan_core.bench.options import SETTINGS
-from wan_core.checkpoint.layouts import diffusers_dit_names
+from wan_core.bench.peers import PEERS
 from wan_core.config import OptionError
 from wan_core.denoise import stack_text
 from wan_core.optimize import optimize
@@ -63,38 +62,17 @@ def _attention(case: Case, backend: str) -> Forward:
     return forward
 
 
-def _diffusers(case: Case, _: str) -> Forward:
-    """The peer on the very same parameters, no copy, but for what diffusers keeps in float32 when it loads."""
-    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed, WanTransformer3DModel
+def _peer(name: str) -> Callable[[Case, str], Forward]:
+    """The peer called `name` on the very same parameters. Raises OptionError where it is not installed."""
 
-    config = case.model.config
-    with torch.device("meta"):
-        peer = WanTransformer3DModel(
-            patch_size=config.patch_size,
-            num_attention_heads=config.num_heads,
-            attention_head_dim=config.head_dim,
-            in_channels=config.in_channels,
-            out_channels=config.out_channels,
-            text_dim=config.text_dim,
-            freq_dim=config.freq_dim,
-            ffn_dim=config.ffn_dim,
-            num_layers=config.num_layers,
-            eps=config.eps,
-        )
-    names = diffusers_dit_names(peer.state_dict().keys())
-    assert names is not None
-    ours = case.model.state_dict()
-    peer.load_state_dict({theirs: ours[name] for theirs, name in names.items()}, assign=True)
-    peer.rope = WanRotaryPosEmbed(config.head_dim, config.patch_size, 1024).to(case.x.device)
-    for name, module in peer.named_modules():
-        if any(name.split(".")[-1] == kept for kept in peer._keep_in_fp32_modules):
-            module.float()
-    for name, parameter in peer.named_parameters():
-        if "scale_shift_table" in name:
-            parameter.data = parameter.data.float()
-    context = F.pad(case.contexts[0], (0, 0, 0, config.text_len - case.contexts[0].shape[1]))
-    x = case.x.to(context.dtype)
-    return lambda: peer.eval()(x, case.timestep, context, return_dict=False)[0]
+    def factory(case: Case, _: str) -> Forward:
+        reason = PEERS[name].why_not()
+        if reason is not None:
+            raise OptionError(f"setting {name!r}: {reason}")
+        run = PEERS[name].ready(case.model)[1]
+        return lambda: run(case.x, case.timestep, case.contexts[0])
+
+    return factory
 
 
 FACTORIES: dict[str, Callable[[Case, str], Forward]] = {
@@ -102,5 +80,5 @@ FACTORIES: dict[str, Callable[[Case, str], Forward]] = {
     "sequential": _sequential,
     "batched": _batched,
     "attention": _attention,
-    "diffusers": _diffusers,
+    **{name: _peer(name) for name in PEERS},
 }

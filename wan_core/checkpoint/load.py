@@ -20,8 +20,9 @@ from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.layouts import Kind
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
-from wan_core.config import OptionError
+from wan_core.config import DiTConfig, OptionError
 from wan_core.model.dit import WanModel
+from wan_core.quant.swap import Quantization, encode_values, swap_linears
 from wan_core.text.tokenizer import Tokenizer
 from wan_core.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.vae import VideoVAE
@@ -33,16 +34,23 @@ LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _FREE = re.compile(r"(.*\.)?modulation|head\..*|time_(embedding|projection)\..*|.*\.norm[^.]*\..*")
 
 
-def load_dit(source: Source, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> WanModel:
+def load_dit(
+    source: Source,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    quantization: Quantization | None = None,
+) -> WanModel:
     """A transformer from a file, folder, index or state dict, in eval mode, its parameters without gradients.
 
     dtype None keeps what is stored. Matrices get one dtype, that of most of the file's bytes (bfloat16 for plain
     fp8); norms, modulation, time embedding and head keep their own, wider one. With a dtype, everything is converted
-    to it.
+    to it. With a quantization, the matrices of the blocks are encoded one by one as they are read.
 
     Raises `CheckpointError`: not a whole Wan transformer; the message says what it is and what to do.
     """
-    module = _load(source, "dit", device, dtype)
+    checkpoint = open_checkpoint(source)
+    module = _filled(checkpoint, detect(checkpoint, "dit"), device, dtype, quantization)
     assert isinstance(module, WanModel)
     return module
 
@@ -89,7 +97,11 @@ def _load(source: Source, kind: Kind, device: str | torch.device, dtype: torch.d
 
 
 def _filled(
-    checkpoint: Checkpoint, found: Detected, device: str | torch.device, dtype: torch.dtype | None
+    checkpoint: Checkpoint,
+    found: Detected,
+    device: str | torch.device,
+    dtype: torch.dtype | None,
+    quantization: Quantization | None = None,
 ) -> nn.Module:
     if dtype is not None and dtype not in LOADABLE:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in LOADABLE)
@@ -97,8 +109,13 @@ def _filled(
             f"weights of {dtype} were asked for; {allowed} are possible. Quantise after loading for less."
         )
     module = empty_module(found.config)
-    values = dict(_values(checkpoint, found, torch.device(device), dtype))
-    module.load_state_dict(values, assign=True)  # strict: detect has compared all names
+    values = _values(checkpoint, found, torch.device(device), dtype)
+    if quantization is not None:
+        assert isinstance(found.config, DiTConfig)
+        names = quantization.names(found.config)
+        swap_linears(module, quantization.kind, names, dtype or _main_dtype(checkpoint, found))
+        values = encode_values(values, quantization, names)
+    module.load_state_dict(dict(values), assign=True)  # strict: detect has compared all names
     for name, buffer in module.named_buffers():
         assert not buffer.is_meta, f"{name} is neither stored nor computed when used"
     return module.requires_grad_(False).eval()

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import Config, empty_module
+from wan_core.config import DiTConfig
+from wan_core.quant.swap import Quantization, encode_values, swap_linears
 
 
 @torch.no_grad()
-def random_module(config: Config, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+def random_module(
+    config: Config,
+    *,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    quantization: Quantization | None = None,
+) -> nn.Module:
     """The module that `config` describes, in eval mode, with values drawn on `device`, the same for the same seed.
 
     Matrices keep the variance of what passes through them, so that activations stay finite through all layers; norms
-    are one.
+    are one. A quantization, for transformers, encodes every matrix as soon as it is drawn.
     """
-    module = empty_module(config).to(dtype).to_empty(device=device)
+    module = empty_module(config)
+    values = _draw(module, torch.device(device), dtype, seed)
+    if quantization is not None:
+        assert isinstance(config, DiTConfig)
+        names = quantization.names(config)
+        values = list(encode_values(values, quantization, names))  # drawn for the plain module, before it changes
+        swap_linears(module, quantization.kind, names, dtype)
+    module.load_state_dict(dict(values), assign=True)
+    return module.requires_grad_(False).eval()
+
+
+def _draw(module: nn.Module, device: torch.device, dtype: torch.dtype, seed: int) -> Iterator[tuple[str, Tensor]]:
     generator = torch.Generator(device).manual_seed(seed)
-    for name, value in module.named_parameters():
+    for name, empty in module.named_parameters():
+        value = torch.empty(empty.shape, dtype=dtype, device=device)
         if value.ndim == 1 or "modulation" in name or "gamma" in name:
             value.fill_(0.0 if name.endswith("bias") else 1.0)
             if "modulation" in name:
@@ -25,4 +48,4 @@ def random_module(config: Config, *, device: str | torch.device, dtype: torch.dt
         else:
             fan_in = value[0].numel() if "embedding.weight" not in name or value.ndim == 5 else 1
             value.normal_(std=fan_in**-0.5, generator=generator)
-    return module.requires_grad_(False).eval()
+        yield name, value

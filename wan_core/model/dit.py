@@ -65,7 +65,7 @@ class WanModel(nn.Module):
 
     def run_blocks(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
         """A seam: sequence sharding, residual caches and streaming put a callable of their own in its place, on the
-        instance, which calls the one that was there."""
+        instance, which calls the one that was there. `tokens` may be overwritten: who needs them later keeps a copy."""
         for block, kv in zip(self.blocks, text.keys_values, strict=True):
             tokens = block(tokens, modulation, rope, kv)
         return tokens
@@ -110,12 +110,16 @@ class WanModel(nn.Module):
         return T // pt, Y // py, X // px
 
     def embed_patches(self, x: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """[B, C, T, Y, X] -> [B, L, dim]. The patch convolution does not overlap, so it is one matrix product."""
+        """[B, C, T, Y, X] -> [B, L, dim]. The patch convolution does not overlap, so it is one matrix product.
+
+        Cloned, because the product comes back as a view, and a compiler would compile the first block, which it enters,
+        apart from the others.
+        """
         (pt, py, px), (T, Y, X) = self.config.patch_size, grid
         weight = self.patch_embedding.weight
         patches = x.to(weight.dtype).unflatten(4, (X, px)).unflatten(3, (Y, py)).unflatten(2, (T, pt))
         patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)  # [B, L, C * pt * py * px]
-        return F.linear(patches, weight.flatten(1), self.patch_embedding.bias)
+        return F.linear(patches, weight.flatten(1), self.patch_embedding.bias).clone()
 
     def unpatchify(self, tokens: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """[B, L, pt * py * px * C] -> [B, C, T, Y, X]."""

@@ -9,6 +9,9 @@ Source: Wan2.2/wan/modules/model.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,43 +20,28 @@ from torch import Tensor, nn
 from wan_core.attention.registry import Attend
 from wan_core.attention.sdpa import sdpa
 from wan_core.config import DiTConfig
-from wan_core.model.rope import apply_rope
+from wan_core.kernels import fused
+from wan_core.kernels.formats import Format, Quantized
+from wan_core.kernels.reference import scaled_norm
+
+HALVED_TOKENS = 16384  # from here on a feed-forward runs in two halves
+Fp8Attend = Callable[[Quantized, Quantized, Quantized], Quantized]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, statistics in float32 (inside the kernel)."""
+    """The weight of a root-mean-square norm over all heads at once; `fused.head_norm` applies it."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """LayerNorm without affine, then x * (1 + scale) + shift: float32 [B, L, C] from x [B, L, C] and float32 [B, F, C].
-
-    float32, because the modulation reaches several hundred and is centred on one: bf16 would leave it two digits.
-    """
-    rows = x.unflatten(1, (shift.shape[1], -1))  # [B, F, L/F, C]
-    normed = F.layer_norm(rows.float(), rows.shape[-1:], eps=eps)
-    return torch.addcmul(shift[:, :, None], normed, 1 + scale[:, :, None]).flatten(1, 2)
-
-
-def gated(x: Tensor, update: Tensor, gate: Tensor) -> Tensor:
-    """x + update * gate, summed in float32 and rounded once: x, update [B, L, C], gate float32 [B, F, C]."""
-    x_rows, update_rows = (t.unflatten(1, (gate.shape[1], -1)) for t in (x, update))  # [B, F, L/F, C]
-    # addcmul promotes inside its kernel: no float32 copies of x and update
-    return torch.addcmul(x_rows, update_rows, gate[:, :, None]).flatten(1, 2).type_as(x)
-
 
 class SelfAttention(nn.Module):
     """Attention of all video tokens to all video tokens.
 
     `attend` is a seam: any callable q, k, v [B, L, H, D] -> [B, L, H, D] (attention backends, sparse attention,
-    Ulysses, ring).
+    Ulysses, ring). One that has a method `quantized` is handed queries, keys and values in FP8.
     """
 
     def __init__(self, config: DiTConfig) -> None:
@@ -67,12 +55,33 @@ class SelfAttention(nn.Module):
         self.norm_k = RMSNorm(config.dim, config.eps)
         self.attend: Attend = sdpa
 
-    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
-        """x [B, L, C], rope [L, 1, D/2, 2] -> [B, L, C]."""
-        q = apply_rope(self.norm_q(self.q(x)).unflatten(-1, (self.heads, -1)), rope)
-        k = apply_rope(self.norm_k(self.k(x)).unflatten(-1, (self.heads, -1)), rope)
-        v = self.v(x).unflatten(-1, (self.heads, -1))
-        return self.o(self.attend(q, k, v).flatten(-2))
+    def forward(self, x: Tensor, mul: Tensor, add: Tensor, eps: float, rope: Tensor) -> Tensor:
+        """Attention of x [B, L, C] after its norm (`fused.norm` by mul and add); rope [L, 1, D/2, 2] -> [B, L, C].
+
+        Here, not in the block, so that the normed tokens are gone before attention needs the room.
+        """
+        h = shared_input(self.q, fused.norm(x, mul, add, eps, input_format(self.q)))
+        quantized = getattr(self.attend, "quantized", None)
+        if quantized is not None:
+            return self.fp8(quantized, h, rope)
+        q = fused.head_norm(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope)
+        k = fused.head_norm(self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope)
+        v = self.v(h).unflatten(-1, (self.heads, -1))
+        del h
+        out = self.attend(q, k, v).flatten(-2)
+        del q, k, v
+        return self.o(out)
+
+    def fp8(self, attend: Fp8Attend, h: Any, rope: Tensor) -> Tensor:
+        """Norm, rotation and quantisation in one pass; the FP8 that comes out is the output projection's input."""
+        q = fused.head_norm_fp8(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope)
+        k = fused.head_norm_fp8(self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True)
+        v = fused.quantize(self.v(h), "tensor")
+        del h
+        out = attend(q, k, Quantized(v.data.unflatten(-1, (self.heads, -1)), v.scale))
+        del q, k, v
+        joined = Quantized(out.data.flatten(-2), out.scale)
+        return self.o(joined if getattr(self.o, "takes_fp8", False) else joined.dequantize(self.norm_q.weight.dtype))
 
 
 class CrossAttention(nn.Module):
@@ -91,17 +100,21 @@ class CrossAttention(nn.Module):
 
     def kv(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, S, H, D] of embedded text [B, S, C]."""
-        k = self.norm_k(self.k(text)).unflatten(-1, (self.heads, -1))
+        k = fused.head_norm(self.k(text), self.norm_k.weight, self.heads, self.norm_k.eps)
         return k, self.v(text).unflatten(-1, (self.heads, -1))
 
-    def forward(self, x: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        q = self.norm_q(self.q(x)).unflatten(-1, (self.heads, -1))
+    def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """x [B, L, C], kv two of [B, S, H, D] -> [B, L, C]."""
+        q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
         return self.o(self.attend(q, *kv).flatten(-2))
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention and feed-forward; the first and last shifted, scaled and gated by the
-    timestep."""
+    """Self-attention, cross-attention and feed-forward; the first and last shifted, scaled and gated by the timestep.
+
+    Between the matrix products stand fused passes over memory (`wan_core.kernels.fused`), which hand the next product
+    its input in the format that it multiplies.
+    """
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -115,15 +128,57 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, modulation: Tensor, rope: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
-        """x [B, L, C]; modulation float32 [B, F, 6, C]; rope [L, 1, D/2, 2]; kv two of [B, S, H, D] -> [B, L, C]."""
+        """x [B, L, C], which may be overwritten; modulation float32 [B, F, 6, C]; rope [L, 1, D/2, 2]; kv two of
+        [B, S, H, D] -> [B, L, C]."""
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = (self.modulation.float() + modulation).unbind(2)
-        x = gated(x, self.self_attn(modulate(x, shift_a, scale_a, self.eps).type_as(x), rope), gate_a)
-        x = x + self.cross_attn(self.normed3(x), kv)
-        return gated(x, self.ffn(modulate(x, shift_f, scale_f, self.eps).type_as(x)), gate_f)
+        weight, bias = (p.float().view(1, 1, -1) for p in (self.norm3.weight, self.norm3.bias))
+        h = self.self_attn(x, 1 + scale_a, shift_a, self.eps, rope)
+        x, h = fused.residual_norm(x, h, gate_a, weight, bias, self.eps, input_format(self.cross_attn.q))
+        h = self.cross_attn(h, kv)
+        x, h = fused.residual_norm(x, h, None, 1 + scale_f, shift_f, self.eps, input_format(self.ffn[0]))
+        return self.feed_forward(x, h, gate_f)
 
-    def normed3(self, x: Tensor) -> Tensor:
-        weight, bias = self.norm3.weight.to(x.dtype), self.norm3.bias.to(x.dtype)
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps)  # statistics in float32 inside the kernel
+    def feed_forward(self, x: Tensor, h: Tensor | Quantized, gate: Tensor) -> Tensor:
+        """x + gate * the feed-forward of its norm h. In two halves where there are many tokens: the hidden layer is the
+        largest tensor of a forward, and half of it still fills the device. Not in a compiled block, where a limit would
+        be a reason to compile again."""
+        split = x.shape[:1] == gate.shape[:1] == (1,) and gate.shape[1] == 1 and fused.overwrites(x)
+        if torch.compiler.is_compiling() or not split or x.shape[1] < HALVED_TOKENS:
+            return fused.residual(x, self.hidden(h), gate)
+        halves = h.chunk(2, 1) if isinstance(h, Tensor) else map(Quantized, h.data.chunk(2, 1), h.scale.chunk(2, 1))
+        for rows, normed in zip(x.chunk(2, 1), halves, strict=True):
+            fused.residual(rows, self.hidden(normed), gate)
+        return x
+
+    def hidden(self, h: Tensor | Quantized) -> Tensor:
+        """The feed-forward of h [B, L, C]. Its products are freed as soon as the next is made."""
+        inner = self.ffn[0](h)
+        inner = fused.gelu(inner, input_format(self.ffn[2]))
+        return self.ffn[2](inner)
+
+
+def input_format(linear: nn.Module) -> Format | None:
+    """The FP8 format that `linear` wants its input in; None for plain numbers."""
+    return getattr(linear, "fmt", None)
+
+
+def shared_input(linear: nn.Module, x: Any) -> Any:
+    """x as `linear` multiplies it, made once where several linears of a kind share it (q, k, v)."""
+    quantize = getattr(linear, "quantize", None)
+    return x if quantize is None or not isinstance(x, Tensor) else quantize(x)
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """float32 products on tensor cores inside, if `allowed`. The setting is the process's, and others' (ComfyUI's)
+    products must not change with ours, so it is put back."""
+    before = torch.get_float32_matmul_precision()
+    if allowed:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Head(nn.Module):
@@ -139,7 +194,9 @@ class Head(nn.Module):
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """x [B, L, C], time float32 [B, F, C] -> float32 [B, L, patch volume * out channels]."""
         shift, scale = (self.modulation.float() + time[:, :, None]).unbind(2)
-        return F.linear(modulate(x, shift, scale, self.eps), self.head.weight.float(), self.head.bias.float())
+        normed = scaled_norm(x, 1 + scale, shift, self.eps)
+        with tf32(x.dtype == torch.bfloat16):  # ten bits of mantissa, where what comes in has eight
+            return F.linear(normed, self.head.weight.float(), self.head.bias.float())
 
 
 def timestep_embedding(timestep: Tensor, dim: int) -> Tensor:

@@ -36,9 +36,3 @@ def rope_table(grid: tuple[int, int, int], axes: tuple[int, int, int], device: t
         dim=-1,
     ).reshape(T * Y * X, 1, -1)
     return torch.stack([angle.cos(), angle.sin()], dim=-1).float()
-
-
-def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate x [B, L, H, D] by `table` [L, 1, D/2, 2] in float32; returns x's dtype."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # [B, L, H, D/2]
-    return torch.view_as_real(pairs * torch.view_as_complex(table)).flatten(-2).type_as(x)

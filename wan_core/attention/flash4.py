@@ -1,0 +1,45 @@
+"""FlashAttention 4 (flash-attn-4, written in the CuTe DSL): kernels for Hopper and Blackwell.
+
+Its kernels compile on their first call for a head dim (seconds) and take any length after that. They are wrapped as
+torch operators so that torch.compile sees one opaque node with a known shape instead of breaking its graph there.
+
+Legend and layouts as in sdpa.py. Source: github.com/Dao-AILab/flash-attention, flash_attn/cute/interface.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+    with torch.cuda.device(q.device), warnings.catch_warnings():  # it compiles for the current device and its stream
+        # It warns of an argument of its own when it compiles; nothing that a user could change.
+        warnings.filterwarnings("ignore", message="Argument aux_data")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        return flash_attn_func(q, k, v, return_lse=return_lse)
+
+
+@torch.library.custom_op("wancore::flash4", mutates_args=(), device_types="cuda")
+def flash4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _run(q, k, v, False)[0]
+
+
+@torch.library.custom_op("wancore::flash4_lse", mutates_args=(), device_types="cuda")
+def flash4_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return _run(q, k, v, True)
+
+
+@flash4.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@flash4_lse.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)

@@ -1,0 +1,93 @@
+"""CUDA graphs for small videos: where launching the kernels takes longer than running them, replay the launches.
+
+A forward of 40 blocks is about 1,200 launches. From some thousand tokens on, the GPU is busier than the host, and a
+graph would only cost memory; below that, the host is the bottleneck, and a graph takes it out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wan_core.model.dit import PreparedText, WanModel
+
+GRAPHED_TOKENS = 4096  # of all samples of a forward together; measured on an H200, docs/performance.md
+
+
+@dataclass
+class Captured:
+    """A graph with the memory that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    tokens: Tensor
+    modulation: Tensor
+    out: Tensor
+    weights: tuple[int, ...]
+
+
+class GraphedBlocks:
+    """In the place of `WanModel.run_blocks`: replays it for up to `GRAPHED_TOKENS` tokens, calls it for more.
+
+    A graph knows addresses. One is captured for every shape, rotation table and prompt, and goes when that table or
+    that prompt goes; should the weights have moved (models that take turns on the device), it is captured again.
+    """
+
+    def __init__(self, model: WanModel) -> None:
+        self.model = weakref.ref(model)  # the model holds this: not in a circle, so that its memory goes with it
+        self.previous = model.__dict__.get("run_blocks")
+        self.kept: dict[tuple[object, ...], Captured] = {}
+
+    @classmethod
+    def install(cls, model: WanModel) -> None:
+        """Put one in place, if there is none yet."""
+        if not isinstance(model.__dict__.get("run_blocks"), cls):
+            model.run_blocks = cls(model)
+
+    def inner(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
+        """What stood here before."""
+        if self.previous is not None:
+            return self.previous(tokens, modulation, rope, text)
+        model = self.model()
+        assert model is not None
+        return WanModel.run_blocks(model, tokens, modulation, rope, text)
+
+    def __call__(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
+        small = tokens.shape[0] * tokens.shape[1] <= GRAPHED_TOKENS
+        if not small or not tokens.is_cuda or torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
+            return self.inner(tokens, modulation, rope, text)
+        model = self.model()
+        assert model is not None
+        weights = tuple(parameter.data_ptr() for parameter in model.parameters())
+        prompt = text.keys_values[0][0]
+        key = (tokens.shape, tokens.dtype, modulation.shape, id(rope), id(prompt))
+        found = self.kept.get(key)
+        if found is None or found.weights != weights:
+            found = self.kept[key] = self.capture(tokens, modulation, rope, text, weights)
+            for needed in (rope, prompt):
+                weakref.finalize(needed, forget, weakref.ref(self), key).atexit = False
+        found.tokens.copy_(tokens)
+        found.modulation.copy_(modulation)
+        found.graph.replay()
+        return found.out.clone()  # the next replay writes there again
+
+    def capture(
+        self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText, weights: tuple[int, ...]
+    ) -> Captured:
+        """Run twice outside, so that kernels are compiled and scales calibrated, then capture."""
+        tokens, modulation = tokens.clone(), modulation.clone()
+        for _ in range(2):
+            self.inner(tokens.clone(), modulation, rope, text)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = self.inner(tokens, modulation, rope, text)
+        return Captured(graph, tokens, modulation, out, weights)
+
+
+def forget(owner: weakref.ref[GraphedBlocks], key: tuple[object, ...]) -> None:
+    """Drop a graph whose rotation table or prompt is gone: its addresses are no longer theirs."""
+    blocks = owner()
+    if blocks is not None:
+        blocks.kept.pop(key, None)

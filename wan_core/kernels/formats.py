@@ -1,0 +1,47 @@
+"""FP8 tensors with their scales, and how torch makes them: the reference of every kernel that quantises."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # the largest E4M3 number
+BLOCK = 128  # length of a scaled block
+
+Format = Literal["tensor", "row", "block"]
+"""What shares a scale: the whole tensor, every row (the last dimension), or every 128 numbers of a row."""
+
+
+class Quantized(NamedTuple):
+    """An FP8 tensor with its scales: value = data * scale.
+
+    data: float8_e4m3fn [..., K]. scale: float32, [1] (tensor), [..., 1] (row) or [..., K / 128] (block).
+    """
+
+    data: Tensor
+    scale: Tensor
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        scale = self.scale
+        if scale.shape[-1] not in (1, self.data.shape[-1]):
+            scale = scale.repeat_interleave(BLOCK, -1)
+        return (self.data.float() * scale).to(dtype)
+
+
+def quantize_reference(x: Tensor, fmt: Format) -> Quantized:
+    """Scale so that the largest number of each group becomes 448, and round. Groups of zeros keep scale 1e-12/448."""
+    values = x.float()
+    if fmt == "tensor":
+        amax = values.abs().amax().reshape(1)
+    elif fmt == "row":
+        amax = values.abs().amax(-1, keepdim=True)
+    else:
+        if x.shape[-1] % BLOCK:
+            raise ValueError(f"rows of {x.shape[-1]} numbers given; blocks need a multiple of {BLOCK}")
+        amax = values.abs().unflatten(-1, (-1, BLOCK)).amax(-1)
+    scale = amax.clamp(min=1e-12) / FP8_MAX
+    spread = scale.repeat_interleave(BLOCK, -1) if fmt == "block" else scale
+    return Quantized((values / spread).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale)

@@ -1,0 +1,165 @@
+"""The fused operations of a transformer block: Triton on an NVIDIA GPU in bf16, plain torch everywhere else.
+
+Legend: B batch, L tokens, C channels, H heads, D head dim, F modulation rows per sample.
+
+A block is memory traffic between matrix products. Each function here is one pass over it: it reads every input once and
+writes every output once, also where the output is FP8 for the next product (`fmt`, see `formats`). Functions marked
+"takes over" may write their result into the memory of that argument, which the caller must not use again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan_core.kernels import reference
+from wan_core.kernels.formats import BLOCK, Format, Quantized, quantize_reference
+
+K_MEAN_EVERY = 32  # tokens between those whose mean is taken off the keys
+MAX_ROW = 16384  # a row is held in registers
+
+
+class _Choice:
+    kernels: Literal["triton", "torch"] = "triton"
+    devices: ClassVar[dict[torch.device, bool]] = {}  # whether Triton runs there, found out once
+
+
+@contextmanager
+def use(kernels: Literal["triton", "torch"]) -> Iterator[None]:
+    """Run with Triton kernels where they can (the normal state) or with plain torch: for measuring and testing."""
+    before, _Choice.kernels = _Choice.kernels, kernels
+    try:
+        yield
+    finally:
+        _Choice.kernels = before
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why the kernels do not run on `device`; None where they do. Plain torch runs instead, to the same numbers."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "needs an NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs compute capability 8.0 (Ampere) or newer"
+    try:
+        import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except (ImportError, OSError, RuntimeError, AttributeError) as fault:
+        return f"Triton cannot be imported ({fault})"
+    return None
+
+
+def prepare(device: torch.device) -> None:
+    """Find out whether kernels run on `device`: before anything is compiled, because a compiler cannot ask."""
+    _Choice.devices[device] = why_not(device) is None
+
+
+def _fast(x: Tensor, fmt: Format | None = None) -> bool:
+    """Whether x [..., C] goes to a kernel, which then makes `fmt` of it."""
+    if _Choice.kernels != "triton" or x.dtype != torch.bfloat16 or not x.is_cuda or not 32 <= x.shape[-1] <= MAX_ROW:
+        return False
+    if x.device not in _Choice.devices:
+        prepare(x.device)
+    return _Choice.devices[x.device] and (fmt != "block" or x.shape[-1] >= 2 * BLOCK)
+
+
+def overwrites(x: Tensor) -> bool:
+    """Whether `residual` and `residual_norm` write their result into x, and not beside it."""
+    return _fast(x)
+
+
+def norm(x: Tensor, mul: Tensor, add: Tensor, eps: float, fmt: Format | None = None) -> Tensor | Quantized:
+    """LayerNorm without affine, then * mul + add: x [B, L, C], float32 mul and add [1 or B, F, C] -> [B, L, C] in x's
+    dtype, or quantised."""
+    if fmt != "tensor" and _fast(x, fmt):
+        from wan_core.kernels import triton_ops
+
+        return triton_ops.norm(x, mul, add, eps, fmt)
+    return _formatted(reference.scaled_norm(x, mul, add, eps), x.dtype, fmt)
+
+
+def residual_norm(
+    x: Tensor, update: Tensor, gate: Tensor | None, mul: Tensor, add: Tensor, eps: float, fmt: Format | None = None
+) -> tuple[Tensor, Tensor | Quantized]:
+    """(x + update * gate, its `norm`). Takes over x. gate: float32 [B, F, C], or None for 1."""
+    if fmt != "tensor" and _fast(x, fmt):
+        from wan_core.kernels import triton_ops
+
+        return triton_ops.residual_norm(x, update, gate, mul, add, eps, fmt)
+    total = reference.residual(x, update, gate)
+    return total, _formatted(reference.scaled_norm(total, mul, add, eps), x.dtype, fmt)
+
+
+def residual(x: Tensor, update: Tensor, gate: Tensor | None) -> Tensor:
+    """x + update * gate. Takes over x."""
+    if _fast(x):
+        from wan_core.kernels import triton_ops
+
+        return triton_ops.residual(x, update, gate)
+    return reference.residual(x, update, gate)
+
+
+def head_norm(x: Tensor, weight: Tensor, heads: int, eps: float, rope: Tensor | None = None) -> Tensor:
+    """RMSNorm over all heads at once, then the rotation of every head by `rope` [L, 1, D/2, 2] if given. Takes over x.
+
+    x [B, L, C] -> [B, L, H, D].
+    """
+    if _fast(x) and _splits(x, heads):
+        from wan_core.kernels import triton_ops
+
+        return triton_ops.head_norm(x, weight, eps, rope, heads)
+    normed = reference.rms_norm(x, weight, eps).unflatten(-1, (heads, -1))
+    return normed if rope is None else reference.rotate(normed, rope)
+
+
+def head_norm_fp8(
+    x: Tensor, weight: Tensor, heads: int, eps: float, rope: Tensor, *, centre: bool = False
+) -> Quantized:
+    """`head_norm` in FP8 with one scale, known beforehand from the norm's weight: queries and keys of FP8 attention.
+
+    centre: take off a mean over tokens. Under softmax any constant vector may be taken off the keys, and their mean is
+    what FP8 would waste its bits on; that of every 32nd token does as well as the whole.
+    """
+    mean = None
+    if centre:
+        few = x[:, ::K_MEAN_EVERY]
+        mean = head_norm(few.clone(), weight, heads, eps, rope[::K_MEAN_EVERY]).float().mean((0, 1)).flatten()  # [C]
+    if _fast(x) and _splits(x, heads):
+        from wan_core.kernels import triton_ops
+
+        return triton_ops.head_norm_fp8(x, weight, eps, rope, heads, mean)
+    turned = reference.rotate(reference.rms_norm(x, weight, eps).unflatten(-1, (heads, -1)), rope).float()
+    if mean is not None:
+        turned = turned - mean.unflatten(0, (heads, -1))
+    return reference.to_scale(turned, reference.bound_scale(weight, 2.0 if centre else 1.0))
+
+
+def gelu(x: Tensor, fmt: Format | None = None) -> Tensor | Quantized:
+    """GELU (tanh form) of x [..., C], in x's dtype or quantised. Takes over x."""
+    if fmt != "tensor" and _fast(x, fmt):
+        from wan_core.kernels import triton_ops
+
+        return triton_ops.gelu(x, fmt)
+    return _formatted(F.gelu(x, approximate="tanh"), x.dtype, fmt)
+
+
+def quantize(x: Tensor, fmt: Format) -> Quantized:
+    """x [..., C] in FP8 with scales of its own."""
+    if _fast(x, fmt):
+        from wan_core.kernels import triton_ops
+
+        return triton_ops.quantize(x, fmt)
+    return quantize_reference(x, fmt)
+
+
+def _splits(x: Tensor, heads: int) -> bool:
+    """Whether heads are as long as a kernel wants them: a power of two."""
+    head = x.shape[-1] // heads
+    return head & (head - 1) == 0
+
+
+def _formatted(x: Tensor, dtype: torch.dtype, fmt: Format | None) -> Tensor | Quantized:
+    return x.to(dtype) if fmt is None else quantize(x, fmt)

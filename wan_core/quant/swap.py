@@ -1,0 +1,87 @@
+"""Which linears of a transformer become FP8, and putting quantised ones in their place.
+
+The attention and feed-forward matrices of the blocks: 99 % of the weights and of the arithmetic. Patch, text and time
+embedding, modulation, norms and head keep their precision: they are small, and everything passes through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from wan_core.config import DiTConfig, OptionError
+from wan_core.quant.linear import QuantLinear
+
+
+def quantized_names(config: DiTConfig, keep_blocks: int = 0) -> frozenset[str]:
+    """Names of the linears that are quantised in a transformer of `config`: those of all blocks but the first and last
+    `keep_blocks`. Raises OptionError where nothing would be left."""
+    if not 0 <= keep_blocks * 2 < config.num_layers:
+        raise OptionError(
+            f"{keep_blocks} first and last blocks to keep were given; the model has {config.num_layers}, so 0 to "
+            f"{(config.num_layers - 1) // 2} are possible"
+        )
+    inner = range(keep_blocks, config.num_layers - keep_blocks)
+    attention = [f"{kind}.{part}" for kind in ("self_attn", "cross_attn") for part in "qkvo"]
+    return frozenset(f"blocks.{i}.{name}" for i in inner for name in (*attention, "ffn.0", "ffn.2"))
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How the linears of a transformer are held. `device` is where weights are encoded: a GPU does in a second what
+    takes a CPU a minute, also where they live on the host."""
+
+    kind: type[QuantLinear]
+    device: torch.device
+    keep_blocks: int = 0
+
+    def names(self, config: DiTConfig) -> frozenset[str]:
+        return quantized_names(config, self.keep_blocks)
+
+
+def swap_linears(model: nn.Module, kind: type[QuantLinear], names: Iterable[str], dtype: torch.dtype) -> None:
+    """Put quantised linears without values (on the meta device) in the place of those called `names`.
+
+    dtype: of their biases and outputs. Raises OptionError for a shape that `kind` cannot hold.
+    """
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        reason = kind.why_not_shape(linear.out_features, linear.in_features)
+        if reason is not None:
+            raise OptionError(f"{name} is {linear.in_features} -> {linear.out_features}: {reason}")
+        new = kind(linear.in_features, linear.out_features, linear.bias is not None, dtype)
+        model.get_submodule(parent)._modules[last] = new
+
+
+def encode_values(
+    values: Iterable[tuple[str, Tensor]], quantization: Quantization, names: frozenset[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """(parameter name, value) pairs with the weights of the linears `names` encoded, one at a time: the whole model
+    never exists in its old precision."""
+    for name, value in values:
+        linear, _, parameter = name.rpartition(".")
+        if linear in names and parameter == "weight":
+            for encoded_name, encoded in quantization.kind.encode(value.to(quantization.device)).items():
+                yield f"{linear}.{encoded_name}", encoded.to(value.device)
+        else:
+            yield name, value
+
+
+@torch.no_grad()
+def quantize_model(model: nn.Module, kind: type[QuantLinear], names: frozenset[str], dtype: torch.dtype) -> None:
+    """Quantise a model that already has values, in place, one linear at a time; the old weight is freed each time."""
+    for name in sorted(names):
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        values = kind.encode(linear.weight)
+        if linear.bias is not None:
+            values["bias"] = linear.bias.detach().to(dtype)
+        swap_linears(model, kind, [name], dtype)
+        new = model.get_submodule(name)
+        assert isinstance(new, QuantLinear)
+        new.load(values)
