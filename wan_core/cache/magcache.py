@@ -30,11 +30,11 @@ from wan_core.config import MagCacheOptions, OptionError
 from wan_core.plan import Branch, Plan, Step
 
 Ratios = Mapping[Branch, Sequence["float | None"]]
-# A linear forecast (order 1) in place of the last residual, and one skip in a row rather than two: on the embedded
-# model each beats everything else that saves as much (benchmarks/results/quality-*.json, docs/performance.md).
+# A forecast in place of the last residual, and one skip in a row rather than two: on the embedded model this beats
+# everything else that saves as much (benchmarks/results/quality-*.json, docs/performance.md).
 PRESETS: dict[str, MagCacheOptions] = {
-    "quality": MagCacheOptions(threshold=0.06, max_skips=1, retention=0.2, order=1),
-    "balanced": MagCacheOptions(threshold=0.12, max_skips=1, retention=0.1, order=1),
+    "quality": MagCacheOptions(threshold=0.06, max_skips=1, retention=0.2, order=2),
+    "balanced": MagCacheOptions(threshold=0.24, max_skips=1, retention=0.2, order=2),
     "fast": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1),
 }
 _NUMBERS = re.compile(r"([\d.]+)/(\d+)/([\d.]+)")
