@@ -81,7 +81,8 @@ class WanCoreMagCache(io.ComfyNode):
                     "preset",
                     options=[*PRESETS, CUSTOM],
                     default="balanced",
-                    tooltip="quality, balanced or fast; custom takes the three numbers below, which count only then.",
+                    tooltip="quality, balanced or fast; custom takes the numbers below (but for the rule), which count "
+                    "only then.",
                 ),
                 io.Float.Input(
                     "threshold",
@@ -107,8 +108,8 @@ class WanCoreMagCache(io.ComfyNode):
                     default=1,
                     min=0,
                     max=2,
-                    tooltip="What a skipped step uses: 0 the last residual, as published; 1 or 2 a forecast from the "
-                    "last ones, which is nearer to the full run and holds more memory.",
+                    tooltip="For custom: what a skipped step uses. 0 is the last residual, as published; 1 or 2 a "
+                    "forecast from the last ones, which is nearer to the full run and holds more memory.",
                 ),
                 skipping_input(),
             ],
@@ -126,9 +127,9 @@ class WanCoreMagCache(io.ComfyNode):
         order: int,
         skipping: SkipOptions | None = None,
     ) -> io.NodeOutput:
-        own = MagCacheOptions(threshold=threshold, max_skips=max_skips, retention=retention)
+        own = MagCacheOptions(threshold=threshold, max_skips=max_skips, retention=retention, order=order)
         chosen = own if preset == CUSTOM else PRESETS[preset]
-        return joined(skipping, magcache=replace(chosen, rule=rule, order=order))
+        return joined(skipping, magcache=replace(chosen, rule=rule))
 
 
 class WanCoreTaylorSeer(io.ComfyNode):
