@@ -57,7 +57,7 @@ def draw_plan(plan: Plan, seconds: float | None = None, size: tuple[int, int] = 
     left, right, top, bottom = 56, size[0] - 24, 64, size[1] - 132
     canvas.text(24, 16, f"{plan.task}   {len(plan.steps)} steps   {plan.solver}   shift {plan.shift:g}", size=17)
     time = "time unknown before a first run" if seconds is None else f"about {clock(seconds)}"
-    canvas.text(size[0] - 24, 19, f"{plan.forwards} forwards   {time}", FAINT, anchor="ra")
+    canvas.text(size[0] - 24, 19, f"{plan.forward_words()}   {time}", FAINT, anchor="ra")
 
     step_width = (right - left) / len(plan.steps)
     for step in plan.steps:  # whose step it is, behind everything
@@ -118,7 +118,8 @@ def _draw_legend(canvas: Canvas, plan: Plan, y: float) -> None:
     skipped = sum(step.action != "compute" for step in plan.steps)
     if skipped:
         canvas.dot(x, y, 5, PAPER, INK)
-        canvas.text(x + 12, y, f"skipped: {skipped} steps", INK, 12, "lm")
+        words = "may be skipped" if plan.adaptive else "skipped"
+        canvas.text(x + 12, y, f"{words}: {skipped} steps", INK, 12, "lm")
 
 
 # ----------------------------------------------------------------------------------------------------------- the report
