@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from wan_core.config import OptionError
 from wan_core.memory.residency import tensors_of
 from wan_core.models import Part
+from wan_core.quant.swap import Quantization
 
 log = logging.getLogger("WanCore")
 PREVIEW_SIDE = 512  # pixels of the longer side of a live preview, at most
@@ -115,11 +116,14 @@ class Held(ModelPatcher):
         part: Part,
         dtype: torch.dtype,
         finish: Callable[[nn.Module], nn.Module] = lambda module: module,
+        quantization: Quantization | None = None,
     ) -> None:
-        """finish: applied to the module after every load."""
-        size = part.parameters * dtype.itemsize
+        """finish: applied to the module after every load. quantization: of a transformer's linears, made while they are
+        read."""
+        size = part.bytes(dtype, quantization)
         super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=size)
         self.name, self.part, self.dtype, self.finish = name, part, dtype, finish
+        self.quantization = quantization
 
     @property
     def is_loaded(self) -> bool:
@@ -137,7 +141,7 @@ class Held(ModelPatcher):
         if self.is_loaded:
             return 0
         begin = time.perf_counter()
-        self.model.content = self.finish(self.part.load(self.load_device, self.dtype))
+        self.model.content = self.finish(self.part.load(self.load_device, self.dtype, self.quantization))
         self.model.device = self.load_device
         self.model.model_loaded_weight_memory = self.size
         log.info("WanCore loaded the %s (%s) in %.2f s", self.name, self.part.source, time.perf_counter() - begin)

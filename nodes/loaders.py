@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from comfy_api.latest import io, ui
 from torch import nn
 
-from wan_core.attention.registry import AUTO_ORDER, BACKENDS, Attend, resolve_attention
+from wan_core.attention.registry import BACKENDS, Attend, resolve_attention
 from wan_core.checkpoint import load_text_encoder, load_vae
-from wan_core.config import PRECISIONS, RESIDENCIES, check_choice
+from wan_core.checkpoint.detect import empty_module
+from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, DiTConfig, check_choice
 from wan_core.model import WanModel
-from wan_core.models import TINY, Experts, Part, compute_dtype, find_experts, recognise
+from wan_core.models import TINY, Experts, Part, compute_dtype, find_experts, find_quantization, recognise
 from wan_core.optimize import optimize, optimize_vae
 from wan_core.preview import RGBMap, fit_map, map_of_channels
+from wan_core.quant.swap import Quantization, quantized_names, swap_linears
 from wan_core.vae import VideoVAE
 
 from . import host
@@ -23,7 +27,9 @@ from .sockets import MODEL, ModelSocket, TextSocket, VAESocket
 
 TINY_T2V, TINY_I2V = "tiny (embedded)", "tiny i2v (embedded)"
 ALONE = "none"  # no second file
+PLAIN = tuple(name for name in PRECISIONS if name not in QUANTIZED)
 VAE_PRECISIONS = ("auto", "bf16", "fp32")
+MAX_KEPT = 20  # half the blocks of the largest model
 
 
 def embedded(name: str) -> dict[str, Path]:
@@ -44,10 +50,13 @@ def fingerprint(*paths: Path) -> list[tuple[str, int]]:
     return [(str(path), path.stat().st_mtime_ns) for path in paths]
 
 
-def words_of(part: Part, dtype_name: str) -> str:
-    stored = str(part.stored).removeprefix("torch.")
+def words_of(part: Part, computing: str) -> str:
     size = f"{part.parameters / 1e9:.1f} billion" if part.parameters >= 1e9 else f"{part.parameters / 1e6:.2f} million"
-    return f"{part.source}: {size} parameters, {stored}, computing in {dtype_name}"
+    return f"{part.source}: {size} parameters, {name_of(part.stored)}, computing in {computing}"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def refusal(check: Callable[[], object]) -> bool | str:
@@ -88,15 +97,20 @@ class WanCoreModelLoader(io.ComfyNode):
                     "precision",
                     options=list(PRECISIONS),
                     default="checkpoint",
-                    tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU. fp16 is "
-                    "never used: Wan's activations overflow in it.",
+                    tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU; fp16 is "
+                    "never used, because Wan's activations overflow in it. 'fp8' multiplies the blocks' matrices in "
+                    "FP8, faster and in half the memory, with a scale for every row ('-tensor', '-block': for those); "
+                    "it needs a GPU with FP8 units (Ada or newer, for '-block' Hopper). 'te-...' does so with the "
+                    "kernels of Transformer Engine, which must be installed. 'fp8-weights' only stores FP8: half the "
+                    "memory on any GPU, no faster.",
                 ),
                 io.Combo.Input(
                     "attention",
                     options=["auto", *BACKENDS],
                     default="auto",
-                    tooltip=f"The attention kernel. 'auto' takes the first that runs here of: {', '.join(AUTO_ORDER)}. "
-                    "One that cannot run is refused, never replaced silently.",
+                    tooltip="The attention kernel. 'auto' takes the fastest that runs here and changes no numbers; FP8 "
+                    "and int8 kernels ('cudnn-fp8', 'te-fp8', 'sage') only by name. One that cannot run is refused, "
+                    "never replaced silently.",
                 ),
                 io.Combo.Input(
                     "residency",
@@ -104,6 +118,24 @@ class WanCoreModelLoader(io.ComfyNode):
                     default="auto",
                     tooltip="'auto': ComfyUI's memory manager decides what leaves the device. 'resident': both experts "
                     "stay on the device together. 'swap': everything else leaves before an expert is loaded.",
+                ),
+                io.Combo.Input(
+                    "compile",
+                    options=list(COMPILES),
+                    default=COMPILES[0],
+                    optional=True,
+                    tooltip="'blocks' compiles one transformer block, once for both experts: faster steps for some "
+                    "seconds at the first use. Another size, length, prompt or seed compiles nothing again. Needs "
+                    "Triton on a GPU, a C++ compiler on a CPU.",
+                ),
+                io.Int.Input(
+                    "keep_blocks",
+                    default=0,
+                    min=0,
+                    max=MAX_KEPT,
+                    optional=True,
+                    tooltip="How many of the first and of the last blocks an FP8 'precision' leaves as they are, for "
+                    "more exact results. 0: every block is quantised.",
                 ),
             ],
             outputs=[
@@ -114,34 +146,60 @@ class WanCoreModelLoader(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls, high: str = "", low: str = "", precision: str = "checkpoint", attention: str = "auto"
+        cls, high: str = "", low: str = "", precision: str = "", attention: str = "auto", keep_blocks: int = 0
     ) -> bool | str:
+        """ComfyUI leaves what is named here to us. Empty is what another node will say."""
+
         def check() -> None:
-            check_choice("precision", precision, PRECISIONS)  # ComfyUI leaves what is named here to us
+            dit = find_experts(*_paths(high, low)).dit if high else None
+            if precision:
+                _quantization(precision, keep_blocks, dit)
             if attention != "auto":
-                resolve_attention(attention, host.device(), compute_dtype(precision, host.device()))
-            if high:
-                find_experts(*_paths(high, low))
+                _attention(attention, precision, dit)
 
         return refusal(check)
 
     @classmethod
     def fingerprint_inputs(
-        cls, high: str = "", low: str = "", precision: str = "", attention: str = "", residency: str = ""
+        cls,
+        high: str = "",
+        low: str = "",
+        precision: str = "",
+        attention: str = "",
+        residency: str = "",
+        compile: str = "",
+        keep_blocks: int = 0,
     ) -> list[tuple[str, int]]:
         return fingerprint(*_paths(high, low)) if high else []
 
     @classmethod
-    def execute(cls, high: str, low: str, precision: str, attention: str, residency: str) -> io.NodeOutput:
+    def execute(
+        cls,
+        high: str,
+        low: str,
+        precision: str,
+        attention: str,
+        residency: str,
+        compile: str = COMPILES[0],
+        keep_blocks: int = 0,
+    ) -> io.NodeOutput:
+        check_choice("compile", compile, COMPILES)
         found = find_experts(*_paths(high, low))
+        quantization = _quantization(precision, keep_blocks, found.dit)
         dtype = compute_dtype(precision, host.device())
-        chosen, attend = resolve_attention(attention, host.device(), dtype)
-        finish = partial(_optimized, attend=attend)
-        first = host.Held("high-noise expert" if found.low else "transformer", found.high, dtype, finish)
-        second = host.Held("low-noise expert", found.low, dtype, finish) if found.low else first
+        chosen, attend = _attention(attention, precision, found.dit)
+        held = partial(
+            host.Held,
+            dtype=dtype,
+            finish=partial(_optimized, attend=attend, compile=compile),
+            quantization=quantization,
+        )
+        first = held("high-noise expert" if found.low else "transformer", found.high)
+        second = held("low-noise expert", found.low) if found.low else first
         rgb = _tiny_map() if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
-        model = ModelSocket(found, {"high": first, "low": second}, chosen, residency, rgb)
-        info = _info(found, str(dtype).removeprefix("torch."), chosen)
+        named = name_of(dtype) if quantization is None else precision
+        model = ModelSocket(found, {"high": first, "low": second}, named, chosen, compile, residency, rgb)
+        info = _info(found, _computing(dtype, precision, keep_blocks), chosen, compile)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
 
 
@@ -150,9 +208,27 @@ def _paths(high: str, low: str) -> list[Path]:
     return paths if low in ("", ALONE) else [*paths, locate("diffusion_models", low, embedded_expert("low"))]
 
 
-def _optimized(module: nn.Module, attend: Attend) -> nn.Module:
+def _quantization(precision: str, keep_blocks: int, dit: DiTConfig | None) -> Quantization | None:
+    """How the linears are held; None where they are not quantised. Raises OptionError for what this device or, if it is
+    known, the model does not allow."""
+    check_choice("precision", precision, PRECISIONS)
+    quantization = find_quantization(precision, host.device(), keep_blocks)
+    if quantization is not None and dit is not None:
+        quantization.names(dit)  # refuses to keep more blocks than there are
+        block = replace(dit, num_layers=1)  # all have the same shapes
+        swap_linears(empty_module(block), quantization.kind, quantized_names(block), torch.bfloat16)  # refuses shapes
+    return quantization
+
+
+def _attention(name: str, precision: str, dit: DiTConfig | None) -> tuple[str, Attend]:
+    """As `resolve_attention`, for this device."""
+    dtype = compute_dtype(precision, host.device())
+    return resolve_attention(name, host.device(), dtype, None if dit is None else dit.head_dim)
+
+
+def _optimized(module: nn.Module, attend: Attend, compile: str) -> nn.Module:
     assert isinstance(module, WanModel)
-    return optimize(module, attend=attend)
+    return optimize(module, attend=attend, compile=compile)
 
 
 def _optimized_vae(module: nn.Module) -> nn.Module:
@@ -166,13 +242,21 @@ def _tiny_map() -> RGBMap:
     return fit_map(vae.float())
 
 
-def _info(found: Experts, dtype: str, attention: str) -> str:
+def _computing(dtype: torch.dtype, precision: str, keep_blocks: int) -> str:
+    if precision not in QUANTIZED:
+        return name_of(dtype)
+    kept = f" but the first and last {keep_blocks}" if keep_blocks else ""
+    return f"{name_of(dtype)}, blocks{kept} in {precision}"
+
+
+def _info(found: Experts, computing: str, attention: str, compile: str) -> str:
     dit, task = found.dit, found.task
     kind = "two experts" if task.two_experts else "one transformer for every step"
     lines = [
-        f"{task.name}: {kind}, {dit.num_layers} blocks of width {dit.dim}, attention {attention}",
-        f"high: {words_of(found.high, dtype)}" if found.low else words_of(found.high, dtype),
-        *([f"low: {words_of(found.low, dtype)}"] if found.low else []),
+        f"{task.name}: {kind}, {dit.num_layers} blocks of width {dit.dim}, attention {attention}"
+        + (", compiled" if compile != "off" else ""),
+        f"high: {words_of(found.high, computing)}" if found.low else words_of(found.high, computing),
+        *([f"low: {words_of(found.low, computing)}"] if found.low else []),
         f"its own settings: {task.steps} steps, shift {task.shift:g}, boundary {task.boundary:g}, guidance "
         f"{task.guidance_high:g} high and {task.guidance_low:g} low, {task.width}x{task.height}, {task.frames} frames",
     ]
@@ -199,7 +283,7 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "precision",
-                    options=list(PRECISIONS),
+                    options=list(PLAIN),
                     default="checkpoint",
                     tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU.",
                 ),
@@ -219,7 +303,7 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
     def execute(cls, text_encoder: str, precision: str) -> io.NodeOutput:
         part = cls._part(text_encoder)
         dtype = compute_dtype(precision, host.device())
-        words = words_of(part, str(dtype).removeprefix("torch."))
+        words = words_of(part, name_of(dtype))
         return io.NodeOutput(TextSocket(host.Held("text encoder", part, dtype)), ui=ui.PreviewText(words))
 
     @staticmethod
@@ -267,7 +351,7 @@ class WanCoreVAELoader(io.ComfyNode):
     def execute(cls, vae: str, precision: str) -> io.NodeOutput:
         part = cls._part(vae)
         dtype = compute_dtype(precision, host.device())
-        words = words_of(part, str(dtype).removeprefix("torch."))
+        words = words_of(part, name_of(dtype))
         return io.NodeOutput(VAESocket(host.Held("VAE", part, dtype, _optimized_vae)), ui=ui.PreviewText(words))
 
     @staticmethod

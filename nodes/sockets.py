@@ -35,11 +35,14 @@ CONDITIONING = list[list[Any]]  # [[rows [1, L, 4096], {...}]]
 
 @dataclass(frozen=True, eq=False)
 class ModelSocket:
-    """One or two experts, not loaded before they are used. `pace`: seconds per forward of the last run."""
+    """One or two experts, not loaded before they are used. `precision`: what the blocks compute in. `pace`: seconds
+    per forward of the last run."""
 
     experts: Experts
     held: Mapping[Expert, host.Held]  # both are one where a single transformer runs every step
+    precision: str
     attention: str
+    compile: str
     residency: str
     rgb: RGBMap | None
     pace: dict[Expert, float] = field(default_factory=dict)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wan_core.attention.registry import BACKENDS, AttentionError, resolve_attention
 from wan_core.checkpoint import load_vae
 from wan_core.config import LoadOptions, Request
-from wan_core.doctor import TOLERANCE, self_test
+from wan_core.doctor import examine
 from wan_core.memory.residency import Residency
 from wan_core.metrics import judge, psnr
 from wan_core.models import TINY
 from wan_core.pipeline import Pipeline
+from wan_core.quant.schemes import SCHEMES
 from wan_core.shapes import draw, parse_caption
 
 pytestmark = pytest.mark.gpu
@@ -24,11 +24,6 @@ def video(**options):
     request = options.pop("request", Request(prompt=CAPTION, seed=5))
     result = Pipeline.load(LoadOptions(model="tiny", **options)).generate(request)
     return torch.from_numpy(result.frames), result
-
-
-@pytest.mark.parametrize("name", [n for n in BACKENDS if n != "math"])
-def test_attention_backend_matches_the_formula(name):
-    assert self_test(resolve_attention(name, CUDA)[1], CUDA) <= TOLERANCE
 
 
 def test_fp32_on_the_gpu_is_the_cpu_result():
@@ -65,10 +60,11 @@ def test_swapping_leaves_one_model_on_the_gpu_and_keeps_the_host_copy():
     assert {name: model.weight.data_ptr() for name, model in models.items()} == pointers
 
 
-def test_fp32_takes_a_kernel_that_can():
-    assert resolve_attention("auto", CUDA, torch.float32)[0] == "sdpa"
-    with pytest.raises(AttentionError, match="bf16"):
-        resolve_attention("cudnn", CUDA, torch.float32)
+def test_the_doctor_passes_every_precision_and_kernel_that_can_run_here():
+    found = examine("cuda")
+    for name, scheme in SCHEMES.items():
+        assert found["precisions"][name]["usable"] == (scheme.why_not(CUDA) is None), found["precisions"][name]
+    assert found["kernels"]["usable"], found["kernels"]["why_not"]
 
 
 def test_vae_in_bf16_is_close_to_fp32():

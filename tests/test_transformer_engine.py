@@ -437,3 +437,18 @@ def test_recipes_run_where_their_kernels_do(monkeypatch, capability, cuda, name,
 
 def test_needs_a_gpu():
     assert "NVIDIA" in te.why_not(CPU)
+
+
+@torch.no_grad()
+def test_a_run_does_not_depend_on_those_before_it(monkeypatch):
+    """Two videos from one pipeline, the second after one of another prompt, are the same video."""
+    from wan_core.config import LoadOptions, Request
+    from wan_core.pipeline import Pipeline
+    from wan_core.quant import transformer_engine
+
+    monkeypatch.setattr(transformer_engine, "why_not", lambda device, name: None)  # the recipe's arithmetic on a CPU
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", precision="te-delayed"))
+    request = Request(prompt="a red circle moving right on a blue background", steps=3)
+    first = pipe.generate(request).latents
+    pipe.generate(Request(prompt="a green square moving up on a white background", steps=2, seed=4))
+    assert torch.equal(first, pipe.generate(request).latents)

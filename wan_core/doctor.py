@@ -1,9 +1,12 @@
-"""What this machine can run, and why not what it cannot: libraries, GPU, attention backends with a self-test each."""
+"""What this machine can run, and why not what it cannot: libraries, GPU, and with a self-test each attention backends,
+precisions and kernels."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
+import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +14,11 @@ import torch
 from wan_core.attention.library import IMPORT_FAULTS
 from wan_core.attention.registry import BACKENDS, Attend, AttendLse, auto_choice, capability
 from wan_core.attention.sdpa import math_lse, math_reference
+from wan_core.kernels import fused
 from wan_core.models import TINY, choose_device
+from wan_core.quant.linear import QuantLinear
+from wan_core.quant.schemes import SCHEMES
+from wan_core.quant.transformer_engine import DelayedState
 from wan_core.report import GIB
 
 # distribution -> (what it is for, how to get it); None: required
@@ -26,23 +33,26 @@ LIBRARIES: dict[str, tuple[str, str | None]] = {
     "sageattention": ("int8 attention", "see github.com/thu-ml/SageAttention"),
     "nvidia-cudnn-frontend": ("FP8 attention", "pip install 'wancore[attention]'"),
     "transformer-engine": ("FP8 linears and attention", "pip install --no-build-isolation 'wancore[te]'"),
-    "comfy-kitchen": ("fused kernels", "pip install 'wancore[comfy]'"),
+    "comfy-kitchen": ("compared with in benchmarks", "pip install 'wancore[comfy]'"),
 }
-PLANNED = ("comfy-kitchen",)
 TOLERANCE = 0.01  # of an exact backend in bf16, relative; the kernels measure 0.002 to 0.004
 ROUNDED = 0.10  # of one that rounds to FP8 or int8: they measure 0.05 to 0.08 on random data
+LINEAR = 0.04  # of an FP8 linear, whatever its scales: random numbers measure 0.037, most of it the rounding itself
 HEAD_DIM = 128  # of every Wan 2.2 model
+WIDTH = 256  # of the matrix that tests an FP8 linear: two blocks of 128
 
 
 def examine(device: str = "auto") -> dict[str, Any]:
-    """Everything the doctor finds, as plain data: {"system", "libraries", "attention", "auto", "video",
-    "embedded model"}."""
+    """Everything the doctor finds, as plain data: {"system", "libraries", "attention", "auto", "precisions", "kernels",
+    "video", "embedded model"}."""
     chosen = choose_device(device)
     return {
         "system": _system(chosen),
         "libraries": {name: _library(name) for name in LIBRARIES},
         "attention": {name: _backend(name, chosen) for name in BACKENDS},
         "auto": auto_choice(capability(chosen), _dtype(chosen), HEAD_DIM),
+        "precisions": {name: _precision(name, chosen) for name in SCHEMES},
+        "kernels": _kernels(chosen),
         "video": _video(),
         "embedded model": _assets(),
     }
@@ -73,8 +83,7 @@ def _library(name: str) -> dict[str, Any]:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return {"for": purpose, "version": None, "note": install or "required: pip install -r requirements.txt"}
-    note = "installed; this version does not use it yet" if name in PLANNED else None
-    return {"for": purpose, "version": version, "note": note}
+    return {"for": purpose, "version": version, "note": None}
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -91,8 +100,7 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
         found["error"] = self_test(backend.load(), device)
         found["lse_error"] = None if backend.lse is None else lse_self_test(backend.lse(), device)
     except IMPORT_FAULTS as fault:  # what a broken library raises is what the doctor is asked for
-        reason = (str(fault).splitlines() or [type(fault).__name__])[0]
-        return found | {"usable": False, "why_not": f"self-test failed: {reason}"}
+        return found | {"usable": False, "why_not": _failed(fault)}
     allowed = TOLERANCE if backend.exact else ROUNDED
     for what, error in (("relative error", found["error"]), ("log-sum-exp error", found["lse_error"])):
         if error is not None and not error <= allowed:  # not `>`: NaN must fail
@@ -121,6 +129,72 @@ def _random(device: torch.device) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).to(device, _dtype(device)) for shape in shapes]
 
 
+def _precision(name: str, device: torch.device) -> dict[str, Any]:
+    scheme = SCHEMES[name]
+    reason = scheme.why_not(device)
+    found = {"summary": scheme.summary, "usable": reason is None, "why_not": reason}
+    return _tested(found, lambda: linear_self_test(scheme.load(), device), LINEAR, device)
+
+
+def _kernels(device: torch.device) -> dict[str, Any]:
+    reason = fused.why_not(device)
+    return _tested({"usable": reason is None, "why_not": reason}, lambda: kernel_self_test(device), TOLERANCE, device)
+
+
+def _tested(found: dict[str, Any], test: Callable[[], float], allowed: float, device: torch.device) -> dict[str, Any]:
+    """`found` with the error that `test` measures; no longer usable where that is too large or cannot be had."""
+    if not found["usable"]:
+        return found
+    try:
+        error = test()
+    except _kernel_faults(device) as fault:
+        return found | {"usable": False, "why_not": _failed(fault)}
+    if not error <= allowed:
+        wrong = f"self-test failed: relative error {error:.3g}, allowed {allowed}"
+        found = found | {"usable": False, "why_not": wrong}
+    return found | {"error": error}
+
+
+def _kernel_faults(device: torch.device) -> tuple[type[Exception], ...]:
+    """What kernels raise that do not run here. Triton compiles at the first call, and needs a C compiler for it."""
+    if fused.why_not(device) is not None:
+        return IMPORT_FAULTS
+    from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
+
+    return (*IMPORT_FAULTS, subprocess.SubprocessError, TritonError)
+
+
+@torch.no_grad()
+def linear_self_test(kind: type[QuantLinear], device: torch.device) -> float:
+    """Relative error of a quantised linear against float32, on random data. One with delayed scales has calibrated
+    itself in a forward before: they are tested as they will be used, not as they begin."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(WIDTH, WIDTH, generator=generator).to(device) for _ in range(2))
+    linear = kind(WIDTH, WIDTH, bias=False, dtype=_dtype(device))
+    linear.load(kind.encode(weight))
+    DelayedState.install(linear, device)  # of one that needs it; updated after every forward
+    for _ in range(2):
+        out = linear(x.to(_dtype(device)))
+    expected = x @ weight.t()
+    return float((out.float() - expected).norm() / expected.norm())
+
+
+@torch.no_grad()
+def kernel_self_test(device: torch.device) -> float:
+    """Relative error of a fused kernel against plain torch in float32: one shows whether any can be compiled here."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 77, WIDTH, generator=generator).to(device, torch.bfloat16)
+    mul, add = (torch.randn(1, 1, WIDTH, generator=generator).to(device) for _ in range(2))
+    out = fused.norm(x, mul, add, 1e-6)
+    assert isinstance(out, torch.Tensor)
+    expected = torch.nn.functional.layer_norm(x.float(), (WIDTH,), eps=1e-6) * mul + add
+    return float((out.float() - expected).norm() / expected.norm())
+
+
+def _failed(fault: BaseException) -> str:
+    return f"self-test failed: {(str(fault).splitlines() or [type(fault).__name__])[0]}"
+
+
 def _video() -> dict[str, Any]:
     try:
         from av.codec import codecs_available
@@ -147,12 +221,18 @@ def text(findings: dict[str, Any]) -> str:
         )
     lines.append(f"attention backends (auto: {findings['auto']})")
     for name, backend in findings["attention"].items():
-        state = f"not usable: {backend['why_not']}"
-        if backend["usable"]:
-            state = f"usable, self-test error {backend['error']:.1e}"
-            state += "" if backend["lse_error"] is None else f", log-sum-exp {backend['lse_error']:.1e}"
-        lines.append(f"  {name:<22} {state}  [{backend['summary']}]")
+        known = backend["usable"] and backend["lse_error"] is not None
+        more = f", log-sum-exp {backend['lse_error']:.1e}" if known else ""
+        lines.append(f"  {name:<22} {_state(backend)}{more}  [{backend['summary']}]")
+    lines.append("precisions")
+    for name, precision in findings["precisions"].items():
+        lines.append(f"  {name:<22} {_state(precision)}  [{precision['summary']}]")
+    lines.append(f"fused kernels            {_state(findings['kernels'])}")
     video, assets = findings["video"], findings["embedded model"]
     lines.append(f"video                    {'H.264 through PyAV' if video['h264'] else video['why_not']}")
     lines.append(f"embedded model           {len(assets['files'])} files, {assets['megabytes']} MB")
     return "\n".join(lines)
+
+
+def _state(found: dict[str, Any]) -> str:
+    return f"usable, self-test error {found['error']:.1e}" if found["usable"] else f"not usable: {found['why_not']}"

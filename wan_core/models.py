@@ -187,7 +187,7 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
     held = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     if quantization is not None:
         held |= {name: options.precision for name in ("high", "low") if name in held}
-    report.settings |= {"precision": held, "compile": options.compile}
+    report.settings |= {"precision": held, "keep_blocks": options.keep_blocks, "compile": options.compile}
     return Models(parts.task, residency, attention, parts.of["high"].path)
 
 

@@ -16,6 +16,8 @@ from wan_core.model.dit import WanModel
 from wan_core.quant.transformer_engine import DelayedState
 from wan_core.vae import VideoVAE
 
+VARIANTS = 64  # of a compiled block in one process
+
 
 def optimize(
     model: WanModel, *, attend: Attend, compile: str = "off", device: torch.device | None = None, graphs: bool = True
@@ -51,9 +53,20 @@ def compile_blocks(model: WanModel, device: torch.device, backend: str = "induct
     The blocks are the same code with other weights, and weights are inputs of what is compiled. `fullgraph`: what would
     break the graph raises.
     """
+    import torch._dynamo  # a second to import
+
     fused.prepare(device)
+    # Precisions, batch sizes and families of models are variants of the same code to torch, which stops after 8. A
+    # higher limit changes nothing for others who compile in this process.
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, VARIANTS)
     for block in model.blocks:
         block.compile(dynamic=True, fullgraph=True, backend=backend)
+
+
+def begin_run(model: WanModel) -> None:
+    """Before the first step of a video with `model`: what one run leaves behind must not change the next."""
+    DelayedState.reset(model)
 
 
 def compilations() -> int:

@@ -145,8 +145,10 @@ class Block(nn.Module):
         split = x.shape[:1] == gate.shape[:1] == (1,) and gate.shape[1] == 1 and fused.overwrites(x)
         if torch.compiler.is_compiling() or not split or x.shape[1] < HALVED_TOKENS:
             return fused.residual(x, self.hidden(h), gate)
-        halves = h.chunk(2, 1) if isinstance(h, Tensor) else map(Quantized, h.data.chunk(2, 1), h.scale.chunk(2, 1))
-        for rows, normed in zip(x.chunk(2, 1), halves, strict=True):
+        first = x.shape[1] // 32 * 16  # products want their scales to begin at a multiple of 16 bytes
+        parts = (first, x.shape[1] - first)
+        halves = h.split(parts, 1) if isinstance(h, Tensor) else map(Quantized, *(t.split(parts, 1) for t in h))
+        for rows, normed in zip(x.split(parts, 1), halves, strict=True):
             fused.residual(rows, self.hidden(normed), gate)
         return x
 

@@ -287,6 +287,7 @@ class TEDelayedLinear(TECurrentLinear):
     """
 
     slot: Slot | None = None
+    state: DelayedState | None = None
 
     def quantize(self, x: Tensor) -> Quantized:
         if self.slot is None:
@@ -329,7 +330,7 @@ class DelayedState:
             ]
             self.history = torch.zeros(HISTORY, len(linears), device=device)  # newest first
         for linear, slot in zip(linears, self.slots, strict=True):
-            linear.slot = slot
+            linear.slot, linear.state = slot, self
 
     @classmethod
     def install(cls, model: nn.Module, device: torch.device) -> DelayedState | None:
@@ -341,6 +342,17 @@ class DelayedState:
         state = cls(linears, device)
         model.register_forward_hook(lambda *_: state.update())
         return state
+
+    @staticmethod
+    def reset(model: nn.Module) -> None:
+        """Forget what earlier videos were like: the next forward calibrates, and the same request gives the same video
+        whatever came before it."""
+        states = {m.state for m in model.modules() if isinstance(m, TEDelayedLinear) and m.state is not None}
+        for state in states:
+            state.history.zero_()
+            for slot in state.slots:
+                slot.amax.zero_()
+                slot.used.zero_()
 
     @torch.no_grad()
     def update(self) -> None:
