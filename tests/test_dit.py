@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from wan_core.checkpoint.layouts import diffusers_dit_names
 from wan_core.config import T2V_A14B, DiTConfig
 from wan_core.kernels.reference import rotate
+from wan_core.model import layers
 from wan_core.model.dit import WanModel
 from wan_core.model.layers import timestep_embedding
 from wan_core.model.rope import rope_table
@@ -151,3 +152,17 @@ def test_a_model_is_freed_when_it_is_let_go():
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_the_head_takes_tokens_in_parts(frames, monkeypatch):
+    """The same numbers whatever the size of the parts, with a timestep for each sample or for each latent frame."""
+    torch.manual_seed(0)
+    model = WanModel(SMALL).eval()
+    x = torch.randn(2, 16, 3, 6, 4)
+    time = torch.tensor([700.0, 300.0]) if frames == 1 else torch.rand(2, 3) * 1000
+    with torch.no_grad():
+        whole = model(x, time, torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(1)))
+        monkeypatch.setattr(layers, "HEAD_TOKENS", 7)
+        parts = model(x, time, torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(1)))
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)

@@ -25,6 +25,7 @@ from wan_core.kernels.formats import Format, Quantized
 from wan_core.kernels.reference import scaled_norm
 
 HALVED_TOKENS = 16384  # from here on a feed-forward runs in two halves
+HEAD_TOKENS = 16384  # that the head takes at a time
 Fp8Attend = Callable[[Quantized, Quantized, Quantized], Quantized]
 
 
@@ -185,7 +186,7 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 class Head(nn.Module):
     """Final norm, modulation and projection to patches, in float32 as in the reference: velocities are small
-    differences."""
+    differences. Some tokens at a time, because all of them in float32 would be the peak of a forward's memory."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -196,7 +197,14 @@ class Head(nn.Module):
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         """x [B, L, C], time float32 [B, F, C] -> float32 [B, L, patch volume * out channels]."""
         shift, scale = (self.modulation.float() + time[:, :, None]).unbind(2)
-        normed = scaled_norm(x, 1 + scale, shift, self.eps)
+        frames = shift.shape[1]
+        parts = x.split(HEAD_TOKENS if frames == 1 else x.shape[1] // frames, 1)  # of one modulation row each
+        rows = [slice(f, f + 1) for f in (range(frames) if frames > 1 else [0] * len(parts))]
+        found = [self.project(part, 1 + scale[:, f], shift[:, f]) for part, f in zip(parts, rows, strict=True)]
+        return torch.cat(found, 1)
+
+    def project(self, x: Tensor, mul: Tensor, add: Tensor) -> Tensor:
+        normed = scaled_norm(x, mul, add, self.eps)
         with tf32(x.dtype == torch.bfloat16):  # ten bits of mantissa, where what comes in has eight
             return F.linear(normed, self.head.weight.float(), self.head.bias.float())
 
