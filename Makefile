@@ -3,7 +3,7 @@
 #   PYTHON=python3.12          the interpreter .venv is made from (3.10 or newer; the tests need 3.11)
 #   TORCH='torch==2.11.0'      another torch than the pinned one
 #   PYTEST_ARGS='-k plan -x'   instead of two processes (-n 2), which take about half the time of one
-#   BENCH_ARGS='--suite guidance' passed on to the benchmark
+#   BENCH_ARGS='--suite guidance' another suite of the benchmark than the ladder
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
@@ -12,6 +12,8 @@ PYTEST_ARGS ?= -n 2
 BIN    := .venv/bin
 # torch is named in every call, so that nothing installed later can replace it
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(TORCH)
+
+BENCH_ARGS ?= --suite single
 
 PROMPT ?= a red circle moving right on a blue background
 DEMO   := out/demo.mp4

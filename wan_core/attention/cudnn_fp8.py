@@ -4,7 +4,8 @@ A graph is built for one set of shapes and strides (a fraction of a second) and 
 are read in place. On Hopper it writes FP8 only, which is what an FP8 output projection reads.
 
 The kernel computes exp(score - maximum) in 0..1, rounds it to E4M3 and multiplies by v. `SOFTMAX_SCALE` moves that
-range up: without it everything below 1/500 of a row's largest weight would round to nothing.
+range up, so that what is far below a row's largest weight does not round to nothing. On random data 1 to 448 made no
+difference.
 
 Legend and layouts as in sdpa.py. Source: docs.nvidia.com/deeplearning/cudnn/frontend, operation "SDPA FP8".
 """

@@ -107,7 +107,9 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, Tensor]) -> Tensor:
         """x [B, L, C], kv two of [B, S, H, D] -> [B, L, C]."""
         q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
-        return self.o(self.attend(q, *kv).flatten(-2))
+        out = self.attend(q, *kv).flatten(-2)
+        del q
+        return self.o(out)
 
 
 class Block(nn.Module):
