@@ -17,7 +17,7 @@ from wan_core.checkpoint.detect import empty_module
 from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, DiTConfig, check_choice
 from wan_core.model import WanModel
 from wan_core.models import TINY, Experts, Part, compute_dtype, find_experts, find_quantization, recognise
-from wan_core.optimize import optimize, optimize_vae
+from wan_core.optimize import check_compile, optimize, optimize_vae
 from wan_core.preview import RGBMap, fit_map, map_of_channels
 from wan_core.quant.swap import Quantization, quantized_names, swap_linears
 from wan_core.vae import VideoVAE
@@ -184,6 +184,7 @@ class WanCoreModelLoader(io.ComfyNode):
         keep_blocks: int = 0,
     ) -> io.NodeOutput:
         check_choice("compile", compile, COMPILES)
+        check_compile(compile, host.device())
         found = find_experts(*_paths(high, low))
         quantization = _quantization(precision, keep_blocks, found.dit)
         dtype = compute_dtype(precision, host.device())
@@ -228,7 +229,7 @@ def _attention(name: str, precision: str, dit: DiTConfig | None) -> tuple[str, A
 
 def _optimized(module: nn.Module, attend: Attend, compile: str) -> nn.Module:
     assert isinstance(module, WanModel)
-    return optimize(module, attend=attend, compile=compile)
+    return optimize(module, attend=attend, compile=compile, device=host.device())
 
 
 def _optimized_vae(module: nn.Module) -> nn.Module:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,3 +169,24 @@ def test_the_head_takes_tokens_in_parts(frames, monkeypatch):
         monkeypatch.setattr(layers, "HEAD_TOKENS", 7)
         parts = model(x, time, torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(1)))
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_a_host_may_use_either_of_torchs_settings_for_float32_products():
+    """Ours are restored, and never read where nothing is to be changed: torch refuses that to whoever mixes both."""
+    code = """
+import torch
+from wan_core.model.layers import tf32
+for before in ("ieee", "tf32"):
+    torch.backends.cuda.matmul.fp32_precision = before
+    for allowed in (False, True):
+        with tf32(allowed):
+            assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if allowed else before)
+        assert torch.backends.cuda.matmul.fp32_precision == before
+torch.backends.cuda.matmul.fp32_precision = "none"
+torch.set_float32_matmul_precision("high")
+with tf32(True):
+    pass
+assert torch.get_float32_matmul_precision() == "high"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr[-1000:]

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from wan_core.attention.registry import resolve_attention
 from wan_core.checkpoint import load_dit, save
 from wan_core.checkpoint.random import random_module
 from wan_core.config import QUANTIZED, T2V_A14B, DiTConfig, LoadOptions, OptionError
 from wan_core.kernels.formats import FP8, Quantized, quantize_reference
 from wan_core.model import WanModel
 from wan_core.models import find_models, find_quantization
+from wan_core.optimize import set_attention
 from wan_core.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear
 from wan_core.quant.linear import QuantLinear
 from wan_core.quant.schemes import SCHEMES, resolve_scheme
@@ -175,3 +177,18 @@ def test_a_forward_stays_close(kind):
         exact = plain(x, time, context)
         quantize_model(plain, kind, quantized_names(SMALL), torch.float32)
         assert 0 < relative(plain(x, time, context), exact) < 0.1
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_fp8_attention_feeds_every_kind_of_output_projection(kind):
+    """Also where norms are kept wider than the matrices, as `load_dit` keeps them without a dtype."""
+    model = random_module(SMALL, device=CPU, dtype=torch.bfloat16, seed=1)
+    x, context, time = torch.randn(1, 16, 3, 8, 8), torch.randn(1, 9, 48), torch.tensor([700.0])
+    with torch.no_grad():
+        exact = model(x, time, context)
+        for block in model.blocks:
+            block.self_attn.norm_q.float(), block.self_attn.norm_k.float()
+        if kind is not None:
+            quantize_model(model, kind, quantized_names(SMALL), torch.bfloat16)
+        set_attention(model, resolve_attention("math-fp8", CPU, torch.bfloat16)[1])
+        assert 0 < relative(model(x, time, context), exact) < 0.2

@@ -23,7 +23,7 @@ from wan_core.report import GIB
 
 # distribution -> (what it is for, how to get it); None: required
 LIBRARIES: dict[str, tuple[str, str | None]] = {
-    "torch": ("everything", None),
+    "torch": ("everything, from 2.6 on", None),
     "numpy": ("frames", None),
     "sentencepiece": ("tokenizer", None),
     "av": ("writing and reading video", None),

@@ -7,6 +7,7 @@ graph would only cost memory; below that, the host is the bottleneck, and a grap
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 
@@ -28,7 +29,6 @@ class Captured:
     tokens: Tensor
     modulation: Tensor
     out: Tensor
-    weights: tuple[int, ...]
 
 
 class GraphedBlocks:
@@ -41,7 +41,25 @@ class GraphedBlocks:
     def __init__(self, model: WanModel) -> None:
         self.model = weakref.ref(model)  # the model holds this: not in a circle, so that its memory goes with it
         self.previous = model.__dict__.get("run_blocks")
+        self.seen: dict[tuple[object, ...], tuple[int, ...]] = {}  # addresses of the weights then
         self.kept: dict[tuple[object, ...], Captured] = {}
+
+    @staticmethod
+    def clear(model: WanModel) -> None:
+        """Forget the graphs of `model`, if there are any: what they captured is no longer what would run."""
+        blocks = model.__dict__.get("run_blocks")
+        if isinstance(blocks, GraphedBlocks):
+            blocks.kept.clear()
+            blocks.seen.clear()
+
+    @staticmethod
+    def remove(model: WanModel) -> None:
+        """Put back what stood there before, if one is in place."""
+        blocks = model.__dict__.get("run_blocks")
+        if isinstance(blocks, GraphedBlocks):
+            del model.run_blocks
+            if blocks.previous is not None:
+                model.run_blocks = blocks.previous
 
     @classmethod
     def install(cls, model: WanModel) -> None:
@@ -66,27 +84,40 @@ class GraphedBlocks:
         weights = tuple(parameter.data_ptr() for parameter in model.parameters())
         prompt = text.keys_values[0][0]
         key = (tokens.shape, tokens.dtype, modulation.shape, id(rope), id(prompt))
+        if self.seen.get(key) != weights:
+            # The first time it is launched: that compiles kernels and calibrates scales, and a run of one step needs no
+            # graph.
+            if key not in self.seen:
+                for needed in (rope, prompt):
+                    weakref.finalize(needed, forget, weakref.ref(self), key).atexit = False
+            self.seen[key] = weights
+            self.kept.pop(key, None)
+            return self.inner(tokens, modulation, rope, text)
         found = self.kept.get(key)
-        if found is None or found.weights != weights:
-            found = self.kept[key] = self.capture(tokens, modulation, rope, text, weights)
-            for needed in (rope, prompt):
-                weakref.finalize(needed, forget, weakref.ref(self), key).atexit = False
+        if found is None:
+            found = self.kept[key] = self.capture(tokens, modulation, rope, text)
         found.tokens.copy_(tokens)
         found.modulation.copy_(modulation)
         found.graph.replay()
         return found.out.clone()  # the next replay writes there again
 
-    def capture(
-        self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText, weights: tuple[int, ...]
-    ) -> Captured:
-        """Run twice outside, so that kernels are compiled and scales calibrated, then capture."""
+    def capture(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Captured:
+        """Other threads (ComfyUI's server) may go on using CUDA meanwhile."""
         tokens, modulation = tokens.clone(), modulation.clone()
-        for _ in range(2):
-            self.inner(tokens.clone(), modulation, rope, text)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        stream = capture_stream(tokens.device)
+        with (
+            torch.cuda.device(tokens.device),
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        ):
             out = self.inner(tokens, modulation, rope, text)
-        return Captured(graph, tokens, modulation, out, weights)
+        return Captured(graph, tokens, modulation, out)
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for each device: cuBLAS keeps 32 MiB of workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
 
 
 def forget(owner: weakref.ref[GraphedBlocks], key: tuple[object, ...]) -> None:
@@ -94,3 +125,4 @@ def forget(owner: weakref.ref[GraphedBlocks], key: tuple[object, ...]) -> None:
     blocks = owner()
     if blocks is not None:
         blocks.kept.pop(key, None)
+        blocks.seen.pop(key, None)

@@ -39,7 +39,7 @@ from wan_core.config import (
 from wan_core.job import Job
 from wan_core.memory.residency import Residency, choose_residency
 from wan_core.model.dit import WanModel
-from wan_core.optimize import optimize, optimize_vae
+from wan_core.optimize import check_compile, optimize, optimize_vae
 from wan_core.quant.schemes import resolve_scheme
 from wan_core.quant.swap import Quantization
 from wan_core.report import Report
@@ -62,6 +62,7 @@ class Models:
     residency: Residency
     attention: str
     checkpoint: Path | None = None  # the high-noise expert's, or the only transformer's
+    low_checkpoint: Path | None = None
 
     @property
     def device(self) -> torch.device:
@@ -145,6 +146,10 @@ class Parts:
         return cast(DiTConfig, self.of["high"].config)
 
     @property
+    def low_path(self) -> Path | None:
+        return self.of["low"].path if "low" in self.of else None
+
+    @property
     def text(self) -> TextConfig:
         return cast(TextConfig, self.of["text_encoder"].config)
 
@@ -171,8 +176,10 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
     }
     attention, attend = resolve_attention(options.attention, report.device, dtypes["high"], parts.dit.head_dim)
     quantization = find_quantization(options.precision, report.device, options.keep_blocks)
+    check_compile(options.compile, report.device)
     weights = sum(part.bytes(dtypes[name], quantization) for name, part in parts.of.items())
-    policy, why = choose_residency(options.residency, report.device, weights, activation_bytes(parts, job))
+    activations = activation_bytes(parts, job, dtypes["high"].itemsize)
+    policy, why = choose_residency(options.residency, report.device, weights, activations)
     report.notes.append(f"residency: {policy} ({why})")
     residency = Residency(report.device, policy)
     for name, part in parts.of.items():
@@ -188,7 +195,7 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
     if quantization is not None:
         held |= {name: options.precision for name in ("high", "low") if name in held}
     report.settings |= {"precision": held, "keep_blocks": options.keep_blocks, "compile": options.compile}
-    return Models(parts.task, residency, attention, parts.of["high"].path)
+    return Models(parts.task, residency, attention, parts.of["high"].path, parts.low_path)
 
 
 def find_quantization(precision: str, device: torch.device, keep_blocks: int = 0) -> Quantization | None:
@@ -356,8 +363,9 @@ def check_fit(parts: Parts) -> None:
         )
 
 
-def activation_bytes(parts: Parts, job: Job | None) -> int:
-    """A generous estimate of what a run needs besides weights: the larger of a forward and the decode."""
+def activation_bytes(parts: Parts, job: Job | None, itemsize: int = 2) -> int:
+    """A generous estimate of what a run needs besides weights: the larger of a forward and the decode. itemsize: bytes
+    of a number of the residuals that are kept."""
     if job is not None:
         _, _, T, Y, X = job.latent_shape
     else:
@@ -365,7 +373,7 @@ def activation_bytes(parts: Parts, job: Job | None) -> int:
         T, Y, X = (task.frames - 1) // parts.vae.temporal_stride + 1, task.height // stride, task.width // stride
     forward = forward_bytes(parts.dit, parts.dit.tokens(T, Y, X))
     if job is not None:
-        forward = forward * (1 + job.batched) + residual_bytes(job.plan, job.tokens, parts.dit.dim)
+        forward = forward * (1 + job.batched) + residual_bytes(job.plan, job.tokens, parts.dit.dim, itemsize)
     return max(forward, decode_bytes(parts.vae, Y, X))
 
 

@@ -7,9 +7,13 @@ finished whole.
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import torch
 
 from wan_core.attention.registry import Attend
+from wan_core.config import OptionError
 from wan_core.graphs import GraphedBlocks
 from wan_core.kernels import fused
 from wan_core.model.dit import WanModel
@@ -31,7 +35,8 @@ def optimize(
     device = model.patch_embedding.weight.device if device is None else device
     set_attention(model, attend)
     DelayedState.install(model, device)
-    if graphs and device.type == "cuda":
+    GraphedBlocks.remove(model)  # what it holds was captured with the old options
+    if graphs and device.type == "cuda" and getattr(attend, "capturable", True):
         GraphedBlocks.install(model)
     if compile == "blocks":
         compile_blocks(model, device)
@@ -43,8 +48,28 @@ def optimize(
 
 def set_attention(model: WanModel, attend: Attend) -> None:
     """Run self-attention with `attend`. Cross-attention stays with torch: its keys are few and prepared once."""
+    GraphedBlocks.clear(model)
     for block in model.blocks:
         block.self_attn.attend = attend
+
+
+def why_not_compile(device: torch.device) -> str | None:
+    """Why blocks cannot be compiled for `device`; None where they can."""
+    if device.type == "cuda":
+        reason = fused.why_not(device)
+        return None if reason is None else f"torch compiles for GPUs with Triton. {reason}"
+    if not any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++", "cl")):
+        return "torch compiles for a CPU with a C++ compiler, and none is found: install g++ or clang, or set CXX"
+    return None
+
+
+def check_compile(compile: str, device: torch.device) -> None:
+    """Raise OptionError where `compile` asks for what cannot be done on `device`."""
+    reason = why_not_compile(device) if compile != "off" else None
+    if reason is not None:
+        raise OptionError(
+            f"compile {compile!r} cannot run on {device}: {reason}. Leave it off: it saves launches only."
+        )
 
 
 def compile_blocks(model: WanModel, device: torch.device, backend: str = "inductor") -> None:
@@ -56,10 +81,11 @@ def compile_blocks(model: WanModel, device: torch.device, backend: str = "induct
     import torch._dynamo  # a second to import
 
     fused.prepare(device)
-    # Precisions, batch sizes and families of models are variants of the same code to torch, which stops after 8. A
-    # higher limit changes nothing for others who compile in this process.
+    # Precisions, batch sizes and families of models are variants of the same code to torch, which stops after 8. The
+    # limit is the process's: others get more variants too before they stop.
     limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, VARIANTS)
+    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # the latter up to torch 2.6
+    setattr(limits, name, max(getattr(limits, name), VARIANTS))
     for block in model.blocks:
         block.compile(dynamic=True, fullgraph=True, backend=backend)
 
@@ -67,6 +93,7 @@ def compile_blocks(model: WanModel, device: torch.device, backend: str = "induct
 def begin_run(model: WanModel) -> None:
     """Before the first step of a video with `model`: what one run leaves behind must not change the next."""
     DelayedState.reset(model)
+    GraphedBlocks.clear(model)
 
 
 def compilations() -> int:

@@ -27,6 +27,7 @@ Kernel = Callable[[Quantized, Quantized, Quantized], Quantized]
 KernelLse = Callable[[Quantized, Quantized, Quantized], tuple[Quantized, Tensor]]
 
 MEAN_STRIDE = 32  # tokens between those that K's mean is taken over
+SMALLEST_FP16 = 2.0**-7  # the same where the inverse must be a number in fp16
 SMALLEST = 2.0**-100  # largest magnitude assumed of a tensor of zeros: its scale is then a number that has an inverse
 EXPONENT = 0x7F800000  # the exponent bits of a float32
 
@@ -39,8 +40,10 @@ class Fp8Attention:
     returns FP8 [B, L, H, D], ready for an FP8 output projection. No call waits for the device.
     """
 
-    def __init__(self, kernel: Kernel, kernel_lse: KernelLse | None = None) -> None:
+    def __init__(self, kernel: Kernel, kernel_lse: KernelLse | None = None, *, capturable: bool = True) -> None:
+        """capturable: whether a CUDA graph may hold its launches."""
         self.quantized = kernel
+        self.capturable = capturable
         self.quantized_lse = kernel_lse
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -66,7 +69,8 @@ def quantize(x: Tensor, offset: Tensor | None = None) -> Quantized:
 
     The largest magnitude lands in [64, 256): below 448, with no need to clamp and nothing near the subnormals.
     """
-    amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32).clamp(min=SMALLEST)
+    smallest = SMALLEST_FP16 if x.dtype == torch.float16 else SMALLEST
+    amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32).clamp(min=smallest)
     if offset is not None:
         amax = amax * 2  # |k - mean| <= |k| + |mean|: no second pass over k to measure what is loose by two at most
     scale = (amax.reshape(1).view(torch.int32) & EXPONENT).view(torch.float32) * (2 / 256)  # 2^ceil(log2 amax) / 256

@@ -70,10 +70,6 @@ class Needs:
         return None
 
 
-def _version(capability: Capability) -> str:
-    return f"{capability[0]}.{capability[1]}"
-
-
 def _range(values: Collection[int]) -> str:
     if isinstance(values, range):
         return f"up to {values[-1]} in steps of {values.step}"

@@ -75,4 +75,4 @@ def kernel(q: Quantized, k: Quantized, v: Quantized) -> Quantized:
 
 
 def attention() -> Fp8Attention:
-    return Fp8Attention(kernel)
+    return Fp8Attention(kernel, capturable=False)  # it draws from a generator, which a graph would have to know

@@ -113,7 +113,10 @@ def _filled(
     if quantization is not None:
         assert isinstance(found.config, DiTConfig)
         names = quantization.names(found.config)
-        swap_linears(module, quantization.kind, names, dtype or _main_dtype(checkpoint, found))
+        out = dtype or _main_dtype(checkpoint, found)
+        if quantization.device.type == "cuda" and out != torch.bfloat16:
+            raise OptionError(f"FP8 on a GPU computes in bf16, and {out} was asked for: load with dtype=torch.bfloat16")
+        swap_linears(module, quantization.kind, names, out)
         values = encode_values(values, quantization, names)
     module.load_state_dict(dict(values), assign=True)  # strict: detect has compared all names
     for name, buffer in module.named_buffers():

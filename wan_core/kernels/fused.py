@@ -9,8 +9,10 @@ writes every output once, also where the output is FP8 for the next product (`fm
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from subprocess import SubprocessError
 from typing import ClassVar, Literal
 
 import torch
@@ -20,13 +22,15 @@ from torch import Tensor
 from wan_core.kernels import reference
 from wan_core.kernels.formats import BLOCK, Format, Quantized, quantize_reference
 
+log = logging.getLogger(__name__)
 K_MEAN_EVERY = 32  # tokens between those whose mean is taken off the keys
 MAX_ROW = 16384  # a row is held in registers
 
 
 class _Choice:
     kernels: Literal["triton", "torch"] = "triton"
-    devices: ClassVar[dict[torch.device, bool]] = {}  # whether Triton runs there, found out once
+    devices: ClassVar[dict[torch.device, str | None]] = {}  # why Triton does not run there, found out once
+    fp8: ClassVar[dict[torch.device, bool]] = {}  # whether it can make FP8 there
 
 
 @contextmanager
@@ -41,20 +45,38 @@ def use(kernels: Literal["triton", "torch"]) -> Iterator[None]:
 
 def why_not(device: torch.device) -> str | None:
     """Why the kernels do not run on `device`; None where they do. Plain torch runs instead, to the same numbers."""
+    if device not in _Choice.devices:
+        prepare(device)
+    return _Choice.devices[device]
+
+
+def prepare(device: torch.device) -> None:
+    """Find out whether kernels run on `device`: before anything is compiled, because a compiler cannot ask."""
+    _Choice.devices[device] = reason = _find_out(device)
+    _Choice.fp8[device] = reason is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    if reason is not None and device.type == "cuda":
+        log.warning("fused kernels: %s; plain torch runs in their place, slower", reason)
+
+
+def _find_out(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return "needs an NVIDIA GPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0 (Ampere) or newer"
     try:
-        import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
+        from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
+
+        from wan_core.kernels import triton_ops
     except (ImportError, OSError, RuntimeError, AttributeError) as fault:
         return f"Triton cannot be imported ({fault})"
+    try:  # it builds a launcher with a C compiler when the first kernel runs
+        x = torch.zeros(1, 1, 64, device=device, dtype=torch.bfloat16)
+        triton_ops.residual(x, x.clone(), None)
+    except (OSError, RuntimeError, SubprocessError, TritonError) as fault:
+        return (
+            f"Triton cannot compile ({(str(fault).splitlines() or [type(fault).__name__])[0]}): is there a C compiler?"
+        )
     return None
-
-
-def prepare(device: torch.device) -> None:
-    """Find out whether kernels run on `device`: before anything is compiled, because a compiler cannot ask."""
-    _Choice.devices[device] = why_not(device) is None
 
 
 def _fast(x: Tensor, fmt: Format | None = None) -> bool:
@@ -63,7 +85,9 @@ def _fast(x: Tensor, fmt: Format | None = None) -> bool:
         return False
     if x.device not in _Choice.devices:
         prepare(x.device)
-    return _Choice.devices[x.device] and (fmt != "block" or x.shape[-1] >= 2 * BLOCK)
+    if fmt is not None and not _Choice.fp8[x.device]:
+        return False
+    return _Choice.devices[x.device] is None and (fmt != "block" or x.shape[-1] >= 2 * BLOCK)
 
 
 def overwrites(x: Tensor) -> bool:
@@ -127,7 +151,7 @@ def head_norm_fp8(
     if centre:
         few = x[:, ::K_MEAN_EVERY]
         mean = head_norm(few.clone(), weight, heads, eps, rope[::K_MEAN_EVERY]).float().mean((0, 1)).flatten()  # [C]
-    if _fast(x) and _splits(x, heads):
+    if _fast(x, "tensor") and _splits(x, heads):
         from wan_core.kernels import triton_ops
 
         return triton_ops.head_norm_fp8(x, weight, eps, rope, heads, mean)

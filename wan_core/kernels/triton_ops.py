@@ -10,6 +10,7 @@ of the tokens is 0.72 GiB.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
@@ -176,6 +177,11 @@ def _scale_kernel(x, out, amax, scale, count, WIDTH: tl.constexpr, LIMIT: tl.con
 _FMT = {"": 0, "row": 1, "block": 2}
 
 
+def _on(x: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's. (On a CPU its interpreter runs.)"""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
 def _parts(C: int) -> dict[str, int]:
     """How a row of C numbers is held: two parts and the warps that share them."""
     largest = 1 << (C.bit_length() - 1)
@@ -209,12 +215,13 @@ def _launch_residual_norm(
     parts = _parts(C)
     if update is not None and gate is not None:  # twice the numbers in flight, twice the warps: measured on an H200
         parts["num_warps"] = min(2 * parts["num_warps"], 8)
-    _residual_norm_kernel[(triton.cdiv(rows, per_program),)](
-        x, update if update is not None else x, _vector(gate, none), _vector(mul, none), _vector(add, none),
-        out, scales, rows, C, groups[0] if gate is not None else 1, groups[-1] if mul is not None else 1, eps,
-        HAS_UPDATE=update is not None, HAS_GATE=gate is not None, HAS_NORM=mul is not None, FMT=_FMT[fmt],
-        ROWS=per_program, LIMIT=FP8_MAX, **parts,
-    )  # fmt: skip
+    with _on(x):
+        _residual_norm_kernel[(triton.cdiv(rows, per_program),)](
+            x, update if update is not None else x, _vector(gate, none), _vector(mul, none), _vector(add, none),
+            out, scales, rows, C, groups[0] if gate is not None else 1, groups[-1] if mul is not None else 1, eps,
+            HAS_UPDATE=update is not None, HAS_GATE=gate is not None, HAS_NORM=mul is not None, FMT=_FMT[fmt],
+            ROWS=per_program, LIMIT=FP8_MAX, **parts,
+        )  # fmt: skip
     return out, scales
 
 
@@ -265,11 +272,12 @@ def _launch_head_norm(
     fp8 = out.dtype == FP8
     scale = torch.empty(1, dtype=torch.float32, device=x.device)
     table = weight if rope is None else rope.contiguous()
-    _head_norm_kernel[(triton.cdiv(rows, 4),)](
-        x, weight, table, scale if mean is None else mean, out, scale, rows, x.shape[-2], C, eps, factor,
-        ROPE=rope is not None, CENTRE=mean is not None, FP8_OUT=fp8, PAIRS=1 if rope is None else rope.shape[-2],
-        ROWS=4, **_parts(C),
-    )  # fmt: skip
+    with _on(x):
+        _head_norm_kernel[(triton.cdiv(rows, 4),)](
+            x, weight, table, scale if mean is None else mean, out, scale, rows, x.shape[-2], C, eps, factor,
+            ROPE=rope is not None, CENTRE=mean is not None, FP8_OUT=fp8, PAIRS=1 if rope is None else rope.shape[-2],
+            ROWS=4, **_parts(C),
+        )  # fmt: skip
     return scale
 
 
@@ -299,7 +307,8 @@ def _launch_activate(x: Tensor, out: Tensor, scales: Tensor, fmt: str, gelu: boo
     assert x.is_contiguous()
     C = x.shape[-1]
     rows = x.numel() // C
-    _activate_kernel[(rows,)](x, out, scales, rows, C, GELU=gelu, FMT=_FMT[fmt], LIMIT=FP8_MAX, **_parts(C))
+    with _on(x):
+        _activate_kernel[(rows,)](x, out, scales, rows, C, GELU=gelu, FMT=_FMT[fmt], LIMIT=FP8_MAX, **_parts(C))
 
 
 @torch.library.custom_op("wancore::gelu", mutates_args=("x",))
@@ -329,9 +338,10 @@ def _quantize_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
     amax = torch.linalg.vector_norm(x, float("inf"))
     out = torch.empty(x.shape, dtype=FP8, device=x.device)
     scale = torch.empty(1, dtype=torch.float32, device=x.device)
-    _scale_kernel[(triton.cdiv(x.numel(), 8192),)](
-        x, out, amax, scale, x.numel(), WIDTH=8192, LIMIT=FP8_MAX, num_warps=8
-    )
+    with _on(x):
+        _scale_kernel[(triton.cdiv(x.numel(), 8192),)](
+            x, out, amax, scale, x.numel(), WIDTH=8192, LIMIT=FP8_MAX, num_warps=8
+        )
     return out, scale
 
 

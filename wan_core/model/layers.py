@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
         h = shared_input(self.q, fused.norm(x, mul, add, eps, input_format(self.q)))
         quantized = getattr(self.attend, "quantized", None)
         if quantized is not None:
-            return self.fp8(quantized, h, rope)
+            return self.fp8(quantized, h, rope, x.dtype)
         q = fused.head_norm(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope)
         k = fused.head_norm(self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope)
         v = self.v(h).unflatten(-1, (self.heads, -1))
@@ -73,7 +73,7 @@ class SelfAttention(nn.Module):
         del q, k, v
         return self.o(out)
 
-    def fp8(self, attend: Fp8Attend, h: Any, rope: Tensor) -> Tensor:
+    def fp8(self, attend: Fp8Attend, h: Any, rope: Tensor, dtype: torch.dtype) -> Tensor:
         """Norm, rotation and quantisation in one pass; the FP8 that comes out is the output projection's input."""
         q = fused.head_norm_fp8(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope)
         k = fused.head_norm_fp8(self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True)
@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
         out = attend(q, k, Quantized(v.data.unflatten(-1, (self.heads, -1)), v.scale))
         del q, k, v
         joined = Quantized(out.data.flatten(-2), out.scale)
-        return self.o(joined if getattr(self.o, "takes_fp8", False) else joined.dequantize(self.norm_q.weight.dtype))
+        return self.o(joined if getattr(self.o, "takes_fp8", False) else joined.dequantize(dtype))
 
 
 class CrossAttention(nn.Module):
@@ -177,13 +177,17 @@ def shared_input(linear: nn.Module, x: Any) -> Any:
 def tf32(allowed: bool) -> Iterator[None]:
     """float32 products on tensor cores inside, if `allowed`. The setting is the process's, and others' (ComfyUI's)
     products must not change with ours, so it is put back."""
-    before = torch.get_float32_matmul_precision()
-    if allowed:
-        torch.set_float32_matmul_precision("high")
+    matmul = torch.backends.cuda.matmul
+    name, on = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    if not allowed:  # nothing is read either: torch refuses to, where a host has used both its old and its new setting
+        yield
+        return
+    before = getattr(matmul, name)
+    setattr(matmul, name, on)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        setattr(matmul, name, before)
 
 
 class Head(nn.Module):

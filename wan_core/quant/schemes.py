@@ -75,6 +75,8 @@ def _blocks_why_not(device: torch.device) -> str | None:
     if device.type == "cuda" and torch.version.cuda is not None:
         if torch.cuda.get_device_capability(device)[0] != 9:
             return "scales for blocks of 128 need Hopper (compute capability 9.0): use fp8"
+        if not hasattr(torch.nn.functional, "scaled_mm"):
+            return f"scales for blocks of 128 need torch 2.10, and this is {torch.__version__}: use fp8"
         if _cuda() < (12, 9):
             return f"scales for blocks need CUDA 12.9, and this torch has {torch.version.cuda}: use fp8"
     return multiplies_fp8(device)
