@@ -557,8 +557,7 @@ def test_absurd_numbers_are_refused_before_anything_is_built() -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["scaled_fp8", "blocks.0.self_attn.q.scale_weight"], "scaled"),
-        (["blocks.0.self_attn.q.weight_scale", "blocks.0.self_attn.q.comfy_quant"], "scaled"),
+        (["blocks.0.self_attn.q.weight_scale_2"], "scaled"),
         (["face_adapter.fuser_blocks.0.linear1_q.weight"], "Animate"),
         (["casual_audio_encoder.weights"], "S2V"),
         (["vace_blocks.0.after_proj.weight"], "VACE"),

@@ -23,6 +23,7 @@ from wan_core.checkpoint.layouts_text import text_config
 from wan_core.checkpoint.layouts_vae import vae_config
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
+from wan_core.checkpoint.scaled import find_scales
 from wan_core.config import DiTConfig, TextConfig, VAEConfig
 from wan_core.model.dit import WanModel
 from wan_core.text.umt5 import UMT5Encoder
@@ -47,13 +48,15 @@ MAX_BUCKETS = 256
 @dataclass(frozen=True)
 class Detected:
     """A checkpoint that is whole. `names` maps every official parameter name to its name in the file; `extras` maps
-    what else the file holds for us (`spiece_model`) to its name there."""
+    what else the file holds for us (`spiece_model`) to its name there; `scales` maps official names of FP8 weights to
+    the name of their scale there."""
 
     kind: Kind
     layout: str
     config: Config
     names: Mapping[str, str]
     extras: Mapping[str, str]
+    scales: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def detect(source: Source, expected: Kind | None = None) -> Detected:
@@ -70,7 +73,8 @@ def detect(source: Source, expected: Kind | None = None) -> Detected:
 
 def _detect(checkpoint: Checkpoint, expected: Kind | None) -> Detected:
     embedded = next((name for name in checkpoint.tensors if name.rpartition(".")[2] == TOKENIZER), None)
-    names = [name for name in checkpoint.tensors if name != embedded]
+    scaled = find_scales(checkpoint)
+    names = [name for name in checkpoint.tensors if name != embedded and name not in scaled.names]
     _refuse_extended(names, expected)
     layout, official = _find_layout(names, expected)
     label = f"this is {KINDS[layout.kind]} ({layout.name} layout)"
@@ -90,7 +94,9 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None) -> Detected:
         raise CheckpointError(
             f"{label}, but {len(odd)} weights are {dtype} ({listing(odd)}), which is not supported yet."
         )
-    return Detected(layout.kind, layout.name, config, reached, {TOKENIZER: embedded} if embedded else {})
+    extras = {TOKENIZER: embedded} if embedded else {}
+    scales = {ours: scaled.scales[theirs] for ours, theirs in reached.items() if theirs in scaled.scales}
+    return Detected(layout.kind, layout.name, config, reached, extras, scales)
 
 
 # --------------------------------------------------------------------------------------------------------- which layout

@@ -22,7 +22,7 @@ def _table(*rows: tuple[str, str]) -> tuple[Foreign, ...]:
     return tuple(Foreign(re.compile(pattern), is_a) for pattern, is_a in rows)
 
 
-_NOT_YET = "not supported yet by this version. Use the bf16 or the plain fp8 file of the same model"
+_NOT_YET = "not supported yet by this version. Use the bf16 or the fp8_scaled file of the same model"
 
 _UNSUPPORTED = "which is not supported; Wan 2.2 T2V, I2V and TI2V are"
 

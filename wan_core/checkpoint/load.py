@@ -21,6 +21,7 @@ from wan_core.checkpoint.layouts import Kind
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.config import DiTConfig, OptionError
+from wan_core.kernels.formats import FP8, Quantized, spread_scale
 from wan_core.model.dit import WanModel
 from wan_core.quant.swap import Quantization, encode_values, swap_linears
 from wan_core.text.tokenizer import Tokenizer
@@ -109,7 +110,7 @@ def _filled(
             f"weights of {dtype} were asked for; {allowed} are possible. Quantise after loading for less."
         )
     module = empty_module(found.config)
-    values = _values(checkpoint, found, torch.device(device), dtype)
+    names: frozenset[str] = frozenset()
     if quantization is not None:
         assert isinstance(found.config, DiTConfig)
         names = quantization.names(found.config)
@@ -117,7 +118,9 @@ def _filled(
         if quantization.device.type == "cuda" and out != torch.bfloat16:
             raise OptionError(f"FP8 on a GPU computes in bf16, and {out} was asked for: load with dtype=torch.bfloat16")
         swap_linears(module, quantization.kind, names, out)
-        values = encode_values(values, quantization, names)
+    values: Iterator[tuple[str, Tensor]]
+    stored = _values(checkpoint, found, torch.device(device), dtype, names)
+    values = _plain(stored) if quantization is None else encode_values(stored, quantization, names)
     module.load_state_dict(dict(values), assign=True)  # strict: detect has compared all names
     for name, buffer in module.named_buffers():
         assert not buffer.is_meta, f"{name} is neither stored nor computed when used"
@@ -125,13 +128,32 @@ def _filled(
 
 
 def _values(
-    checkpoint: Checkpoint, found: Detected, device: torch.device, dtype: torch.dtype | None
-) -> Iterator[tuple[str, Tensor]]:
+    checkpoint: Checkpoint,
+    found: Detected,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    quantized: frozenset[str],
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """(official name, value), one at a time. FP8 weights with scales stay so for the linears `quantized`, and are
+    multiplied out for others."""
     main = dtype or _main_dtype(checkpoint, found)
     for ours, theirs in found.names.items():
         stored = checkpoint.read(theirs)
+        if ours in found.scales:
+            data, scale = stored.to(device), checkpoint.read(found.scales[ours]).to(device)
+            if ours.rpartition(".")[0] in quantized and data.dtype == FP8:
+                yield ours, Quantized(data, scale.float())
+            else:
+                yield ours, (data.float() * spread_scale(scale, data.shape)).to(main)
+            continue
         keep = dtype is None and found.kind == "dit" and stored.dtype in LOADABLE and _FREE.fullmatch(ours)
         yield ours, _moved(stored, device, stored.dtype if keep else main)
+
+
+def _plain(values: Iterator[tuple[str, Tensor | Quantized]]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in values:
+        assert isinstance(value, Tensor), "only quantised linears are handed FP8"
+        yield name, value
 
 
 def _main_dtype(checkpoint: Checkpoint, found: Detected) -> torch.dtype:

@@ -45,3 +45,15 @@ def quantize_reference(x: Tensor, fmt: Format) -> Quantized:
     scale = amax.clamp(min=1e-12) / FP8_MAX
     spread = scale.repeat_interleave(BLOCK, -1) if fmt == "block" else scale
     return Quantized((values / spread).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale)
+
+
+def spread_scale(scale: Tensor, shape: torch.Size) -> Tensor:
+    """The scale of a weight [N, K], in float32 so that it multiplies it. It is one number, one for a row, or one for
+    128 x 128 weights."""
+    scale = scale.float()
+    if scale.numel() == 1:
+        return scale.reshape([1] * len(shape))
+    n, k = shape
+    if scale.numel() == n and scale.shape[0] == n:
+        return scale.reshape(n, 1)
+    return scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]

@@ -72,6 +72,15 @@ class Fp8RowLinear(Fp8Linear):
         data, scale = quantize_reference(weight, "row")
         return {"weight": data, "weight_scale": scale}
 
+    @classmethod
+    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
+        rows = len(stored.data)
+        if stored.scale.numel() == 1:  # one number serves every channel
+            return {"weight": stored.data, "weight_scale": stored.scale.reshape(1, 1).repeat(rows, 1)}
+        if stored.scale.numel() != rows or len(stored.scale) != rows:
+            return None
+        return {"weight": stored.data, "weight_scale": stored.scale.reshape(rows, 1)}
+
     def multiply(self, data: Tensor, scale: Tensor) -> Tensor:
         rows = scale.flatten(0, -2) if scale.ndim > 1 else scale.expand(len(data), 1)  # one scale serves every row
         return torch.ops.aten._scaled_mm(
@@ -94,6 +103,12 @@ class Fp8TensorLinear(Fp8Linear):
         data, scale = quantize_reference(weight, "tensor")
         return {"weight": data, "weight_scale": scale}
 
+    @classmethod
+    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
+        if stored.scale.numel() != 1:
+            return None
+        return {"weight": stored.data, "weight_scale": stored.scale.reshape(1)}
+
     def multiply(self, data: Tensor, scale: Tensor) -> Tensor:
         return torch.ops.aten._scaled_mm(
             data, self.weight.t(), scale.reshape(()), self.weight_scale.reshape(()), self.bias, None, self.dtype, True
@@ -113,6 +128,12 @@ class Fp8BlockLinear(Fp8Linear):
     @classmethod
     def encode(cls, weight: Tensor) -> dict[str, Tensor]:
         return encode_blocks(weight)
+
+    @classmethod
+    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
+        if stored.scale.shape != cls.scale_shape(*stored.data.shape):
+            return None
+        return {"weight": stored.data, "weight_scale": stored.scale}
 
     def spread_scale(self) -> Tensor:
         n, k = self.weight.shape
@@ -174,6 +195,10 @@ class Fp8WeightLinear(QuantLinear):
     @classmethod
     def encode(cls, weight: Tensor) -> dict[str, Tensor]:
         return Fp8RowLinear.encode(weight)
+
+    @classmethod
+    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
+        return Fp8RowLinear.adopt(stored)
 
     def quantize(self, x: Tensor) -> Tensor:
         return x

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from wan_core.kernels.formats import FP8, Format
+from wan_core.kernels.formats import FP8, Format, Quantized
 
 
 class QuantLinear(nn.Module):
@@ -46,6 +46,12 @@ class QuantLinear(nn.Module):
     def encode(cls, weight: Tensor) -> dict[str, Tensor]:
         """`weight` and `weight_scale` of a weight [N, K] of higher precision, on its device."""
         raise NotImplementedError
+
+    @classmethod
+    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
+        """`weight` and `weight_scale` of a weight that is stored in E4M3 with scales, as it is; None where its scales
+        are of another granularity. stored.scale: one number, [N] or [N, 1], or [N/128, K/128]."""
+        return None
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Take `weight` and `weight_scale` (of `encode`) and `bias` as they are, on their device."""

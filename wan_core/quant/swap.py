@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.config import DiTConfig, OptionError
+from wan_core.kernels.formats import Quantized, spread_scale
 from wan_core.quant.linear import QuantLinear
 
 
@@ -59,17 +60,30 @@ def swap_linears(model: nn.Module, kind: type[QuantLinear], names: Iterable[str]
 
 
 def encode_values(
-    values: Iterable[tuple[str, Tensor]], quantization: Quantization, names: frozenset[str]
+    values: Iterable[tuple[str, Tensor | Quantized]], quantization: Quantization, names: frozenset[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """(parameter name, value) pairs with the weights of the linears `names` encoded, one at a time: the whole model
-    never exists in its old precision."""
+    never exists in its old precision. What is FP8 already is taken as it is where its scales fit the scheme."""
     for name, value in values:
         linear, _, parameter = name.rpartition(".")
         if linear in names and parameter == "weight":
-            for encoded_name, encoded in quantization.kind.encode(value.to(quantization.device)).items():
-                yield f"{linear}.{encoded_name}", encoded.to(value.device)
+            home = value.data.device if isinstance(value, Quantized) else value.device
+            for encoded_name, encoded in _encoded(value, quantization).items():
+                yield f"{linear}.{encoded_name}", encoded.to(home)
         else:
+            assert isinstance(value, Tensor)
             yield name, value
+
+
+def _encoded(value: Tensor | Quantized, quantization: Quantization) -> dict[str, Tensor]:
+    kind, device = quantization.kind, quantization.device
+    if isinstance(value, Tensor):
+        return kind.encode(value.to(device))
+    adopted = kind.adopt(value)
+    if adopted is not None:
+        return adopted
+    data, scale = value.data.to(device), value.scale.to(device)
+    return kind.encode(data.float() * spread_scale(scale, data.shape))
 
 
 @torch.no_grad()
