@@ -68,6 +68,13 @@ def model_path(folder: str, name: str) -> Path:
     raise OptionError(f"{name!r} is not in {searched}: put the file there and refresh, or choose another")
 
 
+def stamps(folder: str, ending: str) -> list[tuple[str, int]]:
+    """Files of a kind of model folder whose name ends so, with when they were written: for `fingerprint_inputs`."""
+    roots = [Path(root) for root in folder_paths.get_folder_paths(folder)]
+    found = sorted({path for root in roots for path in root.rglob(f"*{ending}") if path.is_file()})
+    return [(str(path), path.stat().st_mtime_ns) for path in found]
+
+
 # ----------------------------------------------------------------------------------------------------------- progress
 
 

@@ -16,7 +16,7 @@ from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.checkpoint.detect import empty_module
 from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, DiTConfig, check_choice
 from wan_core.model import WanModel
-from wan_core.models import TINY, Experts, Part, compute_dtype, find_experts, find_quantization, recognise
+from wan_core.models import TINY, Experts, Part, compute_dtype, find_experts, find_quantization, precision_of, recognise
 from wan_core.optimize import check_compile, optimize, optimize_vae
 from wan_core.preview import RGBMap, fit_map, map_of_channels
 from wan_core.quant.swap import Quantization, quantized_names, swap_linears
@@ -186,6 +186,7 @@ class WanCoreModelLoader(io.ComfyNode):
         check_choice("compile", compile, COMPILES)
         check_compile(compile, host.device())
         found = find_experts(*_paths(high, low))
+        precision = precision_of(precision, found.high, host.device())
         quantization = _quantization(precision, keep_blocks, found.dit)
         dtype = compute_dtype(precision, host.device())
         chosen, attend = _attention(attention, precision, found.dit)

@@ -40,6 +40,13 @@ class WanCorePlanPreview(io.ComfyNode):
                 SKIPPING.Input(
                     "skipping", optional=True, tooltip="What is left out of the run: the same as the sampler gets."
                 ),
+                io.Boolean.Input(
+                    "from_image",
+                    default=False,
+                    optional=True,
+                    tooltip="TI2V-5B alone: the video starts from an image, for which MagCache goes by a curve of its "
+                    "own.",
+                ),
             ],
             outputs=[
                 io.Image.Output("image", display_name="image", tooltip="The plan, drawn."),
@@ -60,6 +67,7 @@ class WanCorePlanPreview(io.ComfyNode):
         solver: str = "",
         seconds_per_forward: float = 0,
         skipping: None = None,
+        from_image: bool = False,
     ) -> float:
         return seconds_per_forward or float("nan")  # a measured pace changes with every run: never cached
 
@@ -75,8 +83,9 @@ class WanCorePlanPreview(io.ComfyNode):
         solver: str,
         seconds_per_forward: float,
         skipping: SkipOptions | None = None,
+        from_image: bool = False,
     ) -> io.NodeOutput:
-        plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver, skipping)
+        plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver, skipping, from_image)
         given: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
         pace = given if seconds_per_forward else model.pace
         image = as_image(draw_plan(plan, plan.estimate(pace)))

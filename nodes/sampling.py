@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from comfy_api.latest import io, ui
@@ -13,7 +14,7 @@ from wan_core.config import GUIDANCE_MODES, SkipOptions
 from wan_core.denoise import Progress, choose_batched
 from wan_core.drawing import clock
 from wan_core.pipeline import sample_latents
-from wan_core.plan import MAX_STEPS, SCHEDULES, Plan, make_plan
+from wan_core.plan import MAX_STEPS, SCHEDULES, Expert, Plan, make_plan
 from wan_core.report import Phase, Report
 
 from . import host
@@ -101,7 +102,8 @@ def plan_of(
         guidance_low=guidance_low or None,
         solver=solver,
     )
-    return skip_forwards(plan, skipping, model.experts.high.path, image=image)
+    low = model.experts.low
+    return skip_forwards(plan, skipping, model.experts.high.path, low.path if low else None, image=image)
 
 
 class WanCoreSampler(io.ComfyNode):
@@ -177,7 +179,9 @@ class WanCoreSampler(io.ComfyNode):
         report = Report(host.device(), settings)
         report.notes.append(f"guidance: {'batched' if batched else 'sequential'} ({why})")
         report.phases["text"] = Phase(text_seconds)
-        kept = residual_bytes(plan, shape[0] * tokens, model.experts.dit.dim)
+        itemsize = 4 if model.precision == "float32" else 2  # quantised blocks work on bf16 tokens
+        kept = residual_bytes(plan, shape[0] * tokens, model.experts.dit.dim, itemsize)
+        watcher = _Watcher(model, len(plan.steps))
         latents = sample_latents(
             plan,
             lambda expert: model.acquire(expert, shape[0] * tokens * (1 + batched), report, kept),
@@ -186,25 +190,27 @@ class WanCoreSampler(io.ComfyNode):
             model.experts.vae,
             report,
             batched=batched,
-            on_step=_Watcher(model, len(plan.steps)),
+            on_step=watcher,
         )
         model.pace.clear()
         for expert in plan.experts:
-            forwards = sum(step.forwards for step in plan.steps if step.expert == expert)
-            model.pace[expert] = report.phases[f"denoise {expert}"].seconds / forwards
+            model.pace[expert] = report.phases[f"denoise {expert}"].seconds / watcher.forwards[expert]
         words = f"{plan.table().splitlines()[0]}\ndone in {clock(report.total_seconds)}"
         return io.NodeOutput({"samples": host.to_intermediate(latents)}, report, ui=ui.PreviewText(words))
 
 
 class _Watcher:
-    """After every step: the preview, the bar and how long the rest will take. Raises where the user interrupts."""
+    """After every step: the preview, the bar and how long the rest will take. Raises where the user interrupts.
+    `forwards`: that ran, which a plan that decides while running does not know."""
 
     def __init__(self, model: ModelSocket, steps: int) -> None:
+        self.forwards: Counter[Expert] = Counter()
         self.rgb = model.rgb
         self.progress = host.Progress(steps)
 
     def __call__(self, progress: Progress, seconds: float | None) -> None:
         done, total, expert = progress.step.index + 1, progress.total, progress.step.expert
+        self.forwards[expert] += progress.forwards
         step = 0.0 if seconds is None else seconds * len(progress.step.branches)
         left = "" if seconds is None else f", {step:.3g} s a step, {clock(progress.left(seconds))} left"
         picture = self.rgb.picture(progress.preview()) if self.rgb else None

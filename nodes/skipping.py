@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from comfy_api.latest import io, ui
 
-from wan_core.cache.curves import Curve, curve_path, write_curve
+from wan_core.cache.curves import SUFFIX, Curve, curve_path, is_embedded, write_curve
 from wan_core.cache.magcache import PRESETS
 from wan_core.cache.skipping import skip_words
 from wan_core.conditioning import draw_noise
@@ -19,6 +20,7 @@ from wan_core.config import (
     OptionError,
     SkipOptions,
     TaylorSeerOptions,
+    check_folder,
 )
 from wan_core.plan import Plan
 from wan_core.quality.calibrate import measure
@@ -115,6 +117,19 @@ class WanCoreMagCache(io.ComfyNode):
             ],
             outputs=[skipping_output()],
         )
+
+    @classmethod
+    def fingerprint_inputs(
+        cls,
+        preset: str = "",
+        threshold: float = 0,
+        max_skips: int = 0,
+        retention: float = 0,
+        rule: str = "",
+        order: int = 0,
+        skipping: None = None,
+    ) -> list[tuple[str, int]]:
+        return host.stamps("diffusion_models", SUFFIX)  # what goes by a curve runs again when a curve changes
 
     @classmethod
     def execute(
@@ -294,17 +309,27 @@ class WanCoreCalibrate(io.ComfyNode):
         solver: str,
         keep: str,
     ) -> io.NodeOutput:
-        path = model.experts.high.path
-        if keep == BESIDE and path is None:
-            raise OptionError("this model has no file to keep a curve beside: choose 'only show'")
+        place = cls._place(model, image="noise_mask" in latent) if keep == BESIDE else None
+        check_folder(place)  # before the videos, not after
         plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver)
         curve = cls._measure(model, plan, positive, negative, latent, seed, videos)
+        if place is not None:
+            write_curve(curve, place)
         plans = preset_plans(plan, curve)
         words = "\n".join(f"{name}: {skipping.forward_words()}" for name, skipping in plans.items())
-        if keep == BESIDE and path is not None:
-            words += f"\nkept in {write_curve(curve, curve_path(path, plan.task))}"
+        words += "" if place is None else f"\nkept in {place}"
         image = as_image(draw_curve(curve, plans))
         return io.NodeOutput(model, image, words, ui=shown(image, words, cls))
+
+    @staticmethod
+    def _place(model: ModelSocket, image: bool) -> Path:
+        """Where the curve goes. Raises OptionError for a model that has no file of the user's own."""
+        path = model.experts.high.path
+        if path is None:
+            raise OptionError("this model has no file to keep a curve beside: choose 'only show'")
+        if is_embedded(path):
+            raise OptionError("the embedded model comes with its curve, which stays: choose 'only show'")
+        return curve_path(path, model.experts.task.name, image=image)
 
     @staticmethod
     def _measure(

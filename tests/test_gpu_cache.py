@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.test_denoise import small_dit
+from tests.test_residual import impatient  # noqa: F401  (a fixture)
+from wan_core.attention.registry import resolve_attention
 from wan_core.cache.curves import published_curves
 from wan_core.cache.residual import residual_bytes
 from wan_core.cache.skipping import leave_out
@@ -20,7 +22,9 @@ from wan_core.config import (
     TaylorSeerOptions,
 )
 from wan_core.denoise import denoise
+from wan_core.graphs import GraphedBlocks
 from wan_core.model.dit import WanModel
+from wan_core.optimize import optimize
 from wan_core.pipeline import Pipeline
 from wan_core.plan import make_plan
 
@@ -37,9 +41,24 @@ SETTINGS = {
 }
 
 
+def made(graphs: bool, compile: str = "off") -> dict[str, WanModel]:
+    """Two small experts as they ship: what `optimize` puts around the blocks is beneath the cache."""
+    attend = resolve_attention("sdpa", CUDA)[1]
+    models = {name: small_dit(seed=n).to(CUDA, torch.bfloat16) for n, name in enumerate(("high", "low"))}
+    for model in models.values():
+        optimize(model, attend=attend, compile=compile, device=CUDA, graphs=graphs)
+        assert isinstance(vars(model).get("run_blocks"), GraphedBlocks) == graphs
+    return models
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["launched", "graphed"])
+def experts(request) -> dict[str, WanModel]:
+    return made(request.param)
+
+
 @pytest.fixture(scope="module")
-def experts() -> dict[str, WanModel]:
-    return {name: small_dit(seed=n).to(CUDA, torch.bfloat16) for n, name in enumerate(("high", "low"))}
+def launched() -> dict[str, WanModel]:
+    return made(graphs=False)
 
 
 def run(plan, experts, batched=False, on_step=None):
@@ -50,15 +69,11 @@ def run(plan, experts, batched=False, on_step=None):
         return denoise(plan, experts.__getitem__, conditioning, noise, batched=batched, on_step=on_step)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compile", ["off", "blocks"])
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("batched", [False, True])
-def test_a_cache_that_never_skips_is_bit_identical_to_none(experts, batched, compiled):
-    models = experts
-    if compiled:
-        models = {name: small_dit(seed=n).to(CUDA, torch.bfloat16) for n, name in enumerate(("high", "low"))}
-        for model in models.values():
-            for block in model.blocks:
-                block.compile()
+def test_a_cache_that_never_skips_is_bit_identical_to_none(batched, graphs, compile):
+    models = made(graphs, compile)
     plan = make_plan(steps=20)
     exact = run(plan, models, batched)
     for options in (
@@ -76,10 +91,12 @@ def test_a_cache_that_never_skips_is_bit_identical_to_none(experts, batched, com
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_loop_never_waits_for_the_device(experts, name):
-    """`set_sync_debug_mode("error")` raises at any call that blocks the host on the device."""
+def test_the_loop_never_waits_for_the_device(launched, impatient, name):  # noqa: F811
+    """`set_sync_debug_mode("error")` raises at a call that blocks the host on the device, but for an event's
+    `synchronize`, which the adaptive policy uses for rates that are two steps old: `impatient` raises at newer ones.
+    Graphs are captured anew for every prompt, which may wait: they are left out."""
     plan = leave_out(make_plan(steps=20), SETTINGS[name], CURVE)
-    exact, steps = run(plan, experts), []
+    exact, steps = run(plan, launched), []
 
     def on_step(progress):
         steps.append(progress.forwards)
@@ -93,10 +110,11 @@ def test_the_loop_never_waits_for_the_device(experts, name):
     try:
         with torch.no_grad():
             conditioning = Conditioning(cond=text[0], uncond=text[1])
-            result = denoise(plan, experts.__getitem__, conditioning, noise, on_step=on_step)
+            result = denoise(plan, launched.__getitem__, conditioning, noise, on_step=on_step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(result, exact) and sum(steps) < 40
+    assert len(impatient) == (40 if name == "adaptive" else 0)  # of both runs
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from wan_core.config import VAE_21, VAE_22
 from wan_core.drawing import EXPERT_COLOUR, clock, draw_plan, draw_report
 from wan_core.images import decode_images, encode_images, pixels_to_video, video_to_pixels
 from wan_core.models import TINY, find_experts
+from wan_core.plan import Branch
 from wan_core.preview import WAN21, WAN22, fit_map, map_of_channels
 from wan_core.report import Phase, Report
 from wan_core.shapes import SCENES, draw, parse_caption
@@ -180,6 +182,21 @@ def test_a_drawn_plan_shows_the_experts_that_run(task: str, steps: int) -> None:
     for expert, colour in EXPERT_COLOUR.items():
         rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
         assert (np.abs(picture.astype(int) - rgb).max(-1) < 8).any() == (expert in plan.experts)
+
+
+def test_a_step_that_one_branch_skips_is_drawn_half_filled() -> None:
+    """The cell of a step has a half for each branch, filled where it computes."""
+    plan = make_plan(task="ti2v-5B", steps=20)
+    rgb = [int(EXPERT_COLOUR["high"][i : i + 2], 16) for i in (1, 3, 5)]
+
+    def filled(skipped: tuple[Branch, ...]) -> int:
+        steps = tuple(replace(step, action="reuse" if skipped else "compute", skipped=skipped) for step in plan.steps)
+        cells = np.asarray(draw_plan(replace(plan, steps=steps))).astype(int)[448:472]
+        return int((np.abs(cells - rgb).max(-1) < 8).sum())
+
+    both, cond, uncond, none = filled(()), filled(("uncond",)), filled(("cond",)), filled(("cond", "uncond"))
+    assert both > 1.5 * cond > 1.5 * 1.5 * none
+    assert abs(cond - uncond) < 0.1 * both
 
 
 def test_the_bars_of_a_report_are_as_long_as_its_phases() -> None:

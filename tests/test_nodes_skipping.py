@@ -103,12 +103,26 @@ def test_calibration_is_kept_beside_the_model_and_used(comfy: ComfyUI) -> None:
     assert (curve.steps, curve.samples) == (12, 2)
     assert "balanced" in run.outputs["calibrate"]["text"][0] and str(path) in run.outputs["calibrate"]["text"][0]
     assert comfy.output_file(run, "calibrate").is_file()
-    path.write_text(json.dumps({"format": "nonsense"}))  # who reads it, finds this
     graph["plan"] = node("WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=2.0, skipping=["c", 0])
     graph["c"] = node("WanCoreMagCache", **MAG)
     del graph["calibrate"]
+    assert comfy.run(graph).ok
+    path.write_text(json.dumps({"format": "nonsense"}))  # the same graph reads it again
     run = comfy.run(graph)
     assert not run.ok and "calibrate it again" in run.message("execution_error")["exception_message"]
+
+
+def test_calibration_says_before_the_videos_where_it_cannot_write(comfy: ComfyUI) -> None:
+    """The embedded model's curve is part of the pack: one of the user's would take its place for all later runs."""
+    graph = loaders() | {"size": node("WanCoreEmptyLatent", **SMALL, latent_type="Wan 2.1 VAE (A14B, tiny)")}
+    links = {"positive": ["text", 0], "negative": ["text", 1], "latent": ["size", 0]}
+    graph["calibrate"] = node(
+        "WanCoreCalibrate", model=["model", 0], **links, seed=0, videos=1, **PLAN, keep="save beside the model"
+    )
+    before = (FILES / "t2v-tiny.magcache.json").read_bytes()
+    run = comfy.run(graph)
+    assert not run.ok and "choose 'only show'" in run.message("execution_error")["exception_message"]
+    assert (FILES / "t2v-tiny.magcache.json").read_bytes() == before
 
 
 def test_the_embedded_model_s_own_curve_is_found(comfy: ComfyUI) -> None:

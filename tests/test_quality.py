@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.test_denoise import EXPERTS, NOISE, TEXT
+from wan_core.cache.arguments import parse_setting
 from wan_core.cache.curves import published_curves, read_curve
 from wan_core.cli import main
 from wan_core.plan import make_plan
@@ -55,8 +56,9 @@ def test_recorded_ratios_are_those_of_the_residuals():
         velocity = found["uncond"] + step.guidance * (found["cond"] - found["uncond"])
         x = x + velocity * (step.sigma_next - step.sigma)
     assert all("run_blocks" not in vars(model) for model in EXPERTS.values()), "the recorder is gone"
-    curve = calibrate(plan, [ratios, {k: v + 0.2 for k, v in ratios.items()}], "test", 2)
-    assert curve.high_steps == 6 and curve.cond[3] == pytest.approx(ratios[3, "cond"] + 0.1)
+    curve = calibrate(plan, [ratios, {k: v + 0.2 for k, v in ratios.items()}], "test", [3, 1])
+    assert curve.high_steps == 6 and curve.samples == 4
+    assert curve.cond[3] == pytest.approx(ratios[3, "cond"] + 0.05), "every video counts the same, not every batch"
     assert all(math.isfinite(r) for r in (*curve.cond, *curve.uncond))
 
 
@@ -71,8 +73,35 @@ def test_calibrate_writes_a_curve_that_is_found_again(tmp_path, capsys):
         assert picture.size == (960, 540)
     printed = capsys.readouterr().out
     assert "balanced" in printed and "forwards" in printed
+    (tmp_path / "my.safetensors").touch()
     assert main(["plan", "--task", "t2v-tiny", "--magcache", "fast", "--high", str(tmp_path / "my.safetensors")]) == 0
     assert "saved" in capsys.readouterr().out
+
+
+def test_calibrate_keeps_the_embedded_model_s_curve(tiny_assets, capsys):
+    """It would take the place of the one that comes with the project, for all later runs."""
+    before = {path.name: path.stat().st_mtime_ns for path in tiny_assets.iterdir()}
+    assert main(["calibrate", *SMALL, "--count", "1"]) == 2
+    assert "--out" in capsys.readouterr().err
+    assert {path.name: path.stat().st_mtime_ns for path in tiny_assets.iterdir()} == before
+
+
+def test_an_image_calibrates_the_image_variant(tmp_path):
+    image, out = tmp_path / "first.png", tmp_path / "mine.magcache.json"
+    Image.fromarray(clip()[0].numpy()).save(image)
+    assert main(["calibrate", *SMALL, "--count", "1", "--image", str(image), "--out", str(out)]) == 0
+    assert read_curve(out).task == "i2v-tiny"
+
+
+@torch.no_grad()
+def test_a_video_begins_anew_in_calibration():
+    """Delayed scales of Transformer Engine may not go from one video into the next."""
+    fresh = []
+    plan = make_plan(steps=4, solver="euler")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wan_core.quality.calibrate.begin_run", fresh.append)
+        record(plan, EXPERTS.__getitem__, TEXT, NOISE)
+    assert fresh == [EXPERTS[phase[0].expert] for phase in plan.phases]
 
 
 @pytest.mark.parametrize("task", ["t2v-tiny", "i2v-tiny"])
@@ -109,18 +138,61 @@ def test_quality_compares_with_the_full_run(tmp_path, capsys):
     assert read_video(video).shape[0] == 5
 
 
+def test_numbers_are_written_before_pictures(tmp_path, monkeypatch):
+    """A picture that fails must not cost what was measured."""
+
+    def fail(*_):
+        raise ValueError("no picture")
+
+    monkeypatch.setattr("wan_core.quality.run.draw_quality", fail)
+    out = tmp_path / "q.json"
+    command = ["quality", *SMALL, "--count", "1", "--setting", "every:2", "--out", str(out)]
+    with pytest.raises(ValueError, match="no picture"):
+        main([*command, "--plot", str(tmp_path / "q.png")])
+    assert json.loads(out.read_text())["rows"][0]["name"] == "every:2"
+
+
+@torch.no_grad()
+def test_videos_count_alike_in_batches_of_any_size(tiny_assets):
+    """An adaptive policy decides for each video; what a setting runs is the mean over videos, in one batch or three."""
+    from wan_core.config import LoadOptions, Request
+    from wan_core.pipeline import Pipeline
+    from wan_core.quality.run import ALONE, measure_quality
+
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
+    base = Request(prompt="", steps=16, frames=5, width=64, height=48)
+    settings = {"adaptive:0.15": parse_setting("adaptive:0.15"), "every:2": parse_setting("every:2")}
+    samples = choose_samples(None, 3, 7, tiny=True)
+    found = {size: measure_quality(pipe, base, samples, settings, size).rows() for size in (1, 2, 3)}
+    for rows in found.values():
+        for row, alone in zip(rows, found[1], strict=True):
+            assert (row["forwards"], row["saved"]) == (alone["forwards"], alone["saved"])
+            assert row["psnr"] == pytest.approx(alone["psnr"], abs=0.3)
+    assert not float(found[1][0]["forwards"]).is_integer(), "videos differ in what they skip, or this shows nothing"
+    assert found[3][0]["ratio_to"] == ALONE and found[3][1]["ratio_to"] == found[1][0]["ratio_to"] == "full"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--setting", "turbo"], "not known"),
         (["--setting", "magcache:0.1"], "0.12/2/0.2"),
         (["--setting", "magcache:fast:order7"], "not known"),
+        (["--setting", "magcache:"], "not known"),
+        (["--setting", "magcache"], "not known"),
+        (["--setting", "taylorseer:"], "not known"),
+        (["--setting", "adaptive:+every:2"], "not known"),
+        (["--setting", "magcache:fast+"], "not known"),
+        (["--setting", "magcache:fast:order1:order2"], "twice"),
+        (["--setting", "magcache:fast:joint:published"], "twice"),
+        (["--setting", "every:2+every:3"], "twice"),
         (["--setting", "taylorseer:2/1/0.2/9"], "2/1/0.2"),
         (["--setting", "guidance:x"], "0.2-0.95"),
         (["--setting", "adaptive:-1"], "allowed are"),
         (["--setting", "magcache:fast+adaptive:0.1"], "choose one"),
         (["--count", "0"], "at least 1"),
         (["--plot", "/nowhere/x.png"], "cannot write"),
+        (["--out", "/nowhere/x.json"], "cannot write"),
         (["--magcache", "fast"], "runs in full"),
     ],
 )
@@ -169,6 +241,8 @@ def test_pictures():
     rows = [{"name": "a", "saved": 0.0, "psnr": 99.0, "psnr_worst": 99.0}]
     rows += [{"name": f"magcache:{n}", "saved": n / 20, "psnr": 40.0 - n, "psnr_worst": 30.0 - n} for n in range(8)]
     assert draw_quality(rows, "title").size == (960, 600)
+    for psnr, worst in ((99.0, 99.0), (64.0, 62.0), (61.0, 60.0), (70.0, 30.0)):  # the axis ends at 60 dB
+        assert draw_quality([{"name": "a", "saved": 0.3, "psnr": psnr, "psnr_worst": worst}], "t").size == (960, 600)
     video = torch.full((3, 49, 51, 3), 0.5)
     sheet = side_by_side({str(n): video for n in range(5)})
     assert sheet.dtype == torch.float32 and not sheet.shape[1] % 2 and not sheet.shape[2] % 2
@@ -186,7 +260,6 @@ def test_samples_are_new_to_the_embedded_model():
 @torch.no_grad()
 def test_presets_keep_the_video(tiny_assets):
     """A sample of the committed comparison: two captions at the model's own size, 40 steps."""
-    from wan_core.cache.arguments import parse_setting
     from wan_core.config import LoadOptions, Request
     from wan_core.pipeline import Pipeline
     from wan_core.quality.run import measure_quality
@@ -215,3 +288,7 @@ def test_the_committed_comparison_reaches_its_targets():
     assert balanced["saved"] >= 0.4 and balanced["psnr"] >= 36 and balanced["truth"] >= result["full"]["truth"]
     assert fast["saved"] >= 0.55 and fast["psnr"] >= 32
     assert balanced["front"] and len(rows) >= 8
+    for name in ("quality", "balanced", "fast"):  # presets are what nothing else here beats at what they save
+        preset = rows[f"magcache:{name}"]
+        rivals = [row["psnr"] for row in rows.values() if row["saved"] >= preset["saved"]]
+        assert preset["front"] and preset["psnr"] == max(rivals), name

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_denoise import EXPERTS, NOISE, TEXT, small_dit
+from wan_core.cache.adaptive_run import Adaptive
 from wan_core.cache.curves import published_curves
 from wan_core.cache.residual import residual_program, residuals, weights
 from wan_core.cache.skipping import leave_out
@@ -148,6 +149,38 @@ def test_blocks_run_exactly_as_often_as_the_plan_says(name, batched):
     run(plan, experts=experts, batched=batched, on_step=lambda p: forwards.append(p.forwards))
     assert sum(rows) == plan.forwards * 2  # two blocks
     assert forwards == [step.forwards for step in plan.steps]
+
+
+class NotYet:
+    """Stands for a rate that may still be on its way."""
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waits for a step that may still be running")
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Every decision raises if it waits for the rate of the last step: what it reads is two steps old at least."""
+    decide, decided = Adaptive.decide, []
+
+    def checked(self, step):
+        everything = list(self.measured)
+        self.measured[:] = [(i, mark if i <= step.index - 2 else NotYet()) for i, mark in everything]
+        skips = decide(self, step)
+        self.measured[:] = everything
+        decided.append(skips)
+        return skips
+
+    monkeypatch.setattr(Adaptive, "decide", checked)
+    return decided
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_adaptive_reads_only_what_has_arrived_long_ago(impatient, batched):
+    """No other test of waiting sees this one: an event's `synchronize` is none of what torch can be told to refuse."""
+    plan = leave_out(make_plan(steps=20), SkipOptions(adaptive=AdaptiveOptions(threshold=0.2)), None)
+    run(plan, batched=batched)
+    assert len(impatient) == 20 and any(impatient) and not all(impatient)
 
 
 def test_adaptive_skips_more_with_a_larger_threshold_and_says_how_many():

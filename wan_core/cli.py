@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,12 +24,14 @@ from wan_core.config import (
     COMPILES,
     GUIDANCE_MODES,
     PRECISIONS,
+    QUANTIZED,
     RESIDENCIES,
     TASKS,
     LoadOptions,
     OptionError,
     Request,
     UserError,
+    check_folder,
 )
 from wan_core.plan import SCHEDULES, make_plan
 from wan_core.quality.options import SETTINGS, add_calibrate_options, add_quality_options
@@ -87,9 +88,23 @@ def build_parser() -> argparse.ArgumentParser:
     decode.add_argument("--out", type=Path, default=Path("wancore.mp4"))
     decode.set_defaults(run=run_decode)
 
+    quantize = commands.add_parser("quantize", help="write a transformer with its matrices in FP8, half the size")
+    quantize.add_argument("source", help="transformer: file, shard index or folder")
+    quantize.add_argument("out", type=Path, help="the .safetensors file to write")
+    quantize.add_argument(
+        "--precision", default="fp8", choices=PRECISIONS, help="one that quantises (default %(default)s)"
+    )
+    quantize.add_argument(
+        "--keep-blocks", type=int, default=0, metavar="N", help="leave out the first and last N blocks"
+    )
+    quantize.add_argument("--device", default="auto")
+    quantize.set_defaults(run=run_quantize)
+
     plan = commands.add_parser("plan", help="print the step table of a generation without running it")
     plan.add_argument("--task", default="t2v-A14B", help=f"one of {', '.join(TASKS)} (default %(default)s)")
     plan.add_argument("--high", type=Path, help="the expert's file or folder: a MagCache curve beside it is used")
+    plan.add_argument("--low", type=Path, help="the low-noise expert's, whose name may say that it is step-distilled")
+    plan.add_argument("--image", action="store_true", help="as for a video that starts from an image (TI2V-5B)")
     _add_plan_options(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.set_defaults(run=run_plan)
@@ -244,16 +259,27 @@ def run_generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def check_folder(path: Path | None) -> None:
-    """Raise OptionError now if a file could not be written there: before hours of work, not after."""
-    if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-        raise OptionError(f"cannot write {path}: its folder must exist and be writable, and the name must be a file's")
-
-
 def fresh_name(path: Path) -> Path:
     """`path`, or with a number where that exists: what an earlier run left behind is not ours to overwrite."""
     numbered = (path.with_name(f"{path.name.split('.')[0]}-{n}.latents.safetensors") for n in range(1, 10_000))
     return path if not path.exists() else next(p for p in numbered if not p.exists())
+
+
+def run_quantize(options: argparse.Namespace) -> int:
+    import torch
+
+    from wan_core.checkpoint import load_dit, save
+    from wan_core.models import choose_device, find_quantization
+
+    device = choose_device(options.device)
+    quantization = find_quantization(options.precision, device, options.keep_blocks)
+    if quantization is None:
+        raise OptionError(f"precision {options.precision!r} quantises nothing; use one of: {', '.join(QUANTIZED)}")
+    if not options.out.parent.is_dir():
+        raise OptionError(f"there is no folder {options.out.parent} to write to")
+    save(load_dit(options.source, device="cpu", dtype=torch.bfloat16, quantization=quantization), options.out)
+    print(options.out)
+    return 0
 
 
 def run_decode(options: argparse.Namespace) -> int:
@@ -275,8 +301,11 @@ def run_decode(options: argparse.Namespace) -> int:
 
 
 def run_plan(options: argparse.Namespace) -> int:
+    for path in (options.high, options.low):
+        if path is not None and not path.exists():
+            raise OptionError(f"{path} does not exist: give the file or folder of an expert, or leave it out")
     plan = make_plan(task=options.task, **_plan_numbers(options))
-    plan = skip_forwards(plan, skip_options(options), options.high)
+    plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0
 
@@ -304,7 +333,9 @@ def _pipeline(options: argparse.Namespace) -> tuple[Any, Request]:
     width, height = _size(options.size) if options.size else (None, None)
     wanted = {f.name: given[f.name] for f in fields(Request) if f.name in given} | _plan_numbers(options)
     request = Request(**{**wanted, "prompt": "", "width": width, "height": height})
-    return Pipeline.load(LoadOptions(**{f.name: given[f.name] for f in fields(LoadOptions)})), request
+    loaded = LoadOptions(**{f.name: given[f.name] for f in fields(LoadOptions)})
+    # An image picks the embedded model's image variant. Without one there may be no job yet: the samples bring theirs.
+    return Pipeline.load(loaded, request=request if request.image else None), request
 
 
 def run_check(options: argparse.Namespace) -> int:

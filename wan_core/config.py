@@ -10,7 +10,9 @@ Nothing in this file knows torch.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 # --------------------------------------------------------------------------------------------------------------- errors
 
@@ -271,6 +273,16 @@ class Request:
             raise OptionError("only one of width and height given; give both, or neither for the task's own size")
         if self.fps is not None and not 1 <= self.fps <= 240:
             raise OptionError(f"fps {self.fps} given; allowed are 1 to 240")
+
+
+def check_folder(path: Path | None) -> None:
+    """Raise OptionError now if a file could not be written there: before hours of work, not after."""
+    if path is None:
+        return
+    parent = path.absolute().parent
+    taken = path.is_dir() or (path.exists() and not os.access(path, os.W_OK))
+    if taken or not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise OptionError(f"cannot write {path}: its folder must exist and be writable, and the name must be a file's")
 
 
 def check_size(width: int, height: int, frames: int, *, multiple: int, temporal: int = 4) -> None:

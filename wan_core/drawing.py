@@ -68,7 +68,7 @@ def draw_plan(plan: Plan, seconds: float | None = None, size: tuple[int, int] = 
     for step in plan.steps:
         canvas.line(points[step.index : step.index + 2], EXPERT_COLOUR[step.expert], 2)
     for step in plan.steps:
-        colour, skipped = EXPERT_COLOUR[step.expert], step.action != "compute"
+        colour, skipped = EXPERT_COLOUR[step.expert], step.skipped == step.branches
         canvas.dot(*points[step.index], min(4, max(1.5, step_width / 3)), PAPER if skipped else colour, colour)
     _draw_guidance(canvas, plan, left, step_width, bottom + 40)
     _draw_legend(canvas, plan, size[1] - 24)
@@ -94,14 +94,18 @@ def _draw_axes(canvas: Canvas, plan: Plan, area: tuple[float, float, float, floa
 
 
 def _draw_guidance(canvas: Canvas, plan: Plan, left: float, step_width: float, top: float) -> None:
-    """A cell per step, filled in its lower half where only the conditional branch runs; numbers where they change."""
+    """A cell per step, its lower half the conditional branch, its upper half the other where there is one: filled where
+    the blocks run. Numbers where they change."""
     canvas.text(left - 8, top + 12, "guid.", FAINT, 11, "rm")
     before: Step | None = None
     for step in plan.steps:
         x, colour = left + step.index * step_width, EXPERT_COLOUR[step.expert]
         guided = "uncond" in step.branches
-        fill = None if step.action != "compute" else colour
-        canvas.box(x + 0.5, top if guided else top + 12, x + step_width - 0.5, top + 24, fill, colour)
+        halves = {"uncond": (top, top + 12), "cond": (top + 12, top + 24)}
+        for branch in step.branches:
+            if branch not in step.skipped:
+                canvas.box(x + 0.5, halves[branch][0], x + step_width - 0.5, halves[branch][1], colour, colour)
+        canvas.box(x + 0.5, top if guided else top + 12, x + step_width - 0.5, top + 24, None, colour)
         if before is None or (before.guidance, before.expert) != (step.guidance, step.expert):
             canvas.text(x + 4, top + 30, f"{step.guidance:g}" + ("" if guided else " (off)"), colour, 12)
         before = step
@@ -118,7 +122,9 @@ def _draw_legend(canvas: Canvas, plan: Plan, y: float) -> None:
     skipped = sum(step.action != "compute" for step in plan.steps)
     if skipped:
         canvas.dot(x, y, 5, PAPER, INK)
-        words = "may be skipped" if plan.adaptive else "skipped"
+        words = "may be skipped" if plan.adaptive else "skipped in all or part"
+        if not plan.adaptive and all(step.skipped in ((), step.branches) for step in plan.steps):
+            words = "skipped"
         canvas.text(x + 12, y, f"{words}: {skipped} steps", INK, 12, "lm")
 
 

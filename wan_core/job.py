@@ -56,10 +56,18 @@ class Job:
         }
 
 
-def make_job(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig, checkpoint: Path | None = None) -> Job:
+def make_job(
+    request: Request,
+    task: Task,
+    dit: DiTConfig,
+    vae: VAEConfig,
+    checkpoint: Path | None = None,
+    low: Path | None = None,
+) -> Job:
     """Fill in what `request` leaves open and check all of it. Raises OptionError.
 
-    checkpoint: of the high-noise expert, or of the only transformer; a MagCache curve may lie beside it.
+    checkpoint: of the high-noise expert, or of the only transformer; a MagCache curve may lie beside it. low: of the
+    other expert, if there is one.
     """
     plan = make_plan(
         task=task.name,
@@ -70,7 +78,7 @@ def make_job(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig, check
         guidance_low=request.guidance_low,
         solver=request.solver,
     )
-    plan = skip_forwards(plan, request.skip, checkpoint, image=request.image is not None)
+    plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None)
     image_channels = dit.in_channels > dit.out_channels
     _check_images(request, task, image_channels, known_frame=dit.out_channels == 48)
     multiple = vae.spatial_stride * dit.patch_size[1]

@@ -40,7 +40,7 @@ from wan_core.job import Job
 from wan_core.memory.residency import Residency, choose_residency
 from wan_core.model.dit import WanModel
 from wan_core.optimize import check_compile, optimize, optimize_vae
-from wan_core.quant.schemes import resolve_scheme
+from wan_core.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.quant.swap import Quantization
 from wan_core.report import Report
 from wan_core.text.tokenizer import Tokenizer
@@ -122,6 +122,7 @@ class Part:
     stored: torch.dtype
     parameters: int
     load: Callable[[torch.device, torch.dtype, Quantization | None], nn.Module]
+    scaled: bool = False  # stored in FP8 with scales
     path: Path | None = None  # of its file or folder
 
     def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
@@ -175,7 +176,8 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
         for name, part in parts.of.items()
     }
     attention, attend = resolve_attention(options.attention, report.device, dtypes["high"], parts.dit.head_dim)
-    quantization = find_quantization(options.precision, report.device, options.keep_blocks)
+    precision = precision_of(options.precision, parts.of["high"], report.device)
+    quantization = find_quantization(precision, report.device, options.keep_blocks)
     check_compile(options.compile, report.device)
     weights = sum(part.bytes(dtypes[name], quantization) for name, part in parts.of.items())
     activations = activation_bytes(parts, job, dtypes["high"].itemsize)
@@ -193,9 +195,16 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
     report.settings["models"] = {name: part.source for name, part in parts.of.items()}
     held = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     if quantization is not None:
-        held |= {name: options.precision for name in ("high", "low") if name in held}
+        held |= {name: precision for name in ("high", "low") if name in held}
     report.settings |= {"precision": held, "keep_blocks": options.keep_blocks, "compile": options.compile}
     return Models(parts.task, residency, attention, parts.of["high"].path, parts.low_path)
+
+
+def precision_of(precision: str, part: Part, device: torch.device) -> str:
+    """What "checkpoint" means for a transformer: on a GPU, one that is stored in FP8 with scales is used as it is."""
+    if precision != "checkpoint" or not part.scaled or device.type != "cuda":
+        return precision
+    return "fp8" if SCHEMES["fp8"].why_not(device) is None else "fp8-weights"
 
 
 def find_quantization(precision: str, device: torch.device, keep_blocks: int = 0) -> Quantization | None:
@@ -309,7 +318,8 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
         lambda device, dtype, quantization: load(
             checkpoint, device=device, dtype=dtype, **({"quantization": quantization} if kind == "dit" else {})
         ),
-        path,
+        path=path,
+        scaled=bool(found.scales),
     )
 
 

@@ -65,9 +65,9 @@ class Pipeline:
         report = Report(choose_device(options.device))
         with report.phase("load"):
             found = find_models(options, image=request is not None and bool(request.image or request.last_image))
-            job = (
-                None if request is None else make_job(request, found.task, found.dit, found.vae, found.of["high"].path)
-            )
+            job = None
+            if request is not None:
+                job = make_job(request, found.task, found.dit, found.vae, found.of["high"].path, found.low_path)
             models = load_models(found, options, report, job)
         return cls(models, report)
 
@@ -97,7 +97,8 @@ class Pipeline:
         """Fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""
         models = self.models
         self.report = self.loaded.branch()
-        job = make_job(request, models.task, models.dit_config, models.vae_config, models.checkpoint)
+        files = models.checkpoint, models.low_checkpoint
+        job = make_job(request, models.task, models.dit_config, models.vae_config, *files)
         self.report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
         self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
         return job

@@ -117,7 +117,9 @@ class Plan:
             "shift": self.shift,
             "boundary": self.boundary,
             "forwards": self.forwards,
+            "unskipped": self.forwards if self.unskipped is None else self.unskipped,
             "saved": round(self.saved, 4),
+            "adaptive": None if self.adaptive is None else asdict(self.adaptive),
             "notes": list(self.notes),
             "steps": [{**asdict(s), "branches": list(s.branches), "skipped": list(s.skipped)} for s in self.steps],
         }

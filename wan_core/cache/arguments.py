@@ -53,13 +53,14 @@ def skip_options(options: argparse.Namespace) -> SkipOptions | None:
         raise OptionError("--magcache-rule and --magcache-order belong to --magcache: give that too, or leave them out")
     guidance = None
     if options.guidance_interval is not None or options.guidance_every is not None:
-        low, high = _interval(options.guidance_interval or "0-1")
+        low, high = _interval("0-1" if options.guidance_interval is None else options.guidance_interval)
         every = 1 if options.guidance_every is None else options.guidance_every
         guidance = GuidanceOptions(low=low, high=high, every=every)
+    magcache, seer, adaptive = options.magcache, options.taylorseer, options.adaptive  # "" was given, and is refused
     found = SkipOptions(
-        magcache=options.magcache and parse_magcache(options.magcache, rule=rule or "joint", order=order),
-        taylorseer=options.taylorseer and parse_taylorseer(options.taylorseer),
-        adaptive=options.adaptive and parse_adaptive(options.adaptive),
+        magcache=None if magcache is None else parse_magcache(magcache, rule=rule or "joint", order=order),
+        taylorseer=None if seer is None else parse_taylorseer(seer),
+        adaptive=None if adaptive is None else parse_adaptive(adaptive),
         guidance=guidance,
     )
     return None if found == SkipOptions() else found
@@ -92,14 +93,18 @@ def parse_setting(text: str) -> SkipOptions | None:
     parser = argparse.ArgumentParser()
     add_skip_options(parser)
     given = parser.parse_args([])
+    names: list[str] = []
     for part in text.split("+"):
         name, _, value = part.partition(":")
+        names.append(name)
+        if not value:
+            raise _unknown(text)
         if name == "magcache":
             given.magcache, *more = value.split(":")
             for word in more:
-                if word in MAGCACHE_RULES:
+                if word in MAGCACHE_RULES and given.magcache_rule is None:
                     given.magcache_rule = word
-                elif word in ("order0", "order1", "order2"):
+                elif word in ("order0", "order1", "order2") and given.magcache_order is None:
                     given.magcache_order = int(word[-1])
                 else:
                     raise _unknown(text)
@@ -111,13 +116,15 @@ def parse_setting(text: str) -> SkipOptions | None:
             given.guidance_every = int(value)
         else:
             raise _unknown(text)
+    if len(set(names)) < len(names):
+        raise _unknown(text)
     return skip_options(given)
 
 
 def _unknown(text: str) -> OptionError:
     return OptionError(
-        f"setting {text!r} is not known; write magcache:balanced, magcache:0.12/2/0.2:order1, taylorseer:2/1/0.2, "
-        "adaptive:0.1, guidance:0.2-0.9, every:2, or several joined by +"
+        f"setting {text!r} is not known, or says one thing twice; write magcache:balanced, magcache:0.12/2/0.2:order1, "
+        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.2-0.9, every:2, or several joined by +"
     )
 
 

@@ -25,6 +25,8 @@ ASSETS = Path(__file__).parents[1] / "assets"
 PUBLISHED = ASSETS / "curves"
 FORMAT = "wancore-magcache-curve/1"
 SUFFIX = ".magcache.json"
+# Only what a checkpoint's name is known to end with is cut off: the dot of "wan2.2_t2v_high" is part of a name.
+_ENDINGS = (".index.json", ".safetensors", ".gguf", ".pth")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,33 +100,75 @@ def read_curve(path: Path) -> Curve:
         found = json.loads(path.read_text())
         if found.pop("format", None) != FORMAT:
             raise OptionError(f"{path} is not a MagCache curve of the form {FORMAT}: calibrate it again")
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
-        return Curve(**values)
-    except (ValueError, TypeError, AttributeError) as fault:
+        return Curve(**_checked(found))
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as fault:
         if isinstance(fault, OptionError):
             raise
         raise OptionError(f"{path} is not a MagCache curve ({fault}): calibrate it again, or delete it") from fault
 
 
-def curve_path(checkpoint: Path, task: str) -> Path:
-    """Where a curve for the high-noise expert's (or only) file or folder is written."""
+def _checked(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a curve as they were read, each of its own type. Raises TypeError or OverflowError."""
+    values: dict[str, Any] = dict(found)
+    for name in ("cond", "uncond"):
+        values[name] = tuple(_number(name, ratio) for ratio in values.get(name, ()))
+    for name in ("shift", "boundary"):
+        values[name] = _number(name, values.get(name))
+    wanted = {"task": str, "source": str, "solver": str, "high_steps": int, "samples": (int, type(None))}
+    for name, kind in wanted.items():
+        if name not in values or not isinstance(values[name], kind) or isinstance(values[name], bool):
+            raise TypeError(f"{name} is {values.get(name)!r}"[:100])
+    return values
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not isfinite(value):
+        raise TypeError(f"{name} holds {value!r}"[:100])
+    return float(value)
+
+
+def curve_name(task: str, image: bool) -> str:
+    """What a curve calls its task: a model that may start from an image (TI2V) has one curve with and one without."""
+    return f"{task}-image" if image and not task.startswith("i2v") else task
+
+
+def curve_path(checkpoint: Path, task: str, *, image: bool = False) -> Path:
+    """Where a curve for the high-noise expert's (or only) file or folder is written. image: TI2V starts from one."""
+    name = curve_name(task, image)
     if checkpoint.is_dir():
-        return checkpoint / f"{task}{SUFFIX}"
-    return checkpoint.with_name(f"{checkpoint.name.partition('.')[0]}{SUFFIX}")
+        return checkpoint / f"{name}{SUFFIX}"
+    stem = checkpoint.name
+    for ending in _ENDINGS:
+        stem = stem.removesuffix(ending)
+    return checkpoint.with_name(f"{stem}{name.removeprefix(task)}{SUFFIX}")
+
+
+def is_embedded(checkpoint: Path) -> bool:
+    """Whether a checkpoint is one that comes with this project, and so does its curve: nothing is written there."""
+    return ASSETS in checkpoint.absolute().parents
 
 
 def find_curve(checkpoint: Path | None, task: str, *, image: bool = False) -> Curve | None:
     """The curve beside a checkpoint, else the one of its task that comes with this project, else None.
 
-    image: TI2V is conditioned on an image, which has a published curve of its own. Raises OptionError for a file that
-    is damaged.
+    image: TI2V is conditioned on an image, which has curves of its own; those without are the second choice. Raises
+    OptionError for a file that is damaged or of another task.
     """
-    beside = () if checkpoint is None else (curve_path(checkpoint, task), checkpoint.parent / f"{task}{SUFFIX}")
-    names = (f"{task}-image", task) if image else (task,)
-    own = ASSETS / "tiny" / f"{task}{SUFFIX}"
-    for path in (*beside, *(PUBLISHED / f"{name}.json" for name in names), own):
+    names = tuple(dict.fromkeys((curve_name(task, image), task)))
+    places: list[Path] = []
+    if checkpoint is not None:
+        places += [curve_path(checkpoint, task, image=n != task) for n in names]
+        places += [checkpoint.parent / f"{n}{SUFFIX}" for n in names]
+    places += [*(PUBLISHED / f"{n}.json" for n in names), ASSETS / "tiny" / f"{task}{SUFFIX}"]
+    for path in places:
         if path.is_file():
-            return read_curve(path)
+            curve = read_curve(path)
+            if curve.task not in names:
+                raise OptionError(
+                    f"{path} is a MagCache curve of {curve.task}, and the model is {task}: calibrate it again, or move "
+                    "the file away"
+                )
+            return curve
     return None
 
 

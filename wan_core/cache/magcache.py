@@ -30,12 +30,13 @@ from wan_core.config import MagCacheOptions, OptionError
 from wan_core.plan import Branch, Plan, Step
 
 Ratios = Mapping[Branch, Sequence["float | None"]]
-# A forecast in place of the last residual, and one skip in a row rather than two: on the embedded model this beats
-# everything else that saves as much (benchmarks/results/quality-*.json, docs/performance.md).
+# A forecast in place of the last residual, and one skip in a row rather than two where quality counts: on the embedded
+# model this beats everything else that saves as much (benchmarks/results/quality-*.json, docs/performance.md). Order 2
+# keeps three residuals of each branch.
 PRESETS: dict[str, MagCacheOptions] = {
     "quality": MagCacheOptions(threshold=0.06, max_skips=1, retention=0.2, order=2),
     "balanced": MagCacheOptions(threshold=0.24, max_skips=1, retention=0.2, order=2),
-    "fast": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1),
+    "fast": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=2),
 }
 _NUMBERS = re.compile(r"([\d.]+)/(\d+)/([\d.]+)")
 _NAME = re.compile(r"E(\d)(\d\d)K(\d+)R(\d\d)", re.IGNORECASE)
@@ -70,14 +71,23 @@ def skip_magcache(plan: Plan, options: MagCacheOptions, curve: Curve) -> Plan:
         skipped = joint_rule(plan, options, curve.for_plan(plan))
     else:
         skipped = published_rule(plan, options, curve)
-    return replace(plan, steps=tuple(map(marked, plan.steps, skipped, [options.order] * len(skipped))))
+    return mark(plan, skipped, options.order)
 
 
-def marked(step: Step, skipped: tuple[Branch, ...], order: int) -> Step:
-    """`step` with these branches skipped, by reuse (order 0) or forecast."""
-    if not skipped:
-        return step
-    return replace(step, action="forecast" if order else "reuse", skipped=skipped, order=order)
+def mark(plan: Plan, skipped: Sequence[tuple[Branch, ...]], order: int) -> Plan:
+    """`plan` with these branches of each step skipped: by a forecast of `order`, of a lower one where fewer residuals
+    have been computed in the phase, by reuse where there is one."""
+    steps: list[Step] = []
+    for phase in plan.phases:
+        computed: dict[Branch, int] = dict.fromkeys(BRANCHES, 0)
+        for step in phase:
+            gone = skipped[step.index]
+            reach = min(order, max((computed[branch] for branch in gone), default=1) - 1)
+            for branch in set(step.branches) - set(gone):
+                computed[branch] += 1
+            action = "forecast" if reach else "reuse"
+            steps.append(replace(step, action=action, skipped=gone, order=reach) if gone else step)
+    return replace(plan, steps=tuple(steps))
 
 
 def retained(steps: int, retention: float) -> int:
@@ -122,7 +132,10 @@ def joint_rule(plan: Plan, options: MagCacheOptions, ratios: Ratios) -> list[tup
 
 
 def published_rule(plan: Plan, options: MagCacheOptions, curve: Curve) -> list[tuple[Branch, ...]]:
-    """The branches that each step skips. Forwards are counted as there: conditional, unconditional, conditional, ..."""
+    """The branches that each step skips. Forwards are counted as there: conditional, unconditional, conditional, ...
+
+    A branch that a guidance schedule leaves out of a step grows older with it, as nothing there does.
+    """
     same = curve.steps == len(plan.steps)
     ratios = {b: getattr(curve, b) if same else nearest(getattr(curve, b), len(plan.steps)) for b in BRANCHES}
     drifts: dict[Branch, Drift] = dict.fromkeys(BRANCHES, Drift())
@@ -138,6 +151,7 @@ def published_rule(plan: Plan, options: MagCacheOptions, curve: Curve) -> list[t
                         now.append(branch)
                     else:
                         drifts[branch] = Drift()
+            drifts |= {b: drifts[b].after(ratios[b][step.index]) for b in held - set(step.branches)}
             held |= set(step.branches) - set(now)
             skipped.append(tuple(now))
     return skipped

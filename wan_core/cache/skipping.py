@@ -16,8 +16,11 @@ from wan_core.config import OptionError, SkipOptions
 from wan_core.plan import Plan
 
 MIN_STEPS = 10
-# What the authors of step-distilled weights call them. The weights themselves look like any others.
-_DISTILLED = re.compile(r"distill|lightning|lightx2v|causvid|turbo|\b[1-8][_-]?steps?\b", re.IGNORECASE)
+# What the authors of step-distilled weights call them. The weights themselves look like any others. A number of steps
+# counts where it stands alone: "4steps", "4-step", but not the "3-step-1200" of a training run's epoch and step.
+_DISTILLED = re.compile(
+    r"distill|lightning|lightx2v|causvid|turbo|\b[1-8](?:steps?|-steps|-step(?!-?\d))\b", re.IGNORECASE
+)
 
 
 def looks_distilled(checkpoint: Path) -> bool:
@@ -25,21 +28,25 @@ def looks_distilled(checkpoint: Path) -> bool:
     return _DISTILLED.search(f"{checkpoint.parent.name} {checkpoint.name}".replace("_", "-")) is not None
 
 
-def skip_forwards(plan: Plan, options: SkipOptions | None, checkpoint: Path | None, *, image: bool = False) -> Plan:
+def skip_forwards(
+    plan: Plan, options: SkipOptions | None, checkpoint: Path | None, low: Path | None = None, *, image: bool = False
+) -> Plan:
     """`leave_out` with what is known of a model: the curve beside its checkpoint or published for its task, and whether
-    it is step-distilled. image: TI2V starts from one."""
+    it is step-distilled. checkpoint: of the high-noise expert, or of the only transformer; low: of the other expert.
+    image: TI2V starts from one."""
     if options is None:
         return plan
     curve = find_curve(checkpoint, plan.task, image=image) if options.magcache else None
-    return leave_out(plan, options, curve, distilled=checkpoint is not None and looks_distilled(checkpoint))
+    distilled = [path.name for path in (checkpoint, low) if path is not None and looks_distilled(path)]
+    return leave_out(plan, options, curve, distilled="".join(distilled[:1]))
 
 
-def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: bool = False) -> Plan:
+def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: str = "") -> Plan:
     """`plan` without the forwards that `options` leaves out; what was decided is in its notes.
 
-    curve: for MagCache. distilled: the weights are made for a few steps. Policies that skip steps switch themselves off
-    there, and below 10 steps: consecutive steps are too far apart to be alike. Raises OptionError where MagCache has
-    no curve.
+    curve: for MagCache. distilled: the name of the file whose weights are made for a few steps. Policies that skip
+    steps switch themselves off there, and below 10 steps: consecutive steps are too far apart to be alike. Raises
+    OptionError where MagCache has no curve.
     """
     if options is None:
         return plan
@@ -51,8 +58,9 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         return replace(plan, unskipped=full)
     name = "MagCache" if options.magcache else "TaylorSeer" if options.taylorseer else "the adaptive cache"
     if distilled or steps < MIN_STEPS:
-        why = "the weights are step-distilled" if distilled else f"{steps} steps, fewer than {MIN_STEPS}"
-        note = f"{name} is off: {why}, too far apart for one to stand in for another"
+        few = f"{steps} steps, fewer than {MIN_STEPS}, too far apart for one to stand in for another"
+        says = f"the weights are step-distilled: the name of {distilled} or of its folder says so; rename to override"
+        note = f"{name} is off: {says if distilled else few}"
         return replace(plan, unskipped=full, notes=(*plan.notes, note))
     if options.magcache:
         if curve is None:

@@ -11,16 +11,14 @@ memory.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from wan_core.cache.magcache import marked, retained
+from wan_core.cache.magcache import mark, retained
 from wan_core.config import TaylorSeerOptions
-from wan_core.plan import Branch, Plan, Step
+from wan_core.plan import Branch, Plan
 
 
 def skip_taylorseer(plan: Plan, options: TaylorSeerOptions) -> Plan:
     """`plan` with its forecast steps marked. The first step of a phase and the last of the video are computed."""
-    steps: list[Step] = []
+    skipped: list[tuple[Branch, ...]] = []
     for phase in plan.phases:
         keep = retained(len(phase), options.retention)
         computed: dict[Branch, int] = {}  # the last step of this expert that computed the branch
@@ -29,5 +27,5 @@ def skip_taylorseer(plan: Plan, options: TaylorSeerOptions) -> Plan:
             young = all(b in computed and step.index - computed[b] < options.interval for b in step.branches)
             skip = at >= keep and young and step is not plan.steps[-1]
             computed |= {} if skip else dict.fromkeys(step.branches, step.index)
-            steps.append(marked(step, step.branches if skip else (), options.order))
-    return replace(plan, steps=tuple(steps))
+            skipped.append(step.branches if skip else ())
+    return mark(plan, skipped, options.order)

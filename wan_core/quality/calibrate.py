@@ -5,7 +5,7 @@ A few videos are enough: the curve hardly depends on the prompt. Legend: B batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.cache.curves import Curve
+from wan_core.cache.curves import Curve, curve_name
 from wan_core.cache.residual import RunBlocks, instead_of_blocks
 from wan_core.conditioning import Conditioning
 from wan_core.config import OptionError
 from wan_core.denoise import Progress, denoise
 from wan_core.model import WanModel
+from wan_core.optimize import begin_run
 from wan_core.plan import Branch, Expert, Plan, Step
 
 
@@ -63,6 +64,7 @@ def record(
         def watched(expert: Expert) -> WanModel:
             seams.close()  # the last expert's
             model = acquire(expert)
+            begin_run(model)  # what the video before left behind must not change this one's ratios
             seams.enter_context(instead_of_blocks(model, recorder.around))
             return model
 
@@ -73,24 +75,31 @@ def record(
     return {key: float(ratio) for key, ratio in recorder.ratios.items()}
 
 
-def calibrate(plan: Plan, runs: Iterable[dict[tuple[int, Branch], float]], source: str, samples: int) -> Curve:
-    """The mean of recorded `runs` of `plan` as a curve. Raises OptionError for a plan of one step."""
+def calibrate(
+    plan: Plan,
+    found: Sequence[dict[tuple[int, Branch], float]],
+    source: str,
+    videos: Sequence[int],
+    *,
+    image: bool = False,
+) -> Curve:
+    """The mean of recorded runs of `plan` as a curve. videos: in each run, which it weighs by. image: TI2V started from
+    one. Raises OptionError for a plan of one step."""
     if len(plan.steps) < 2:
         raise OptionError("one step has no ratio to the one before: calibrate with the steps you will use, 20 or more")
-    found = list(runs)
 
     def mean(index: int, branch: Branch) -> float:
         key = (index, branch if (index, branch) in found[0] else "cond")  # no guidance: one branch stands for both
-        return sum(run[key] for run in found) / len(found)
+        return sum(run[key] * count for run, count in zip(found, videos, strict=True)) / sum(videos)
 
     return Curve(
-        task=plan.task,
+        task=curve_name(plan.task, image),
         source=source,
         high_steps=sum(step.expert == "high" for step in plan.steps),
         shift=plan.shift,
         boundary=plan.boundary,
         solver=plan.solver,
-        samples=samples,
+        samples=sum(videos),
         cond=tuple(mean(step.index, "cond") for step in plan.steps),
         uncond=tuple(mean(step.index, "uncond") for step in plan.steps),
     )
@@ -108,7 +117,7 @@ def measure(
 
     on_step(done) is called with the steps of all videos so far; it may raise to interrupt.
     """
-    full, runs, done, count = plain(plan), [], 0, 0
+    full, runs, counts, done, image = plain(plan), [], [], 0, False
 
     def note(_: Step) -> None:
         nonlocal done
@@ -117,8 +126,9 @@ def measure(
 
     for conditioning, noise in videos:
         runs.append(record(full, acquire, conditioning, noise, note))
-        count += len(noise)
-    return calibrate(full, runs, source, count)
+        counts.append(len(noise))
+        image = conditioning.known is not None
+    return calibrate(full, runs, source, counts, image=image)
 
 
 def plain(plan: Plan) -> Plan:

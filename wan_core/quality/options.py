@@ -12,7 +12,7 @@ SETTINGS = (
     "magcache:fast",
     "magcache:balanced:order0",
     "magcache:balanced:order1",
-    "magcache:fast:order2",
+    "magcache:fast:order1",
     "magcache:0.12/2/0.2",
     "magcache:0.24/2/0.1",
     "magcache:0.12/2/0.2:published",

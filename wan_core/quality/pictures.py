@@ -69,10 +69,12 @@ def draw_curve(curve: Curve, plans: Mapping[str, Plan], size: tuple[int, int] = 
     for name, plan in plans.items():
         canvas.text(left - 8, y + 9, name, INK, 12, "rm")
         for step in plan.steps:
-            fill = PAPER if step.skipped else EXPERT_COLOUR[step.expert]
             x = left + step.index * (right - left) / len(plan.steps)
             end = x + (right - left) / len(plan.steps)
-            canvas.box(x + 0.5, y, end - 1, y + 18, fill, EXPERT_COLOUR[step.expert])
+            share = 1 - len(step.skipped) / len(step.branches)  # of a step that one branch skips, the lower half
+            canvas.box(x + 0.5, y, end - 1, y + 18, PAPER, EXPERT_COLOUR[step.expert])
+            if share:
+                canvas.box(x + 0.5, y + 18 * (1 - share), end - 1, y + 18, EXPERT_COLOUR[step.expert])
         y += 30
     words = "   ".join(f"{name}: {100 * plan.saved:.0f} % saved" for name, plan in plans.items())
     canvas.text(
@@ -90,7 +92,8 @@ def draw_quality(rows: Sequence[Mapping[str, Any]], title: str, size: tuple[int,
     most = max((row["saved"] for row in rows), default=0.0)
     worst = min((row["psnr_worst"] for row in rows), default=20.0)
     best = min(60.0, max((row["psnr"] for row in rows), default=50.0) + 2)
-    x_most, y_least = min(1.0, np.ceil(most * 10 + 0.5) / 10), np.floor(worst / 5) * 5
+    x_most = min(1.0, np.ceil(most * 10 + 0.5) / 10)
+    y_least = min(np.floor(worst / 5) * 5, best - 5)  # all may be above what the axis shows
 
     def place(saved: float, quality: float) -> tuple[float, float]:
         x = left + saved / x_most * (right - left)

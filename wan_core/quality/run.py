@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +15,30 @@ from torch import Tensor
 
 from wan_core.bench.results import envelope, write_result
 from wan_core.cache.arguments import parse_setting
-from wan_core.cache.curves import Curve, curve_path, write_curve
+from wan_core.cache.curves import Curve, curve_path, is_embedded, write_curve
 from wan_core.cache.skipping import skip_forwards
 from wan_core.conditioning import Conditioning
-from wan_core.config import OptionError, Request, SkipOptions
+from wan_core.config import OptionError, Request, SkipOptions, check_folder
 from wan_core.images import decode_images
 from wan_core.pipeline import Pipeline, sample_latents
 from wan_core.plan import Expert, Plan
 from wan_core.quality.calibrate import measure, plain
 from wan_core.quality.compare import Comparison, Distance, compare, find_perceptual, pareto, summary, truth
 from wan_core.quality.pictures import draw_curve, draw_quality, preset_plans, side_by_side
-from wan_core.quality.samples import Batch, Sample, batches, choose_samples
+from wan_core.quality.samples import Batch, Sample, batches, choose_samples, one_by_one
 from wan_core.report import Report
 from wan_core.video import check_output, write_mp4
 
 FULL = "full"
+ALONE = "full, one video at a time"
 
 
 def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request) -> int:
     """Measure the curve of `pipe`'s model, write it beside the checkpoint or to `options.out`."""
     models = pipe.models
-    out = options.out or (None if models.checkpoint is None else curve_path(models.checkpoint, models.task.name))
-    if out is None:
-        raise OptionError("random weights lie nowhere: say with --out where the curve goes")
-    check_writable(out, options.plot)
+    out = options.out or beside(models.checkpoint, models.task.name, image=base.image is not None)
+    for path in (out, options.plot):
+        check_folder(path)
     samples = chosen(options, pipe)
     curve = measure_curve(pipe, base, samples, options.batch)
     write_curve(curve, out)
@@ -49,6 +49,15 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request) ->
         draw_curve(curve, plans).save(options.plot)
     print(out)
     return 0
+
+
+def beside(checkpoint: Path | None, task: str, *, image: bool) -> Path:
+    """Where the curve of a user's own checkpoint goes. Raises OptionError for a model that has no place of its own."""
+    if checkpoint is None:
+        raise OptionError("random weights lie nowhere: say with --out where the curve goes")
+    if is_embedded(checkpoint):
+        raise OptionError("the embedded model comes with its curve, which stays: say with --out where this one goes")
+    return curve_path(checkpoint, task, image=image)
 
 
 @torch.no_grad()
@@ -70,18 +79,18 @@ def measure_curve(pipe: Pipeline, base: Request, samples: Sequence[Sample], size
 def run_quality(options: argparse.Namespace, pipe: Pipeline, base: Request, names: Sequence[str]) -> int:
     """Every setting against the full run; prints a table, writes what was asked for."""
     settings = {name: parse_setting(name) for name in names}  # all are checked before the first runs
-    check_writable(options.plot, options.out if options.out and options.out.suffix else None)
+    check_folder(options.plot)
+    if options.out is not None and options.out.suffix != ".json":
+        options.out.mkdir(parents=True, exist_ok=True)
+        check_folder(options.out / "result.json")
+    else:
+        check_folder(options.out)
     if options.video is not None:
         check_output(options.video)
     samples = chosen(options, pipe)
     found = measure_quality(pipe, base, samples, settings, options.batch)
     rows = found.rows()
     print(table(rows, found.perceptual_name))
-    if options.plot is not None:
-        steps = pipe.prepare(base).plan
-        draw_quality(rows, f"{steps.task}   {len(steps.steps)} steps   {len(samples)} videos").save(options.plot)
-    if options.video is not None:
-        write_mp4(options.video, side_by_side(found.first).numpy(), fps=pipe.models.task.fps)
     result = envelope("quality", pipe.models.device, rows) | {
         "samples": len(samples),
         "perceptual": found.perceptual_name,
@@ -90,57 +99,96 @@ def run_quality(options: argparse.Namespace, pipe: Pipeline, base: Request, name
     path = write_result(result, options.out, pipe.models.device)
     if path is not None:
         print(path)
+    if options.plot is not None:  # pictures come last: what was measured is on disk by now
+        draw_quality(rows, f"{found.plan_words}   {len(samples)} videos").save(options.plot)
+    if options.video is not None:
+        write_mp4(options.video, side_by_side(found.first).numpy(), fps=pipe.models.task.fps)
     return 0
 
 
 @dataclass
 class Measured:
-    """What a comparison found, by setting: each video against the full run's, forwards and seconds."""
+    """What a comparison found, by setting: each video against the full run's; forwards and seconds of all videos."""
 
     perceptual_name: str
     comparisons: dict[str, list[Comparison]]
-    forwards: dict[str, int]
-    seconds: dict[str, float]
-    full: dict[str, Any]
-    first: dict[str, Tensor]  # frames of the first sample, the full run's among them
+    forwards: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    full: dict[str, Any] = field(default_factory=dict)
+    first: dict[str, Tensor] = field(default_factory=dict)  # frames of the first sample, the full run's among them
+    alone: set[str] = field(default_factory=set)  # settings whose videos were made one at a time
+    plan_words: str = ""
+
+    def add(self, name: str, runs: Sequence[Run]) -> Tensor:
+        """Note under `name` what making a batch took, whole or in parts; its frames [B, F, H, W, 3]."""
+        frames = torch.cat([run.frames for run in runs])
+        self.seconds[name] = self.seconds.get(name, 0.0) + sum(run.seconds for run in runs)
+        # Of a batch every video makes the same forwards.
+        self.forwards[name] = self.forwards.get(name, 0) + sum(run.forwards * len(run.frames) for run in runs)
+        return frames
 
     def rows(self) -> list[dict[str, Any]]:
         """As they are committed; `front`: nothing compared here saves more at the same quality."""
         count = len(next(iter(self.comparisons.values()), []))
         rows: list[dict[str, Any]] = []
         for name, found in self.comparisons.items():
+            over = ALONE if name in self.alone and ALONE in self.seconds else FULL
+            forwards = self.forwards[name] / count
             rows.append(
                 {
                     "name": name,
                     "size": self.full["size"],
                     "samples": count,
                     "saved": round(1 - self.forwards[name] / self.forwards[FULL], 4),
-                    "forwards": self.forwards[name],
+                    "forwards": int(forwards) if forwards.is_integer() else round(forwards, 2),
                     **summary(found),
                     "seconds": round(self.seconds[name] / count, 4),
-                    "ratio": round(self.seconds[FULL] / self.seconds[name], 3),
-                    "ratio_to": FULL,
+                    "ratio": round(self.seconds[over] / self.seconds[name], 3),
+                    "ratio_to": over,
                 }
             )
         front = pareto({row["name"]: (row["saved"], row["psnr"]) for row in rows})
         return [{**row, "front": row["name"] in front} for row in rows]
 
 
+@dataclass(frozen=True)
+class Run:
+    """A batch that was made: uint8 [B, F, H, W, 3] on the CPU, seconds of denoising, forwards of each video."""
+
+    frames: Tensor
+    seconds: float
+    forwards: int
+
+
 @torch.no_grad()
 def measure_quality(
     pipe: Pipeline, base: Request, samples: Sequence[Sample], settings: Mapping[str, SkipOptions | None], size: int
 ) -> Measured:
-    """Make every sample in full and in each setting, `size` at once, from the same noise."""
+    """Make every sample in full and in each setting, `size` at once, from the same noise.
+
+    An adaptive policy would decide for all videos of a batch at once, from norms over all of them: its videos are made
+    one at a time, and so is the full run that their seconds are compared with.
+    """
     name, perceptual = find_perceptual()
-    found = Measured(name, {s: [] for s in settings}, {}, {}, {}, {})
+    found = Measured(name, {s: [] for s in settings})
+    found.alone = {s for s, options in settings.items() if size > 1 and options is not None and options.adaptive}
     told: list[bool | None] = []
     for batch in batches(pipe, base, samples, size):
-        plan, checkpoint = plain(batch.job.plan), pipe.models.checkpoint
-        exact = make(pipe, batch, plan, FULL, found)
+        plan = plain(batch.job.plan)
+        if not found.seconds:
+            warm_up(pipe, batch, plan, bool(found.alone))
+            found.plan_words = f"{plan.task}   {len(plan.steps)} steps"
+        exact = found.add(FULL, [make(pipe, batch, plan)])
+        if found.alone:
+            found.add(ALONE, [make(pipe, one, plan) for one in one_by_one(batch)])
+        found.first.setdefault(FULL, exact[0])
         told += [truth(frames, sample.caption) for frames, sample in zip(exact, batch.samples, strict=True)]
         for setting, options in settings.items():
-            skipping = skip_forwards(plan, options, checkpoint, image=batch.job.request.image is not None)
-            frames = exact if setting == FULL else make(pipe, batch, skipping, setting, found)
+            frames = exact
+            if setting != FULL:
+                parts = one_by_one(batch) if setting in found.alone else [batch]
+                frames = found.add(setting, [make(pipe, part, skipping(pipe, batch, plan, options)) for part in parts])
+            found.first.setdefault(setting, frames[0])
             found.comparisons[setting] += compared(frames, exact, batch.samples, perceptual)
             newest = summary(found.comparisons[setting])
             show(f"{setting}: {len(found.comparisons[setting])} of {len(samples)} videos, {newest['psnr']} dB so far")
@@ -151,8 +199,21 @@ def measure_quality(
     return found
 
 
-def make(pipe: Pipeline, batch: Batch, plan: Plan, name: str, found: Measured) -> Tensor:
-    """uint8 [B, F, H, W, 3] on the CPU. Notes seconds of denoising and forwards under `name`."""
+def skipping(pipe: Pipeline, batch: Batch, plan: Plan, options: SkipOptions | None) -> Plan:
+    models = pipe.models
+    image = batch.job.request.image is not None
+    return skip_forwards(plan, options, models.checkpoint, models.low_checkpoint, image=image)
+
+
+def warm_up(pipe: Pipeline, batch: Batch, plan: Plan, alone: bool) -> None:
+    """A full run that is not timed: loading, compiling and tuning are no part of any setting's seconds."""
+    show("warming up")
+    make(pipe, batch, plan)
+    if alone:
+        make(pipe, next(one_by_one(batch)), plan)
+
+
+def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
     models, report = pipe.models, Report(pipe.models.device)
     forwards = 0
 
@@ -171,12 +232,9 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan, name: str, found: Measured) -
         batched=batch.job.batched and len(batch.samples) == 1,
         on_step=count,
     )
-    found.seconds[name] = found.seconds.get(name, 0.0) + time.perf_counter() - begin
-    found.forwards[name] = forwards
+    seconds = time.perf_counter() - begin
     images = decode_images(models.vae(), latents, report, dtype=torch.uint8)
-    videos = images.unflatten(0, (len(batch.samples), -1))
-    found.first.setdefault(name, videos[0])
-    return videos
+    return Run(images.unflatten(0, (len(batch.samples), -1)), seconds, forwards)
 
 
 def compared(frames: Tensor, exact: Tensor, samples: Sequence[Sample], perceptual: Distance) -> list[Comparison]:
@@ -198,13 +256,6 @@ def chosen(options: argparse.Namespace, pipe: Pipeline) -> list[Sample]:
     if options.count < 1 or options.batch < 1:
         raise OptionError(f"count {options.count} and batch {options.batch} given; both must be at least 1")
     return choose_samples(options.prompts, options.count, options.seed, pipe.models.task.name.endswith("-tiny"))
-
-
-def check_writable(*paths: Path | None) -> None:
-    """Raise OptionError now if a file could not be written there: before the work, not after."""
-    for path in paths:
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise OptionError(f"cannot write {path}: its folder must exist, and the name must be a file's")
 
 
 def show(words: str) -> None:

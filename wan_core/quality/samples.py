@@ -79,6 +79,18 @@ def batches(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int)
         yield Batch(group, jobs[0], joined(conditionings), noise.to(pipe.models.device))
 
 
+def one_by_one(batch: Batch) -> Iterator[Batch]:
+    """The videos of a batch, each as one of its own."""
+
+    def row(rows: Tensor | None, n: int) -> Tensor | None:
+        return None if rows is None else rows[n : n + 1]
+
+    for n, sample in enumerate(batch.samples):
+        c = batch.conditioning
+        part = replace(c, cond=c.cond[n : n + 1], concat=row(c.concat, n), known=row(c.known, n))
+        yield replace(batch, samples=[sample], conditioning=part, noise=batch.noise[n : n + 1])
+
+
 @contextmanager
 def first_frame(pipe: Pipeline, request: Request, sample: Sample) -> Iterator[Request]:
     """`request` with an image, where the embedded image-to-video model needs one: the scene's own first frame."""
