@@ -22,11 +22,11 @@ from torch import Tensor
 
 from wan_core.attention.sdpa import math_lse
 from wan_core.kernels.formats import FP8, FP8_MAX, Quantized
+from wan_core.kernels.fused import K_MEAN_EVERY
 
 Kernel = Callable[[Quantized, Quantized, Quantized], Quantized]
 KernelLse = Callable[[Quantized, Quantized, Quantized], tuple[Quantized, Tensor]]
 
-MEAN_STRIDE = 32  # tokens between those that K's mean is taken over
 SMALLEST_FP16 = 2.0**-7  # the same where the inverse must be a number in fp16
 SMALLEST = 2.0**-100  # largest magnitude assumed of a tensor of zeros: its scale is then a number that has an inverse
 EXPONENT = 0x7F800000  # the exponent bits of a float32
@@ -61,7 +61,7 @@ class Fp8Attention:
 
 def key_mean(k: Tensor) -> Tensor:
     """Roughly the mean over tokens of k [B, S, H, D]: [B, 1, H, D] in k's dtype. Rounding it does no harm."""
-    return k[:, ::MEAN_STRIDE].mean(1, keepdim=True, dtype=torch.float32).to(k.dtype)
+    return k[:, ::K_MEAN_EVERY].mean(1, keepdim=True, dtype=torch.float32).to(k.dtype)
 
 
 def quantize(x: Tensor, offset: Tensor | None = None) -> Quantized:
