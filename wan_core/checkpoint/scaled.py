@@ -82,4 +82,4 @@ def _is_plain_fp8(checkpoint: Checkpoint, name: str) -> bool:
         found = json.loads(bytes(checkpoint.read(name).flatten().tolist()))
     except ValueError:
         return False
-    return isinstance(found, dict) and str(found.get("format", "")).startswith("float8_e4m3")
+    return isinstance(found, dict) and str(found.get("format", "")).startswith("float8_e")
