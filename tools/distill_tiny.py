@@ -104,7 +104,7 @@ def evaluate(options: argparse.Namespace, device: torch.device, teacher: Plan, d
     print(f"{samples} held-out captions" + " " * 10 + "forwards" + "".join(f"{claim:>12}" for claim in CLAIMS))
     for name, plan, models in trials:
         begin = time.monotonic()
-        # another seed than in training: its noise was drawn on the device, and must not come again here by chance
+        # far from the seed that training drew its noise from
         videos = generate(plan, models, vae, text, scenes, truth, batch=options.eval_batch, seed=options.seed + 10_000)
         seconds = time.monotonic() - begin
         verdicts = [judge(video, scene) for video, scene in zip(videos, scenes, strict=True)]
@@ -118,8 +118,9 @@ def evaluate(options: argparse.Namespace, device: torch.device, teacher: Plan, d
         }
         rows.append(row)
         print(f"{name:<28}{plan.forwards:>10}" + "".join(f"{row[c]:>12.1%}" for c in CLAIMS), flush=True)
-        sheet = name.replace(",", "").replace(" ", "_")
-        write_png(out / f"{sheet}.png", contact_sheet(videos[:SHEET_CLIPS]))
+        if plan in (teacher, student):
+            sheet = "teacher" if plan is teacher else "student"
+            write_png(out / f"{sheet}.png", contact_sheet(videos[:SHEET_CLIPS]))
     result = envelope("distilled", device, rows) | {"seed": options.seed, "training": done}
     result["command"] = result["command"].replace("python -m wan_core", "python -m tools.distill_tiny")
     print(write_result(result, out, device))

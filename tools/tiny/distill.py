@@ -268,17 +268,18 @@ def latent_shape(run: Distillation) -> tuple[int, ...]:
     return tuple(vae.encode(video, chunk=None).shape[1:])
 
 
+def load_experts(run: Distillation) -> dict[Expert, WanModel]:
+    loaded: dict[Expert, WanModel] = {}
+    for name in EXPERTS:
+        loaded[name] = load_dit(part_path(run.init, f"t2v_{name}"), device=run.device, dtype=torch.float32)
+    return loaded
+
+
 def distill(run: Distillation) -> dict[str, float | int]:
     """Train, and leave `lora_path(run.out, ...)` of both experts: at every look that finds them better than before, so
     that a run that is cut short leaves a result. Returns what it did, in numbers."""
     student, teacher = student_plan(), run.teacher
-    loaded = {
-        name: load_dit(part_path(run.init, f"t2v_{name}"), device=run.device, dtype=torch.float32) for name in EXPERTS
-    }
-    teachers: dict[Expert, WanModel] = {name: expert.requires_grad_(False) for name, expert in loaded.items()}
-    experts: dict[Expert, WanModel] = {
-        name: load_dit(part_path(run.init, f"t2v_{name}"), device=run.device, dtype=torch.float32) for name in EXPERTS
-    }
+    teachers, experts = load_experts(run), load_experts(run)
     for expert in (*teachers.values(), *experts.values()):
         run_in_bf16(expert, run.device, run.bf16)
     adapters: dict[Expert, Adapter] = {name: Adapter(expert, run.rank) for name, expert in experts.items()}
