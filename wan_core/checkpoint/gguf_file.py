@@ -108,7 +108,7 @@ class Cursor:
         if kind != ARRAY:
             raise self.fault(f"a note of the unknown type {kind}")
         items, count = self.number("I"), self.number("Q")
-        if items not in SCALARS and items != STRING or count > MAX_ARRAY:
+        if (items not in SCALARS and items != STRING) or count > MAX_ARRAY:
             raise self.fault(f"a list of {count} values of type {items}")
         found = Array(items, count, self.at)
         if items == STRING:
@@ -218,7 +218,9 @@ def _first_value(cursor: Cursor, notes: dict[str, object]) -> int:
 def _placed(stored: list[Stored], notes: dict[str, object], cursor: Cursor, available: int) -> list[Stored]:
     """The tensors with their sizes in bytes and their shapes as they were before they were packed, each checked to lie
     inside the file and outside the others."""
-    unknown = sorted({OTHERS.get(e.code, f"number {e.code}") for e in stored if e.code not in PLAIN and e.code not in PACKED})
+    unknown = sorted(
+        {OTHERS.get(e.code, f"number {e.code}") for e in stored if e.code not in PLAIN and e.code not in PACKED}
+    )
     if unknown:
         raise CheckpointError(
             f"it holds tensors of the type {listing(unknown)}, which this version does not read; it reads F32, F16, "
@@ -227,7 +229,7 @@ def _placed(stored: list[Stored], notes: dict[str, object], cursor: Cursor, avai
         )
     found = [_sized(entry, notes, cursor) for entry in stored]
     if not found:
-        raise CheckpointError("it holds no tensors", where=cursor.where)
+        raise CheckpointError("a GGUF file that holds no tensors. Download it again.", where=cursor.where)
     if len({entry.name for entry in found}) < len(found):
         raise cursor.fault("a tensor's name appears twice")
     end = 0

@@ -29,8 +29,12 @@ def proto(
     """The serialised model. Raises ValueError where the notes do not describe one."""
     if not pieces or not len(pieces) == len(scores) == len(kinds):
         raise ValueError(f"its notes give {len(pieces)} pieces, {len(scores)} scores and {len(kinds)} kinds")
-    if not all(isinstance(piece, str) for piece in pieces) or not all(kind in KINDS for kind in kinds):
+    sound = all(isinstance(piece, str) for piece in pieces)
+    sound = sound and all(isinstance(score, float) and abs(score) < 1e30 for score in scores)
+    if not sound or not all(isinstance(kind, int) and kind in KINDS for kind in kinds):
         raise ValueError("its notes do not list pieces with scores and kinds")
+    if not all(isinstance(value, int) for value in charsmap):
+        raise ValueError("its notes hold a table of characters that is no list of bytes")
     out = bytearray()
     for piece, score, kind in zip(pieces, scores, kinds, strict=True):
         text = piece.encode()

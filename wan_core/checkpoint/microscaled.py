@@ -2,8 +2,8 @@
 
 Which matrix is in which format is said beside it (`X.comfy_quant`, JSON as bytes) or for all together in the file's
 notes (`_quantization_metadata`). `X.weight` holds the numbers, `X.weight_scale` the scales of groups and, for NVFP4,
-`X.weight_scale_2` that of the tensor; see `kernels.microscaling`. `X.input_scale` is not used: activations are measured.
-FP8 matrices with scales (`scaled`) may stand beside these and are left to it.
+`X.weight_scale_2` that of the tensor; see `kernels.microscaling`. `X.input_scale` is not used, because activations are
+measured. FP8 matrices with scales (`scaled`) may stand beside these and are left to it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
         shape = _shape(fmt, {part: tensors[name] for part, name in own.items()})
         if shape is None:
             found = ", ".join(f"{part} {tensors[n].dtype} {list(tensors[n].shape)}" for part, n in own.items())
-            raise CheckpointError(f"{module} is said to be {fmt}, and its parts do not fit: {found}", where=checkpoint.describe())
+            raise CheckpointError(
+                f"{module} is said to be {fmt}, and its parts do not fit: {found}", where=checkpoint.describe()
+            )
         nbytes = sum(tensors[name].nbytes for name in own.values())
         for name in (*own.values(), f"{module}.input_scale", f"{module}.{DESCRIPTION}"):
             tensors.pop(name, None)

@@ -69,7 +69,8 @@ def _open_file(path: Path) -> Checkpoint:
         if recognise(head):
             raise CheckpointError(fault, where=where)
     raise CheckpointError(
-        f"neither a safetensors, a torch nor a GGUF file: it begins with {head[:8].hex(' ')}. Download or convert it again.",
+        f"neither a safetensors, a torch nor a GGUF file: it begins with {head[:8].hex(' ')}. Download or convert it "
+        "again.",
         where=where,
     )
 

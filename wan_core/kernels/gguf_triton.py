@@ -100,9 +100,7 @@ def _unpack_kernel(data, halves, out, total, CODE: tl.constexpr, NUMBERS: tl.con
 def unpack(data: Tensor, fmt: BlockFormat, dtype: torch.dtype) -> Tensor:
     """[..., row bytes] uint8 on a GPU -> [..., K] in `dtype`. Every format's blocks have an even number of bytes."""
     data = data.contiguous()
-    out = torch.empty(
-        (*data.shape[:-1], data.shape[-1] // fmt.bytes * fmt.numbers), dtype=dtype, device=data.device
-    )
+    out = torch.empty((*data.shape[:-1], data.shape[-1] // fmt.bytes * fmt.numbers), dtype=dtype, device=data.device)
     total = out.numel()
     if total:
         with torch.cuda.device(data.device):
