@@ -16,7 +16,7 @@ from pathlib import Path
 from wan_core.bench.options import add_bench_options
 from wan_core.cli.generate import run_decode, run_generate
 from wan_core.cli.inform import run_bench, run_check, run_doctor, run_plan, run_quantize
-from wan_core.cli.options import add_model_options, add_plan_options, add_request_options
+from wan_core.cli.options import add_lora_options, add_model_options, add_plan_options, add_request_options
 from wan_core.cli.quality import run_calibrate, run_quality
 from wan_core.config import PRECISIONS, TASKS, UserError
 from wan_core.quality.options import add_calibrate_options, add_quality_options
@@ -87,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--high", type=Path, help="the expert's file or folder: a MagCache curve beside it is used")
     plan.add_argument("--low", type=Path, help="the low-noise expert's, whose name may say that it is step-distilled")
     plan.add_argument("--image", action="store_true", help="as for a video that starts from an image (TI2V-5B)")
+    add_lora_options(plan)
     add_plan_options(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.set_defaults(run=run_plan)
