@@ -108,7 +108,7 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
     residency = Residency(report.device, policy)
     wanted = read_loras(options.loras, parts.dit, "low" in parts.of)
     mapped = policy == "swap" and quantization is None and parts.of["high"].path is not None
-    scaled = parts.of["high"].scaled or parts.of["high"].packed is not None
+    scaled = parts.of["high"].scaled or is_packed(quantization)
     how, why = choose_mode(options.lora_mode, scaled=scaled, quantized=quantization is not None, mapped=mapped)
     for name, part in parts.of.items():
         loras = wanted.get(name, [])

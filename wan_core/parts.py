@@ -76,6 +76,7 @@ class Part:
     scaled: bool = False  # stored in FP8 with scales
     path: Path | None = None  # of its file or folder
     packed: PackedSize | None = None  # of what may stay packed in memory, None if nothing is
+    fp8_parameters: int = 0  # of matrices of the blocks that are stored in FP8 with scales
 
     def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
         """Of its weights in memory."""
@@ -87,6 +88,8 @@ class Part:
         dim, ffn = self.config.dim, self.config.ffn_dim
         blocks = self.config.num_layers - 2 * quantization.keep_blocks
         encoded = blocks * (8 * dim * dim + 2 * dim * ffn)
+        if quantization.as_stored:
+            encoded = min(encoded, self.fp8_parameters)
         return encoded + (self.parameters - encoded) * dtype.itemsize
 
 
@@ -244,6 +247,9 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
         path=path,
         scaled=bool(found.scales),
         packed=packed_size(checkpoint, found),
+        fp8_parameters=sum(
+            prod(checkpoint.tensors[found.names[ours]].shape) for ours in found.scales if ours.startswith("blocks.")
+        ),
     )
 
 

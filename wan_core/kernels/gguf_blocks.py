@@ -12,6 +12,7 @@ Legend: n blocks. Functions take uint8 [n, bytes] and give float32 [n, numbers].
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -50,21 +51,25 @@ def _half(pair: Tensor) -> Tensor:
     return pair.contiguous().view(torch.float16).float()
 
 
-def _shifted(data: Tensor, *shifts: int) -> Tensor:
-    """data [..., b] -> [..., shifts, b]: every byte shifted right by each of `shifts`."""
-    by = torch.tensor(shifts, dtype=torch.uint8, device=data.device)
-    return data.unsqueeze(-2) >> by[:, None]
+def _shifts(count: int, like: Tensor) -> Tensor:
+    """What cuts a byte into `count` equal parts, lowest first: 0, 4 or 0, 2, 4, 6 or 0 ... 7. Made on the device, since
+    a copy from the host would wait, and cannot be captured into a graph."""
+    return torch.arange(0, 8, 8 // count, dtype=torch.uint8, device=like.device)
+
+
+def _cut(data: Tensor, count: int) -> Tensor:
+    """data [..., b] -> [..., count, b]: first the lowest bits of all b bytes, then the next."""
+    return (data.unsqueeze(-2) >> _shifts(count, data)[:, None]) & (2 ** (8 // count) - 1)
+
+
+def _unfolded(data: Tensor, count: int) -> Tensor:
+    """data [n, b] -> [n, b * count]: the parts of each byte beside each other, lowest first."""
+    return ((data.unsqueeze(-1) >> _shifts(count, data)) & (2 ** (8 // count) - 1)).flatten(1)
 
 
 def _nibbles(data: Tensor, width: int) -> Tensor:
     """[n, b] -> [n, 2b]: of each `width` bytes first the low halves, then the high ones."""
-    return (_shifted(data.unflatten(-1, (-1, width)), 0, 4) & 15).flatten(1)
-
-
-def _bits(data: Tensor) -> Tensor:
-    """[n, 4] -> [n, 32]: the bits of a little-endian word, lowest first."""
-    by = torch.arange(8, dtype=torch.uint8, device=data.device)
-    return ((data.unsqueeze(-1) >> by) & 1).flatten(1)
+    return _cut(data.unflatten(-1, (-1, width)), 2).flatten(1)
 
 
 # ------------------------------------------------------------------------------------------- 32 numbers, one scale each
@@ -79,12 +84,12 @@ def _q4_1(b: Tensor) -> Tensor:
 
 
 def _q5_0(b: Tensor) -> Tensor:
-    q = _nibbles(b[:, 6:], 16) | (_bits(b[:, 2:6]) << 4)
+    q = _nibbles(b[:, 6:], 16) | (_unfolded(b[:, 2:6], 8) << 4)
     return _half(b[:, :2]) * (q.float() - 16)
 
 
 def _q5_1(b: Tensor) -> Tensor:
-    q = _nibbles(b[:, 8:], 16) | (_bits(b[:, 4:8]) << 4)
+    q = _nibbles(b[:, 8:], 16) | (_unfolded(b[:, 4:8], 8) << 4)
     return _half(b[:, :2]) * q.float() + _half(b[:, 2:4])
 
 
@@ -119,12 +124,12 @@ def _q4_k(b: Tensor) -> Tensor:
 
 
 def _q5_k(b: Tensor) -> Tensor:
-    high = (_shifted(b[:, 16:48], *range(8)) & 1).flatten(1)  # bit i of byte j belongs to number 32 i + j
+    high = _cut(b[:, 16:48], 8).flatten(1)  # bit i of byte j belongs to number 32 i + j
     return _scaled_and_shifted(b, _nibbles(b[:, 48:], 32) | (high << 4))
 
 
 def _q6_k(b: Tensor) -> Tensor:
-    high = (_shifted(b[:, 128:192].unflatten(1, (2, 32)), 0, 2, 4, 6) & 3).flatten(1)
+    high = _cut(b[:, 128:192].unflatten(1, (2, 32)), 4).flatten(1)
     q = (_nibbles(b[:, :128], 64) | (high << 4)).float() - 32
     scale = _half(b[:, 208:]) * b[:, 192:208].contiguous().view(torch.int8).float()
     return (scale[..., None] * q.unflatten(1, (16, 16))).flatten(1)
@@ -132,11 +137,11 @@ def _q6_k(b: Tensor) -> Tensor:
 
 def _q3_k(b: Tensor) -> Tensor:
     packed = b[:, 96:108]
-    low = (_shifted(packed[:, :8], 0, 4) & 15).flatten(1)
-    high = (_shifted(packed[:, 8:], 0, 2, 4, 6) & 3).flatten(1)
+    low = _cut(packed[:, :8], 2).flatten(1)
+    high = _cut(packed[:, 8:], 4).flatten(1)
     scale = _half(b[:, 108:]) * ((low | (high << 4)).float() - 32)
-    q = (_shifted(b[:, 32:96].unflatten(1, (2, 32)), 0, 2, 4, 6) & 3).flatten(1)
-    raised = (_shifted(b[:, :32], *range(8)) & 1).flatten(1)  # where this bit is not set, 4 is taken off
+    q = _cut(b[:, 32:96].unflatten(1, (2, 32)), 4).flatten(1)
+    raised = _cut(b[:, :32], 8).flatten(1)  # where this bit is not set, 4 is taken off
     q = q.float() - 4 * (1 - raised.float())
     return (scale[..., None] * q.unflatten(1, (16, 16))).flatten(1)
 
@@ -144,7 +149,7 @@ def _q3_k(b: Tensor) -> Tensor:
 def _q2_k(b: Tensor) -> Tensor:
     scale = _half(b[:, 80:82]) * (b[:, :16] & 15).float()
     minimum = _half(b[:, 82:]) * (b[:, :16] >> 4).float()
-    q = (_shifted(b[:, 16:80].unflatten(1, (2, 32)), 0, 2, 4, 6) & 3).flatten(1).float()
+    q = _cut(b[:, 16:80].unflatten(1, (2, 32)), 4).flatten(1).float()
     return (scale[..., None] * q.unflatten(1, (16, 16)) - minimum[..., None]).flatten(1)
 
 
@@ -153,8 +158,13 @@ def _q2_k(b: Tensor) -> Tensor:
 STEPS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
+@functools.cache
+def _table(device: torch.device) -> Tensor:
+    return torch.tensor(STEPS, dtype=torch.float32, device=device)
+
+
 def _steps(nibbles: Tensor) -> Tensor:
-    return torch.tensor(STEPS, dtype=torch.float32, device=nibbles.device)[nibbles.int()]
+    return _table(nibbles.device)[nibbles.int()]
 
 
 def _iq4_nl(b: Tensor) -> Tensor:
@@ -163,10 +173,7 @@ def _iq4_nl(b: Tensor) -> Tensor:
 
 def _iq4_xs(b: Tensor) -> Tensor:
     """Eight scales of 6 bits: four low bits each in bytes 4-7, two high bits each in bytes 2-3."""
-    low = ((b[:, 4:8].unsqueeze(-1) >> torch.tensor([0, 4], dtype=torch.uint8, device=b.device)) & 15).flatten(1)
-    by = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=b.device)
-    high = ((b[:, 2:4].unsqueeze(-1) >> by) & 3).flatten(1)
-    scale = _half(b[:, :2]) * ((low | (high << 4)).float() - 32)
+    scale = _half(b[:, :2]) * ((_unfolded(b[:, 4:8], 2) | (_unfolded(b[:, 2:4], 4) << 4)).float() - 32)
     return (scale[..., None] * _steps(_nibbles(b[:, 8:], 16)).unflatten(1, (8, 32))).flatten(1)
 
 

@@ -30,8 +30,8 @@ def _signed(value):
 
 @triton.jit
 def _unpack_kernel(data, halves, out, total, CODE: tl.constexpr, NUMBERS: tl.constexpr, BYTES: tl.constexpr,
-                   WIDTH: tl.constexpr):  # fmt: skip
-    """`halves` is `data` as float16. CODE is ggml's number of the format."""
+                   PAIRED: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """`halves` is `data` as float16. CODE is ggml's number of the format, PAIRED whether it is Q4_K or Q5_K."""
     index = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = index < total
     index = tl.minimum(index, total - 1)
@@ -57,7 +57,7 @@ def _unpack_kernel(data, halves, out, total, CODE: tl.constexpr, NUMBERS: tl.con
             high = (_byte(at, 4 + j // 8) >> (j % 8)) & 1
             q = ((_byte(at, 8 + j % 16) >> (j // 16 * 4)) & 15) | (high << 4)
             value = scale * q.to(tl.float32) + tl.load(half + 1).to(tl.float32)
-    elif CODE == 12 or CODE == 13:  # Q4_K, Q5_K
+    elif PAIRED:
         sub = j // 32
         low = sub % 4
         first = _byte(at, 4 + low)
@@ -105,6 +105,14 @@ def unpack(data: Tensor, fmt: BlockFormat, dtype: torch.dtype) -> Tensor:
     if total:
         with torch.cuda.device(data.device):
             _unpack_kernel[(triton.cdiv(total, WIDTH),)](
-                data, data.view(torch.float16), out, total, fmt.code, fmt.numbers, fmt.bytes, WIDTH
+                data,
+                data.view(torch.float16),
+                out,
+                total,
+                fmt.code,
+                fmt.numbers,
+                fmt.bytes,
+                fmt.name in ("Q4_K", "Q5_K"),
+                WIDTH,
             )
     return out

@@ -14,6 +14,8 @@ Legend: N rows, K numbers of a row, G groups of a row.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,13 +53,18 @@ def power_of_two(code: Tensor) -> Tensor:
     return torch.where(code == 255, torch.nan, value)
 
 
+@functools.cache
+def _table(device: torch.device) -> Tensor:
+    """On the device already, since a copy from the host would wait, and cannot be captured into a graph."""
+    return torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
+
+
 def decode_nvfp4(data: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
     """data uint8 [N, K/2], scales uint8 (E4M3) as stored, scale float32 one number -> float32 [N, K]."""
     n, k = data.shape[0], data.shape[1] * 2
     codes = torch.stack((data >> 4, data & 15), -1).flatten(1).int()
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=data.device)
     groups = untiled(scales, n, k // 16).contiguous().view(FP8).float() * scale.reshape(()).float()
-    return (table[codes].unflatten(1, (-1, 16)) * groups[..., None]).flatten(1)
+    return (_table(data.device)[codes].unflatten(1, (-1, 16)) * groups[..., None]).flatten(1)
 
 
 def encode_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

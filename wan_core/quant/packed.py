@@ -118,7 +118,7 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 [...] -> [..., C]."""
-        return gguf_blocks.unpack(F.embedding(ids, self.weight), self.packing, self.dtype)
+        return gguf_blocks.unpack(self.weight[ids], self.packing, self.dtype)
 
 
 def _declare(module: nn.Module, packed: Packed | None) -> str:
