@@ -43,6 +43,7 @@ from wan_core.text.tokenizer import Tokenizer
 from wan_core.text.umt5 import TextEncoder, UMT5Encoder
 
 TINY = Path(__file__).parent / "assets" / "tiny"
+TINY_LORAS = {expert: TINY / "lora" / f"t2v_4step_lora_{expert}_noise.safetensors" for expert in ("high", "low")}
 PARTS = ("high", "low", "text_encoder", "vae")
 RANDOM = {"t2v-A14B": (T2V_A14B, VAE_21), "i2v-A14B": (I2V_A14B, VAE_21), "ti2v-5B": (TI2V_5B, VAE_22)}
 TASK_OF_CHANNELS = {16: "t2v-A14B", 36: "i2v-A14B", 48: "ti2v-5B"}
@@ -133,8 +134,7 @@ def own_loras(options: LoadOptions, preset: str, *, image: bool = False) -> Load
         return options
     if options.task not in (None, "t2v-tiny") or options.high or options.low:
         return options
-    files = {expert: TINY / f"t2v_4step_lora_{expert}_noise.safetensors" for expert in ("high", "low")}
-    loras = (LoraOptions(path=str(path), expert=expert) for expert, path in files.items() if path.exists())
+    loras = (LoraOptions(path=str(path), expert=expert) for expert, path in TINY_LORAS.items())
     return replace(options, loras=tuple(loras))
 
 
