@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import gguf
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.gguf_files import llama_name, matrices, random_rows, tokenizer_notes, write
+from wan_core.bench.gguf_files import ENCODERS, encode_q8_0, write_gguf
 from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint, save
 from wan_core.checkpoint.random import random_module
+from wan_core.cli import main
 from wan_core.config import DiTConfig, LoadOptions, OptionError, Request
 from wan_core.kernels.gguf_blocks import FORMATS, unpack, unpack_reference
 from wan_core.models import PACKED, precision_of
@@ -322,3 +325,42 @@ def test_a_text_encoder_without_a_tokenizer(tmp_path: Path) -> None:
     beside = tmp_path / "spiece.model"
     beside.write_bytes(encoder.tokenizer.proto)
     assert load_text_encoder(tmp_path / "t.gguf").tokenizer.proto == encoder.tokenizer.proto
+
+
+# ---------------------------------------------------------------------------------------------------------- measurement
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_what_the_benchmark_writes_is_what_the_package_reads(tmp_path: Path, name: str) -> None:
+    state = {**plain(), "blocks.0.ffn.0.weight": torch.zeros(512, 256)}  # scales of zero
+    packed = dict.fromkeys((f"{linear}.weight" for linear in NAMES), name)
+    write_gguf(tmp_path / "m.gguf", state, packed, {key: str(value) for key, value in NOTES.items()})
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert theirs.keys() == state.keys()
+    found = load_dit(tmp_path / "m.gguf", dtype=torch.float32).state_dict()
+    for key, value in state.items():
+        numbers = gguf.quants.dequantize(theirs[key].data, theirs[key].tensor_type)
+        assert np.array_equal(found[key].numpy(), numbers.reshape(value.shape))
+        error = float((found[key] - value).norm() / value.norm().clamp(min=1e-9))
+        assert error < {"Q8_0": 0.007, "Q4_K": 0.11}[name] if key in packed else error == 0
+    if name == "Q8_0":  # the package can encode it too
+        weight = state["blocks.1.ffn.0.weight"]
+        expected = gguf.quants.quantize(weight.numpy(), Kind.Q8_0)
+        assert (encode_q8_0(weight).numpy() == expected).mean() > 0.99  # it divides by the scale before rounding that
+
+
+@pytest.mark.slow
+def test_the_suite_measures_every_way_to_hold_a_file(tmp_path: Path) -> None:
+    source, out = tmp_path / "m.safetensors", tmp_path / "gguf.json"
+    save(random_module(SMALL, device=CPU, dtype=torch.float32, seed=1), source)
+    command = ["bench", "--suite", "gguf", "--device", "cpu", "--model", str(source), "--precision", "fp32"]
+    small = ["--size", "32x32x5", "--runs", "1", "--scratch", str(tmp_path), "--out", str(out)]
+    assert main([*command, *small]) == 0
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == ["fp32", "fp8", "Q8_0", "Q8_0 as fp8", "Q4_K", "Q4_K as fp8"]
+    assert rows["Q4_K"]["weights_gib"] <= rows["Q8_0"]["weights_gib"] <= rows["fp32"]["weights_gib"]
+    assert rows["fp32"]["error"] == 0 < rows["Q8_0"]["error"] < rows["Q4_K"]["error"] < 0.2
+    assert all(rows[name]["load_seconds"] > 0 and "file_gib" in rows[name] for name in ("Q8_0", "Q4_K as fp8"))
+    assert "widen_ms" in rows["Q4_K"] and "widen_ms" not in rows["Q4_K as fp8"]
+    assert not list(tmp_path.glob("wancore-gguf-*")), "its files are gone"
+    assert main([*command, "--scratch", str(tmp_path / "nowhere")]) == 2
