@@ -34,10 +34,15 @@ from wan_core.kernels.formats import Quantized
 from wan_core.model.dit import WanModel
 from wan_core.quant.linear import QuantLinear
 from wan_core.quant.lora import attach, detach
+from wan_core.quant.packed import PackedLinear
 from wan_core.quant.swap import quantized_names
 
 EXPERTS = ("high", "low")
-_EXPERT = re.compile(r"(?<![a-z])(high|low)([ ._-]*(noise|expert|model|lora)|[ ._-]*(v?\d+)*$)", re.IGNORECASE)
+# In capitals anywhere; otherwise before such a word, or at the end but for versions and precisions: "high_detail" is none.
+_EXPERT = re.compile(
+    r"(?<![A-Za-z])(?:(HIGH|LOW)(?![A-Za-z])|((?i:high|low))[ ._-]*(?:(?i:noise|expert|model|lora)"
+    r"|(?:[ ._-]*(?i:v|b?fp?|rank|epoch|e|step|s)?\d+)*$))"
+)
 
 
 # ------------------------------------------------------------------------------------------------------------ which one
@@ -62,7 +67,7 @@ def expert_of(options: LoraOptions, metadata: Mapping[str, str]) -> str | None:
         return options.expert
     if metadata.get("expert") in EXPERTS:
         return metadata["expert"]
-    named = {match[1].lower() for match in _EXPERT.finditer(Path(options.path).stem)}
+    named = {(match[1] or match[2]).lower() for match in _EXPERT.finditer(Path(options.path).stem)}
     return named.pop() if len(named) == 1 else None
 
 
@@ -214,6 +219,12 @@ class AppliedLoras:
             module = None
         quantized = module if isinstance(module, QuantLinear) else None
         prefix = name.rpartition(".")[0]
+        if isinstance(quantized, PackedLinear):
+            raise OptionError(
+                f"{changes[0][0].words} changes {name}, which is packed ({quantized.packing}) and takes products of low "
+                "rank beside it, no sums: merge this LoRA while the weights are read (--lora-mode merge), or use a file "
+                "of 16 bits"
+            )
         names = [name] if quantized is None else [f"{prefix}.weight", f"{prefix}.weight_scale"]
         if name not in self.before:
             self.before[name] = {n: model.get_parameter(n).detach().to("cpu", copy=True) for n in names}
