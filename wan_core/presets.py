@@ -53,7 +53,8 @@ def find_preset(name: str, files: Sequence[Path] = ()) -> tuple[Preset | None, s
     for. files: of the experts and their LoRAs. Raises OptionError for an unknown name."""
     check_choice("preset", name, CHOICES)
     if name != "auto":
-        return PRESETS.get(name), "asked for"
+        doubtful = files and not any(distilled_steps(file) for file in files)
+        return PRESETS.get(name), f"asked for{', and no file says that it is step-distilled' if doubtful else ''}"
     for file in files:
         steps = distilled_steps(file)
         if steps is not None:
