@@ -100,7 +100,8 @@ class WanCoreModelLoader(io.ComfyNode):
                     "precision",
                     options=list(PRECISIONS),
                     default="checkpoint",
-                    tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU; fp16 is "
+                    tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and weights "
+                    "that the file packs (GGUF, NVFP4, MXFP8) stay packed in memory; fp16 is "
                     "never used, because Wan's activations overflow in it. 'fp8' multiplies the blocks' matrices in "
                     "FP8, faster and in half the memory, with a scale for every row ('-tensor', '-block': for those); "
                     "it needs a GPU with FP8 units (Ada or newer, for '-block' Hopper). 'te-...' does so with the "
@@ -288,14 +289,15 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
                     "text_encoder",
                     options=[*embedded("text_encoder"), *host.model_names("text_encoders")],
                     default=TINY_T2V,
-                    tooltip="UMT5 in models/text_encoders, in the official, Diffusers or ComfyUI layout. Files without "
-                    "a tokenizer inside need spiece.model beside them.",
+                    tooltip="UMT5 in models/text_encoders, in the official, Diffusers or ComfyUI layout, or GGUF. "
+                    "Files without a tokenizer inside need spiece.model beside them.",
                 ),
                 io.Combo.Input(
                     "precision",
                     options=list(PLAIN),
                     default="checkpoint",
-                    tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU.",
+                    tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and packed "
+                    "weights (GGUF, FP8 with scales) stay packed in memory.",
                 ),
             ],
             outputs=[io.Clip.Output("clip", display_name="clip", tooltip="The text encoder.")],

@@ -18,8 +18,9 @@ from tests.gguf_files import llama_name, matrices, random_rows, tokenizer_notes,
 from wan_core.bench.gguf_files import ENCODERS, encode_q8_0, write_gguf
 from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint, save
 from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
-from wan_core.config import DiTConfig, LoadOptions, OptionError, Request
+from wan_core.config import DiTConfig, LoadOptions, LoraOptions, OptionError, Request
 from wan_core.kernels.gguf_blocks import FORMATS, unpack, unpack_reference
 from wan_core.models import PACKED, precision_of
 from wan_core.optimize import compile_blocks
@@ -180,7 +181,7 @@ def test_encoded_as_fp8_when_loaded(tmp_path: Path) -> None:
     meant = write(tmp_path / "m.gguf", plain(), matrices("Q6_K"), notes=NOTES)
     model = load_dit(tmp_path / "m.gguf", dtype=torch.bfloat16, quantization=Quantization(Fp8RowLinear, CPU))
     linear = model.get_submodule("blocks.1.ffn.0")
-    expected = Fp8RowLinear.encode(meant["blocks.1.ffn.0.weight"].bfloat16())
+    expected = Fp8RowLinear.encode(meant["blocks.1.ffn.0.weight"])
     assert torch.equal(linear.weight.view(torch.uint8), expected["weight"].view(torch.uint8))
 
 
@@ -364,3 +365,34 @@ def test_the_suite_measures_every_way_to_hold_a_file(tmp_path: Path) -> None:
     assert "widen_ms" in rows["Q4_K"] and "widen_ms" not in rows["Q4_K as fp8"]
     assert not list(tmp_path.glob("wancore-gguf-*")), "its files are gone"
     assert main([*command, "--scratch", str(tmp_path / "nowhere")]) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------- LoRAs
+
+
+@pytest.mark.parametrize("mode", ["attach", "merge"])
+@torch.no_grad()
+def test_a_lora_on_packed_weights(tmp_path: Path, mode: str) -> None:
+    """Attached, the bytes stay as they are; merged, the matrices that it changes are widened and the others stay."""
+    model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
+    notes = {"num_heads": model.config.num_heads, "text_len": model.config.text_len, "eps": model.config.eps}
+    meant = write(tmp_path / "m.gguf", model.state_dict(), matrices("Q8_0"), notes=notes)
+    name, generator = "blocks.2.ffn.0", torch.Generator().manual_seed(1)
+    n, k = meant[f"{name}.weight"].shape
+    up, down = torch.randn(n, 4, generator=generator) * 0.2, torch.randn(4, k, generator=generator) * 0.2
+    pair = {f"diffusion_model.{name}.lora_{which}.weight": value for which, value in (("A", down), ("B", up))}
+    write_safetensors(pair, tmp_path / "lora.safetensors", {})
+    options = LoadOptions(
+        task="t2v-tiny", high=str(tmp_path / "m.gguf"), low=str(tmp_path / "m.gguf"), device="cpu",
+        text_encoder=str(TINY / "text_encoder.safetensors"), vae=str(TINY / "vae.safetensors"),
+        loras=(LoraOptions(path=str(tmp_path / "lora.safetensors"), strength=0.5),), lora_mode=mode,
+    )  # fmt: skip
+    loaded = Pipeline.load(options).models.expert("high")
+    packed = {key for key, m in loaded.named_modules() if isinstance(m, PackedLinear)}
+    assert packed == quantized_names(model.config) - ({name} if mode == "merge" else set())
+    meant[f"{name}.weight"] += 0.5 * up @ down
+    model.load_state_dict(meant)
+    generator = torch.Generator().manual_seed(2)
+    x, text = torch.randn(1, 16, 2, 8, 8, generator=generator), torch.randn(1, 4, 64, generator=generator)
+    found, expected = (one(x, torch.tensor([500.0]), text) for one in (loaded, model))
+    assert float((found - expected).norm() / expected.norm()) < 1e-5

@@ -201,7 +201,7 @@ def product_self_test(name: str, device: torch.device) -> float:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, WIDTH, generator=generator).to(device) for rows in (77, WIDTH))
     encoded = encode_mxfp8(weight) if name == "mxfp8" else encode_nvfp4(weight)
-    parts = dict(zip(("weight", "weight_scale", "weight_scale_2"), encoded, strict=False))
+    parts: dict[str, torch.Tensor] = dict(zip(("weight", "weight_scale", "weight_scale_2"), encoded, strict=False))
     out = mx.multiply(x.to(_dtype(device)), name, parts, None)
     expected = x @ weight.t()
     return float((out.float() - expected).norm() / expected.norm())

@@ -203,10 +203,11 @@ def _widened(
             for part, tensor in value.parts.items():
                 yield f"{module}.{part}", tensor.to(to.device)
         elif checkpoint.tensors[found.names[ours]].packing is None:
+            assert not isinstance(value, Packed)
             yield ours, value
         else:
             exact = to.asked is None and found.kind == "dit" and _FREE.fullmatch(ours)
-            dtype = torch.float32 if exact else to.main
+            dtype = torch.float32 if exact or module in quantized else to.main  # what is encoded is rounded once
             numbers = value.to(to.work).dequantize(dtype) if isinstance(value, Packed) else value.to(dtype)
             yield ours, numbers if module in quantized else numbers.to(to.device)
 

@@ -110,6 +110,8 @@ class PackedLinear(QuantLinear):
 class PackedEmbedding(nn.Module):
     """An embedding table that stays packed: only the rows that are looked up are widened."""
 
+    weight: Tensor  # uint8 [rows, row bytes]
+
     def __init__(self, dtype: torch.dtype, packed: Packed) -> None:
         """dtype: of what is looked up."""
         super().__init__()
