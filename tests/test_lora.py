@@ -1,4 +1,4 @@
-"""LoRAs: every spelling gives the dense sum, attached or merged; strengths change in place; taken away, no bit is left."""
+"""LoRAs: every spelling gives the dense sum, attached or merged; strengths change in place; none is left behind."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def wanted(state: dict[str, Tensor], strength: float = 1.0, key: str = "a") -> W
     return Wanted(read_lora(state, shapes()), strength, (key, 0, 0))
 
 
-# -------------------------------------------------------------------------------------------------------------- spellings
+# ------------------------------------------------------------------------------------------------------------ spellings
 
 FLAT = {"lora_unet_", "lora_unet__", "lycoris_"}
 PREFIXES = ("", "diffusion_model.", "model.diffusion_model.", *sorted(FLAT), "base_model.model.", "transformer.")
@@ -139,6 +139,10 @@ def kohya(module: str, **roles: Tensor) -> dict[str, Tensor]:
     return {f"{name}.{role}": value for role, value in roles.items()}
 
 
+def kohya_pair(n: int, k: int) -> dict[str, Tensor]:
+    return {"lora_down.weight": torch.randn(3, k) * 0.1, "lora_up.weight": torch.randn(n, 3)}
+
+
 def loha(n: int, k: int, r: int) -> dict[str, Tensor]:
     sizes = {"w1_a": (n, r), "w1_b": (r, k), "w2_a": (n, r), "w2_b": (r, k)}
     return {f"hada_{name}": torch.randn(size) * 0.2 for name, size in sizes.items()}
@@ -186,12 +190,8 @@ FORMS: dict[str, Callable[[int, int], dict[str, Tensor]]] = {
     "LoKr": lambda n, k: lokr(n, k, 3, False, False),
     "LoKr, second split": lambda n, k: lokr(n, k, 3, False, True),
     "LoKr, both split": lambda n, k: lokr(n, k, 3, True, True),
-    "DoRA": lambda n, k: {
-        "lora_down.weight": torch.randn(3, k) * 0.1, "lora_up.weight": torch.randn(n, 3), "dora_scale": torch.rand(n, 1) + 0.5
-    },
-    "DoRA of columns": lambda n, k: {
-        "lora_down.weight": torch.randn(3, k) * 0.1, "lora_up.weight": torch.randn(n, 3), "dora_scale": torch.rand(1, k) + 0.5
-    },
+    "DoRA": lambda n, k: {**kohya_pair(n, k), "dora_scale": torch.rand(n, 1) + 0.5},
+    "DoRA of columns": lambda n, k: {**kohya_pair(n, k), "dora_scale": torch.rand(1, k) + 0.5},
     "DoRA of a LoKr": lambda n, k: {**lokr(n, k, 3, False, True), "dora_scale": torch.rand(n, 1) + 0.5},
 }  # fmt: skip
 
@@ -250,9 +250,11 @@ def test_a_convolution_and_linears_that_are_not_called_are_summed():
     time = shapes()["time_projection.1.weight"]
     first, second = torch.randn(RANK, time[1]) * 0.1, torch.randn(time[0], RANK) * 0.1
     state = {
-        "diffusion_model.patch_embedding.lora_down.weight": down, "diffusion_model.patch_embedding.lora_up.weight": up,
-        "diffusion_model.time_projection.1.lora_A.weight": first, "diffusion_model.time_projection.1.lora_B.weight": second,
-    }  # fmt: skip
+        "diffusion_model.patch_embedding.lora_down.weight": down,
+        "diffusion_model.patch_embedding.lora_up.weight": up,
+        "diffusion_model.time_projection.1.lora_A.weight": first,
+        "diffusion_model.time_projection.1.lora_B.weight": second,
+    }
     sums = {
         "patch_embedding.weight": weight + (up.flatten(1) @ down.flatten(1)).reshape(weight.shape),
         "time_projection.1.weight": base()["time_projection.1.weight"] + second @ first,
@@ -302,7 +304,7 @@ def test_bf16_merged_is_the_dense_sum_within_rounding():
         )
 
 
-# -------------------------------------------------------------------------------------------------------------- precisions
+# ----------------------------------------------------------------------------------------------------------- precisions
 
 
 def quantization(precision: str) -> Quantization:
@@ -387,7 +389,7 @@ def test_scaled_fp8_files_take_both(tmp_path):
     assert relative(output(kept), output(merged)) < 0.08
 
 
-# ---------------------------------------------------------------------------------------------------- strengths and undoing
+# ------------------------------------------------------------------------------------------------ strengths and undoing
 
 
 @settings(max_examples=15, deadline=None)
@@ -487,7 +489,7 @@ def test_saving_leaves_an_attached_lora_out(tmp_path):
     assert again.keys() == base().keys() and all(torch.equal(value, base()[name]) for name, value in again.items())
 
 
-# ------------------------------------------------------------------------------------------------ what is said and refused
+# --------------------------------------------------------------------------------------------- what is said and refused
 
 
 def test_what_is_ignored_is_said_by_name():
@@ -601,7 +603,7 @@ def test_how_it_is_applied():
     assert choose_mode("merge", scaled=True, quantized=True, mapped=True)[0] == "merge"
 
 
-# --------------------------------------------------------------------------------------------------------------- pipelines
+# ------------------------------------------------------------------------------------------------------------ pipelines
 
 
 @pytest.fixture

@@ -58,6 +58,11 @@ SUITES: dict[str, Suite] = {
         ("832x480x81",),
         takes=("layers", "precision", "runs", "scratch"),
     ),
+    "four-step": Suite(
+        "videos of four steps with a LoRA, by phase, and what a LoRA costs",
+        ("832x480x81", "1280x720x81"),
+        takes=("setup", "layers", "runs", "steps", "scratch"),
+    ),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
 SETTINGS = {

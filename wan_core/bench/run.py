@@ -11,6 +11,7 @@ import torch
 
 from wan_core.bench.cases import parse_size
 from wan_core.bench.forwards import forward_rows
+from wan_core.bench.four_step import four_step_rows
 from wan_core.bench.generation import generation_rows
 from wan_core.bench.gguf import gguf_rows
 from wan_core.bench.options import CPU_SIZE, SUITES
@@ -35,6 +36,7 @@ MEASURES: dict[str, Rows] = {
     "switch": switch_rows,
     "profile": profile_rows,
     "gguf": gguf_rows,
+    "four-step": four_step_rows,
     "generate": generation_rows,
     "forward": forward_rows,
     "guidance": forward_rows,
