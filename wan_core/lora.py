@@ -38,7 +38,7 @@ from wan_core.quant.packed import PackedLinear
 from wan_core.quant.swap import quantized_names
 
 EXPERTS = ("high", "low")
-# In capitals anywhere; otherwise before such a word, or at the end but for versions and precisions: "high_detail" is none.
+# In capitals anywhere; otherwise before such a word, or at the end but for versions and precisions: not "high_detail".
 _EXPERT = re.compile(
     r"(?<![A-Za-z])(?:(HIGH|LOW)(?![A-Za-z])|((?i:high|low))[ ._-]*(?:(?i:noise|expert|model|lora)"
     r"|(?:[ ._-]*(?i:v|b?fp?|rank|epoch|e|step|s)?\d+)*$))"
@@ -221,9 +221,9 @@ class AppliedLoras:
         prefix = name.rpartition(".")[0]
         if isinstance(quantized, PackedLinear):
             raise OptionError(
-                f"{changes[0][0].words} changes {name}, which is packed ({quantized.packing}) and takes products of low "
-                "rank beside it, no sums: merge this LoRA while the weights are read (--lora-mode merge), or use a file "
-                "of 16 bits"
+                f"{changes[0][0].words} changes {name}, which is packed ({quantized.packing}): products of low rank go "
+                "beside such weights, but sums do not go into them. Merge this LoRA while weights are read (--lora-mode "
+                "merge), or use a file of 16 bits"
             )
         names = [name] if quantized is None else [f"{prefix}.weight", f"{prefix}.weight_scale"]
         if name not in self.before:
