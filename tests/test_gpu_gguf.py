@@ -146,3 +146,14 @@ def test_widening_never_waits_for_the_device(files):
             linear(torch.randn(5, linear.in_features, device=CUDA, dtype=torch.bfloat16))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", [PackedLinear, Fp8RowLinear])
+@torch.no_grad()
+def test_weights_that_live_on_the_host_stay_there(files, kind):
+    """Widened and encoded on the GPU, because that takes a second there and a minute on a CPU."""
+    model = held(files, "Q4_K", device="cpu", kind=kind)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    there = held(files, "Q4_K", kind=kind)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), there.named_parameters(), strict=True):
+        assert torch.equal(ours.view(torch.uint8).to(CUDA), theirs.view(torch.uint8)), name

@@ -141,7 +141,8 @@ def _filled(
         stored = loras.apply(stored, names)
     stored = _widened(stored, checkpoint, found, names, packed, _Target(torch.device(device), work, dtype, out))
     values = _plain(stored) if quantization is None else encode_values(stored, quantization, names)
-    module.load_state_dict(dict(values), assign=True)  # strict: detect has compared all names
+    # What was widened or encoded elsewhere comes home now. Strict: detect has compared all names.
+    module.load_state_dict({name: value.to(device) for name, value in values}, assign=True)
     for name, buffer in module.named_buffers():
         assert not buffer.is_meta, f"{name} is neither stored nor computed when used"
     return module.requires_grad_(False).eval()
