@@ -55,7 +55,6 @@ SKIPPING = {  # each computes as few of ten steps as its rule lets it
     "adaptive": SkipOptions(adaptive=AdaptiveOptions(threshold=10, max_skips=9, retention=0.1)),
 }
 PLANS = ("balanced", "fast")
-UNGUIDED = {"guidance_high": 1.0, "guidance_low": 1.0}
 SKIPPING_STEPS = 10  # a policy switches itself off below
 
 
@@ -92,13 +91,13 @@ class Trial:
 
     def rows(self, size: str, steps: int) -> Iterator[Row]:
         prefix = "" if self.setup == SETUPS.get("fp8 + cudnn-fp8") else f"{self.setup.name}: "
-        self.walk(make_plan(steps=2, **UNGUIDED), size)  # loads kernels and compiles
-        full = self.walk(make_plan(steps=FULL_STEPS, **UNGUIDED), size)
+        self.walk(unguided(2), size)  # loads kernels and compiles
+        full = self.walk(unguided(FULL_STEPS), size)
         step = statistics.median(full.seconds)
         yield {"name": f"{prefix}full step", "size": size, **full.memory, "seconds": round(step, 5)}
         curve = find_curve(None, "t2v-A14B")
         # A single phase: the boundary would begin another, with computed steps of its own.
-        short, whole = make_plan(steps=SKIPPING_STEPS, boundary=0.0, **UNGUIDED), make_plan(steps=steps)
+        short, whole = unguided(SKIPPING_STEPS, 0.0), make_plan(steps=steps)
         for label, options in SKIPPING.items():
             plan = leave_out(short, options, curve)
             yield guarded(f"{prefix}skipped, {label}", size, None, lambda p=plan: self.skipped(p, size, step))
@@ -149,6 +148,11 @@ class Trial:
         settle(self.device)
         wall = time.perf_counter() - begin
         return Walk(wall, clock.step_seconds(), forwards, max(clock.memory.values(), default=0))
+
+
+def unguided(steps: int, boundary: float | None = None) -> Plan:
+    """One branch in every step."""
+    return make_plan(steps=steps, boundary=boundary, guidance_high=1.0, guidance_low=1.0)
 
 
 @dataclass
