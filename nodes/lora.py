@@ -8,8 +8,9 @@ from pathlib import Path
 from comfy_api.latest import io, ui
 
 from wan_core.config import LoraOptions, OptionError
-from wan_core.lora import read_loras
+from wan_core.lora import check_packed, read_loras
 from wan_core.parts import TINY_LORAS
+from wan_core.quant.packed import PRECISION as PACKED
 
 from . import host
 from .loaders import fingerprint, locate, refusal
@@ -92,6 +93,8 @@ class WanCoreLoRA(io.ComfyNode):
             if two or expert == "high"
         ]
         found = read_loras(options, model.experts.dit, two)
+        if model.precision == PACKED:
+            check_packed((one for wanted in found.values() for one in wanted), model.experts.dit)
         loras = {expert: (*model.loras.get(expert, ()), *wanted) for expert, wanted in found.items()}
         lines = [f"{expert}: {one.words('attached')}" for expert, wanted in found.items() for one in wanted]
         info = "\n".join(lines) or "no LoRA"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from wan_core.checkpoint.lora import Change, read_lora
 from wan_core.checkpoint.save import save, write_safetensors
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.kernels.formats import Quantized
-from wan_core.lora import AppliedLoras, Wanted, attachable, choose_mode, expert_of, merging, read_loras
+from wan_core.lora import AppliedLoras, Wanted, attachable, check_packed, choose_mode, expert_of, merging, read_loras
 from wan_core.model.dit import WanModel
 from wan_core.models import find_quantization
 from wan_core.parts import TINY
@@ -668,3 +670,17 @@ def test_a_lora_leaves_other_modules_alone():
 def test_change_of_a_convolution_has_no_low_rank_pair():
     change = Change(kind="LoRA", shape=(8, 2, 1, 2, 2), factors=(torch.ones(8, 1), torch.ones(1, 8)))
     assert change.low_rank(CPU) is None
+
+
+def test_what_packed_weights_do_not_take_is_refused_before_they_are_read():
+    module = "blocks.2.ffn.0"
+    roles = FORMS["DoRA"](*shapes()[f"{module}.weight"])
+    with pytest.raises(OptionError, match=r"DoRA.*--lora-mode merge"):
+        check_packed([wanted(kohya(module, **roles))], CONFIG)
+    small = {"diffusion_model.blocks.1.norm3.diff": torch.zeros(shapes()["blocks.1.norm3.weight"])}
+    check_packed([wanted(lora_of(LINEARS, 1) | small)], CONFIG)
+
+
+def test_options_of_a_worker_are_plain():
+    options = LoadOptions(model="tiny", loras=(LoraOptions(path="a.safetensors", strength=0.5),))
+    assert LoadOptions(**json.loads(json.dumps(asdict(options)))) == options

@@ -265,7 +265,9 @@ class LoadOptions:
     lora_mode: str = "auto"  # see `wan_core.lora`
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "loras", tuple(self.loras))
+        # From a worker or a file they come as plain dicts.
+        loras = (LoraOptions(**one) if isinstance(one, dict) else one for one in self.loras)
+        object.__setattr__(self, "loras", tuple(loras))
         check_choice("lora mode", self.lora_mode, LORA_MODES)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("vae precision", self.vae_precision, ("auto", "bf16", "fp32"))

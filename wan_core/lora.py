@@ -108,6 +108,22 @@ def choose_mode(mode: str, *, scaled: bool, quantized: bool, mapped: bool) -> tu
     return "merge", "weights are written anew anyhow"
 
 
+def check_packed(wanted: Iterable[Wanted], config: DiTConfig) -> None:
+    """Raise OptionError where a LoRA has to be summed into weights that stay packed, which they do not allow."""
+    linears = {f"{name}.weight" for name in quantized_names(config)}
+    for one in wanted:
+        sums = [
+            n for n, several in one.lora.changes.items() if n in linears and not all(c.has_low_rank for c in several)
+        ]
+        if sums:
+            kind = next(c.words for c in one.lora.changes[sums[0]] if not c.has_low_rank)
+            raise OptionError(
+                f"LoRA {one.lora.where} changes {sums[0]} and {len(sums) - 1} more by {kind}: no product of low "
+                "rank, has to be summed in, and weights of this file stay packed: merge it while they are read "
+                "(--lora-mode merge), or use a file of 16 bits"
+            )
+
+
 def merging(wanted: Iterable[Wanted], device: torch.device) -> Merge | None:
     """For whoever reads the weights; None where there is nothing to sum in."""
     changes: dict[str, tuple[tuple[Change, float], ...]] = {}
@@ -203,7 +219,8 @@ class AppliedLoras:
         for module, several in pairs.items():
             ranks = tuple((which, up.shape[1]) for which, up, _ in several)
             if ranks not in self.strengths:
-                self.strengths[ranks] = torch.zeros(sum(rank for _, rank in ranks), device=self.device)
+                with torch.inference_mode(False):  # written later, in whatever mode
+                    self.strengths[ranks] = torch.zeros(sum(rank for _, rank in ranks), device=self.device)
             linear = model.get_submodule(module)
             attach(linear, [(up, down) for _, up, down in several], self.strengths[ranks], dtype)
             self.attached.append(linear)
@@ -219,12 +236,7 @@ class AppliedLoras:
             module = None
         quantized = module if isinstance(module, QuantLinear) else None
         prefix = name.rpartition(".")[0]
-        if isinstance(quantized, PackedLinear):
-            raise OptionError(
-                f"{changes[0][0].words} changes {name}, which is packed ({quantized.packing}): products of low rank go "
-                "beside such weights, but sums do not go into them. Merge this LoRA while weights are read (--lora-mode "
-                "merge), or use a file of 16 bits"
-            )
+        assert not isinstance(quantized, PackedLinear), "refused by check_packed"
         names = [name] if quantized is None else [f"{prefix}.weight", f"{prefix}.weight_scale"]
         if name not in self.before:
             self.before[name] = {n: model.get_parameter(n).detach().to("cpu", copy=True) for n in names}

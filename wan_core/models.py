@@ -13,7 +13,7 @@ from wan_core.cache.residual import residual_bytes
 from wan_core.checkpoint import find_parts, load_vae
 from wan_core.config import DiTConfig, LoadOptions, OptionError, Task, VAEConfig
 from wan_core.job import Job
-from wan_core.lora import AppliedLoras, choose_mode, lora_files, merging, read_loras
+from wan_core.lora import AppliedLoras, check_packed, choose_mode, lora_bytes, lora_files, merging, read_loras
 from wan_core.memory.residency import Residency, choose_residency
 from wan_core.model.dit import WanModel
 from wan_core.optimize import check_compile, optimize, optimize_vae
@@ -101,15 +101,18 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
     quantization = find_quantization(precision, report.device, options.keep_blocks, as_stored=stored)
     held_as = {name: holding(part, quantization, stored, report.device) for name, part in parts.of.items()}
     check_compile(options.compile, report.device)
-    weights = sum(part.bytes(dtypes[name], held_as[name]) for name, part in parts.of.items())
+    wanted = read_loras(options.loras, parts.dit, "low" in parts.of)
+    loras = [one for several in wanted.values() for one in several]
+    weights = sum(part.bytes(dtypes[name], held_as[name]) for name, part in parts.of.items()) + lora_bytes(loras)
     activations = activation_bytes(parts, job, dtypes["high"].itemsize)
     policy, why = choose_residency(options.residency, report.device, weights, activations)
     report.notes.append(f"residency: {policy} ({why})")
     residency = Residency(report.device, policy)
-    wanted = read_loras(options.loras, parts.dit, "low" in parts.of)
     mapped = policy == "swap" and quantization is None and parts.of["high"].path is not None
     scaled = parts.of["high"].scaled or is_packed(quantization)
     how, why = choose_mode(options.lora_mode, scaled=scaled, quantized=quantization is not None, mapped=mapped)
+    if how == "attach" and is_packed(quantization):
+        check_packed(loras, parts.dit)
     for name, part in parts.of.items():
         loras = wanted.get(name, [])
         merge = merging(loras, report.device) if how == "merge" else None

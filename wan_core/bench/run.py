@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from wan_core.bench.caches import caches_rows
 from wan_core.bench.cases import parse_size
 from wan_core.bench.forwards import forward_rows
 from wan_core.bench.four_step import four_step_rows
@@ -34,6 +35,7 @@ MEASURES: dict[str, Rows] = {
     "single": single_rows,
     "trajectory": trajectory_rows,
     "switch": switch_rows,
+    "caches": caches_rows,
     "profile": profile_rows,
     "gguf": gguf_rows,
     "four-step": four_step_rows,

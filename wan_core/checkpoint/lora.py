@@ -118,20 +118,26 @@ class Change:
             rows *= (length / rows.norm(dim=1).clamp(min=1e-12))[:, None]
         return value.lerp_(rows.reshape(self.shape), strength)
 
-    def low_rank(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """(up [N, R], down [R, K]) in float32 whose product is the change of a matrix, exactly; None where there is no
-        such pair of a small R: it can only be merged.
+    @property
+    def has_low_rank(self) -> bool:
+        """Whether it is, exactly, the product of two factors of a small rank; what is not can only be summed in.
 
         A product of two low-rank matrices, number by number, has as its rank the product of their ranks.
         """
         if len(self.shape) != 2 or self.dora is not None or self.kind not in ("LoRA", "LoHa"):
+            return False
+        first, second = self.factors[0].shape[1], self.factors[-2].shape[1]
+        return self.kind == "LoRA" or first * second <= min(self.shape) // 4
+
+    def low_rank(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """(up [N, R], down [R, K]) in float32 whose product is the change of a matrix; None where `has_low_rank` is
+        not."""
+        if not self.has_low_rank:
             return None
         factors = [factor.to(device).float() for factor in self.factors]
         if self.kind == "LoRA":
             return factors[0].flatten(1) * self.scale, factors[1].flatten(1)
         w1_a, w1_b, w2_a, w2_b = factors
-        if w1_a.shape[1] * w2_a.shape[1] > min(self.shape) // 4:
-            return None
         up = (w1_a[:, :, None] * w2_a[:, None, :]).flatten(1)
         down = (w1_b[:, None, :] * w2_b[None, :, :]).flatten(0, 1)
         return up * self.scale, down
