@@ -270,7 +270,7 @@ def test_a_video_from_gguf_files(tmp_path: Path) -> None:
         notes = {"num_heads": model.config.num_heads, "text_len": model.config.text_len, "eps": model.config.eps}
         write(tmp_path / f"{name}.gguf", model.state_dict(), matrices("Q8_0"), notes=notes)
     tiny_text(tmp_path / "text.gguf")
-    request = Request(prompt="a red circle moving right on a blue background", steps=6, seed=3)
+    request = Request(prompt="a red circle moving right", steps=4, seed=3, width=48, height=48, frames=5)
     files = {part: str(tmp_path / f"{part}.gguf") for part in ("high", "low")}
     pipe = Pipeline.load(
         LoadOptions(
