@@ -527,6 +527,8 @@ def test_what_is_ignored_is_said_by_name():
             "of another shape",
         ),
         ({"blocks.0.self_attn.q.lora_up.weight": torch.zeros(128, 4)}, "no counterpart"),
+        ({"blocks.0.self_attn.q.lokr_w2": torch.zeros(16, 16)}, "no counterpart"),
+        ({"blocks.0.self_attn.q.hada_w2_a": torch.zeros(128, 2)}, "no counterpart"),
         ({"blocks.0.self_attn.q.alpha": torch.zeros(())}, "not a LoRA|stand alone"),
         (
             {

@@ -129,7 +129,9 @@ def test_names_shapes_and_dtypes_mixed_up(data):
             other = data.draw(st.sampled_from(sorted(state)))
             state[name], state[other] = state[other], state[name]
         else:
-            state[name] = torch.full_like(state[name], data.draw(st.sampled_from([math.nan, math.inf, -1e38, 0.0])))
+            state[name] = torch.full_like(
+                state[name].float(), data.draw(st.sampled_from([math.nan, math.inf, -1e38, 0.0]))
+            )
     if state:
         with tempfile.TemporaryDirectory() as folder:
             write_safetensors(state, Path(folder) / "x", {})

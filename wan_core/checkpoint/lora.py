@@ -100,11 +100,14 @@ class Change:
 
     def delta(self, device: torch.device) -> Tensor:
         """What strength 1 adds to the parameter before DoRA: float32, of its shape."""
-        factors = [factor.to(device).float() for factor in self.factors]
-        return (FORMULAS[self.kind](*factors) * self.scale).reshape(self.shape)
+        first, *others = (factor.to(device).float() for factor in self.factors)
+        return FORMULAS[self.kind](first * self.scale, *others).reshape(self.shape)
 
     def apply(self, value: Tensor, strength: float) -> Tensor:
         """float32 `value` of the parameter with this change at `strength`; `value` may be overwritten."""
+        if self.dora is None and self.kind == "LoRA":  # without another tensor of the weight's size
+            up, down = (factor.to(value.device).float().flatten(1) for factor in self.factors)
+            return value.flatten(1).addmm_(up, down, alpha=self.scale * strength).view(self.shape)
         delta = self.delta(value.device)
         if self.dora is None:
             return value.add_(delta, alpha=strength)
@@ -343,7 +346,7 @@ def _changes(
         """Shapes [N, R] and [R, K] of two factors, kernels counted into K."""
         missing = [part for part in (first, second) if part not in roles]
         if missing:
-            there = next(roles[part] for part in (first, second) if part in roles)
+            there = next((roles[part] for part in (first, second) if part in roles), next(iter(roles.values())))
             raise CheckpointError(f"{there} has no counterpart ({missing[0]} is missing). Download it again.")
         up, down = (checkpoint.tensors[roles[part]].shape for part in (first, second))
         if len(up) < 2 or len(down) < 2 or up[1] != down[0] or math.prod(up[2:]) != 1 or not 0 < up[1] <= MAX_RANK:
