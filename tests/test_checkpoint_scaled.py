@@ -139,6 +139,10 @@ def test_damage_is_said(tmp_path: Path) -> None:
     state, _ = scaled("number", "scale_weight")
     one = "blocks.1.ffn.0"
     assert "without a scale" in refusal({n: t for n, t in state.items() if n != f"{one}.scale_weight"}, tmp_path)
+    for spelling in ("scale_weight", "weight_scale"):
+        every, _ = scaled("number", spelling)
+        bare = {n: t for n, t in every.items() if not n.endswith(spelling)}
+        assert "without a scale" in refusal(bare, tmp_path), "a marker or a description says that there are some"
     assert "without a weight" in refusal(state | {"blocks.7.ffn.0.scale_weight": torch.ones(())}, tmp_path)
     assert "shape" in refusal(state | {f"{one}.scale_weight": torch.ones(3)}, tmp_path)
     other, _ = scaled("number", "weight_scale")
