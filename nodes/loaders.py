@@ -220,7 +220,8 @@ def _quantization(
 ) -> Quantization | None:
     """How the linears are held; None where they are not quantised. Raises OptionError for what this device or, if it is
     known, the model does not allow."""
-    check_choice("precision", precision, (*PRECISIONS, PACKED))
+    if not as_stored:  # then it is what the checkpoint asks for
+        check_choice("precision", precision, PRECISIONS)
     quantization = find_quantization(precision, host.device(), keep_blocks, as_stored=as_stored)
     if quantization is not None and dit is not None:
         quantization.names(dit)  # refuses to keep more blocks than there are
