@@ -184,7 +184,7 @@ def sample_latents(
     def note(progress: Progress) -> None:
         nonlocal forwards
         forwards += progress.forwards
-        clock.step(progress.step.expert, progress.forwards)
+        clock.step(progress.step.expert, progress.forwards, progress.step.cost)
         if on_step is not None:
             on_step(progress, clock.seconds_per_forward())
 
