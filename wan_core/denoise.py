@@ -77,7 +77,10 @@ def denoise(
         model = acquire(phase[0].expert)
         image = conditioning.concat is not None or conditioning.known is not None
         # Sparse attention orders the tokens around everything else; residuals are kept in that order.
-        with sparse_attention(model, plan, phase, tuple(x.shape[2:]), image) as sparse, residuals(model, phase) as cache:
+        with (
+            sparse_attention(model, plan, phase, tuple(x.shape[2:]), image) as sparse,
+            residuals(model, phase) as cache,
+        ):
             guided = Guided(model, conditioning, plan, phase, x.shape[0], batched, cache, sparse)
             for step in phase:
                 velocity, forwards = guided.velocity(x, timesteps[step.index], step)

@@ -131,14 +131,20 @@ def _finish_kernel(
         for start in range(0, count, KEYS):
             index = start + tl.arange(0, KEYS)
             there = index < count
-            one = tl.load(keys + (group * count + index)[None, :] * D + columns[:, None], mask=there[None, :], other=0.0)
-            scores = tl.dot(query, one.to(tl.bfloat16)) * factor + tl.load(sizes + index, mask=there, other=0.0)[None, :]
+            one = tl.load(
+                keys + (group * count + index)[None, :] * D + columns[:, None], mask=there[None, :], other=0.0
+            )
+            scores = (
+                tl.dot(query, one.to(tl.bfloat16)) * factor + tl.load(sizes + index, mask=there, other=0.0)[None, :]
+            )
             read = tl.load(kept + (group * count + block) * count + index, mask=there, other=1)
             scores = tl.where((read != 0)[None, :], float("-inf"), scores)
             above = tl.maximum(largest, tl.max(scores, 1))
             shares = tl.exp(scores - above[:, None])
             fade = tl.exp(largest - above)
-            two = tl.load(values + (group * count + index)[:, None] * D + columns[None, :], mask=there[:, None], other=0.0)
+            two = tl.load(
+                values + (group * count + index)[:, None] * D + columns[None, :], mask=there[:, None], other=0.0
+            )
             found = found * fade[:, None] + tl.dot(shares.to(tl.bfloat16), two.to(tl.bfloat16))
             weight = weight * fade + tl.sum(shares, 1)
             largest = above
@@ -146,7 +152,9 @@ def _finish_kernel(
     if FP8_OUT:
         found = found / tl.load(scale)
         found = tl.minimum(tl.maximum(found, -LIMIT), LIMIT)
-    at = target + (sample.to(tl.int64) * tokens + rows.to(tl.int64))[:, None] * (heads * D) + head * D + columns[None, :]
+    at = (
+        target + (sample.to(tl.int64) * tokens + rows.to(tl.int64))[:, None] * (heads * D) + head * D + columns[None, :]
+    )
     tl.store(at, found.to(target.dtype.element_ty), mask=inside[:, None])
 
 

@@ -91,7 +91,6 @@ class SelfAttention(nn.Module):
         joined = Quantized(out.data.flatten(-2), out.scale)
         return self.o(joined if getattr(self.o, "takes_fp8", False) else joined.dequantize(dtype))
 
-
     def fp8_values(self, v: Tensor, block: int) -> Quantized:
         if block:
             return quantize_values(v, self.heads, block)

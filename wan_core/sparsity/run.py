@@ -51,7 +51,8 @@ class SparseBlocks:
         weight, tokens = model.patch_embedding.weight, grid[0] * grid[1] * grid[2]
         self.kernel = find_kernel(options, self.dense[0], weight.device, weight.dtype, model.config.head_dim, tokens)
         self.block = block_length(self.kernel, tokens)
-        self.attend = SparseFp8Attention(self.block) if self.kernel.fp8 else SparseAttention()
+        fp8 = self.kernel.fp8 and observe is None  # who looks on wants to see numbers
+        self.attend = SparseFp8Attention(self.block) if fp8 else SparseAttention()
         self.keeps = keeps
         self.routes: dict[Any, tuple[int, Route]] = {}
         self.table: tuple[Tensor, Tiles, Tensor] | None = None
@@ -64,7 +65,7 @@ class SparseBlocks:
         self.step, self.branches = step, branches
         if step.sparsity and step.index not in self.computed:
             self.computed.append(step.index)
-        self.install(step.sparsity > 0 or self.observe is not None)
+        self.install(step.sparsity > 0)
 
     def install(self, sparse: bool) -> None:
         for (holder, name), dense in zip(self.seams, self.dense, strict=True):
@@ -86,15 +87,14 @@ class SparseBlocks:
 
     def __call__(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
         """tokens [B, L, C] -> [B, L, C]."""
-        assert self.step is not None, "which step this is was not said"
-        tiles = make_tiles(
-            self.grid, self.block, tokens.device, frames_apart=modulation.shape[1] > 1, image=self.image
-        )
+        if self.observe is not None:
+            self.install(sparse=True)
+        tiles = make_tiles(self.grid, self.block, tokens.device, frames_apart=modulation.shape[1] > 1, image=self.image)
         state = Forward(
             kernel=self.kernel,
             dense=self.dense,
             tiles=tiles,
-            rules=self.rules(self.step.sparsity),
+            rules=self.rules(self.step.sparsity if self.step else 0.0),
             pooled=self.options.pooled,
             step=len(self.computed),
             branches=self.branches,
@@ -127,9 +127,7 @@ def find_kernel(
 ) -> SparseKernel:
     """The kernel that `options` means here. Raises AttentionError."""
     fp8 = hasattr(dense, "quantized")
-    return resolve_kernel(
-        options.kernel, device, dtype, head_dim, tokens, fp8=fp8, counts=options.mass is not None
-    )
+    return resolve_kernel(options.kernel, device, dtype, head_dim, tokens, fp8=fp8, counts=options.mass is not None)
 
 
 @contextmanager

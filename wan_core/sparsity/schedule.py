@@ -38,9 +38,7 @@ def sparsify(
     note = f"sparse attention: {sparse_words(options)}, from step {dense} on" if dense < len(steps) else ""
     if found:
         note += "; shared out between layers as calibrated for " + " and ".join(expert for expert, _ in found)
-    return replace(
-        plan, steps=steps, sparse=options, keeps=found, notes=(*plan.notes, note) if note else plan.notes
-    )
+    return replace(plan, steps=steps, sparse=options, keeps=found, notes=(*plan.notes, note) if note else plan.notes)
 
 
 def with_costs(plan: Plan, config: DiTConfig, tokens: int) -> Plan:

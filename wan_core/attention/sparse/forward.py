@@ -105,9 +105,7 @@ class Forward:
         if pads:
             last = self.tiles.blocks - 1
             tail = pooled.kept[..., last] if pooled else (route.blocks == last).any(-1)
-        return finish(
-            out, lse, q.data, block, q_scale=q.scale, pads=pads, tail=tail, pooled=pooled, scale=v.scale
-        )
+        return finish(out, lse, q.data, block, q_scale=q.scale, pads=pads, tail=tail, pooled=pooled, scale=v.scale)
 
     def route(self, layer: int, rule: Rule, queries: Tensor, keys: Tensor, variance: Tensor) -> Route:
         """The blocks to read, from means of queries and keys and the keys' variances, float32 [B, H, n, D].

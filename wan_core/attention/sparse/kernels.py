@@ -101,7 +101,9 @@ KERNELS: dict[str, SparseKernel] = {
             _flex,
             Needs(since=AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)),
         ),
-        SparseKernel("math", "the formula, blocks of any length: for tests and small videos", _reference, any_block=True),
+        SparseKernel(
+            "math", "the formula, blocks of any length: for tests and small videos", _reference, any_block=True
+        ),
     )
 }
 AUTO = ("cudnn", "flex", "math")

@@ -11,6 +11,7 @@ Legend: B batch, L tokens, H heads, D head dim, n blocks (of queries and of keys
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -108,11 +109,34 @@ def mass_kept(q: Tensor, k: Tensor, kept: Tensor, block: int) -> Tensor:
     kept: bool [B, H, n, n]. Needs the whole matrix of a head at once."""
     found = []
     for head in range(q.shape[2]):
-        scores = (q[:, :, head].float() @ k[:, :, head].float().mT) * q.shape[-1] ** -0.5  # [B, L, L]
-        share = by_block(scores.softmax(-1), block)  # [B, L, n]
+        share = block_mass(q[:, :, head], k[:, :, head], block)
         rows = kept[:, head].repeat_interleave(block, 1)[:, : q.shape[1]]
         found.append((share * rows).sum(-1))
     return torch.stack(found, 1)
+
+
+def coverage(
+    q: Tensor, k: Tensor, block: int, forced: Tensor, shares: Sequence[float], score: Score = "spread", rows: int = 16
+) -> Tensor:
+    """The mean mass of attention, as computed in full, on the blocks that are chosen at each share: float32
+    [H, shares]. q, k [B, L, H, D]; so many blocks of queries are looked at, evenly spread."""
+    count = forced.shape[0]
+    sizes = block_sizes(k.shape[1], block, k.device)
+    scores = estimate(pool(q, block)[0], *pool(k, block), sizes, score)
+    some = torch.linspace(0, count - 1, min(rows, count), device=q.device).long()
+    kept = [choose(scores, Rule(share), forced, sizes).kept(count)[:, :, some] for share in shares]  # [B, H, rows, n]
+    found = torch.zeros(q.shape[2], len(shares), device=q.device)
+    for place, row in enumerate(some.tolist()):
+        queries = q[:, row * block : (row + 1) * block]
+        for head in range(q.shape[2]):
+            mass = block_mass(queries[:, :, head], k[:, :, head], block).mean(1)  # [B, n]
+            found[head] += torch.stack([(mass * each[:, head, place]).sum(-1).mean() for each in kept])
+    return found / len(some)
+
+
+def block_mass(q: Tensor, k: Tensor, block: int) -> Tensor:
+    """The attention of one head's queries [B, L, D] by blocks of its keys [B, S, D]: float32 [B, L, n]."""
+    return by_block(((q.float() @ k.float().mT) * q.shape[-1] ** -0.5).softmax(-1), block)
 
 
 def by_block(x: Tensor, block: int) -> Tensor:

@@ -64,7 +64,9 @@ def structured(
         chosen = torch.randint(length, (sinks,), generator=generator)
         lift = (0.5 + torch.rand(1, generator=generator).item()) * sharp * math.sqrt(dim)
         k[chosen, head] += direction * lift / direction.square().sum().clamp(min=1e-3)
-        v[:, head] = normal(int(objects.max()) + 1, dim)[objects] + phases.cos().repeat(1, 4)[:, :dim] + normal(length, dim)
+        v[:, head] = (
+            normal(int(objects.max()) + 1, dim)[objects] + phases.cos().repeat(1, 4)[:, :dim] + normal(length, dim)
+        )
         v[chosen, head] *= 0.1
     return q[None], k[None], v[None]
 

@@ -43,7 +43,13 @@ class Tiles:
 
 @functools.lru_cache(maxsize=8)
 def make_tiles(
-    grid: Grid, block: int, device: torch.device, *, frames_apart: bool = False, image: bool = False, raster: bool = False
+    grid: Grid,
+    block: int,
+    device: torch.device,
+    *,
+    frames_apart: bool = False,
+    image: bool = False,
+    raster: bool = False,
 ) -> Tiles:
     """frames_apart: keep the tokens of a frame together, for modulation that has a row for each frame. image: the
     first frame is given, so it fills blocks of its own, which every block attends to. raster: leave tokens as they
@@ -88,7 +94,7 @@ def _forced(block_of: np.ndarray, cells: np.ndarray, grid: Grid, image: bool) ->
     for step in (-1, 1):
         edge = np.full(count, -1 if step > 0 else grid[0])
         (np.maximum if step > 0 else np.minimum).at(edge, block_of, frames)
-        leaving = (frames == edge[block_of]) & (0 <= frames + step) & (frames + step < grid[0])
+        leaving = (frames == edge[block_of]) & (frames + step >= 0) & (frames + step < grid[0])
         _, y, x = cells[leaving].T
         pairs = block_of[leaving] * count + volume[frames[leaving] + step, y, x]
         codes, times = np.unique(pairs, return_counts=True)
