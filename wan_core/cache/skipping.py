@@ -34,7 +34,9 @@ def skip_forwards(
     plan: Plan, options: SkipOptions | None, checkpoint: Path | None, low: Path | None = None, *, image: bool = False
 ) -> Plan:
     """`leave_out` with what is known of a model: the curve beside its checkpoint or published for its task, and whether
-    it is step-distilled; before it, sparse attention with the budgets beside its checkpoints. checkpoint: of the high-noise expert, or of the only transformer; low: of the other expert.
+    it is step-distilled; before it, sparse attention with the budgets beside its checkpoints.
+
+    checkpoint: of the high-noise expert, or of the only transformer; low: of the other expert.
     image: TI2V starts from one."""
     if options is None:
         return plan

@@ -115,7 +115,7 @@ def _finish_kernel(
     found = found.to(tl.float32)
     total = tl.load(lse + group * rows_of_lse + rows, mask=inside, other=0.0)
     weight = tl.full((ROWS,), 1.0, tl.float32)  # of `found`, in units of exp(total)
-    if PADS:
+    if PADS:  # noqa: SIM102, the compiler decides one, the device the other
         if tl.load(tail + group * count + block) != 0:
             real = 1.0 - tl.minimum(pads * tl.exp(-total), 1.0 - 0.0009765625)
             found = found / real[:, None]

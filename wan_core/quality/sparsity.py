@@ -122,8 +122,8 @@ def draw_coverage(found: Mapping[Expert, Coverage], size: tuple[int, int] = (960
         left, right = 24 + place * width + 44, 24 + (place + 1) * width - 12
         top, bottom = 84, size[1] - 130
 
-        def at(share: float, mass: float, left: float = left, right: float = right) -> tuple[float, float]:
-            return left + share * (right - left), bottom - mass * (bottom - top)
+        def at(share: float, mass: float, box: tuple[float, ...] = (left, right, top, bottom)) -> tuple[float, float]:
+            return box[0] + share * (box[1] - box[0]), box[3] - mass * (box[3] - box[2])
 
         for mark in (0, 0.25, 0.5, 0.75, 1):
             canvas.line([at(0, mark), at(1, mark)], LINE)

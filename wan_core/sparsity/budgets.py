@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 
@@ -42,21 +43,21 @@ class Coverage:
 
     def __post_init__(self) -> None:
         rows = [head for layer in self.mass for head in layer]
-        increasing = all(a < b for a, b in zip(self.shares, self.shares[1:], strict=False))
+        increasing = all(a < b for a, b in pairwise(self.shares))
         fits = rows and all(
             len(row) == len(self.shares) and all(isfinite(m) and 0 <= m <= 1.01 for m in row) for row in rows
         )
         if not fits or len(self.shares) < 2 or not increasing or not 0 < self.shares[0] < self.shares[-1] <= 1:
             raise OptionError(
-                f"the coverage of {self.task} has {len(rows)} rows for {len(self.shares)} shares; it needs a mass from 0 "
-                "to 1 for each share, and shares that grow up to 1: calibrate it again"
+                f"the coverage of {self.task} has {len(rows)} rows for {len(self.shares)} shares; it needs a mass from "
+                "0 to 1 for each share, and shares that grow up to 1: calibrate it again"
             )
 
     def of_layer(self, layer: int, share: float) -> float:
         """The mean over heads of the mass on `share` of the blocks, between measured shares on a straight line."""
         means = [sum(column) / len(column) for column in zip(*self.mass[layer], strict=True)]
         points = [(0.0, 0.0), *zip(self.shares, means, strict=True)]
-        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        for (x0, y0), (x1, y1) in pairwise(points):
             if share <= x1:
                 return y0 + (y1 - y0) * (share - x0) / (x1 - x0)
         return means[-1]
@@ -85,7 +86,7 @@ def _concave(values: Sequence[float]) -> list[float]:
             hull.pop()
         hull.append(i)
     found = []
-    for left, right in zip(hull, hull[1:], strict=False):
+    for left, right in pairwise(hull):
         slope = (values[right] - values[left]) / (right - left)
         found += [values[left] + slope * j for j in range(right - left)]
     return [*found, values[hull[-1]]]
@@ -145,8 +146,8 @@ def find_keeps(
         coverage = read_coverage(path)
         if coverage.task != plan.task:
             raise OptionError(
-                f"{path} is a coverage of {coverage.task}, and the model is {plan.task}: calibrate it again, or move the "
-                "file away"
+                f"{path} is a coverage of {coverage.task}, and the model is {plan.task}: calibrate it again, or move "
+                "the file away"
             )
         found[expert] = choose_keeps(coverage, 1 - options.sparsity)
     return found

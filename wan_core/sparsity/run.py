@@ -1,4 +1,4 @@
-"""A plan's sparsity carried out: the tokens of a forward in tiles, and sparse attention in the place of the model's own.
+"""A plan's sparsity carried out: tokens in tiles, and sparse attention in the place of the model's own.
 
 Legend: B batch, L tokens, C channels, D head dim.
 """
@@ -111,6 +111,31 @@ class SparseBlocks:
         if self.table is None or self.table[0] is not rope or self.table[1] is not tiles:
             self.table = rope, tiles, rope[tiles.order]
         return self.table[2]
+
+
+def always_sparse(model: WanModel, keep: float) -> WanModel:
+    """`model` with every layer of every forward reading `keep` of the blocks, until its `run_blocks` is replaced: for
+    measuring single forwards, which have no plan."""
+    options = SparseOptions(sparsity=1 - keep, dense_steps=0)
+    step = Step(
+        index=0, timestep=0, sigma=0, sigma_next=0, expert="high", guidance=1, branches=("cond",), sparsity=1 - keep
+    )
+    made: dict[Grid, SparseBlocks] = {}
+    before = model.run_blocks
+
+    def run_blocks(tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
+        grid = model.grid
+        if grid not in made:
+            model.run_blocks = before
+            for other in made.values():
+                other.install(sparse=False)
+            made[grid] = SparseBlocks(model, options, None, grid)
+            model.run_blocks = run_blocks
+        made[grid].expect(step, ("cond",))
+        return made[grid](tokens, modulation, rope, text)
+
+    model.run_blocks = run_blocks
+    return model
 
 
 def attend_seam(attention: Any) -> tuple[Any, str]:

@@ -2,10 +2,10 @@
 Hopper.
 
 The bf16 kernel reads q, k, v [B, L, H, D] as they lie, knows where the keys end, and takes as many blocks for a row as
-the row has. The FP8 kernel is called below the library's public function, which would copy q, k and v by heads, quantise
-them anew, and keep the log-sum-exp to itself: here they are written as it reads them (`wan_core.kernels.blocked`). It
-takes whole blocks only, the same number for every row, so the last block ends in keys of zeros; `finish` takes their
-weight out again, exactly, by the log-sum-exp.
+the row has. The FP8 kernel is called below the library's public function, which would copy q, k and v by heads,
+quantise them anew, and keep the log-sum-exp to itself: here they are written as it reads them
+(`wan_core.kernels.blocked`). It takes whole blocks only, the same number for every row, so the last block ends in keys
+of zeros; `finish` takes their weight out again, exactly, by the log-sum-exp.
 
 Legend: B batch, L tokens, S tokens rounded up to whole blocks, H heads, D head dim, n blocks, K blocks kept.
 """

@@ -1,4 +1,4 @@
-"""Kernels of block-sparse attention by name: what each needs, whether it can run here, and the one that `auto` takes."""
+"""Kernels of block-sparse attention by name: what each needs, whether it runs here, and the one that `auto` takes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ CUDNN_SPARSE = Library(
 
 @dataclass(frozen=True)
 class SparseKernel:
-    """One row of the table. fp8: takes q, k and v as `Quantized`, laid out by heads in whole blocks, and its output goes
-    through `finish`. any_block: takes blocks of any length; else 128. counts: rows may keep different numbers."""
+    """One row of the table. fp8: takes q, k and v as `Quantized`, laid out by heads in whole blocks, and its output
+    goes through `finish`. any_block: takes blocks of any length; else 128. counts: rows may keep different numbers."""
 
     name: str
     summary: str
     load: Callable[[], Run]
-    needs: Needs = Needs()
+    needs: Needs = Needs()  # noqa: RUF009, frozen
     missing: Callable[[], str | None] = lambda: None
     fp8: bool = False
     any_block: bool = False
@@ -134,7 +134,10 @@ def resolve_kernel(
 
 
 def block_length(kernel: SparseKernel, tokens: int) -> int:
-    """128, or where any will do and there are few tokens, the power of two that makes some 32 blocks."""
+    """128, or where any will do and there are few tokens, the power of two that still makes 64 blocks of them.
+
+    128 tokens are 1.8 % of the picture at 720p, two frames deep. The embedded model has 36 tokens a frame: blocks of 2
+    are 5.6 % of it."""
     if not kernel.any_block or tokens >= SMALL:
         return BLOCK
-    return max(4, 1 << (max(1, tokens // 24).bit_length() - 1))
+    return 1 << (max(1, tokens // 64).bit_length() - 1)

@@ -1,4 +1,4 @@
-"""Queries, keys and values as trained video models have them, drawn by hand: for measuring how much attention a router finds.
+"""Queries, keys and values as trained video models have them, drawn by hand: to measure what a router finds.
 
 Random normal q and k have no structure, and no router can beat chance on them. What attention maps of video diffusion
 transformers are published to show, and what is drawn here:
@@ -31,7 +31,7 @@ def structured(
     grid: tuple[int, int, int], heads: int = 16, dim: int = 64, *, seed: int = 0, sinks: int = 4, peaks: float = 0.002
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v float32 [1, L, H, D] in raster order. sinks: for each head; peaks: share of keys."""
-    T, Y, X = grid
+    _, Y, X = grid
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
