@@ -15,6 +15,7 @@ from .skipping import (
     WanCoreCalibrate,
     WanCoreGuidanceSchedule,
     WanCoreMagCache,
+    WanCoreSparseAttention,
     WanCoreTaylorSeer,
 )
 from .video import WanCoreVAEDecode, WanCoreVAEEncode
@@ -37,6 +38,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreGuidanceSchedule,
     WanCoreCalibrate,
     WanCoreCompare,
+    WanCoreSparseAttention,
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 from comfy_api.latest import io, ui
@@ -201,17 +201,17 @@ class WanCoreSampler(io.ComfyNode):
 
 class _Watcher:
     """After every step: the preview, the bar and how long the rest will take. Raises where the user interrupts.
-    `forwards`: that ran, which a plan that decides while running does not know."""
+    `forwards`: that ran, which a plan that decides while running does not know, each as the part that it costs."""
 
     def __init__(self, model: ModelSocket, steps: int) -> None:
-        self.forwards: Counter[Expert] = Counter()
+        self.forwards: dict[Expert, float] = defaultdict(float)
         self.rgb = model.rgb
         self.progress = host.Progress(steps)
 
     def __call__(self, progress: Progress, seconds: float | None) -> None:
         done, total, expert = progress.step.index + 1, progress.total, progress.step.expert
-        self.forwards[expert] += progress.forwards
-        step = 0.0 if seconds is None else seconds * len(progress.step.branches)
+        self.forwards[expert] += progress.forwards * progress.step.cost
+        step = 0.0 if seconds is None else seconds * len(progress.step.branches) * progress.step.cost
         left = "" if seconds is None else f", {step:.3g} s a step, {clock(progress.left(seconds))} left"
         picture = self.rgb.picture(progress.preview()) if self.rgb else None
         self.progress.update(done, total, f"step {done} of {total}, {expert}-noise expert{left}", picture)

@@ -133,7 +133,7 @@ def test_what_is_chosen_is_read_and_the_rest_stands_in(kernel, grid, pooled):
 
 def test_passes_match_plain_torch():
     tokens, heads, dim = 1955, 5, 128
-    q, k, v = qkv(tokens, heads)
+    q, _, v = qkv(tokens, heads)
     if fused.why_not(CUDA) is not None:
         pytest.skip("Triton does not run here")
     poison()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,7 @@ OPTIONS = st.builds(
     sparsity=st.sampled_from([0.25, 0.5, 0.75, 0.875]),
     dense_steps=st.sampled_from([0.0, 0.1, 0.33, 1.0]),
     dense_layers=st.integers(0, 3),
+    ramp=st.sampled_from([0.0, 0.3, 0.55, 1.0]),
     mass=st.sampled_from([None, 0.8, 0.95]),
     score=st.sampled_from(["mean", "spread"]),
     pooled=st.booleans(),
@@ -79,13 +81,17 @@ def test_what_makes_no_sense_is_refused(text: str) -> None:
 
 
 @given(OPTIONS, st.integers(1, 60))
-def test_first_steps_read_everything_and_the_rest_the_same_share(options: SparseOptions, steps: int) -> None:
+def test_first_steps_read_more(options: SparseOptions, steps: int) -> None:
     plan = make_plan(steps=steps)
     found = sparsify(plan, options)
     sparse = [step.sparsity > 0 for step in found.steps]
     assert sparse == sorted(sparse)
     assert steps - sum(sparse) >= options.dense_steps * steps - 1e-6
-    assert {step.sparsity for step in found.steps} <= {0.0, options.sparsity}
+    assert {step.sparsity for step in found.steps} <= {0.0, min(0.5, options.sparsity), options.sparsity}
+    assert [step.sparsity for step in found.steps] == sorted(step.sparsity for step in found.steps)
+    assert steps - sum(s.sparsity == options.sparsity for s in found.steps) >= (
+        options.ramp * steps - 1e-6 if options.sparsity > 0.5 else 0
+    )
     assert plain(found) == plain(plan) == plan
     assert found.forwards == plan.forwards
 
@@ -109,10 +115,11 @@ def test_a_plan_shows_it_beside_what_is_skipped() -> None:
     assert options is not None
     plan = skip_forwards(make_plan(steps=20), options, None)
     table = plan.table()
-    assert "0.75/0.1/0:reuse2" in table
-    assert table.count("25 % of keys") == sum(s.sparsity > 0 and s.forwards > 0 for s in plan.steps) > 0
+    assert "0.75/0.05/0:reuse2" in table
+    for share, sparsity in (("25 %", 0.75), ("50 %", 0.5)):
+        assert table.count(f"{share} of keys") == sum(s.sparsity == sparsity and s.forwards > 0 for s in plan.steps) > 0
     assert "forecast" in table
-    assert "sparse 0.75/0.1/0:reuse2" in skip_words(options)
+    assert "sparse 0.75/0.05/0:reuse2" in skip_words(options)
     shown = json.loads(json.dumps(plan.as_dict()))
     assert [s["sparsity"] for s in shown["steps"]] == [s.sparsity for s in plan.steps]
     assert leave_out(plan, None, None) is plan
@@ -189,7 +196,7 @@ def run(experts: dict[str, WanModel], plan: Plan, batched: bool = False) -> torc
 
 
 def sparse_plan(text: str, steps: int = 6) -> Plan:
-    return sparsify(make_plan(task="t2v-tiny", steps=steps), parse_sparse(text))
+    return sparsify(make_plan(task="t2v-tiny", steps=steps), parse_sparse(f"{text}:ramp0"))
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -209,7 +216,7 @@ def test_a_step_that_is_skipped_uses_residuals_in_the_order_of_tiles(experts: di
     """Everything read, and dense steps beside sparse ones: caches give what they give without tiles."""
     options = parse_setting("taylorseer:2/1/0.2")
     cached = leave_out(make_plan(task="t2v-tiny", steps=12), options, None)
-    tiled = sparsify(cached, parse_sparse("0.001/0.5"))
+    tiled = sparsify(cached, parse_sparse("0.001/0.5:ramp0"))
     assert any(step.skipped for step in tiled.steps if step.sparsity)
     assert difference(run(experts, tiled), run(experts, cached)) < 1e-4
 
@@ -348,7 +355,7 @@ def test_coverage_of_the_embedded_model(experts: dict[str, WanModel]) -> None:
         assert len(coverage.mass) == experts["high"].config.num_layers
         for layer in coverage.mass:
             for head in layer:
-                assert all(a <= b + 0.02 for a, b in zip(head, head[1:], strict=False))
+                assert all(a <= b + 0.02 for a, b in pairwise(head))
                 assert head[-1] == pytest.approx(1, abs=1e-3)
                 assert head[SHARES.index(0.5)] > 0.5
     assert "run_blocks" not in vars(experts["high"])

@@ -387,7 +387,8 @@ class SparseOptions:
     `wan_core.attention.sparse` the arithmetic."""
 
     sparsity: float  # share of the blocks of keys that a sparse step leaves out
-    dense_steps: float = 0.1  # share of the run, from its first step on, that reads everything
+    dense_steps: float = 0.05  # share of the run, from its first step on, that reads everything
+    ramp: float = 0.3  # share of the run, from its first step on, that leaves out half of the blocks at most
     dense_layers: int = 0  # so do these first layers, always
     mass: float | None = None  # stop at this share of the attention as estimated; None: as many blocks for every row
     floor: float = 0.05  # share of the blocks that is read at least, where `mass` decides
@@ -402,6 +403,7 @@ class SparseOptions:
         check_choice("score of blocks", self.score, SPARSE_SCORES)
         _check_range("sparsity", self.sparsity, 0, 0.99, "0.5 is careful, 0.875 fast")
         _check_range("share of dense steps", self.dense_steps, 0, 1, "a share of the steps")
+        _check_range("ramp", self.ramp, 0, 1, "a share of the steps, 0 has none")
         _check_range("dense layers", self.dense_layers, 0, 1000, "0 to 2 are usual")
         _check_range("floor", self.floor, 0, 1, "a share of the blocks")
         _check_range("steps that use a choice of blocks", self.reuse, 1, 50, "1 chooses anew in every step")

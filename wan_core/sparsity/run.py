@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.attention.registry import Attend
+from wan_core.attention.registry import BACKENDS, Attend
 from wan_core.attention.sparse.forward import Forward, Observer, SparseAttention, SparseFp8Attention, forward
 from wan_core.attention.sparse.kernels import SparseKernel, block_length, resolve_kernel
 from wan_core.attention.sparse.routing import Route, Rule
@@ -78,7 +78,8 @@ class SparseBlocks:
         options, layers = self.options, len(self.seams)
         if sparsity == 0:
             return [None] * layers
-        keeps = self.keeps or [1 - sparsity] * layers
+        shared = self.keeps is not None and sparsity == options.sparsity  # what was calibrated is for the full one
+        keeps = self.keeps if shared and self.keeps is not None else [1 - sparsity] * layers
         rules: list[Rule | None] = []
         for layer, keep in enumerate(keeps):
             rule = Rule(keep, options.mass, options.floor, "mean" if options.score == "mean" else "spread")
@@ -116,7 +117,7 @@ class SparseBlocks:
 def always_sparse(model: WanModel, keep: float) -> WanModel:
     """`model` with every layer of every forward reading `keep` of the blocks, until its `run_blocks` is replaced: for
     measuring single forwards, which have no plan."""
-    options = SparseOptions(sparsity=1 - keep, dense_steps=0)
+    options = SparseOptions(sparsity=1 - keep, dense_steps=0, ramp=0)
     step = Step(
         index=0, timestep=0, sigma=0, sigma_next=0, expert="high", guidance=1, branches=("cond",), sparsity=1 - keep
     )
@@ -153,6 +154,14 @@ def find_kernel(
     """The kernel that `options` means here. Raises AttentionError."""
     fp8 = hasattr(dense, "quantized")
     return resolve_kernel(options.kernel, device, dtype, head_dim, tokens, fp8=fp8, counts=options.mass is not None)
+
+
+def check_kernel(options: SparseOptions, attention: str, device: torch.device, head_dim: int, tokens: int) -> None:
+    """Raise AttentionError now where a kernel that was asked for by name cannot run beside the backend `attention`:
+    before there is any work to lose."""
+    if options.kernel != "auto":
+        half, fp8, counts = torch.bfloat16, not BACKENDS[attention].exact, options.mass is not None
+        resolve_kernel(options.kernel, device, half, head_dim, tokens, fp8=fp8, counts=counts)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Sparse attention in a plan: pure functions of numbers.
 
-The first steps decide where things are, from noise, and attend widely: they read everything. After them every step
-reads the same share of the keys. Knows no torch.
+The first steps decide where things are, from noise, and attend widely: they read everything, then half, and from the
+end of the ramp on what was asked for. On the embedded model a run that reads half of the keys in its first 30 % and a
+quarter after is 4 dB nearer to the dense one than one that reads everything in its first 10 % and a quarter after, at
+the same number of keys. Knows no torch.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ from wan_core.config import SPARSE_KERNELS, SPARSE_SCORES, DiTConfig, OptionErro
 from wan_core.plan import Expert, Plan
 
 PRESETS: dict[str, SparseOptions] = {
-    "quality": SparseOptions(sparsity=0.5, dense_steps=0.2),
-    "balanced": SparseOptions(sparsity=0.75, dense_steps=0.1),
-    "fast": SparseOptions(sparsity=0.875, dense_steps=0.05),
+    "quality": SparseOptions(sparsity=0.5, dense_steps=0.1),
+    "balanced": SparseOptions(sparsity=0.75, dense_steps=0.05),
+    "fast": SparseOptions(sparsity=0.875, dense_steps=0.0),
 }
+HALF = 0.5  # the sparsity of a ramp
 # Measured on an H200 at 75,600 tokens: attention over a share of the blocks takes this share of the time and more,
 # because the block-sparse kernel is slower on what it reads, and blocks must be chosen.
 KERNEL, CHOICE = 1.1, 0.02
-FORM = "quality, balanced, fast, or sparsity/dense steps/dense layers such as 0.75/0.1/0, then options after a colon: "
-WORDS = "mass0.9, floor0.05, reuse2, even, alone, mean, or a kernel"
+FORM = "quality, balanced, fast, or sparsity/dense steps/dense layers such as 0.75/0.05/0, then options after a colon: "
+WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, even, alone, mean, or a kernel"
 
 
 def sparsify(
@@ -32,8 +35,12 @@ def sparsify(
     each of its layers reads, in place of the same share for all."""
     if options is None or options.sparsity == 0:
         return plan
-    dense = math.ceil(options.dense_steps * len(plan.steps) - 1e-9)
-    steps = tuple(replace(s, sparsity=0.0 if s.index < dense else options.sparsity) for s in plan.steps)
+    dense, ramp = (math.ceil(share * len(plan.steps) - 1e-9) for share in (options.dense_steps, options.ramp))
+
+    def sparsity(index: int) -> float:
+        return 0.0 if index < dense else min(HALF, options.sparsity) if index < ramp else options.sparsity
+
+    steps = tuple(replace(step, sparsity=sparsity(step.index)) for step in plan.steps)
     found = tuple((expert, keeps[expert]) for expert in plan.experts if keeps and expert in keeps)
     note = f"sparse attention: {sparse_words(options)}, from step {dense} on" if dense < len(steps) else ""
     if found:
@@ -65,7 +72,7 @@ def step_cost(sparsity: float, share: float) -> float:
 
 
 def parse_sparse(text: str) -> SparseOptions:
-    """A preset or numbers, and words after colons: `balanced`, `0.75/0.1/0:reuse2:cudnn`. Raises OptionError."""
+    """A preset or numbers, and words after colons: `balanced`, `0.75/0.05/0:reuse2:cudnn`. Raises OptionError."""
     first, *words = text.split(":")
     if first in PRESETS:
         found = PRESETS[first]
@@ -74,7 +81,7 @@ def parse_sparse(text: str) -> SparseOptions:
         try:
             if not 1 <= len(given) <= 3:
                 raise ValueError(first)
-            sparsity, dense, layers = [*given, *("", "0.1", "0")[len(given) :]]
+            sparsity, dense, layers = [*given, *("", "0.05", "0")[len(given) :]]
             found = SparseOptions(sparsity=float(sparsity), dense_steps=float(dense), dense_layers=int(layers))
         except ValueError as fault:
             raise fault if isinstance(fault, OptionError) else _unknown(text) from fault
@@ -85,7 +92,7 @@ def parse_sparse(text: str) -> SparseOptions:
 
 def _with(options: SparseOptions, word: str, text: str) -> SparseOptions:
     try:
-        for name in ("mass", "floor"):
+        for name in ("mass", "floor", "ramp"):
             if word.startswith(name):
                 return replace(options, **{name: float(word.removeprefix(name))})
         if word.startswith("reuse"):
@@ -110,6 +117,7 @@ def _unknown(text: str) -> OptionError:
 def sparse_words(options: SparseOptions) -> str:
     """As it is typed: `0.75/0.1/0:reuse2`."""
     words = [f"{options.sparsity:g}/{options.dense_steps:g}/{options.dense_layers}"]
+    words += [f"ramp{options.ramp:g}"] * (options.ramp != SparseOptions(sparsity=0).ramp)
     if options.mass is not None:
         words += [f"mass{options.mass:g}", f"floor{options.floor:g}"]
     words += [f"reuse{options.reuse}"] * (options.reuse > 1) + [options.score] * (options.score != "spread")

@@ -134,10 +134,10 @@ def resolve_kernel(
 
 
 def block_length(kernel: SparseKernel, tokens: int) -> int:
-    """128, or where any will do and there are few tokens, the power of two that still makes 64 blocks of them.
+    """128, or where any will do and there are few tokens, the power of two (2 or more) that makes 64 blocks of them.
 
     128 tokens are 1.8 % of the picture at 720p, two frames deep. The embedded model has 36 tokens a frame: blocks of 2
     are 5.6 % of it."""
     if not kernel.any_block or tokens >= SMALL:
         return BLOCK
-    return 1 << (max(1, tokens // 64).bit_length() - 1)
+    return max(2, 1 << (max(1, tokens // 64).bit_length() - 1))
