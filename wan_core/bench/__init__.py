@@ -11,6 +11,7 @@
 | switch | `switch` | steps on both sides of the change of experts |
 | profile | `profiling` | one forward by class of kernel |
 | forward, guidance | `forwards` | one forward, or both branches of guidance, in named settings (`settings`) |
+| four-step | `four_step` | videos of four steps with a LoRA, and what a LoRA costs |
 | generate | `generation` | one whole video by phase |
 
 The docstring of a module says what its columns mean. Results are JSON, written anew after every row, in the form that
