@@ -17,6 +17,7 @@ from wan_core.pipeline import sample_latents
 from wan_core.plan import MAX_STEPS, SCHEDULES, Expert, Plan
 from wan_core.presets import CHOICES, preset_plan
 from wan_core.report import Phase, Report
+from wan_core.sparsity.schedule import with_costs
 
 from . import host
 from .conditioning import join
@@ -122,7 +123,14 @@ def plan_of(
         guidance_low=guidance_low or None,
         solver=None if solver == "unipc" else solver,
     )
-    return skip_forwards(plan, skipping, high, low, image=image, loras=loras)
+    plan = skip_forwards(plan, skipping, high, low, image=image, loras=loras)
+    task, vae, dit = model.experts.task, model.experts.vae, model.experts.dit
+    latents = (
+        (task.frames - 1) // vae.temporal_stride + 1,
+        task.height // vae.spatial_stride,
+        task.width // vae.spatial_stride,
+    )
+    return with_costs(plan, dit, dit.tokens(*latents))  # of the task's own size, until one is known
 
 
 class WanCoreSampler(io.ComfyNode):
@@ -193,6 +201,7 @@ class WanCoreSampler(io.ComfyNode):
         conditioning, text_seconds = join(positive, negative, latent, model.experts, plan)
         shape = tuple(latent["samples"].shape)
         tokens = model.experts.dit.tokens(*shape[2:])
+        plan = with_costs(plan, model.experts.dit, tokens)
         batched, why = choose_batched(guidance_mode, plan, tokens, streamed=False)
         settings = _settings(model, plan, shape, seed, batched)
         if skipping is not None:
