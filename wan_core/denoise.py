@@ -23,6 +23,7 @@ from wan_core.config import UserError
 from wan_core.model.dit import WanModel
 from wan_core.plan import Branch, Expert, Plan, Step
 from wan_core.solvers import SOLVERS, History
+from wan_core.sparsity.run import SparseBlocks, sparse_attention
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
 # benchmarks/results/guidance-*.json and docs/performance.md.
@@ -45,8 +46,8 @@ class Progress:
     forwards: int  # runs of all blocks in this step
 
     def left(self, seconds: float) -> float:
-        """Seconds that the rest of the run takes, at so many for one forward."""
-        return seconds * sum(step.forwards for step in self.plan.steps[self.step.index + 1 :])
+        """Seconds that the rest of the run takes, at so many for one forward that reads everything."""
+        return seconds * sum(step.forwards * step.cost for step in self.plan.steps[self.step.index + 1 :])
 
     def preview(self) -> Tensor:
         """The video the model sees behind the remaining noise: normalised latents [B, C, T, Y, X]."""
@@ -74,8 +75,13 @@ def denoise(
     watch = FiniteWatch(len(plan.steps), x.device)
     for phase in plan.phases:
         model = acquire(phase[0].expert)
-        with residuals(model, phase) as cache:
-            guided = Guided(model, conditioning, plan, phase, x.shape[0], batched, cache)
+        image = conditioning.concat is not None or conditioning.known is not None
+        # Sparse attention orders the tokens around everything else; residuals are kept in that order.
+        with (
+            sparse_attention(model, plan, phase, tuple(x.shape[2:]), image) as sparse,
+            residuals(model, phase) as cache,
+        ):
+            guided = Guided(model, conditioning, plan, phase, x.shape[0], batched, cache, sparse)
             for step in phase:
                 velocity, forwards = guided.velocity(x, timesteps[step.index], step)
                 x, history = solver(x, velocity, step.index, plan.sigmas, history)
@@ -83,7 +89,7 @@ def denoise(
                 watch.note(step.index, x)
                 if on_step is not None:
                     on_step(Progress(step, len(plan.steps), x, velocity, plan, forwards))
-        del guided, cache, model  # frees the expert's text state and residuals before the next is made
+        del guided, cache, sparse, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
     return x
 
@@ -106,7 +112,9 @@ class Guided:
         batch: int,
         batched: bool,
         cache: ResidualCache | None,
+        sparse: SparseBlocks | None = None,
     ) -> None:
+        self.sparse = sparse
         self.model = model
         self.conditioning = conditioning
         self.batched = batched
@@ -160,6 +168,8 @@ class Guided:
     def _expect(self, step: Step, branches: tuple[Branch, ...], skip: bool) -> None:
         if self.cache is not None:
             self.cache.expect(step.index, branches, skip)
+        if self.sparse is not None:
+            self.sparse.expect(step, branches)
 
 
 def stack_text(rows: list[Tensor], batch: int) -> Tensor:
