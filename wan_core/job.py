@@ -11,6 +11,7 @@ from wan_core.cache.skipping import skip_forwards, skip_words
 from wan_core.conditioning import best_size_for_image, size_for_image
 from wan_core.config import DiTConfig, OptionError, Request, Task, VAEConfig, check_size
 from wan_core.denoise import choose_batched
+from wan_core.memory.budget import TRANSFER_TOKENS
 from wan_core.plan import Plan, make_plan
 from wan_core.video import load_image
 
@@ -63,11 +64,12 @@ def make_job(
     vae: VAEConfig,
     checkpoint: Path | None = None,
     low: Path | None = None,
+    streamed: bool = False,
 ) -> Job:
     """Fill in what `request` leaves open and check all of it. Raises OptionError.
 
     checkpoint: of the high-noise expert, or of the only transformer; a MagCache curve may lie beside it. low: of the
-    other expert, if there is one.
+    other expert, if there is one. streamed: blocks come from host memory for every forward.
     """
     plan = make_plan(
         task=task.name,
@@ -91,7 +93,7 @@ def make_job(
     check_size(width, height, frames, multiple=multiple, temporal=vae.temporal_stride)
     T, Y, X = (frames - 1) // vae.temporal_stride + 1, height // vae.spatial_stride, width // vae.spatial_stride
     tokens = dit.tokens(T, Y, X)
-    batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=False)
+    batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
     return Job(
         request=request,
         plan=plan,

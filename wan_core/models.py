@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Literal, Protocol, cast
 
 import torch
+from torch import nn
 
 from wan_core.attention.registry import resolve_attention
 from wan_core.cache.residual import residual_bytes
 from wan_core.checkpoint import find_parts, load_vae
-from wan_core.config import DiTConfig, LoadOptions, OptionError, Task, VAEConfig
+from wan_core.checkpoint.staged import THREADS, current_reading, reading
+from wan_core.config import QUANTIZED, DiTConfig, LoadOptions, OptionError, Task, VAEConfig
 from wan_core.job import Job
-from wan_core.memory.residency import Residency, choose_residency
+from wan_core.memory.budget import (
+    Beside,
+    MemoryPlan,
+    Sizes,
+    beside_weights,
+    cap_memory,
+    device_room,
+    factor,
+    plan_memory,
+    unit_bytes,
+)
+from wan_core.memory.residency import Residency
 from wan_core.model.dit import WanModel
 from wan_core.optimize import check_compile, optimize, optimize_vae
 from wan_core.parts import TINY, Part, Parts, recognise
@@ -22,6 +38,12 @@ from wan_core.quant.swap import Quantization
 from wan_core.report import Report
 from wan_core.text.umt5 import TextEncoder
 from wan_core.vae import VideoVAE
+
+
+class Planned(Protocol):
+    """The memory plan for a job (None: the task's own size), with what is held already, if anything is."""
+
+    def __call__(self, job: Job | None, held: Residency | None = None) -> MemoryPlan: ...
 
 
 @dataclass(frozen=True)
@@ -34,6 +56,7 @@ class Models:
     attention: str
     checkpoint: Path | None = None  # the high-noise expert's, or the only transformer's
     low_checkpoint: Path | None = None
+    planned: Planned | None = None  # None on a CPU
 
     @property
     def device(self) -> torch.device:
@@ -42,6 +65,19 @@ class Models:
     def expert(self, name: str) -> WanModel:
         """Ready on the device. A task with a single transformer has it as `high`, whichever is asked for."""
         return cast(WanModel, self.residency.use(name if name in self.residency.models else "high"))
+
+    def prefetch(self, name: str, other: str, runs: int) -> None:
+        """The next `runs` runs of the blocks of expert `name` are the last before `other` is asked for."""
+        self.residency.prefetch(name, other, runs)
+
+    def place(self, job: Job) -> MemoryPlan | None:
+        """Have the models where `job` needs them: another size may take another plan than the one they were loaded
+        by. None on a CPU."""
+        if self.planned is None:
+            return None
+        plan = self.planned(job, self.residency)
+        self.residency.follow(plan.policy, plan.resident_blocks, plan.room if plan.together else None, plan.beside)
+        return plan
 
     def text_encoder(self) -> TextEncoder:
         return cast(TextEncoder, self.residency.use("text_encoder"))
@@ -95,25 +131,127 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
     precision = precision_of(options.precision, parts.of["high"], report.device)
     quantization = find_quantization(precision, report.device, options.keep_blocks)
     check_compile(options.compile, report.device)
-    weights = sum(part.bytes(dtypes[name], quantization) for name, part in parts.of.items())
-    activations = activation_bytes(parts, job, dtypes["high"].itemsize)
-    policy, why = choose_residency(options.residency, report.device, weights, activations)
-    report.notes.append(f"residency: {policy} ({why})")
-    residency = Residency(report.device, policy)
-    for name, part in parts.of.items():
-        encoding = quantization if isinstance(part.config, DiTConfig) else None
-        model = part.load(residency.load_device, dtypes[name], encoding)
+    planned = None
+    if report.device.type == "cuda":
+        if options.memory_limit is not None:
+            cap_memory(report.device, options.memory_limit)
+        planned = partial(plan_models, parts, options, dtypes, precision, report.device)
+    elif options.memory_limit is not None:
+        raise OptionError("a memory limit is one of a GPU's memory, and this run is on a CPU: leave it out")
+    residency = make_residency(parts, options, report, job, planned)
+    loaded = load_parts(parts, dtypes, quantization, residency)
+    for name in parts.of:
+        model = loaded.pop(name)
         if isinstance(model, WanModel):
-            optimize(model, attend=attend, compile=options.compile, device=report.device)
+            graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
+            optimize(model, attend=attend, compile=options.compile, device=report.device, graphs=graphs)
         elif isinstance(model, VideoVAE):
             optimize_vae(model, report.device)
         residency.add(name, model)
+        del model
+    report.notes += residency.notes
     report.settings["models"] = {name: part.source for name, part in parts.of.items()}
     held = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     if quantization is not None:
         held |= {name: precision for name in ("high", "low") if name in held}
     report.settings |= {"precision": held, "keep_blocks": options.keep_blocks, "compile": options.compile}
-    return Models(parts.task, residency, attention, parts.of["high"].path, parts.low_path)
+    return Models(parts.task, residency, attention, parts.of["high"].path, parts.low_path, planned)
+
+
+def load_parts(
+    parts: Parts, dtypes: Mapping[str, torch.dtype], quantization: Quantization | None, residency: Residency
+) -> dict[str, nn.Module]:
+    """All models, for a GPU at once: reading one, converting another and setting up a third use different hardware."""
+
+    def load(name: str) -> nn.Module:
+        part = parts.of[name]
+        encoding = quantization if isinstance(part.config, DiTConfig) else None
+        return part.load(residency.load_device, dtypes[name], encoding)
+
+    if residency.device.type != "cuda":
+        return {name: load(name) for name in parts.of}
+    with ThreadPoolExecutor(len(parts.of)) as pool:
+        # What moves to locked memory is read, not mapped: pages of a mapping would count beside the copy.
+        how = replace(current_reading(), threads=max(1, THREADS * 2 // len(parts.of)), mapped=False)
+
+        def within(name: str) -> nn.Module:
+            with reading(how):
+                return load(name)
+
+        return dict(zip(parts.of, pool.map(within, parts.of), strict=True))
+
+
+def make_residency(
+    parts: Parts,
+    options: LoadOptions,
+    report: Report,
+    job: Job | None,
+    planned: Planned | None,
+) -> Residency:
+    """Where the weights will be, by the memory plan; on a CPU they stay, unless streaming is asked for."""
+    device = report.device
+    if planned is None:
+        blocks = parts.dit.num_layers if options.resident_blocks is None else options.resident_blocks
+        if blocks > parts.dit.num_layers or blocks < 0:
+            raise OptionError(f"{blocks} resident blocks given; the transformer has {parts.dit.num_layers}")
+        streams = options.residency == "stream" or options.resident_blocks is not None
+        blocks = blocks if options.resident_blocks is not None else 0
+        report.notes.append(f"residency: {'stream' if streams else 'resident'} (weights are in host memory on a CPU)")
+        return Residency(device, "stream" if streams else "resident", resident_blocks=blocks)
+    plan = planned(job)
+    report.notes += [f"residency: {plan.policy} ({plan.why})", plan.table()]
+    room = plan.room if plan.together else None
+    return Residency(device, plan.policy, resident_blocks=plan.resident_blocks, room=room, beside=plan.beside)
+
+
+def plan_models(
+    parts: Parts,
+    options: LoadOptions,
+    dtypes: Mapping[str, torch.dtype],
+    precision: str,
+    device: torch.device | int,
+    job: Job | None,
+    held: Residency | None = None,
+) -> MemoryPlan:
+    """The memory plan of `parts` for `job` (None: the task's own size). device: a GPU, or the bytes that one has. held:
+    what a plan made before has put there; it stays as it is while `job` fits."""
+    quantized, itemsize = precision in QUANTIZED, dtypes["high"].itemsize
+    sizes = Sizes(
+        units=unit_bytes(parts.dit, itemsize, quantized, options.keep_blocks),
+        experts=1 + ("low" in parts.of),
+        text_encoder=parts.of["text_encoder"].bytes(dtypes["text_encoder"]),
+        vae=parts.of["vae"].bytes(dtypes["vae"]),
+    )
+    per_token = factor(parts.dit, itemsize=itemsize, device="cuda", compile=options.compile, precision=precision)
+    beside = beside_job(parts, job, per_token, itemsize)
+    mode = cast(Literal["auto", "resident", "swap", "stream"], options.residency)
+    available = device if isinstance(device, int) else device_room(device, options.memory_limit)
+    if held is not None:
+        available += held.weights_on_device()
+        blocks = held.resident_blocks if held.policy == "stream" else None
+        same = plan_memory(sizes, beside, available, held.policy, blocks, together=held.room is not None)
+        if same.denoises:
+            return same
+    return plan_memory(sizes, beside, available, mode, options.resident_blocks)
+
+
+def beside_job(parts: Parts, job: Job | None, per_token: float, itemsize: int) -> Beside:
+    """What runs beside the weights."""
+    if job is None:
+        stride, task = parts.vae.spatial_stride, parts.task
+        T, Y, X = (task.frames - 1) // parts.vae.temporal_stride + 1, task.height // stride, task.width // stride
+        return beside_weights(parts.dit, parts.vae, (1, parts.vae.z_dim, T, Y, X), per_token=per_token)
+    return beside_weights(
+        parts.dit,
+        parts.vae,
+        job.latent_shape,
+        per_token=per_token,
+        itemsize=itemsize,
+        guided=job.plan.guided,
+        residuals=residual_bytes(job.plan, job.tokens, parts.dit.dim, itemsize),
+        batched=job.batched,
+        image=job.request.image is not None or job.request.last_image is not None,
+    )
 
 
 def precision_of(precision: str, part: Part, device: torch.device) -> str:
@@ -130,20 +268,6 @@ def find_quantization(precision: str, device: torch.device, keep_blocks: int = 0
     if scheme is None and keep_blocks:
         raise OptionError(f"{keep_blocks} blocks to keep were given, but precision {precision!r} quantises nothing")
     return None if scheme is None else Quantization(scheme.load(), device, keep_blocks)
-
-
-def activation_bytes(parts: Parts, job: Job | None, itemsize: int = 2) -> int:
-    """A generous estimate of what a run needs besides weights: the larger of a forward and the decode. itemsize: bytes
-    of a number of the residuals that are kept."""
-    if job is not None:
-        _, _, T, Y, X = job.latent_shape
-    else:
-        stride, task = parts.vae.spatial_stride, parts.task
-        T, Y, X = (task.frames - 1) // parts.vae.temporal_stride + 1, task.height // stride, task.width // stride
-    forward = forward_bytes(parts.dit, parts.dit.tokens(T, Y, X))
-    if job is not None:
-        forward = forward * (1 + job.batched) + residual_bytes(job.plan, job.tokens, parts.dit.dim, itemsize)
-    return max(forward, decode_bytes(parts.vae, Y, X))
 
 
 def forward_bytes(config: DiTConfig, tokens: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.layouts import Kind
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
+from wan_core.checkpoint.staged import open_feed
 from wan_core.config import DiTConfig, OptionError
 from wan_core.kernels.formats import FP8, Quantized, spread_scale
 from wan_core.model.dit import WanModel
@@ -119,9 +120,12 @@ def _filled(
             raise OptionError(f"FP8 on a GPU computes in bf16, and {out} was asked for: load with dtype=torch.bfloat16")
         swap_linears(module, quantization.kind, names, out)
     values: Iterator[tuple[str, Tensor]]
-    stored = _values(checkpoint, found, torch.device(device), dtype, names)
-    values = _plain(stored) if quantization is None else encode_values(stored, quantization, names)
-    module.load_state_dict(dict(values), assign=True)  # strict: detect has compared all names
+    first = torch.device(device) if quantization is None else quantization.device  # where values are encoded
+    with open_feed(checkpoint, _order(found), first) as feed:
+        stored = _values(checkpoint, found, first, dtype, names, feed.read)
+        values = _plain(stored) if quantization is None else encode_values(stored, quantization, names)
+        held = {name: value.to(device) for name, value in values}
+    module.load_state_dict(held, assign=True)  # strict: detect has compared all names
     for name, buffer in module.named_buffers():
         assert not buffer.is_meta, f"{name} is neither stored nor computed when used"
     return module.requires_grad_(False).eval()
@@ -133,14 +137,15 @@ def _values(
     device: torch.device,
     dtype: torch.dtype | None,
     quantized: frozenset[str],
+    read: Callable[[str], Tensor],
 ) -> Iterator[tuple[str, Tensor | Quantized]]:
     """(official name, value), one at a time. FP8 weights with scales stay so for the linears `quantized`, and are
     multiplied out for others."""
     main = dtype or _main_dtype(checkpoint, found)
     for ours, theirs in found.names.items():
-        stored = checkpoint.read(theirs)
+        stored = read(theirs)
         if ours in found.scales:
-            data, scale = stored.to(device), checkpoint.read(found.scales[ours]).to(device)
+            data, scale = stored.to(device), read(found.scales[ours]).to(device)
             if ours.rpartition(".")[0] in quantized and data.dtype == FP8:
                 yield ours, Quantized(data, scale.float())
             else:
@@ -148,6 +153,11 @@ def _values(
             continue
         keep = dtype is None and found.kind == "dit" and stored.dtype in LOADABLE and _FREE.fullmatch(ours)
         yield ours, _moved(stored, device, stored.dtype if keep else main)
+
+
+def _order(found: Detected) -> list[str]:
+    """Names in the file, as `_values` asks for them."""
+    return [name for ours, theirs in found.names.items() for name in (theirs, found.scales.get(ours)) if name]
 
 
 def _plain(values: Iterator[tuple[str, Tensor | Quantized]]) -> Iterator[tuple[str, Tensor]]:

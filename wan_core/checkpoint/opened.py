@@ -37,9 +37,12 @@ class Checkpoint:
         tensors: Mapping[str, TensorInfo],
         metadata: Mapping[str, str],
         read: Callable[[str], Tensor],
+        places: Mapping[str, tuple[Path, int]] | None = None,
     ) -> None:
+        """places: file and offset of the tensors whose bytes lie in a file as they are."""
         self.path = path
         self.tensors = tensors
+        self.places = {} if places is None else places
         self.metadata = metadata
         self._where = where
         self._read: Callable[[str], Tensor] | None = read
@@ -103,6 +106,7 @@ def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mappin
     """One checkpoint of several shards. A tensor may be in one shard only."""
     tensors: dict[str, TensorInfo] = {}
     owner: dict[str, Checkpoint] = {}
+    places: dict[str, tuple[Path, int]] = {}
     merged = dict(metadata)
     for shard in shards:
         for name, info in shard.tensors.items():
@@ -111,6 +115,7 @@ def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mappin
                     f"the tensor {name} is in two shards, {owner[name].describe()} and {shard.describe()}", where=where
                 )
             tensors[name], owner[name] = info, shard
+        places |= shard.places
         for key, value in shard.metadata.items():
             merged.setdefault(key, value)
-    return Checkpoint(where, path, tensors, merged, lambda name: owner[name].read(name))
+    return Checkpoint(where, path, tensors, merged, lambda name: owner[name].read(name), places)

@@ -201,7 +201,7 @@ _CONFIG_KEYS = {
 def _with_config(opened: Checkpoint, folder: Path) -> Checkpoint:
     """`opened` with what a `config.json` beside it adds; the file's own metadata wins."""
     metadata = {**_config_metadata(folder), **opened.metadata}
-    return Checkpoint(opened.describe(), opened.path, opened.tensors, metadata, opened.read)
+    return Checkpoint(opened.describe(), opened.path, opened.tensors, metadata, opened.read, opened.places)
 
 
 def _config_metadata(folder: Path) -> dict[str, str]:

@@ -16,12 +16,12 @@ from pathlib import Path
 from wan_core.bench.options import add_bench_options
 from wan_core.cli.generate import run_decode, run_generate
 from wan_core.cli.inform import run_bench, run_check, run_doctor, run_plan, run_quantize
-from wan_core.cli.options import add_model_options, add_plan_options, add_request_options
+from wan_core.cli.options import add_memory_plan_options, add_model_options, add_plan_options, add_request_options
 from wan_core.cli.quality import run_calibrate, run_quality
 from wan_core.config import PRECISIONS, TASKS, UserError
 from wan_core.quality.options import add_calibrate_options, add_quality_options
 
-OUT_OF_MEMORY = "Try --residency swap, a smaller --size or fewer --frames."
+OUT_OF_MEMORY = "Try --residency stream, a smaller --size or fewer --frames."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--image", action="store_true", help="as for a video that starts from an image (TI2V-5B)")
     add_plan_options(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_memory_plan_options(plan)
     plan.set_defaults(run=run_plan)
 
     calibrate = commands.add_parser("calibrate", help="measure a model's MagCache curve, kept beside its checkpoint")

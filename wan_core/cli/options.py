@@ -35,9 +35,38 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compile", default="off", choices=COMPILES, help="compile the transformer's block, once for all (default off)"
     )
+    add_memory_options(group)
+
+
+def add_memory_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--residency", default="auto", choices=RESIDENCIES, help="keep all models on the device, or one at a time"
+        "--residency",
+        default="auto",
+        choices=RESIDENCIES,
+        help="all models on the device, one at a time, or a transformer's blocks streamed from host memory; auto plans "
+        "by what is free (default)",
     )
+    group.add_argument(
+        "--resident-blocks", type=int, metavar="N", help="blocks that stay where others stream (default: what fits)"
+    )
+    group.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="GIB",
+        help="take no more of the GPU than a card of so many GiB has, to plan and run as on a smaller one",
+    )
+
+
+def add_memory_plan_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory (with --memory)")
+    group.add_argument(
+        "--memory", action="store_true", help="print instead what each phase takes on a GPU, and what is where"
+    )
+    group.add_argument("--size", type=size, help="WIDTHxHEIGHT in pixels (default: the task's)")
+    group.add_argument("--frames", type=int, help="4n + 1")
+    group.add_argument("--precision", default="bf16", choices=PRECISIONS)
+    group.add_argument("--compile", default="off", choices=COMPILES)
+    add_memory_options(group)
 
 
 def add_request_options(parser: argparse.ArgumentParser) -> None:

@@ -15,11 +15,9 @@ from typing import Literal
 
 import torch
 
-from wan_core.cache.residual import residual_bytes
 from wan_core.config import DiTConfig, OptionError, VAEConfig
 from wan_core.memory.residency import Policy
 from wan_core.memory.stream import SLOTS, spread
-from wan_core.plan import Plan
 
 GIB = 1024**3
 # Bytes of activations over 2 L C. benchmarks/results/single-*.json, activation_gib less the prompt's keys and values.
@@ -89,6 +87,7 @@ class MemoryPlan:
     room: int
     reserve: int
     host: int  # locked host memory
+    together: bool  # models stay beside each other where there is room
     phases: tuple[Phase, ...]
     beside: Mapping[str, int]  # by model: what `Residency` keeps free for it
     why: str
@@ -100,6 +99,12 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         return self.peak <= self.room
+
+    @property
+    def denoises(self) -> bool:
+        """Whether the steps fit, half of the reserve counted in."""
+        found = next(phase for phase in self.phases if phase.name == "denoise")
+        return found.total <= self.room + self.reserve // 2
 
     def table(self) -> str:
         """One line for each phase, in GiB."""
@@ -175,17 +180,16 @@ def beside_weights(
     *,
     per_token: float,
     itemsize: int = 2,
-    plan: Plan | None = None,
+    guided: bool = True,
+    residuals: int = 0,
     batched: bool = False,
     image: bool = False,
 ) -> Beside:
     """latents: [1, C, T, Y, X]. per_token: of `factor`. itemsize: of the numbers that residuals and prompts are kept
-    in. plan: for its residuals, and whether two prompts are prepared; None: two."""
-    _, channels, T, Y, X = latents
+    in. guided: two prompts are prepared. residuals: bytes that a cache keeps."""
+    _, _, T, Y, X = latents
     tokens = dit.tokens(T, Y, X)
-    both = plan is None or plan.guided
-    prompts = (1 + both) * 2 * dit.num_layers * dit.text_len * dit.dim * itemsize
-    residuals = 0 if plan is None else residual_bytes(plan, tokens, dit.dim, itemsize)
+    prompts = (1 + guided) * 2 * dit.num_layers * dit.text_len * dit.dim * itemsize
     forward = per_token * 2 * tokens * dit.dim * (1 + batched)
     decode = vae_bytes(vae, Y, X)
     return Beside(
@@ -217,8 +221,8 @@ def limited(gib: float) -> int:
     """What torch may take on a card of so many GiB. Raises OptionError for a card that is too small for anything."""
     if gib * GIB < 2 * CONTEXT:
         raise OptionError(
-            f"memory limit {gib:g} GiB given; CUDA itself takes {CONTEXT / GIB:.1f}: allowed are {2 * CONTEXT / GIB:.1f}"
-            " and more"
+            f"memory limit {gib:g} GiB given; CUDA itself takes {CONTEXT / GIB:.1f}: "
+            f"allowed are {2 * CONTEXT / GIB:.1f} and more"
         )
     return int(gib * GIB) - CONTEXT
 
@@ -239,11 +243,13 @@ def plan_memory(
     available: int,
     mode: Literal["auto", "resident", "swap", "stream"] = "auto",
     resident_blocks: int | None = None,
+    together: bool | None = None,
 ) -> MemoryPlan:
     """The first that fits of: all resident; experts that take turns; as many resident blocks as fit.
 
     available: bytes on the device for this run. mode: one of these instead; resident_blocks: so many, which is
-    streaming. Raises OptionError for a number of blocks that the model does not have.
+    streaming. together: models stay beside each other where there is room; None: unless swapping is asked for. Raises
+    OptionError for a number of blocks that the model does not have.
     """
     blocks = len(sizes.units) - 1
     if resident_blocks is not None and not 0 <= resident_blocks <= blocks:
@@ -253,7 +259,16 @@ def plan_memory(
     says = f"weights {sizes.all / GIB:.1f}, beside them {beside.most / GIB:.1f} GiB, {room / GIB:.1f} GiB usable"
 
     def build(policy: Policy, resident: int, why: str) -> MemoryPlan:
-        return _build(sizes, beside, policy, resident, room, reserve, why)
+        return _build(
+            sizes,
+            beside,
+            policy,
+            resident,
+            room,
+            reserve,
+            why,
+            together=mode != "swap" if together is None else together,
+        )
 
     if mode == "stream" or (resident_blocks is not None and mode == "auto"):
         count = _fitting_blocks(sizes, beside, room) if resident_blocks is None else resident_blocks
@@ -286,18 +301,25 @@ def _stage(sizes: Sizes, resident: int) -> int:
 
 
 def _build(
-    sizes: Sizes, beside: Beside, policy: Policy, resident: int, room: int, reserve: int, why: str
+    sizes: Sizes,
+    beside: Beside,
+    policy: Policy,
+    resident: int,
+    room: int,
+    reserve: int,
+    why: str,
+    together: bool,
 ) -> MemoryPlan:
     blocks = len(sizes.units) - 1
     stage = sizes.expert if policy != "stream" else _stage(sizes, resident)
 
     def phase(name: str, own: int, run: int, what: str, others: tuple[int, ...]) -> Phase:
         """The others, in the order in which they leave, stay as far as there is room."""
-        held = list(others)
+        held = list(others) if together else []
         while held and own + run + sum(held) > room:
             held.pop(0)
         kept = own + sum(held)
-        return Phase(name, sizes.all if policy == "resident" else kept, run, what)
+        return Phase(name, kept, run, what)
 
     text, vae = sizes.text_encoder, sizes.vae
     phases = [phase("text", text, beside.text, "the text encoder", ())]
@@ -320,6 +342,7 @@ def _build(
         room=room,
         reserve=reserve,
         host=host,
+        together=together,
         phases=tuple(phases),
         beside=named,
         why=why,

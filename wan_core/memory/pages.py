@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import mmap
 import sys
+from typing import Any
 
 import torch
-from torch import Tensor
 
 log = logging.getLogger(__name__)
 HUGE = 2 << 20  # pages of this size are locked and read faster, where the system has them
@@ -25,6 +25,11 @@ def available_bytes() -> int | None:
     except OSError:
         return None
     return None if found is None else int(found.split()[1]) * 1024
+
+
+def _cuda() -> Any:
+    """The CUDA runtime as torch shows it."""
+    return torch.cuda.cudart()
 
 
 class Pages:
@@ -47,7 +52,7 @@ class Pages:
     def lock(self) -> bool:
         """Lock them for all GPUs; False where the system refuses, and copies wait for the host then."""
         if not self.locked and len(self.bytes):
-            fault = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), len(self.bytes), 1))  # portable
+            fault = int(_cuda().cudaHostRegister(self.bytes.data_ptr(), len(self.bytes), 1))  # 1: for all GPUs
             self.locked = fault == 0
             if fault:
                 log.warning("%d bytes of host memory could not be locked (CUDA error %d)", len(self.bytes), fault)
@@ -55,5 +60,5 @@ class Pages:
 
     def __del__(self) -> None:
         if getattr(self, "locked", False) and torch is not None and torch.cuda.is_initialized():
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            _cuda().cudaHostUnregister(self.bytes.data_ptr())
             self.locked = False

@@ -20,25 +20,11 @@ from wan_core.memory.shelf import Layout, Shelf, tensors_of
 from wan_core.memory.stream import Stage, StreamedBlocks
 from wan_core.model.dit import WanModel
 
-__all__ = ["GIB", "Policy", "Residency", "choose_residency", "tensors_of"]
+__all__ = ["GIB", "Policy", "Residency", "tensors_of"]
 
 Policy = Literal["resident", "swap", "stream"]
 GIB = 1024**3
 KEPT_FREE = 0.1  # of the host's available memory that locked weights leave to others
-
-
-def choose_residency(mode: str, device: torch.device, weights: int, activations: int) -> tuple[Policy, str]:
-    """The policy and why, in words for the report, from two numbers alone: `weights` of all models and `activations` of
-    the largest phase, in bytes. `wan_core.memory.budget` knows more."""
-    if mode == "resident" or device.type != "cuda":
-        return "resident", "asked for" if mode == "resident" else "weights stay in host memory on a CPU"
-    if mode == "swap":
-        return "swap", "asked for"
-    free, _ = torch.cuda.mem_get_info(device)
-    need = f"weights {weights / GIB:.1f} + activations {activations / GIB:.1f} GiB, {free / GIB:.1f} GiB free"
-    return (
-        ("resident", need) if weights + activations <= free else ("swap", f"{need}: one model at a time on the device")
-    )
 
 
 class Residency:
@@ -102,6 +88,30 @@ class Residency:
         if self.policy != "resident" and name != other and name in self.shelves and other in self.shelves:
             self.stages[self.shelves[name].layout].hand_over(self.shelves[other], runs)
 
+    def follow(self, policy: Policy, resident_blocks: int, room: int | None, beside: Mapping[str, int]) -> None:
+        """Go over to another plan. Weights that are in host memory stay there, also where all would fit."""
+        self.beside = dict(beside)
+        if self.policy == "resident":
+            if policy == "resident":
+                return
+            self.policy = policy
+            for name, model in self.models.items():
+                self._shelve(name, model)
+        elif policy == "resident":
+            policy = "swap"
+        self.room = room
+        if (policy, resident_blocks) != (self.policy, self.resident_blocks) or not self.stages:
+            self.policy, self.resident_blocks = policy, resident_blocks
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """New stages, empty ones."""
+        for layout, stage in list(self.stages.items()):
+            stage.leave_device()
+            self.stages[layout] = self._stage()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def cheaper(self, name: str) -> str | None:
         """After out of memory with the model `name`: the next plan that takes less device memory, in words; None where
         there is none. Nothing is on the device then; `use` brings it back."""
@@ -119,15 +129,14 @@ class Residency:
             words = f"{blocks // 2} of {len(model.blocks)} blocks stay, the others stream"
         else:
             return None
-        for layout, stage in list(self.stages.items()):
-            stage.leave_device()
-            self.stages[layout] = self._stage()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._rebuild()
         return f"{before} -> {self.policy}: {words}"
 
     def weights_on_device(self) -> int:
-        """Bytes of weights that stages hold now."""
+        """Bytes of weights that are there now."""
+        if self.policy == "resident":
+            kinds = {id(model): model for model in self.models.values()}.values()
+            return sum(t.numel() * t.element_size() for model in kinds for t in tensors_of(model).values())
         return sum(stage.held for stage in self.stages.values())
 
     def _shelve(self, name: str, model: nn.Module) -> None:
