@@ -79,7 +79,7 @@ def held(request):
     return HELD[request.param]
 
 
-@pytest.mark.parametrize("resident", [None, 0, 1, 3, 5, 6])
+@pytest.mark.parametrize("resident", [None, 0, 3, 5])
 def test_streamed_is_resident_bit_for_bit(held, resident):
     plan = make_plan(steps=4)
     assert set(plan.experts) == {"high", "low"}
@@ -90,7 +90,7 @@ def test_streamed_is_resident_bit_for_bit(held, resident):
             assert torch.equal(run(residency.use, plan, batched=batched, prefetch=residency.prefetch), exact)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     resident=st.integers(0, LAYERS), calls=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=8)
 )
@@ -235,22 +235,27 @@ def memory_runs_out(model: WanModel, at: int):
         other.remove()
 
 
+def latents_of(pipe: Pipeline, request: Request, on_step=None):
+    job = pipe.prepare(request)
+    return pipe.sample(job, pipe.encode(job), on_step), pipe.report
+
+
 @pytest.mark.parametrize("residency", ["auto", "stream"])
-@pytest.mark.parametrize("at", [1, 4, 7])
+@pytest.mark.parametrize("at", [1, 4])  # of 4 runs: the last is the one that hands over
 def test_out_of_memory_goes_on_from_the_last_finished_step(residency, at, caplog):
     request = Request(prompt=CAPTION, steps=4, seed=3, guidance_mode="sequential")
     options = LoadOptions(
         model="tiny", device="cpu", residency=residency, resident_blocks=4 if residency == "stream" else None
     )
     pipe = Pipeline.load(options)
-    exact = pipe.generate(request).latents
+    exact, _ = latents_of(pipe, request)
     steps = []
     with memory_runs_out(pipe.models.residency.models["high"], at) as calls:
-        result = pipe.generate(request, on_step=lambda progress, _: steps.append(progress.step.index))
+        latents, report = latents_of(pipe, request, lambda progress, _: steps.append(progress.step.index))
     assert steps == [0, 1, 2, 3] and len(calls) >= at
-    assert torch.equal(result.latents, exact)
-    assert any("out of memory, going on" in note for note in result.report.notes) and "out of memory" in caplog.text
-    assert torch.equal(pipe.generate(request).latents, exact)  # and the next video is whole again
+    assert torch.equal(latents, exact)
+    assert any("out of memory, going on" in note for note in report.notes) and "out of memory" in caplog.text
+    assert torch.equal(latents_of(pipe, request)[0], exact)  # and the next video is whole again
 
 
 def test_out_of_memory_twice_is_an_error():
@@ -258,7 +263,7 @@ def test_out_of_memory_twice_is_an_error():
     model = pipe.models.residency.models["high"]
     model.blocks[2].self_attn.register_forward_pre_hook(_fail)
     with pytest.raises(torch.cuda.OutOfMemoryError, match="for ever"):
-        pipe.generate(Request(prompt=CAPTION, steps=2))
+        latents_of(pipe, Request(prompt=CAPTION, steps=2))
 
 
 def _fail(*_):

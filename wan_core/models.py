@@ -12,6 +12,7 @@ from typing import Literal, Protocol, cast
 import torch
 from torch import nn
 
+from wan_core.artifacts import Artifacts
 from wan_core.attention.registry import resolve_attention
 from wan_core.cache.residual import residual_bytes
 from wan_core.checkpoint import find_parts, load_vae
@@ -31,7 +32,7 @@ from wan_core.memory.budget import (
 )
 from wan_core.memory.residency import Residency
 from wan_core.model.dit import WanModel
-from wan_core.optimize import check_compile, optimize, optimize_vae
+from wan_core.optimize import check_compile, compilations, optimize, optimize_vae
 from wan_core.parts import TINY, Part, Parts, recognise
 from wan_core.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.quant.swap import Quantization
@@ -57,6 +58,7 @@ class Models:
     checkpoint: Path | None = None  # the high-noise expert's, or the only transformer's
     low_checkpoint: Path | None = None
     planned: Planned | None = None  # None on a CPU
+    artifacts: Artifacts | None = None  # where blocks are compiled
 
     @property
     def device(self) -> torch.device:
@@ -65,6 +67,15 @@ class Models:
     def expert(self, name: str) -> WanModel:
         """Ready on the device. A task with a single transformer has it as `high`, whichever is asked for."""
         return cast(WanModel, self.residency.use(name if name in self.residency.models else "high"))
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the next forward compiles its block, as far as is known."""
+        return self.artifacts is not None and not self.artifacts.saved
+
+    def keep_compiled(self) -> bool:
+        """Write what this process compiled to disk, for the next; whether there was anything new."""
+        return self.artifacts is not None and self.artifacts.save(compilations())
 
     def prefetch(self, name: str, other: str, runs: int) -> None:
         """The next `runs` runs of the blocks of expert `name` are the last before `other` is asked for."""
@@ -138,6 +149,11 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
         planned = partial(plan_models, parts, options, dtypes, precision, report.device)
     elif options.memory_limit is not None:
         raise OptionError("a memory limit is one of a GPU's memory, and this run is on a CPU: leave it out")
+    artifacts = None
+    if options.compile != "off":
+        what = {"precision": precision, "keep_blocks": options.keep_blocks, "attention": attention, "dit": parts.dit}
+        artifacts = Artifacts.open(report.device, what)
+        report.notes.append(f"compile: {artifacts.load()}")
     residency = make_residency(parts, options, report, job, planned)
     loaded = load_parts(parts, dtypes, quantization, residency)
     for name in parts.of:
@@ -155,7 +171,7 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
     if quantization is not None:
         held |= {name: precision for name in ("high", "low") if name in held}
     report.settings |= {"precision": held, "keep_blocks": options.keep_blocks, "compile": options.compile}
-    return Models(parts.task, residency, attention, parts.of["high"].path, parts.low_path, planned)
+    return Models(parts.task, residency, attention, parts.of["high"].path, parts.low_path, planned, artifacts)
 
 
 def load_parts(

@@ -89,8 +89,11 @@ class Pipeline:
         job = self.prepare(request)
         on_phase("text")
         conditioning = self.encode(job)
+        if self.models.compiles:
+            on_phase("compile in the first step")
         on_phase("denoise")
         latents = self.sample(job, conditioning, on_step)
+        self.models.keep_compiled()
         if keep_latents is not None:
             with self.report.phase("save latents"):
                 save_latents(keep_latents, latents, job.fps, self.report.settings)

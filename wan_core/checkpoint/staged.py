@@ -37,10 +37,12 @@ AHEAD = 1 << 30  # bytes that may be on the device, or on their way, before they
 @dataclass(frozen=True)
 class Reading:
     """How checkpoints are read in a context. on_bytes: called with every number of bytes that were read, from the
-    thread that loads; may raise to stop. mapped: on a CPU, map files instead of reading them."""
+    thread that loads; may raise to stop. mapped: on a CPU, map files instead of reading them. staged: False maps them
+    for a GPU as well, and copies from there."""
 
     on_bytes: Callable[[int], None] | None = None
     mapped: bool = True
+    staged: bool = True
     threads: int = THREADS
 
 
@@ -64,7 +66,7 @@ def current_reading() -> Reading:
 def open_feed(checkpoint: Checkpoint, names: Sequence[str], device: torch.device) -> Feed | Mapped:
     """Tensors of `checkpoint`, which are then asked for in the order of `names`."""
     how = current_reading()
-    if device.type != "cuda" and how.mapped:
+    if not how.staged or (device.type != "cuda" and how.mapped):
         return Mapped(checkpoint, how.on_bytes)
     return Feed(checkpoint, names, device, how)
 
