@@ -20,6 +20,8 @@ from wan_core.bench.results import Row, envelope, table, write_result
 from wan_core.bench.settings import check_setting
 from wan_core.bench.setups import find_setup
 from wan_core.bench.single import single_rows
+from wan_core.bench.startup import startup_rows
+from wan_core.bench.streaming import streaming_rows
 from wan_core.bench.switch import switch_rows
 from wan_core.bench.trajectory import trajectory_rows
 from wan_core.cache.arguments import skip_options
@@ -35,6 +37,8 @@ MEASURES: dict[str, Rows] = {
     "switch": switch_rows,
     "caches": caches_rows,
     "profile": profile_rows,
+    "startup": startup_rows,
+    "streaming": streaming_rows,
     "generate": generation_rows,
     "forward": forward_rows,
     "guidance": forward_rows,
@@ -79,7 +83,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.suite != "generate" and skip_options(options) is not None:
         raise OptionError("what leaves forwards out, --magcache and its like, belongs to the suite generate")
     takes = SUITES[options.suite].takes if options.suite else ("setting", "layers", "precision", "runs")
-    for option in ("setting", "setup", "layers", "runs", "steps", "samples"):
+    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "scratch"):
         if getattr(options, option) is not None and option not in takes:
             raise OptionError(
                 f"--{option} means nothing to the suite {options.suite or 'of single forwards'}; "

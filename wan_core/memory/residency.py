@@ -62,6 +62,12 @@ class Residency:
         if self.policy != "resident":
             self._shelve(name, model)
 
+    def adopt(self, name: str, shelf: Shelf) -> None:
+        """As `add`, for a model whose weights are in host memory already."""
+        self.models[name], self.shelves[name] = shelf.model, shelf
+        if shelf.layout not in self.stages:
+            self.stages[shelf.layout] = self._stage()
+
     def use(self, name: str) -> nn.Module:
         """The model, on the device or coming there in time. Others leave where room is short."""
         model = self.models[name]
