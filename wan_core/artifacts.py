@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 LIMIT = 2 << 30  # bytes on disk
 MAGIC = b"wancore artifacts 1\n"
 OWN_CACHES = {  # of libraries that compile; values are folders in ours, or what turns theirs on
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
 }

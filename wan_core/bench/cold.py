@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
     torch.zeros(1, device=device)
     lap("import, CUDA")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    fp8 = find_quantization("fp8", device) if SCHEMES["fp8"].why_not(device) is None else None
+    fp8 = find_quantization("fp8", device) if device.type == "cuda" and SCHEMES["fp8"].why_not(device) is None else None
     artifacts = Artifacts.open(device, {"precision": "fp8" if fp8 else str(dtype)})
     note = artifacts.load()
     lap("artifacts")

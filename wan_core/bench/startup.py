@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wan_core.artifacts import OWN_CACHES
 from wan_core.bench.measure import make_room, settle
 from wan_core.bench.results import Row, guarded
 from wan_core.checkpoint import load_dit
@@ -224,11 +225,11 @@ def _status(field: str) -> int:
 
 
 def cold_rows(files: list[Path], size: str, device: torch.device, folder: Path) -> Iterator[Row]:
-    """Two processes, the second with what the first one kept. torch's own cache folder is empty for both."""
+    """Two processes, the second with what the first one kept."""
     kept = folder / "kept"
     rows: dict[str, Row] = {}
     for name in ("nothing kept", "artifacts kept"):
-        row = guarded(f"cold process, {name}", size, None, lambda n=name: cold(files, size, device, kept, folder / n))
+        row = guarded(f"cold process, {name}", size, None, lambda: cold(files, size, device, kept))
         rows[name] = row
         first = rows["nothing kept"].get("seconds")
         if first and "seconds" in row:
@@ -236,9 +237,9 @@ def cold_rows(files: list[Path], size: str, device: torch.device, folder: Path) 
         yield row
 
 
-def cold(files: list[Path], size: str, device: torch.device, kept: Path, own: Path) -> Row:
-    environment = os.environ | {"WANCORE_CACHE": str(kept), "TORCHINDUCTOR_CACHE_DIR": str(own / "inductor")}
-    for name in ("TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
+def cold(files: list[Path], size: str, device: torch.device, kept: Path) -> Row:
+    environment = os.environ | {"WANCORE_CACHE": str(kept)}
+    for name in OWN_CACHES:
         environment.pop(name, None)  # in ours then
     begin = time.perf_counter()
     done = subprocess.run(
