@@ -14,8 +14,11 @@ from typing import Any, cast
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.config import VAEConfig
+from wan_core.config import QUANTIZED, VAEConfig
 from wan_core.images import decode_images, encode_images
+from wan_core.kernels import fused
+from wan_core.memory.budget import Beside, Sizes, factor, plan_memory
+from wan_core.memory.stream import stage_bytes
 from wan_core.model import WanModel
 from wan_core.models import decode_bytes, forward_bytes
 from wan_core.parts import Experts
@@ -50,9 +53,13 @@ class ModelSocket:
 
     def acquire(self, expert: Expert, tokens: int, report: Report, kept: int = 0) -> WanModel:
         """The expert, on the device; a load is timed as a phase of `report`. kept: bytes of residuals beside it."""
-        held, memory = self.held[expert], forward_bytes(self.experts.dit, tokens) + kept
+        held, memory = self.held[expert], self.memory(tokens) + kept
         together = list(dict.fromkeys(self.held.values())) if self.residency == "resident" else [held]
-        if self.residency == "swap" and not held.is_loaded:
+        blocks = self.resident_blocks(memory)
+        if blocks is not None:
+            for one in self.held.values():
+                one.stream(blocks)
+        if (self.residency == "swap" or blocks is not None) and not held.is_loaded:
             host.evict_all()
         if all(one.is_loaded for one in together):
             host.load(together, memory)
@@ -60,7 +67,47 @@ class ModelSocket:
             host.show(f"loading the {held.name} ...")
             with report.phase(f"load {expert}"):
                 host.load(together, memory)
-        return cast(WanModel, held.model.content)
+        model = cast(WanModel, held.model.content)
+        held.stream_blocks(model)
+        return model
+
+    def memory(self, tokens: int) -> int:
+        """What a forward of so many tokens takes beside the weights."""
+        precision = self.precision if self.precision in QUANTIZED else "bf16"
+        itemsize = 4 if self.precision == "float32" else 2
+        kind = (
+            "cuda" if fused.why_not(host.device()) is None else "cpu"
+        )  # without fused kernels it takes what torch does
+        per_token = factor(self.experts.dit, itemsize=itemsize, device=kind, compile=self.compile, precision=precision)
+        return forward_bytes(self.experts.dit, tokens, per_token)
+
+    def resident_blocks(self, memory: int) -> int | None:
+        """How many blocks stay on the device where the others stream, with `memory` bytes beside them. None where none
+        stream: it is not asked for, and a whole expert fits on the card."""
+        held = self.held["high"]
+        if self.residency not in ("auto", "stream"):
+            return None
+        before, room = held.resident_blocks, host.room()
+        if before is not None and stage_bytes(list(held.units), before) + memory <= room:
+            return before  # it fits as it is
+        sizes = Sizes(units=held.units, experts=1, text_encoder=0, vae=0)
+        mode = "stream" if self.residency == "stream" else "auto"
+        plan = plan_memory(sizes, Beside(text=0, denoise=memory, decode=0), room, mode)
+        return plan.resident_blocks if plan.policy == "stream" else None
+
+    def relieve(self, expert: Expert, tokens: int, kept: int = 0) -> str | None:
+        """After out of memory: everyone else leaves, and half of the blocks that stayed stream. In words; None where no
+        more can stream."""
+        held = self.held[expert]
+        blocks = len(held.units) - 1 if held.resident_blocks is None else held.resident_blocks
+        if not blocks:
+            return None
+        for one in self.held.values():
+            one.stream(blocks // 2)
+        host.evict_all()
+        host.load([held], self.memory(tokens) + kept)
+        held.stream_blocks(cast(WanModel, held.model.content))
+        return f"other models left the device, {blocks // 2} of {len(held.units) - 1} blocks stay, the others stream"
 
 
 class TextSocket:

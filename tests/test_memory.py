@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -109,7 +111,7 @@ def test_streamed_blocks_lie_evenly_apart(blocks, data):
     resident = data.draw(st.integers(0, blocks))
     found = spread(blocks, resident)
     assert len(found) == len(set(found)) == blocks - resident and all(0 <= i < blocks for i in found)
-    gaps = {b - a for a, b in zip(found, found[1:], strict=False)}
+    gaps = {b - a for a, b in itertools.pairwise(found)}
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 

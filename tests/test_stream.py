@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -153,7 +154,7 @@ def test_a_skipped_step_moves_nothing():
 
     exact = run(plain.__getitem__, skipping)
     assert torch.equal(run(residency.use, skipping, on_step=on_step, prefetch=residency.prefetch), exact)
-    idle = [after - before for (_, before), (forwards, after) in zip(seen, seen[1:], strict=False) if not forwards]
+    idle = [after - before for (_, before), (forwards, after) in itertools.pairwise(seen) if not forwards]
     assert idle and not any(idle)
 
 
@@ -299,3 +300,30 @@ def test_models_are_let_go_with_their_residency():
     del model, residency
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("at", [3, 5])
+def test_out_of_memory_between_skipped_steps(at):
+    """What a cache keeps, and that it stands around the blocks, outlives the change of plans."""
+    from wan_core.cache.curves import published_curves
+    from wan_core.cache.skipping import leave_out
+
+    options = SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=2, retention=0.2))
+    plan = leave_out(make_plan(steps=12), options, published_curves()["t2v-A14B"])
+    exact, forwards = run(experts().__getitem__, plan), []
+    residency = Residency(CPU, "resident")
+    for name, model in experts().items():
+        residency.add(name, model)
+
+    def relieve(name):
+        assert residency.cheaper(name)
+        residency.use(name)
+        return True
+
+    with memory_runs_out(residency.models["high"], at):
+        ours = run(
+            residency.use, plan, prefetch=residency.prefetch, relieve=relieve,
+            on_step=lambda progress: forwards.append(progress.forwards),
+        )  # fmt: skip
+    assert torch.equal(ours, exact) and forwards.count(0) > 2 and residency.policy == "swap"
+    assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)

@@ -20,6 +20,8 @@ from wan_core.checkpoint.staged import THREADS, current_reading, reading
 from wan_core.config import QUANTIZED, DiTConfig, LoadOptions, OptionError, Task, VAEConfig
 from wan_core.job import Job
 from wan_core.memory.budget import (
+    FACTORS,
+    LATENTS,
     Beside,
     MemoryPlan,
     Sizes,
@@ -286,10 +288,11 @@ def find_quantization(precision: str, device: torch.device, keep_blocks: int = 0
     return None if scheme is None else Quantization(scheme.load(), device, keep_blocks)
 
 
-def forward_bytes(config: DiTConfig, tokens: int) -> int:
-    """A generous estimate of what a forward needs besides weights, bf16, both branches' text included."""
+def forward_bytes(config: DiTConfig, tokens: int, per_token: float = FACTORS["torch"]) -> int:
+    """What a forward of so many tokens needs besides weights, bf16, both branches' text included. per_token: of
+    `budget.factor`; by default what is most."""
     text = 2 * 2 * 2 * config.num_layers * config.text_len * config.dim
-    return tokens * (4 * config.ffn_dim + 20 * config.dim) + text
+    return int(per_token * 2 * tokens * config.dim + text + LATENTS * min(1.0, tokens / 32760))
 
 
 def decode_bytes(config: VAEConfig, rows: int, columns: int) -> int:

@@ -14,9 +14,11 @@ On a CPU the same happens with plain copies and without waiting.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -254,16 +256,13 @@ class StreamedBlocks:
     """In the place of `WanModel.run_blocks`: the same loop, told to `stage` block by block."""
 
     def __init__(self, model: WanModel, stage: Stage) -> None:
-        self.model, self.stage = model, stage
-        self.hooks: list[Any] = []
-        for i, block in enumerate(model.blocks):  # prompts: their keys and values are made outside of the blocks
-            attention = block.cross_attn
-            self.hooks.append(attention.k.register_forward_pre_hook(lambda *_, i=i: stage.enter(i, text=True)))
-            self.hooks.append(attention.v.register_forward_hook(lambda *_, i=i: stage.leave(i)))
+        self.model, self.stage = weakref.ref(model), stage  # the model holds this: not in a circle
 
     def __call__(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
+        model = self.model()
+        assert model is not None
         self.stage.begin_run()
-        for i, (block, kv) in enumerate(zip(self.model.blocks, text.keys_values, strict=True)):
+        for i, (block, kv) in enumerate(zip(model.blocks, text.keys_values, strict=True)):
             self.stage.enter(i)
             tokens = block(tokens, modulation, rope, kv)
             self.stage.leave(i)
@@ -272,29 +271,47 @@ class StreamedBlocks:
 
     @staticmethod
     def install(model: WanModel, stage: Stage) -> None:
-        """Put one in place, beneath whatever shards the tokens; another one leaves."""
-        StreamedBlocks.remove(model)
+        """Put one in place, innermost: beneath what shards tokens or keeps residuals, and instead of graphs, which know
+        addresses. Prompts, whose keys and values are made outside of the blocks, tell the stage through hooks."""
         holder, seam = _seam(model)
+        here = getattr(holder, seam)
+        if isinstance(here, StreamedBlocks) and here.stage is stage:
+            return
+        _remove_hooks(model)
         setattr(holder, seam, StreamedBlocks(model, stage))
+        handles = []
+        for i, block in enumerate(model.blocks):
+            attention = block.cross_attn
+            handles.append(attention.k.register_forward_pre_hook(lambda *_, i=i: stage.enter(i, text=True)))
+            handles.append(attention.v.register_forward_hook(lambda *_, i=i: stage.leave(i)))
+        model.__dict__[_HOOKS] = handles
 
     @staticmethod
     def remove(model: WanModel) -> None:
         """Put the plain loop back, if blocks stream."""
         holder, seam = _seam(model)
-        blocks = getattr(holder, seam)
-        if not isinstance(blocks, StreamedBlocks):
-            return
-        for hook in blocks.hooks:
-            hook.remove()
-        if holder is model:
-            del model.run_blocks
-        else:
-            setattr(holder, seam, lambda *args: WanModel.run_blocks(model, *args))
+        if isinstance(getattr(holder, seam), StreamedBlocks):
+            _remove_hooks(model)
+            if holder is model:
+                del model.run_blocks
+            else:
+                setattr(holder, seam, MethodType(WanModel.run_blocks, model))
+
+
+_HOOKS = "_stream_hooks"
+
+
+def _remove_hooks(model: WanModel) -> None:
+    for handle in model.__dict__.pop(_HOOKS, ()):
+        handle.remove()
 
 
 def _seam(model: WanModel) -> tuple[Any, str]:
-    """Where the innermost `run_blocks` is an attribute."""
+    """Where the innermost `run_blocks` is an attribute: that of the model, or of what stands around it and calls it."""
     holder, seam = model, "run_blocks"
-    while hasattr(getattr(holder, seam), "run_shard"):
-        holder, seam = getattr(holder, seam), "run_shard"
-    return holder, seam
+    while True:
+        around = getattr(getattr(holder, seam), "__dict__", {})
+        inner = next((name for name in ("run_shard", "run_blocks") if name in around), None)
+        if inner is None:
+            return holder, seam
+        holder, seam = getattr(holder, seam), inner
