@@ -117,9 +117,10 @@ class WanCoreModelLoader(io.ComfyNode):
                     "residency",
                     options=list(RESIDENCIES),
                     default="auto",
-                    tooltip="'auto': ComfyUI's memory manager decides what leaves the device, and blocks stream from host "
-                    "memory where an expert does not fit. 'resident': both experts stay on the device together. "
-                    "'swap': everything else leaves before an expert is loaded. 'stream': blocks always stream.",
+                    tooltip="'auto': ComfyUI's memory manager decides what leaves the device; an expert that does not "
+                    "fit has its blocks streamed from host memory. 'resident': both experts stay on the device "
+                    "together. 'swap': everything else leaves before an expert is loaded. 'stream': blocks always "
+                    "stream.",
                 ),
                 io.Combo.Input(
                     "compile",

@@ -74,6 +74,7 @@ def test_the_oldest_go_first(tmp_path):
     prune(tmp_path / "absent", 0)
 
 
+@pytest.mark.slow
 def test_the_second_process_uses_what_the_first_made(tmp_path):
     """torch finds the graph in our file alone: its own cache folder is another one each time."""
     code = """

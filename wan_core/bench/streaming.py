@@ -22,7 +22,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -180,14 +180,14 @@ class Streaming:
         residency.adopt("low", self.other_shelf(other))
         seconds = []
         for _ in range(2):  # the first allocates
-            model = residency.use("high")
+            model = cast(WanModel, residency.use("high"))
             text = model.prepare_text(case.contexts[0])
             settle(self.device)
             if ahead:
                 residency.prefetch("high", "low", 1)
             model(case.x, case.timestep, text)
             before = self._mark()
-            model = residency.use("low")
+            model = cast(WanModel, residency.use("low"))
             model.prepare_text(case.contexts[0])
             after = self._mark()
             settle(self.device)

@@ -69,9 +69,9 @@ def add_memory_plan_options(parser: argparse.ArgumentParser) -> None:
     add_memory_options(group)
 
 
-def add_request_options(parser: argparse.ArgumentParser) -> None:
+def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True) -> None:
     group = parser.add_argument_group("video")
-    group.add_argument("--prompt", required=True)
+    group.add_argument("--prompt", required=prompt)
     group.add_argument("--negative-prompt", help="default: the task's own; an empty text is allowed")
     group.add_argument("--image", help="first frame (image-to-video)")
     group.add_argument("--last-image", help="last frame (image-to-video)")
