@@ -51,7 +51,8 @@ from wan_core.optimize import optimize
 from wan_core.report import GIB
 
 CARDS = (48.0, 32.0, 24.0, 16.0)  # GiB
-PRECISIONS = {"bf16": "bf16", "fp8": "fp8"}
+PRECISIONS = ("bf16", "fp8")
+VAE_BYTES = 254_000_000  # of the 2.1 VAE in bf16
 
 
 def streaming_rows(
@@ -114,10 +115,10 @@ class Streaming:
         )
         beside = beside_weights(config, vae, tuple(case.x.shape), per_token=per_token, itemsize=self.dtype.itemsize)
         units = unit_bytes(config, self.dtype.itemsize, self.held is not None)
-        text = sum(p.numel() for p in empty_module(UMT5_XXL).parameters()) * self.dtype.itemsize
-        sizes = Sizes(units=units, experts=2, text_encoder=text, vae=254_000_000)
         resident = blocks
         if gib is not None:
+            text = sum(p.numel() for p in empty_module(UMT5_XXL).parameters()) * self.dtype.itemsize
+            sizes = Sizes(units=units, experts=2, text_encoder=text, vae=VAE_BYTES)
             plan = plan_memory(sizes, beside, limited(gib))
             resident = plan.resident_blocks if plan.policy == "stream" else None
         self._release()

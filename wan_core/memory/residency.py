@@ -171,6 +171,10 @@ class Residency:
         shelf = self.shelves[name]
         need = wanted.nbytes(shelf) + self.beside.get(name, 0)
         others = [stage for stage in self.stages.values() if stage is not wanted and not stage.is_empty]
+        left = False
         for stage in others:
             if self.room is None or need + sum(other.held for other in others) > self.room:
                 stage.leave_device()
+                left = True
+        if left and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what comes is of other sizes, and must not find holes only
