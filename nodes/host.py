@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -174,7 +175,7 @@ class Held(ModelPatcher):
     def _load_streaming(self) -> nn.Module:
         """Weights to locked host memory, once; as much as stays to the device."""
         if self.shelf is None:
-            with reading(Reading(on_bytes=_interrupted, mapped=False)):
+            with _weights(Reading(on_bytes=_interrupted, mapped=False)):
                 module = self.finish(self.part.load(self.offload_device, self.dtype, self.quantization))
             self.shelf = Shelf(module, lock=self.load_device.type == "cuda")
         module = cast(WanModel, self.shelf.model)
@@ -194,7 +195,7 @@ class Held(ModelPatcher):
         if self.resident_blocks is not None:
             self.model.content = self._load_streaming()
         else:
-            with reading(Reading(on_bytes=_interrupted)):
+            with _weights(Reading(on_bytes=_interrupted)):
                 self.model.content = self.finish(self.part.load(self.load_device, self.dtype, self.quantization))
         self.model.device = self.load_device
         self.model.model_loaded_weight_memory = self.size
@@ -222,6 +223,14 @@ class Held(ModelPatcher):
 
     def __del__(self) -> None:
         self.detach()  # a module may be in a reference cycle: its memory must not wait for the collector
+
+
+@contextmanager
+def _weights(how: Reading) -> Iterator[None]:
+    """Load inside: weights are plain tensors, not those of the inference mode that nodes run in, whose memory could not
+    be exchanged later."""
+    with torch.inference_mode(False), torch.no_grad(), reading(how):
+        yield
 
 
 def _interrupted(_: int) -> None:

@@ -122,6 +122,7 @@ class Shelf:
     def __init__(self, model: nn.Module, *, lock: bool, copy: bool = True) -> None:
         self.model = model
         named = tensors_of(model)
+        assert not any(tensor.is_inference() for tensor in named.values()), "weights made in inference mode stay there"
         groups: list[list[str]] = [list(named)]
         if isinstance(model, WanModel):
             prefixes = [f"blocks.{i}." for i in range(len(model.blocks))]
