@@ -16,10 +16,11 @@ from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.checkpoint.detect import empty_module
 from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, DiTConfig, check_choice
 from wan_core.model import WanModel
-from wan_core.models import compute_dtype, find_quantization, precision_of
+from wan_core.models import compute_dtype, find_quantization, holding, precision_of
 from wan_core.optimize import check_compile, optimize, optimize_vae
 from wan_core.parts import TINY, Experts, Part, find_experts, recognise
 from wan_core.preview import RGBMap, fit_map, map_of_channels
+from wan_core.quant.packed import PRECISION as PACKED
 from wan_core.quant.swap import Quantization, quantized_names, swap_linears
 from wan_core.vae import VideoVAE
 
@@ -53,7 +54,8 @@ def fingerprint(*paths: Path) -> list[tuple[str, int]]:
 
 def words_of(part: Part, computing: str) -> str:
     size = f"{part.parameters / 1e9:.1f} billion" if part.parameters >= 1e9 else f"{part.parameters / 1e6:.2f} million"
-    return f"{part.source}: {size} parameters, {name_of(part.stored)}, computing in {computing}"
+    stored = name_of(part.stored) if part.packed is None else part.packed.fmt
+    return f"{part.source}: {size} parameters, {stored}, computing in {computing}"
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -98,7 +100,8 @@ class WanCoreModelLoader(io.ComfyNode):
                     "precision",
                     options=list(PRECISIONS),
                     default="checkpoint",
-                    tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU; fp16 is "
+                    tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and weights "
+                    "that the file packs (GGUF, NVFP4, MXFP8) stay packed in memory; fp16 is "
                     "never used, because Wan's activations overflow in it. 'fp8' multiplies the blocks' matrices in "
                     "FP8, faster and in half the memory, with a scale for every row ('-tensor', '-block': for those); "
                     "it needs a GPU with FP8 units (Ada or newer, for '-block' Hopper). 'te-...' does so with the "
@@ -189,8 +192,9 @@ class WanCoreModelLoader(io.ComfyNode):
         check_choice("compile", compile, COMPILES)
         check_compile(compile, host.device())
         found = find_experts(*_paths(high, low))
-        precision = precision_of(precision, found.high, host.device())
-        quantization = _quantization(precision, keep_blocks, found.dit)
+        stored = precision == "checkpoint"
+        precision = precision_of(precision, found.high, host.device(), found.low)
+        quantization = _quantization(precision, keep_blocks, found.dit, stored)
         dtype = compute_dtype(precision, host.device())
         chosen, attend = _attention(attention, precision, found.dit)
         held = partial(
@@ -213,11 +217,14 @@ def _paths(high: str, low: str) -> list[Path]:
     return paths if low in ("", ALONE) else [*paths, locate("diffusion_models", low, embedded_expert("low"))]
 
 
-def _quantization(precision: str, keep_blocks: int, dit: DiTConfig | None) -> Quantization | None:
+def _quantization(
+    precision: str, keep_blocks: int, dit: DiTConfig | None, as_stored: bool = False
+) -> Quantization | None:
     """How the linears are held; None where they are not quantised. Raises OptionError for what this device or, if it is
     known, the model does not allow."""
-    check_choice("precision", precision, PRECISIONS)
-    quantization = find_quantization(precision, host.device(), keep_blocks)
+    if not as_stored:  # then it is what the checkpoint asks for
+        check_choice("precision", precision, PRECISIONS)
+    quantization = find_quantization(precision, host.device(), keep_blocks, as_stored=as_stored)
     if quantization is not None and dit is not None:
         quantization.names(dit)  # refuses to keep more blocks than there are
         block = replace(dit, num_layers=1)  # all have the same shapes
@@ -248,6 +255,8 @@ def _tiny_map() -> RGBMap:
 
 
 def _computing(dtype: torch.dtype, precision: str, keep_blocks: int) -> str:
+    if precision == PACKED:
+        return f"{name_of(dtype)}, weights as they are stored"
     if precision not in QUANTIZED:
         return name_of(dtype)
     kept = f" but the first and last {keep_blocks}" if keep_blocks else ""
@@ -283,14 +292,15 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
                     "text_encoder",
                     options=[*embedded("text_encoder"), *host.model_names("text_encoders")],
                     default=TINY_T2V,
-                    tooltip="UMT5 in models/text_encoders, in the official, Diffusers or ComfyUI layout. Files without "
-                    "a tokenizer inside need spiece.model beside them.",
+                    tooltip="UMT5 in models/text_encoders, in the official, Diffusers or ComfyUI layout, or GGUF. "
+                    "Files without a tokenizer inside need spiece.model beside them.",
                 ),
                 io.Combo.Input(
                     "precision",
                     options=list(PLAIN),
                     default="checkpoint",
-                    tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU.",
+                    tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and packed "
+                    "weights (GGUF, FP8 with scales) stay packed in memory.",
                 ),
             ],
             outputs=[io.Clip.Output("clip", display_name="clip", tooltip="The text encoder.")],
@@ -309,7 +319,9 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         part = cls._part(text_encoder)
         dtype = compute_dtype(precision, host.device())
         words = words_of(part, name_of(dtype))
-        return io.NodeOutput(TextSocket(host.Held("text encoder", part, dtype)), ui=ui.PreviewText(words))
+        held = holding(part, None, precision == "checkpoint", host.device())
+        encoder = host.Held("text encoder", part, dtype, quantization=held)
+        return io.NodeOutput(TextSocket(encoder), ui=ui.PreviewText(words))
 
     @staticmethod
     def _part(name: str) -> Part:

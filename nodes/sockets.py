@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.config import QUANTIZED, VAEConfig
+from wan_core.config import QUANTIZED, OptionError, VAEConfig
 from wan_core.images import decode_images, encode_images
 from wan_core.kernels import fused
+from wan_core.lora import AppliedLoras, Wanted, lora_bytes
 from wan_core.memory.budget import Beside, Sizes, factor, plan_memory
 from wan_core.memory.stream import stage_bytes
 from wan_core.model import WanModel
@@ -50,10 +52,17 @@ class ModelSocket:
     residency: str
     rgb: RGBMap | None
     pace: dict[Expert, float] = field(default_factory=dict)
+    loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
+
+    @property
+    def lora_files(self) -> list[Path]:
+        """Those that count for something."""
+        return [Path(one.key[0]) for wanted in self.loras.values() for one in wanted if one.strength]
 
     def acquire(self, expert: Expert, tokens: int, report: Report, kept: int = 0) -> WanModel:
         """The expert, on the device; a load is timed as a phase of `report`. kept: bytes of residuals beside it."""
-        held, memory = self.held[expert], self.memory(tokens) + kept
+        loras = self.loras.get(expert if self.experts.low else "high", ())
+        held, memory = self.held[expert], self.memory(tokens) + kept + lora_bytes(loras)
         together = list(dict.fromkeys(self.held.values())) if self.residency == "resident" else [held]
         blocks = self.resident_blocks(memory)
         if blocks is not None:
@@ -69,6 +78,13 @@ class ModelSocket:
                 host.load(together, memory)
         model = cast(WanModel, held.model.content)
         held.stream_blocks(model)
+        if held.resident_blocks is None:
+            AppliedLoras.of(model).apply(loras)  # also none: another branch of the workflow may have left some
+        elif loras:
+            raise OptionError(
+                f"the {held.name} streams its blocks, and LoRAs are not put on weights that stream: use a smaller size "
+                "or an FP8 precision, so that it fits as a whole, or merge the LoRA into the file"
+            )
         return model
 
     def memory(self, tokens: int) -> int:
@@ -99,6 +115,8 @@ class ModelSocket:
         """After out of memory: everyone else leaves, and half of the blocks that stayed stream. In words; None where no
         more can stream."""
         held = self.held[expert]
+        if any(self.loras.values()):
+            return None  # they are on weights that stay
         blocks = len(held.units) - 1 if held.resident_blocks is None else held.resident_blocks
         if not blocks:
             return None

@@ -16,9 +16,11 @@ from wan_core.artifacts import Artifacts
 from wan_core.attention.registry import resolve_attention
 from wan_core.cache.residual import residual_bytes
 from wan_core.checkpoint import find_parts, load_vae
+from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.staged import THREADS, current_reading, reading
 from wan_core.config import QUANTIZED, DiTConfig, LoadOptions, OptionError, Task, VAEConfig
 from wan_core.job import Job
+from wan_core.lora import AppliedLoras, check_packed, choose_mode, lora_bytes, lora_files, merging, read_loras
 from wan_core.memory.budget import (
     FACTORS,
     LATENTS,
@@ -36,6 +38,8 @@ from wan_core.memory.residency import Residency
 from wan_core.model.dit import WanModel
 from wan_core.optimize import check_compile, compilations, optimize, optimize_vae
 from wan_core.parts import TINY, Part, Parts, recognise
+from wan_core.quant.packed import PRECISION as PACKED
+from wan_core.quant.packed import PackedLinear
 from wan_core.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.quant.swap import Quantization
 from wan_core.report import Report
@@ -59,6 +63,7 @@ class Models:
     attention: str
     checkpoint: Path | None = None  # the high-noise expert's, or the only transformer's
     low_checkpoint: Path | None = None
+    loras: tuple[Path, ...] = ()  # of either expert
     planned: Planned | None = None  # None on a CPU
     artifacts: Artifacts | None = None  # where blocks are compiled
 
@@ -141,14 +146,19 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
         for name, part in parts.of.items()
     }
     attention, attend = resolve_attention(options.attention, report.device, dtypes["high"], parts.dit.head_dim)
-    precision = precision_of(options.precision, parts.of["high"], report.device)
-    quantization = find_quantization(precision, report.device, options.keep_blocks)
+    stored = options.precision == "checkpoint"
+    precision = precision_of(options.precision, parts.of["high"], report.device, parts.of.get("low"))
+    quantization = find_quantization(precision, report.device, options.keep_blocks, as_stored=stored)
+    held_as = {name: holding(part, quantization, stored, report.device) for name, part in parts.of.items()}
     check_compile(options.compile, report.device)
     planned = None
+    wanted = read_loras(options.loras, parts.dit, "low" in parts.of)
+    loras = [one for several in wanted.values() for one in several]
     if report.device.type == "cuda":
         if options.memory_limit is not None:
             cap_memory(report.device, options.memory_limit)
-        planned = partial(plan_models, parts, options, dtypes, precision, report.device)
+        extra = lora_bytes(loras)
+        planned = partial(plan_models, parts, options, dtypes, precision, report.device, held_as=held_as, extra=extra)
     elif options.memory_limit is not None:
         raise OptionError("a memory limit is one of a GPU's memory, and this run is on a CPU: leave it out")
     artifacts = None
@@ -157,10 +167,21 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
         artifacts = Artifacts.open(report.device, what)
         report.notes.append(f"compile: {artifacts.load()}")
     residency = make_residency(parts, options, report, job, planned)
-    loaded = load_parts(parts, dtypes, quantization, residency)
+    mapped = residency.policy == "swap" and quantization is None and parts.of["high"].path is not None
+    scaled = parts.of["high"].scaled or is_packed(quantization)
+    how, why = choose_mode(options.lora_mode, scaled=scaled, quantized=quantization is not None, mapped=mapped)
+    if how == "attach" and is_packed(quantization):
+        check_packed(loras, parts.dit)
+    merges = {name: merging(wanted.get(name, []), report.device) if how == "merge" else None for name in parts.of}
+    loaded = load_parts(parts, dtypes, held_as, merges, residency)
     for name in parts.of:
-        model = loaded.pop(name)
+        model, loras = loaded.pop(name), wanted.get(name, [])
         if isinstance(model, WanModel):
+            if loras and how == "attach":
+                AppliedLoras.of(model, report.device).apply(loras)
+            report.notes += [
+                f"{name}: {one.words('merged' if how == 'merge' else f'attached: {why}')}" for one in loras
+            ]
             graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
             optimize(model, attend=attend, compile=options.compile, device=report.device, graphs=graphs)
         elif isinstance(model, VideoVAE):
@@ -172,19 +193,34 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
     held = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     if quantization is not None:
         held |= {name: precision for name in ("high", "low") if name in held}
+    held |= {
+        name: f"{str(dtypes[name]).removeprefix('torch.')}, {PACKED} as {part.packed.fmt}"
+        for name, part in parts.of.items()
+        if part.packed is not None and is_packed(held_as[name])
+    }
     report.settings |= {"precision": held, "keep_blocks": options.keep_blocks, "compile": options.compile}
-    return Models(parts.task, residency, attention, parts.of["high"].path, parts.low_path, planned, artifacts)
+    if options.loras:
+        report.settings["loras"] = {
+            name: ", ".join(f"{one.lora.where} {one.strength:g}" for one in several)
+            for name, several in wanted.items()
+            if several
+        }
+    files = lora_files(options.loras)
+    checkpoint, low = parts.of["high"].path, parts.low_path
+    return Models(parts.task, residency, attention, checkpoint, low, files, planned, artifacts)
 
 
 def load_parts(
-    parts: Parts, dtypes: Mapping[str, torch.dtype], quantization: Quantization | None, residency: Residency
+    parts: Parts,
+    dtypes: Mapping[str, torch.dtype],
+    held_as: Mapping[str, Quantization | None],
+    merges: Mapping[str, Merge | None],
+    residency: Residency,
 ) -> dict[str, nn.Module]:
     """All models, for a GPU at once: reading one, converting another and setting up a third use different hardware."""
 
     def load(name: str) -> nn.Module:
-        part = parts.of[name]
-        encoding = quantization if isinstance(part.config, DiTConfig) else None
-        return part.load(residency.load_device, dtypes[name], encoding)
+        return parts.of[name].load(residency.load_device, dtypes[name], held_as[name], merges[name])
 
     if residency.device.type != "cuda":
         return {name: load(name) for name in parts.of}
@@ -230,18 +266,28 @@ def plan_models(
     device: torch.device | int,
     job: Job | None,
     held: Residency | None = None,
+    held_as: Mapping[str, Quantization | None] | None = None,
+    extra: int = 0,
 ) -> MemoryPlan:
     """The memory plan of `parts` for `job` (None: the task's own size). device: a GPU, or the bytes that one has. held:
-    what a plan made before has put there; it stays as it is while `job` fits."""
+    what a plan made before has put there; it stays as it is while `job` fits. held_as: how each part is held. extra:
+    bytes of LoRAs."""
     quantized, itemsize = precision in QUANTIZED, dtypes["high"].itemsize
+    held_as = held_as or {}
+    units = unit_bytes(parts.dit, itemsize, quantized, options.keep_blocks)
+    if is_packed(held_as.get("high")):
+        rest, blocks = unit_bytes(parts.dit, itemsize, False)[0], parts.dit.num_layers
+        packed = parts.of["high"].bytes(dtypes["high"], held_as["high"])
+        units = (rest, *[max(0, packed - rest) // blocks] * blocks)
     sizes = Sizes(
-        units=unit_bytes(parts.dit, itemsize, quantized, options.keep_blocks),
+        units=units,
         experts=1 + ("low" in parts.of),
-        text_encoder=parts.of["text_encoder"].bytes(dtypes["text_encoder"]),
+        text_encoder=parts.of["text_encoder"].bytes(dtypes["text_encoder"], held_as.get("text_encoder")),
         vae=parts.of["vae"].bytes(dtypes["vae"]),
     )
     per_token = factor(parts.dit, itemsize=itemsize, device="cuda", compile=options.compile, precision=precision)
     beside = beside_job(parts, job, per_token, itemsize)
+    beside = replace(beside, denoise=beside.denoise + extra)
     mode = cast(Literal["auto", "resident", "swap", "stream"], options.residency)
     available = device if isinstance(device, int) else device_room(device, options.memory_limit)
     if held is not None:
@@ -272,20 +318,39 @@ def beside_job(parts: Parts, job: Job | None, per_token: float, itemsize: int) -
     )
 
 
-def precision_of(precision: str, part: Part, device: torch.device) -> str:
-    """What "checkpoint" means for a transformer: on a GPU, one that is stored in FP8 with scales is used as it is."""
+def precision_of(precision: str, part: Part, device: torch.device, other: Part | None = None) -> str:
+    """What "checkpoint" means for a transformer: on a GPU, one that is stored in FP8 with scales is used as it is, and
+    anywhere one that is packed, or whose `other` expert is."""
+    if precision == "checkpoint" and any(one is not None and one.packed is not None for one in (part, other)):
+        return PACKED
     if precision != "checkpoint" or not part.scaled or device.type != "cuda":
         return precision
     return "fp8" if SCHEMES["fp8"].why_not(device) is None else "fp8-weights"
 
 
-def find_quantization(precision: str, device: torch.device, keep_blocks: int = 0) -> Quantization | None:
-    """How `precision` holds a transformer's linears; None where it does not quantise. Raises OptionError for one that
-    cannot run on `device`."""
+def holding(part: Part, quantization: Quantization | None, stored: bool, device: torch.device) -> Quantization | None:
+    """How the linears of `part` are held, `quantization` being the transformers' way. A text encoder that is packed or
+    in FP8 stays so if what is `stored` was asked for."""
+    if isinstance(part.config, DiTConfig):
+        return quantization
+    return Quantization(PackedLinear, device) if stored and part.packed is not None else None
+
+
+def is_packed(quantization: Quantization | None) -> bool:
+    return quantization is not None and issubclass(quantization.kind, PackedLinear)
+
+
+def find_quantization(
+    precision: str, device: torch.device, keep_blocks: int = 0, *, as_stored: bool = False
+) -> Quantization | None:
+    """How `precision` holds a transformer's linears; None where it does not quantise. as_stored: linears that a file
+    holds in a higher precision keep it. Raises OptionError for one that cannot run on `device`."""
+    if precision == PACKED:
+        return Quantization(PackedLinear, device, keep_blocks)
     scheme = resolve_scheme(precision, device)
     if scheme is None and keep_blocks:
         raise OptionError(f"{keep_blocks} blocks to keep were given, but precision {precision!r} quantises nothing")
-    return None if scheme is None else Quantization(scheme.load(), device, keep_blocks)
+    return None if scheme is None else Quantization(scheme.load(), device, keep_blocks, as_stored)
 
 
 def forward_bytes(config: DiTConfig, tokens: int, per_token: float = FACTORS["torch"]) -> int:

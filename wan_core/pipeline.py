@@ -26,10 +26,11 @@ from wan_core.graphs import GraphedBlocks
 from wan_core.images import decode_latents, pixels_to_video
 from wan_core.job import Job, make_job
 from wan_core.latents import save_latents
+from wan_core.lora import lora_files
 from wan_core.model import WanModel
 from wan_core.models import Models, choose_device, load_models
 from wan_core.optimize import begin_run
-from wan_core.parts import find_models
+from wan_core.parts import find_models, own_loras
 from wan_core.plan import Expert, Plan
 from wan_core.report import Report, StepClock
 from wan_core.vae.statistics import denormalise
@@ -68,11 +69,15 @@ class Pipeline:
         read, and picks the embedded model's image variant if it has an image. Raises CheckpointError or
         OptionError."""
         report = Report(choose_device(options.device))
+        image = request is not None and bool(request.image or request.last_image)
+        if request is not None:
+            options = own_loras(options, request.preset, image=image)
         with report.phase("load"):
-            found = find_models(options, image=request is not None and bool(request.image or request.last_image))
+            found = find_models(options, image=image)
             job = None
             if request is not None:
-                job = make_job(request, found.task, found.dit, found.vae, found.of["high"].path, found.low_path)
+                files = found.of["high"].path, found.low_path, lora_files(options.loras)
+                job = make_job(request, found.task, found.dit, found.vae, *files)
             models = load_models(found, options, report, job)
         return cls(models, report)
 
@@ -105,7 +110,7 @@ class Pipeline:
         """Fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""
         models = self.models
         self.report, self.relieved = self.loaded.branch(), False
-        files = models.checkpoint, models.low_checkpoint
+        files = models.checkpoint, models.low_checkpoint, models.loras
         streamed = models.residency.policy == "stream"
         job = make_job(request, models.task, models.dit_config, models.vae_config, *files, streamed)
         memory = models.place(job)
@@ -233,7 +238,7 @@ def sample_latents(
         report.notes.append(
             f"forwards: {forwards} of {plan.unskipped} ({100 * (1 - forwards / plan.unskipped):.0f} % saved)"
         )
-        report.notes += plan.notes
+    report.notes += plan.notes
     return denormalise(latents, vae)
 
 

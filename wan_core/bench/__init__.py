@@ -13,6 +13,7 @@
 | streaming | `streaming` | blocks that stream on emulated smaller cards |
 | profile | `profiling` | one forward by class of kernel |
 | forward, guidance | `forwards` | one forward, or both branches of guidance, in named settings (`settings`) |
+| four-step | `four_step` | videos of four steps with a LoRA, and what a LoRA costs |
 | generate | `generation` | one whole video by phase |
 
 The docstring of a module says what its columns mean. Results are JSON, written anew after every row, in the form that

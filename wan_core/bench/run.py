@@ -12,7 +12,9 @@ import torch
 from wan_core.bench.caches import caches_rows
 from wan_core.bench.cases import parse_size
 from wan_core.bench.forwards import forward_rows
+from wan_core.bench.four_step import four_step_rows
 from wan_core.bench.generation import generation_rows
+from wan_core.bench.gguf import gguf_rows
 from wan_core.bench.options import CPU_SIZE, SUITES
 from wan_core.bench.peers import PEERS
 from wan_core.bench.profiling import profile_rows, profile_table
@@ -39,6 +41,8 @@ MEASURES: dict[str, Rows] = {
     "profile": profile_rows,
     "startup": startup_rows,
     "streaming": streaming_rows,
+    "gguf": gguf_rows,
+    "four-step": four_step_rows,
     "generate": generation_rows,
     "forward": forward_rows,
     "guidance": forward_rows,
