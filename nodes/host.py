@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import folder_paths
 import torch
@@ -21,8 +23,12 @@ from PIL import Image
 from server import PromptServer
 from torch import Tensor, nn
 
-from wan_core.config import OptionError
-from wan_core.memory.residency import tensors_of
+from wan_core.checkpoint.staged import Reading, reading
+from wan_core.config import DiTConfig, OptionError
+from wan_core.memory.budget import CONTEXT, unit_bytes
+from wan_core.memory.shelf import Shelf, tensors_of
+from wan_core.memory.stream import Stage, StreamedBlocks, stage_bytes
+from wan_core.model.dit import WanModel
 from wan_core.parts import Part
 from wan_core.quant.swap import Quantization
 
@@ -140,6 +146,9 @@ class Held(ModelPatcher):
         super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=size)
         self.name, self.part, self.dtype, self.finish = name, part, dtype, finish
         self.quantization = quantization
+        self.resident_blocks: int | None = None  # of a transformer whose blocks stream; None: it is loaded as a whole
+        self.shelf: Shelf | None = None  # its weights in host memory, kept while this object lives
+        self.stage: Stage | None = None
 
     @property
     def is_loaded(self) -> bool:
@@ -150,6 +159,41 @@ class Held(ModelPatcher):
         load([self], memory)
         return self.model.content
 
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Bytes of a transformer's parts that travel as one, the rest first, then every block."""
+        assert isinstance(self.part.config, DiTConfig)
+        kept = 0 if self.quantization is None else self.quantization.keep_blocks
+        return unit_bytes(self.part.config, self.dtype.itemsize, self.quantization is not None, kept)
+
+    def stream(self, resident_blocks: int) -> None:
+        """Have so many blocks stay when it is loaded next, and the others stream."""
+        if resident_blocks == self.resident_blocks:
+            return
+        if self.is_loaded and self.shelf is None:  # the module stays the same one: a run may be in the middle of it
+            self.shelf = Shelf(cast(WanModel, self.model.content), lock=self.load_device.type == "cuda")
+        self.detach()
+        self.resident_blocks = resident_blocks
+        self.size = stage_bytes(list(self.units), resident_blocks)
+
+    def stream_blocks(self, module: WanModel) -> None:
+        """Have its blocks run through the stage, if there is one: what a run put around them may have gone with it."""
+        if self.stage is not None:
+            StreamedBlocks.install(module, self.stage)
+
+    def _load_streaming(self) -> nn.Module:
+        """Weights to locked host memory, once; as much as stays to the device."""
+        if self.shelf is None:
+            with _weights(Reading(on_bytes=_interrupted, mapped=False)):
+                module = self.finish(self.part.load(self.offload_device, self.dtype, self.quantization))
+            self.shelf = Shelf(module, lock=self.load_device.type == "cuda")
+        module = cast(WanModel, self.shelf.model)
+        self.stage = Stage(self.load_device, self.resident_blocks)
+        self.stream_blocks(module)
+        self.stage.use(self.shelf)
+        log.info("WanCore streams the %s: %s of %d blocks stay", self.name, self.resident_blocks, len(module.blocks))
+        return module
+
     # What the memory manager calls.
 
     def partially_load(self, device_to: torch.device, extra_memory: float = 0, *_: object, **__: object) -> int:
@@ -157,7 +201,11 @@ class Held(ModelPatcher):
         if self.is_loaded:
             return 0
         begin = time.perf_counter()
-        self.model.content = self.finish(self.part.load(self.load_device, self.dtype, self.quantization))
+        if self.resident_blocks is not None:
+            self.model.content = self._load_streaming()
+        else:
+            with _weights(Reading(on_bytes=_interrupted)):
+                self.model.content = self.finish(self.part.load(self.load_device, self.dtype, self.quantization))
         self.model.device = self.load_device
         self.model.model_loaded_weight_memory = self.size
         log.info("WanCore loaded the %s (%s) in %.2f s", self.name, self.part.source, time.perf_counter() - begin)
@@ -170,8 +218,12 @@ class Held(ModelPatcher):
     def detach(self, unpatch_all: bool = True) -> nn.Module:
         """Evict. ComfyUI calls this with False on models that stay, before it uses them again."""
         if unpatch_all and self.is_loaded:
-            for tensor in tensors_of(self.model.content).values():
-                tensor.data = tensor.new_empty(0)  # now, whoever still holds the module: a traceback, a cycle
+            if self.stage is not None:
+                self.stage.leave_device()
+                self.stage = None
+            elif self.shelf is None:
+                for tensor in tensors_of(self.model.content).values():
+                    tensor.data = tensor.new_empty(0)  # now, whoever still holds the module: a traceback, a cycle
             self.model.content = None
             self.model.device = self.offload_device
             self.model.model_loaded_weight_memory = 0
@@ -180,6 +232,28 @@ class Held(ModelPatcher):
 
     def __del__(self) -> None:
         self.detach()  # a module may be in a reference cycle: its memory must not wait for the collector
+
+
+@contextmanager
+def _weights(how: Reading) -> Iterator[None]:
+    """Load inside: weights are plain tensors, not those of the inference mode that nodes run in, whose memory could not
+    be exchanged later."""
+    with torch.inference_mode(False), torch.no_grad(), reading(how):
+        yield
+
+
+def _interrupted(_: int) -> None:
+    """Raises ComfyUI's interruption, between two tensors of a file."""
+    model_management.throw_exception_if_processing_interrupted()
+
+
+def room() -> int:
+    """Bytes on the device if everything that can leave did."""
+    here = device()
+    total = model_management.get_total_memory(here)
+    if here.type != "cuda":
+        return int(total)
+    return int(total) - CONTEXT
 
 
 def load(models: Sequence[Held], memory: int) -> None:

@@ -120,8 +120,10 @@ class WanCoreModelLoader(io.ComfyNode):
                     "residency",
                     options=list(RESIDENCIES),
                     default="auto",
-                    tooltip="'auto': ComfyUI's memory manager decides what leaves the device. 'resident': both experts "
-                    "stay on the device together. 'swap': everything else leaves before an expert is loaded.",
+                    tooltip="'auto': ComfyUI's memory manager decides what leaves the device; an expert that does not "
+                    "fit has its blocks streamed from host memory. 'resident': both experts stay on the device "
+                    "together. 'swap': everything else leaves before an expert is loaded. 'stream': blocks always "
+                    "stream.",
                 ),
                 io.Combo.Input(
                     "compile",

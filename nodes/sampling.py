@@ -13,6 +13,7 @@ from wan_core.conditioning import draw_noise
 from wan_core.config import GUIDANCE_MODES, SkipOptions
 from wan_core.denoise import Progress, choose_batched
 from wan_core.drawing import clock
+from wan_core.memory.budget import TRANSFER_TOKENS
 from wan_core.pipeline import sample_latents
 from wan_core.plan import MAX_STEPS, SCHEDULES, Expert, Plan
 from wan_core.presets import CHOICES, preset_plan
@@ -202,25 +203,45 @@ class WanCoreSampler(io.ComfyNode):
         shape = tuple(latent["samples"].shape)
         tokens = model.experts.dit.tokens(*shape[2:])
         plan = with_costs(plan, model.experts.dit, tokens)
-        batched, why = choose_batched(guidance_mode, plan, tokens, streamed=False)
+        itemsize = 4 if model.precision == "float32" else 2  # quantised blocks work on bf16 tokens
+        kept = residual_bytes(plan, shape[0] * tokens, model.experts.dit.dim, itemsize)
+        blocks = model.resident_blocks(model.memory(shape[0] * tokens) + kept)
+        streamed = blocks is not None and tokens <= TRANSFER_TOKENS
+        batched, why = choose_batched(guidance_mode, plan, tokens, streamed=streamed)
         settings = _settings(model, plan, shape, seed, batched)
         if skipping is not None:
             settings["skipping"] = skip_words(skipping)
         report = Report(host.device(), settings)
         report.notes.append(f"guidance: {'batched' if batched else 'sequential'} ({why})")
         report.phases["text"] = Phase(text_seconds)
-        itemsize = 4 if model.precision == "float32" else 2  # quantised blocks work on bf16 tokens
-        kept = residual_bytes(plan, shape[0] * tokens, model.experts.dit.dim, itemsize)
         watcher = _Watcher(model, len(plan.steps))
+        videos = shape[0] * tokens * (1 + batched)
+        if blocks is not None:
+            report.notes.append(f"memory: {blocks} of {model.experts.dit.num_layers} blocks stay, the others stream")
+        relieved: list[str] = []
+
+        def relieve(expert: Expert) -> bool:
+            """Once in a run: make room and go on."""
+            words = None if relieved else model.relieve(expert, videos, kept)
+            if words is None:
+                return False
+            relieved.append(words)
+            host.log.warning("WanCore ran out of memory and goes on: %s", words)
+            report.notes.append(f"out of memory, going on with what takes less ({words}); finished steps stay")
+            return True
+
+        if model.compile != "off" and not model.pace:
+            host.show("compiling in the first step ...")
         latents = sample_latents(
             plan,
-            lambda expert: model.acquire(expert, shape[0] * tokens * (1 + batched), report, kept),
+            lambda expert: model.acquire(expert, videos, report, kept),
             conditioning,
             draw_noise(seed, shape).to(host.device()),
             model.experts.vae,
             report,
             batched=batched,
             on_step=watcher,
+            relieve=relieve,
         )
         model.pace.clear()
         for expert in plan.experts:

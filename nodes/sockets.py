@@ -15,9 +15,12 @@ from typing import Any, cast
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.config import VAEConfig
+from wan_core.config import QUANTIZED, OptionError, VAEConfig
 from wan_core.images import decode_images, encode_images
+from wan_core.kernels import fused
 from wan_core.lora import AppliedLoras, Wanted, lora_bytes
+from wan_core.memory.budget import Beside, Sizes, factor, plan_memory
+from wan_core.memory.stream import stage_bytes
 from wan_core.model import WanModel
 from wan_core.models import decode_bytes, forward_bytes
 from wan_core.parts import Experts
@@ -59,9 +62,13 @@ class ModelSocket:
     def acquire(self, expert: Expert, tokens: int, report: Report, kept: int = 0) -> WanModel:
         """The expert, on the device; a load is timed as a phase of `report`. kept: bytes of residuals beside it."""
         loras = self.loras.get(expert if self.experts.low else "high", ())
-        held, memory = self.held[expert], forward_bytes(self.experts.dit, tokens) + kept + lora_bytes(loras)
+        held, memory = self.held[expert], self.memory(tokens) + kept + lora_bytes(loras)
         together = list(dict.fromkeys(self.held.values())) if self.residency == "resident" else [held]
-        if self.residency == "swap" and not held.is_loaded:
+        blocks = self.resident_blocks(memory)
+        if blocks is not None:
+            for one in self.held.values():
+                one.stream(blocks)
+        if (self.residency == "swap" or blocks is not None) and not held.is_loaded:
             host.evict_all()
         if all(one.is_loaded for one in together):
             host.load(together, memory)
@@ -70,8 +77,55 @@ class ModelSocket:
             with report.phase(f"load {expert}"):
                 host.load(together, memory)
         model = cast(WanModel, held.model.content)
-        AppliedLoras.of(model).apply(loras)  # also none: another branch of the workflow may have left some
+        held.stream_blocks(model)
+        if held.resident_blocks is None:
+            AppliedLoras.of(model).apply(loras)  # also none: another branch of the workflow may have left some
+        elif loras:
+            raise OptionError(
+                f"the {held.name} streams its blocks, and LoRAs are not put on weights that stream: use a smaller size "
+                "or an FP8 precision, so that it fits as a whole, or merge the LoRA into the file"
+            )
         return model
+
+    def memory(self, tokens: int) -> int:
+        """What a forward of so many tokens takes beside the weights."""
+        precision = self.precision if self.precision in QUANTIZED else "bf16"
+        itemsize = 4 if self.precision == "float32" else 2
+        kind = (
+            "cuda" if fused.why_not(host.device()) is None else "cpu"
+        )  # without fused kernels it takes what torch does
+        per_token = factor(self.experts.dit, itemsize=itemsize, device=kind, compile=self.compile, precision=precision)
+        return forward_bytes(self.experts.dit, tokens, per_token)
+
+    def resident_blocks(self, memory: int) -> int | None:
+        """How many blocks stay on the device where the others stream, with `memory` bytes beside them. None where none
+        stream: it is not asked for, and a whole expert fits on the card."""
+        held = self.held["high"]
+        if self.residency not in ("auto", "stream"):
+            return None
+        before, room = held.resident_blocks, host.room()
+        if before is not None and stage_bytes(list(held.units), before) + memory <= room:
+            return before  # it fits as it is
+        sizes = Sizes(units=held.units, experts=1, text_encoder=0, vae=0)
+        mode = "stream" if self.residency == "stream" else "auto"
+        plan = plan_memory(sizes, Beside(text=0, denoise=memory, decode=0), room, mode)
+        return plan.resident_blocks if plan.policy == "stream" else None
+
+    def relieve(self, expert: Expert, tokens: int, kept: int = 0) -> str | None:
+        """After out of memory: everyone else leaves, and half of the blocks that stayed stream. In words; None where no
+        more can stream."""
+        held = self.held[expert]
+        if any(self.loras.values()):
+            return None  # they are on weights that stay
+        blocks = len(held.units) - 1 if held.resident_blocks is None else held.resident_blocks
+        if not blocks:
+            return None
+        for one in self.held.values():
+            one.stream(blocks // 2)
+        host.evict_all()
+        host.load([held], self.memory(tokens) + kept)
+        held.stream_blocks(cast(WanModel, held.model.content))
+        return f"other models left the device, {blocks // 2} of {len(held.units) - 1} blocks stay, the others stream"
 
 
 class TextSocket:

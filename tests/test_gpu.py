@@ -50,9 +50,9 @@ def test_swapping_models_changes_nothing_but_memory():
 def test_swapping_leaves_one_model_on_the_gpu_and_keeps_the_host_copy():
     residency = Residency(CUDA, "swap")
     models = {name: torch.nn.Linear(3, 3) for name in ("a", "b")}
-    pointers = {name: model.weight.data_ptr() for name, model in models.items()}
     for name, model in models.items():
         residency.add(name, model)
+    pointers = {name: model.weight.data_ptr() for name, model in models.items()}
     for name in ("a", "b", "a"):
         residency.use(name)
         assert [n for n, m in models.items() if m.weight.is_cuda] == [name]

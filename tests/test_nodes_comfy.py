@@ -504,6 +504,23 @@ def test_residency(comfy: ComfyUI, residency: str) -> None:
     assert ("WanCore evicted the high-noise expert" in log[high:low]) == (residency == "swap")
 
 
+def test_an_expert_that_streams_makes_the_same_video(comfy: ComfyUI) -> None:
+    videos = []
+    for residency in ("resident", "stream"):
+        graph = small(seed=11)
+        graph["model"]["inputs"]["residency"] = residency
+        before = len(comfy.log())
+        run = comfy.run(graph)
+        assert run.ok, run.status
+        log = comfy.log()[before:]
+        assert ("WanCore streams the high-noise expert: 3 of 6 blocks stay" in log) == (residency == "stream")
+        videos.append(read_video(comfy.output_file(run, "save")))
+    assert (videos[0] == videos[1]).all()
+    comfy.post("/free", {"unload_models": True, "free_memory": True})
+    again = comfy.run(small(seed=12) | {"model": graph["model"]})
+    assert again.ok, again.status
+
+
 def test_the_oldest_comfyui_that_the_pack_names(tmp_path: Path) -> None:
     checkout = find_comfyui("~/comfy/ComfyUI-0.3.64", "COMFYUI_OLD_PATH")
     server = ComfyUI(checkout, make_base(tmp_path))

@@ -198,7 +198,7 @@ def find_task(name: str) -> Task:
 QUANTIZED = ("fp8", "fp8-tensor", "fp8-block", "fp8-weights", "te-delayed", "te-current", "te-block")
 PRECISIONS = ("checkpoint", "bf16", "fp32", *QUANTIZED)
 COMPILES = ("off", "blocks")
-RESIDENCIES = ("auto", "resident", "swap")
+RESIDENCIES = ("auto", "resident", "swap", "stream")
 GUIDANCE_MODES = ("auto", "sequential", "batched")
 LORA_MODES = ("auto", "merge", "attach")
 LORA_EXPERTS = ("auto", "high", "low")
@@ -263,6 +263,8 @@ class LoadOptions:
     residency: str = "auto"
     loras: tuple[LoraOptions, ...] = ()
     lora_mode: str = "auto"  # see `wan_core.lora`
+    resident_blocks: int | None = None  # of a transformer that streams; None: as many as fit
+    memory_limit: float | None = None  # GiB of device memory, to run as on a smaller card
 
     def __post_init__(self) -> None:
         # From a worker or a file they come as plain dicts.
@@ -273,6 +275,11 @@ class LoadOptions:
         check_choice("vae precision", self.vae_precision, ("auto", "bf16", "fp32"))
         check_choice("compile", self.compile, COMPILES)
         check_choice("residency", self.residency, RESIDENCIES)
+        if self.resident_blocks is not None and self.residency not in ("auto", "stream"):
+            raise OptionError(
+                f"{self.resident_blocks} resident blocks given with residency {self.residency!r}; a number of blocks "
+                "stays where the others stream: use residency stream"
+            )
         if self.model is None and not (self.high or self.low):
             raise OptionError(
                 "no model given: use --model tiny, --model FOLDER of a release, or --high FILE and --low FILE"

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,9 @@ from wan_core.sparsity.run import SparseBlocks, sparse_attention
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
 # benchmarks/results/guidance-*.json and docs/performance.md.
 BATCHED_TOKENS = 1024
+
+
+Made = TypeVar("Made")
 
 
 class NonFiniteError(UserError):
@@ -62,28 +67,38 @@ def denoise(
     *,
     batched: bool = False,
     on_step: Callable[[Progress], None] | None = None,
+    ahead: Callable[[Expert, Expert, int], None] | None = None,
+    relieve: Callable[[Expert], bool] | None = None,
 ) -> Tensor:
     """Integrate the flow from `noise` to normalised latents, both float32 [B, C, T, Y, X] on the device of the run.
 
     acquire: returns an expert ready to run; called once for each phase, so that it may load or swap.
     batched: run both guidance branches as one forward (see `choose_batched`).
     on_step: called after every step; may raise to interrupt.
+    ahead(expert, next, runs): the next `runs` runs of the blocks are the last before the next expert is acquired.
+    relieve(expert): memory ran out; make room and say whether there is any. The step is then run again, from the
+    latents of the one before.
     Raises NonFiniteError within a few steps of the first non-finite latent.
     """
     solver, history, x = SOLVERS[plan.solver], History(), hold_known(noise.float(), conditioning)
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device)
-    for phase in plan.phases:
-        model = acquire(phase[0].expert)
-        image = conditioning.concat is not None or conditioning.known is not None
+    image = conditioning.concat is not None or conditioning.known is not None
+    for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
+        expert, last = phase[0].expert, last_runs(phase, batched)
+        again = None if relieve is None else partial(relieve, expert)
+        model = retried(partial(acquire, expert), again)
         # Sparse attention orders the tokens around everything else; residuals are kept in that order.
         with (
             sparse_attention(model, plan, phase, tuple(x.shape[2:]), image) as sparse,
             residuals(model, phase) as cache,
         ):
-            guided = Guided(model, conditioning, plan, phase, x.shape[0], batched, cache, sparse)
+            prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, cache, sparse)
+            guided = retried(prepare, again)
             for step in phase:
-                velocity, forwards = guided.velocity(x, timesteps[step.index], step)
+                if ahead is not None and following is not None and step.index == last[0]:
+                    ahead(expert, following[0].expert, last[1])
+                velocity, forwards = retried(partial(guided.velocity, x, timesteps[step.index], step), again)
                 x, history = solver(x, velocity, step.index, plan.sigmas, history)
                 x = hold_known(x, conditioning)
                 watch.note(step.index, x)
@@ -92,6 +107,29 @@ def denoise(
         del guided, cache, sparse, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
     return x
+
+
+def retried(make: Callable[[], Made], relieve: Callable[[], bool] | None) -> Made:
+    """What `make` returns; once more where memory runs out and `relieve` finds some."""
+    try:
+        return make()
+    except torch.cuda.OutOfMemoryError as fault:
+        failed = fault
+    failed.__traceback__ = None  # it holds the tensors of the failed try
+    if relieve is None or not relieve():
+        raise failed
+    return make()
+
+
+def last_runs(phase: tuple[Step, ...], batched: bool) -> tuple[int, int]:
+    """The last step of a phase in which blocks run, as far as the plan knows, and how often they run in it."""
+    for step in reversed(phase):
+        skipped = () if step.action == "adaptive" else step.skipped
+        together = len(step.branches) == 2 and batched and skipped in ((), step.branches)
+        runs = len(step.branches) - len(skipped)
+        if runs:
+            return step.index, 1 if together else runs
+    return -1, 0
 
 
 def host_numbers(values: list[float], device: torch.device) -> Tensor:

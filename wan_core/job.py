@@ -12,6 +12,7 @@ from wan_core.cache.skipping import skip_forwards, skip_words
 from wan_core.conditioning import best_size_for_image, size_for_image
 from wan_core.config import DiTConfig, OptionError, Request, Task, VAEConfig, check_size
 from wan_core.denoise import choose_batched
+from wan_core.memory.budget import TRANSFER_TOKENS
 from wan_core.plan import Plan
 from wan_core.presets import preset_plan
 from wan_core.sparsity.schedule import with_costs
@@ -67,11 +68,13 @@ def make_job(
     checkpoint: Path | None = None,
     low: Path | None = None,
     loras: Sequence[Path] = (),
+    streamed: bool = False,
 ) -> Job:
     """Fill in what `request` leaves open and check all of it. Raises OptionError.
 
     checkpoint: of the high-noise expert, or of the only transformer; a MagCache curve may lie beside it. low: of the
-    other expert, if there is one. loras: files on either of them.
+    other expert, if there is one. loras: files on either of them. streamed: blocks come from host memory for every
+    forward.
     """
     files = [path for path in (*loras, checkpoint, low) if path is not None]
     plan = preset_plan(
@@ -99,7 +102,7 @@ def make_job(
     T, Y, X = (frames - 1) // vae.temporal_stride + 1, height // vae.spatial_stride, width // vae.spatial_stride
     tokens = dit.tokens(T, Y, X)
     plan = with_costs(plan, dit, tokens)
-    batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=False)
+    batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
     return Job(
         request=request,
         plan=plan,

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Literal, Protocol, cast
 
 import torch
+from torch import nn
 
+from wan_core.artifacts import Artifacts
 from wan_core.attention.registry import resolve_attention
 from wan_core.cache.residual import residual_bytes
 from wan_core.checkpoint import find_parts, load_vae
-from wan_core.config import DiTConfig, LoadOptions, OptionError, Task, VAEConfig
+from wan_core.checkpoint.merge import Merge
+from wan_core.checkpoint.staged import THREADS, current_reading, reading
+from wan_core.config import QUANTIZED, DiTConfig, LoadOptions, OptionError, Task, VAEConfig
 from wan_core.job import Job
 from wan_core.lora import AppliedLoras, check_packed, choose_mode, lora_bytes, lora_files, merging, read_loras
-from wan_core.memory.residency import Residency, choose_residency
+from wan_core.memory.budget import (
+    FACTORS,
+    LATENTS,
+    Beside,
+    MemoryPlan,
+    Sizes,
+    beside_weights,
+    cap_memory,
+    device_room,
+    factor,
+    plan_memory,
+    unit_bytes,
+)
+from wan_core.memory.residency import Residency
 from wan_core.model.dit import WanModel
-from wan_core.optimize import check_compile, optimize, optimize_vae
+from wan_core.optimize import check_compile, compilations, optimize, optimize_vae
 from wan_core.parts import TINY, Part, Parts, recognise
 from wan_core.quant.packed import PRECISION as PACKED
 from wan_core.quant.packed import PackedLinear
@@ -25,6 +45,12 @@ from wan_core.quant.swap import Quantization
 from wan_core.report import Report
 from wan_core.text.umt5 import TextEncoder
 from wan_core.vae import VideoVAE
+
+
+class Planned(Protocol):
+    """The memory plan for a job (None: the task's own size), with what is held already, if anything is."""
+
+    def __call__(self, job: Job | None, held: Residency | None = None) -> MemoryPlan: ...
 
 
 @dataclass(frozen=True)
@@ -38,6 +64,8 @@ class Models:
     checkpoint: Path | None = None  # the high-noise expert's, or the only transformer's
     low_checkpoint: Path | None = None
     loras: tuple[Path, ...] = ()  # of either expert
+    planned: Planned | None = None  # None on a CPU
+    artifacts: Artifacts | None = None  # where blocks are compiled
 
     @property
     def device(self) -> torch.device:
@@ -46,6 +74,28 @@ class Models:
     def expert(self, name: str) -> WanModel:
         """Ready on the device. A task with a single transformer has it as `high`, whichever is asked for."""
         return cast(WanModel, self.residency.use(name if name in self.residency.models else "high"))
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the next forward compiles its block, as far as is known."""
+        return self.artifacts is not None and not self.artifacts.saved
+
+    def keep_compiled(self) -> bool:
+        """Write what this process compiled to disk, for the next; whether there was anything new."""
+        return self.artifacts is not None and self.artifacts.save(compilations())
+
+    def prefetch(self, name: str, other: str, runs: int) -> None:
+        """The next `runs` runs of the blocks of expert `name` are the last before `other` is asked for."""
+        self.residency.prefetch(name, other, runs)
+
+    def place(self, job: Job) -> MemoryPlan | None:
+        """Have the models where `job` needs them: another size may take another plan than the one they were loaded
+        by. None on a CPU."""
+        if self.planned is None:
+            return None
+        plan = self.planned(job, self.residency)
+        self.residency.follow(plan.policy, plan.resident_blocks, plan.room if plan.together else None, plan.beside)
+        return plan
 
     def text_encoder(self) -> TextEncoder:
         return cast(TextEncoder, self.residency.use("text_encoder"))
@@ -101,32 +151,44 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
     quantization = find_quantization(precision, report.device, options.keep_blocks, as_stored=stored)
     held_as = {name: holding(part, quantization, stored, report.device) for name, part in parts.of.items()}
     check_compile(options.compile, report.device)
+    planned = None
     wanted = read_loras(options.loras, parts.dit, "low" in parts.of)
     loras = [one for several in wanted.values() for one in several]
-    weights = sum(part.bytes(dtypes[name], held_as[name]) for name, part in parts.of.items()) + lora_bytes(loras)
-    activations = activation_bytes(parts, job, dtypes["high"].itemsize)
-    policy, why = choose_residency(options.residency, report.device, weights, activations)
-    report.notes.append(f"residency: {policy} ({why})")
-    residency = Residency(report.device, policy)
-    mapped = policy == "swap" and quantization is None and parts.of["high"].path is not None
+    if report.device.type == "cuda":
+        if options.memory_limit is not None:
+            cap_memory(report.device, options.memory_limit)
+        extra = lora_bytes(loras)
+        planned = partial(plan_models, parts, options, dtypes, precision, report.device, held_as=held_as, extra=extra)
+    elif options.memory_limit is not None:
+        raise OptionError("a memory limit is one of a GPU's memory, and this run is on a CPU: leave it out")
+    artifacts = None
+    if options.compile != "off":
+        what = {"precision": precision, "keep_blocks": options.keep_blocks, "attention": attention, "dit": parts.dit}
+        artifacts = Artifacts.open(report.device, what)
+        report.notes.append(f"compile: {artifacts.load()}")
+    residency = make_residency(parts, options, report, job, planned)
+    mapped = residency.policy == "swap" and quantization is None and parts.of["high"].path is not None
     scaled = parts.of["high"].scaled or is_packed(quantization)
     how, why = choose_mode(options.lora_mode, scaled=scaled, quantized=quantization is not None, mapped=mapped)
     if how == "attach" and is_packed(quantization):
         check_packed(loras, parts.dit)
-    for name, part in parts.of.items():
-        loras = wanted.get(name, [])
-        merge = merging(loras, report.device) if how == "merge" else None
-        model = part.load(residency.load_device, dtypes[name], held_as[name], merge)
+    merges = {name: merging(wanted.get(name, []), report.device) if how == "merge" else None for name in parts.of}
+    loaded = load_parts(parts, dtypes, held_as, merges, residency)
+    for name in parts.of:
+        model, loras = loaded.pop(name), wanted.get(name, [])
         if isinstance(model, WanModel):
             if loras and how == "attach":
                 AppliedLoras.of(model, report.device).apply(loras)
             report.notes += [
                 f"{name}: {one.words('merged' if how == 'merge' else f'attached: {why}')}" for one in loras
             ]
-            optimize(model, attend=attend, compile=options.compile, device=report.device)
+            graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
+            optimize(model, attend=attend, compile=options.compile, device=report.device, graphs=graphs)
         elif isinstance(model, VideoVAE):
             optimize_vae(model, report.device)
         residency.add(name, model)
+        del model
+    report.notes += residency.notes
     report.settings["models"] = {name: part.source for name, part in parts.of.items()}
     held = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     if quantization is not None:
@@ -143,7 +205,117 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
             for name, several in wanted.items()
             if several
         }
-    return Models(parts.task, residency, attention, parts.of["high"].path, parts.low_path, lora_files(options.loras))
+    files = lora_files(options.loras)
+    checkpoint, low = parts.of["high"].path, parts.low_path
+    return Models(parts.task, residency, attention, checkpoint, low, files, planned, artifacts)
+
+
+def load_parts(
+    parts: Parts,
+    dtypes: Mapping[str, torch.dtype],
+    held_as: Mapping[str, Quantization | None],
+    merges: Mapping[str, Merge | None],
+    residency: Residency,
+) -> dict[str, nn.Module]:
+    """All models, for a GPU at once: reading one, converting another and setting up a third use different hardware."""
+
+    def load(name: str) -> nn.Module:
+        return parts.of[name].load(residency.load_device, dtypes[name], held_as[name], merges[name])
+
+    if residency.device.type != "cuda":
+        return {name: load(name) for name in parts.of}
+    with ThreadPoolExecutor(len(parts.of)) as pool:
+        # What moves to locked memory is read, not mapped: pages of a mapping would count beside the copy.
+        how = replace(current_reading(), threads=max(1, THREADS * 2 // len(parts.of)), mapped=False)
+
+        def within(name: str) -> nn.Module:
+            with reading(how):
+                return load(name)
+
+        return dict(zip(parts.of, pool.map(within, parts.of), strict=True))
+
+
+def make_residency(
+    parts: Parts,
+    options: LoadOptions,
+    report: Report,
+    job: Job | None,
+    planned: Planned | None,
+) -> Residency:
+    """Where the weights will be, by the memory plan; on a CPU they stay, unless streaming is asked for."""
+    device = report.device
+    if planned is None:
+        blocks = parts.dit.num_layers if options.resident_blocks is None else options.resident_blocks
+        if blocks > parts.dit.num_layers or blocks < 0:
+            raise OptionError(f"{blocks} resident blocks given; the transformer has {parts.dit.num_layers}")
+        streams = options.residency == "stream" or options.resident_blocks is not None
+        blocks = blocks if options.resident_blocks is not None else 0
+        report.notes.append(f"residency: {'stream' if streams else 'resident'} (weights are in host memory on a CPU)")
+        return Residency(device, "stream" if streams else "resident", resident_blocks=blocks)
+    plan = planned(job)
+    report.notes += [f"residency: {plan.policy} ({plan.why})", plan.table()]
+    room = plan.room if plan.together else None
+    return Residency(device, plan.policy, resident_blocks=plan.resident_blocks, room=room, beside=plan.beside)
+
+
+def plan_models(
+    parts: Parts,
+    options: LoadOptions,
+    dtypes: Mapping[str, torch.dtype],
+    precision: str,
+    device: torch.device | int,
+    job: Job | None,
+    held: Residency | None = None,
+    held_as: Mapping[str, Quantization | None] | None = None,
+    extra: int = 0,
+) -> MemoryPlan:
+    """The memory plan of `parts` for `job` (None: the task's own size). device: a GPU, or the bytes that one has. held:
+    what a plan made before has put there; it stays as it is while `job` fits. held_as: how each part is held. extra:
+    bytes of LoRAs."""
+    quantized, itemsize = precision in QUANTIZED, dtypes["high"].itemsize
+    held_as = held_as or {}
+    units = unit_bytes(parts.dit, itemsize, quantized, options.keep_blocks)
+    if is_packed(held_as.get("high")):
+        rest, blocks = unit_bytes(parts.dit, itemsize, False)[0], parts.dit.num_layers
+        packed = parts.of["high"].bytes(dtypes["high"], held_as["high"])
+        units = (rest, *[max(0, packed - rest) // blocks] * blocks)
+    sizes = Sizes(
+        units=units,
+        experts=1 + ("low" in parts.of),
+        text_encoder=parts.of["text_encoder"].bytes(dtypes["text_encoder"], held_as.get("text_encoder")),
+        vae=parts.of["vae"].bytes(dtypes["vae"]),
+    )
+    per_token = factor(parts.dit, itemsize=itemsize, device="cuda", compile=options.compile, precision=precision)
+    beside = beside_job(parts, job, per_token, itemsize)
+    beside = replace(beside, denoise=beside.denoise + extra)
+    mode = cast(Literal["auto", "resident", "swap", "stream"], options.residency)
+    available = device if isinstance(device, int) else device_room(device, options.memory_limit)
+    if held is not None:
+        available += held.weights_on_device()
+        blocks = held.resident_blocks if held.policy == "stream" else None
+        same = plan_memory(sizes, beside, available, held.policy, blocks, together=held.room is not None)
+        if same.denoises:
+            return same
+    return plan_memory(sizes, beside, available, mode, options.resident_blocks)
+
+
+def beside_job(parts: Parts, job: Job | None, per_token: float, itemsize: int) -> Beside:
+    """What runs beside the weights."""
+    if job is None:
+        stride, task = parts.vae.spatial_stride, parts.task
+        T, Y, X = (task.frames - 1) // parts.vae.temporal_stride + 1, task.height // stride, task.width // stride
+        return beside_weights(parts.dit, parts.vae, (1, parts.vae.z_dim, T, Y, X), per_token=per_token)
+    return beside_weights(
+        parts.dit,
+        parts.vae,
+        job.latent_shape,
+        per_token=per_token,
+        itemsize=itemsize,
+        guided=job.plan.guided,
+        residuals=residual_bytes(job.plan, job.tokens, parts.dit.dim, itemsize),
+        batched=job.batched,
+        image=job.request.image is not None or job.request.last_image is not None,
+    )
 
 
 def precision_of(precision: str, part: Part, device: torch.device, other: Part | None = None) -> str:
@@ -181,24 +353,11 @@ def find_quantization(
     return None if scheme is None else Quantization(scheme.load(), device, keep_blocks, as_stored)
 
 
-def activation_bytes(parts: Parts, job: Job | None, itemsize: int = 2) -> int:
-    """A generous estimate of what a run needs besides weights: the larger of a forward and the decode. itemsize: bytes
-    of a number of the residuals that are kept."""
-    if job is not None:
-        _, _, T, Y, X = job.latent_shape
-    else:
-        stride, task = parts.vae.spatial_stride, parts.task
-        T, Y, X = (task.frames - 1) // parts.vae.temporal_stride + 1, task.height // stride, task.width // stride
-    forward = forward_bytes(parts.dit, parts.dit.tokens(T, Y, X))
-    if job is not None:
-        forward = forward * (1 + job.batched) + residual_bytes(job.plan, job.tokens, parts.dit.dim, itemsize)
-    return max(forward, decode_bytes(parts.vae, Y, X))
-
-
-def forward_bytes(config: DiTConfig, tokens: int) -> int:
-    """A generous estimate of what a forward needs besides weights, bf16, both branches' text included."""
+def forward_bytes(config: DiTConfig, tokens: int, per_token: float = FACTORS["torch"]) -> int:
+    """What a forward of so many tokens needs besides weights, bf16, both branches' text included. per_token: of
+    `budget.factor`; by default what is most."""
     text = 2 * 2 * 2 * config.num_layers * config.text_len * config.dim
-    return tokens * (4 * config.ffn_dim + 20 * config.dim) + text
+    return int(per_token * 2 * tokens * config.dim + text + LATENTS * min(1.0, tokens / 32760))
 
 
 def decode_bytes(config: VAEConfig, rows: int, columns: int) -> int:

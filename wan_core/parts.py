@@ -295,7 +295,10 @@ def random_part(config: DiTConfig | TextConfig | VAEConfig, seed: int) -> Part:
     def load(
         device: torch.device, dtype: torch.dtype, quantization: Quantization | None, loras: Merge | None = None
     ) -> nn.Module:
-        module = random_module(config, device=device, dtype=dtype, seed=seed, quantization=quantization, loras=loras)
+        fast = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else device
+        module = random_module(
+            config, device=device, dtype=dtype, seed=seed, quantization=quantization, loras=loras, draw_on=fast
+        )
         if not isinstance(module, UMT5Encoder):
             return module
         embedded = open_checkpoint(TINY / "text_encoder.safetensors").read("spiece_model")

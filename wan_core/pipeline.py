@@ -9,6 +9,7 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W vi
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from wan_core.conditioning import Conditioning, draw_noise, first_latent, image_channels
 from wan_core.config import LoadOptions, Request, VAEConfig
-from wan_core.denoise import Progress, denoise
+from wan_core.denoise import Progress, denoise, retried
+from wan_core.graphs import GraphedBlocks
 from wan_core.images import decode_latents, pixels_to_video
 from wan_core.job import Job, make_job
 from wan_core.latents import save_latents
@@ -35,6 +37,7 @@ from wan_core.sparsity.run import check_kernel
 from wan_core.vae.statistics import denormalise
 from wan_core.video import load_image
 
+log = logging.getLogger(__name__)
 Module = TypeVar("Module")
 OnStep = Callable[[Progress, float | None], None]
 """Called after every step: what was done, and the seconds of a forward in the newest finished step that ran any (None
@@ -59,6 +62,7 @@ class Pipeline:
         self.models = models
         self.loaded = report  # of loading alone
         self.report = report.branch()  # of the newest generation
+        self.relieved = False  # it ran out of memory and went on
 
     @classmethod
     def load(cls, options: LoadOptions, *, request: Request | None = None) -> Pipeline:
@@ -91,8 +95,11 @@ class Pipeline:
         job = self.prepare(request)
         on_phase("text")
         conditioning = self.encode(job)
+        if self.models.compiles:
+            on_phase("compile in the first step")
         on_phase("denoise")
         latents = self.sample(job, conditioning, on_step)
+        self.models.keep_compiled()
         if keep_latents is not None:
             with self.report.phase("save latents"):
                 save_latents(keep_latents, latents, job.fps, self.report.settings)
@@ -103,9 +110,13 @@ class Pipeline:
     def prepare(self, request: Request) -> Job:
         """Fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""
         models = self.models
-        self.report = self.loaded.branch()
+        self.report, self.relieved = self.loaded.branch(), False
         files = models.checkpoint, models.low_checkpoint, models.loras
-        job = make_job(request, models.task, models.dit_config, models.vae_config, *files)
+        streamed = models.residency.policy == "stream"
+        job = make_job(request, models.task, models.dit_config, models.vae_config, *files, streamed)
+        memory = models.place(job)
+        if memory is not None:
+            self.report.settings["memory"] = memory.as_dict()
         self.report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
         self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
         if job.plan.sparse is not None:
@@ -115,10 +126,15 @@ class Pipeline:
     @torch.no_grad()
     def encode(self, job: Job) -> Conditioning:
         """Text, and the image if there is one, to what the denoising loop needs."""
-        encoder = self.fetch("text encoder", self.models.text_encoder)
+        prompts = [job.request.prompt, job.negative_prompt] if job.plan.guided else [job.request.prompt]
+
+        def encode() -> Tensor:
+            encoder = self.fetch("text encoder", self.models.text_encoder)
+            with self.report.phase("text"):
+                return encoder.encode(prompts)
+
+        rows = retried(encode, lambda: self.relieve("text_encoder"))
         with self.report.phase("text"):
-            prompts = [job.request.prompt, job.negative_prompt] if job.plan.guided else [job.request.prompt]
-            rows = encoder.encode(prompts)
             cond, uncond = rows[:1], rows[1:] if job.plan.guided else None
         if job.request.image is None and job.request.last_image is None:
             return Conditioning(cond=cond, uncond=uncond)
@@ -162,7 +178,27 @@ class Pipeline:
             self.report,
             batched=job.batched,
             on_step=on_step,
+            ahead=models.prefetch,
+            relieve=self.relieve,
         )
+
+    def relieve(self, name: str) -> bool:
+        """Memory ran out with the model `name`: go on by the next cheaper plan, once in a run; False where there is
+        none. Finished steps stay."""
+        models, words = self.models, None
+        if not self.relieved:
+            words = models.residency.cheaper(name if name in models.residency.models else "high")
+        if words is None:
+            return False
+        self.relieved = True
+        for model in models.residency.models.values():
+            if isinstance(model, WanModel):
+                GraphedBlocks.remove(model)  # weights are elsewhere from now on
+        note = f"out of memory, going on with what takes less ({words}); nothing that was finished is lost"
+        log.warning("%s", note)
+        self.report.notes.append(note)
+        models.residency.use(name if name in models.residency.models else "high")
+        return True
 
 
 @torch.no_grad()
@@ -176,10 +212,13 @@ def sample_latents(
     *,
     batched: bool = False,
     on_step: OnStep | None = None,
+    ahead: Callable[[Expert, Expert, int], None] | None = None,
+    relieve: Callable[[Expert], bool] | None = None,
 ) -> Tensor:
     """Walk `plan` from `noise` [B, C, T, Y, X] to un-normalised latents of the same shape, float32, timing every step.
 
-    acquire, batched: as in `denoise`. vae: of the VAE whose latents these are. on_step may raise to interrupt.
+    acquire, batched, ahead, relieve: as in `denoise`. vae: of the VAE whose latents these are. on_step may raise to
+    interrupt.
     """
     clock, forwards = StepClock(report), 0
 
@@ -196,7 +235,7 @@ def sample_latents(
         if on_step is not None:
             on_step(progress, clock.seconds_per_forward())
 
-    latents = denoise(plan, ready, conditioning, noise, batched=batched, on_step=note)
+    latents = denoise(plan, ready, conditioning, noise, batched=batched, on_step=note, ahead=ahead, relieve=relieve)
     clock.finish()
     if plan.unskipped is not None:
         report.notes.append(

@@ -9,6 +9,8 @@
 | single | `single` | the ladder: one forward of each peer and each setup (`setups`) |
 | trajectory | `trajectory` | what a setup does to finished latents, and to captions |
 | switch | `switch` | steps on both sides of the change of experts |
+| startup | `startup` | loading both experts; a cold process up to its first step |
+| streaming | `streaming` | blocks that stream on emulated smaller cards |
 | profile | `profiling` | one forward by class of kernel |
 | forward, guidance | `forwards` | one forward, or both branches of guidance, in named settings (`settings`) |
 | four-step | `four_step` | videos of four steps with a LoRA, and what a LoRA costs |

@@ -52,6 +52,16 @@ SUITES: dict[str, Suite] = {
         ("1280x720x81",),
         takes=("setup", "layers", "precision"),
     ),
+    "startup": Suite(
+        "loading both experts, and a cold process up to its first step",
+        ("1280x720x81",),
+        takes=("layers", "runs", "scratch"),
+    ),
+    "streaming": Suite(
+        "blocks that stream on emulated smaller cards, and the change of experts",
+        ("832x480x81", "1280x720x81"),
+        takes=("layers", "runs"),
+    ),
     "forward": Suite(
         "one forward, ours and diffusers'",
         ("832x480x81", "1280x720x81"),
@@ -111,7 +121,11 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=int, help="captions of the suite trajectory (default: 64 on a GPU, 8 on a CPU)"
     )
-    parser.add_argument("--scratch", type=Path, help="folder for files that a suite writes and removes again")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        help="folder for files that a suite writes and removes again (default: the system's); startup writes 57 GB",
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="of what is not quantised")
     add_skip_options(parser)

@@ -116,6 +116,12 @@ COLUMNS = {  # of numbers, with how they are printed
     "forwards": "d",
     "estimate": ".2f",
     "off": "+.4f",
+    "gb_s": ".1f",
+    "host_gib": ".2f",
+    "slowdown": ".3f",
+    "planned_gib": ".2f",
+    "plan_error": "+.3f",
+    "resident_blocks": "d",
 }
 
 

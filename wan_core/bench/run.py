@@ -23,6 +23,8 @@ from wan_core.bench.settings import check_setting
 from wan_core.bench.setups import find_setup
 from wan_core.bench.single import single_rows
 from wan_core.bench.sparse import sparse_rows
+from wan_core.bench.startup import startup_rows
+from wan_core.bench.streaming import streaming_rows
 from wan_core.bench.switch import switch_rows
 from wan_core.bench.trajectory import trajectory_rows
 from wan_core.cache.arguments import skip_options
@@ -39,6 +41,8 @@ MEASURES: dict[str, Rows] = {
     "caches": caches_rows,
     "sparse": sparse_rows,
     "profile": profile_rows,
+    "startup": startup_rows,
+    "streaming": streaming_rows,
     "gguf": gguf_rows,
     "four-step": four_step_rows,
     "generate": generation_rows,

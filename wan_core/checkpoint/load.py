@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from wan_core.checkpoint.layouts import Kind
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
+from wan_core.checkpoint.staged import open_feed
 from wan_core.config import DiTConfig, OptionError
 from wan_core.kernels.formats import FP8, Quantized, spread_scale
 from wan_core.kernels.gguf_blocks import FORMATS
@@ -136,13 +137,15 @@ def _filled(
             raise OptionError(f"FP8 on a GPU computes in bf16, and {out} was asked for: load with dtype=torch.bfloat16")
         swap_linears(module, quantization.kind, names, out)
     values: Iterator[tuple[str, Tensor]]
-    stored = _values(checkpoint, found, torch.device(device), dtype, names, packed)
-    if loras is not None:
-        stored = loras.apply(stored, names)
-    stored = _widened(stored, checkpoint, found, names, packed, _Target(torch.device(device), work, dtype, out))
-    values = _plain(stored) if quantization is None else encode_values(stored, quantization, names)
-    # What was widened or encoded elsewhere comes home now. Strict: detect has compared all names.
-    module.load_state_dict({name: value.to(device) for name, value in values}, assign=True)
+    with open_feed(checkpoint, _order(checkpoint, found, packed), work) as feed:
+        stored = _values(checkpoint, found, work, dtype, names, packed, feed.read)
+        if loras is not None:
+            stored = loras.apply(stored, names)
+        stored = _widened(stored, checkpoint, found, names, packed, _Target(torch.device(device), work, dtype, out))
+        values = _plain(stored) if quantization is None else encode_values(stored, quantization, names)
+        # What was widened or encoded elsewhere comes home now. Strict: detect has compared all names.
+        held = {name: value.to(device) for name, value in values}
+    module.load_state_dict(held, assign=True)
     for name, buffer in module.named_buffers():
         assert not buffer.is_meta, f"{name} is neither stored nor computed when used"
     return module.requires_grad_(False).eval()
@@ -155,6 +158,7 @@ def _values(
     dtype: torch.dtype | None,
     quantized: frozenset[str],
     packed: Mapping[str, Packed],
+    read: Callable[[str], Tensor],
 ) -> Iterator[tuple[str, Any]]:
     """(official name, value), one at a time. FP8 weights with scales stay so for the linears `quantized`, and are
     multiplied out for others. What is packed stays so, for `_widened`."""
@@ -167,9 +171,9 @@ def _values(
         if checkpoint.tensors[theirs].packing is not None:
             yield ours, checkpoint.read_packed(theirs)
             continue
-        stored = checkpoint.read(theirs)
+        stored = read(theirs)
         if ours in found.scales:
-            data, scale = stored.to(device), checkpoint.read(found.scales[ours]).to(device)
+            data, scale = stored.to(device), read(found.scales[ours]).to(device)
             if ours.rpartition(".")[0] in quantized and data.dtype == FP8:
                 yield ours, Quantized(data, scale.float())
             else:
@@ -177,6 +181,16 @@ def _values(
             continue
         keep = dtype is None and found.kind == "dit" and stored.dtype in LOADABLE and _FREE.fullmatch(ours)
         yield ours, _moved(stored, device, stored.dtype if keep else main)
+
+
+def _order(checkpoint: Checkpoint, found: Detected, packed: Mapping[str, Packed]) -> list[str]:
+    """Names in the file, as `_values` asks for them."""
+    names: list[str] = []
+    for ours, theirs in found.names.items():
+        kept = ours.endswith(".weight") and ours.rpartition(".")[0] in packed
+        if not kept and checkpoint.tensors[theirs].packing is None:
+            names += [theirs] if ours not in found.scales else [theirs, found.scales[ours]]
+    return names
 
 
 class _Target(NamedTuple):

@@ -47,9 +47,12 @@ class Checkpoint:
         read: Callable[[str], Tensor],
         read_packed: Callable[[str], Packed] | None = None,
         tokenizer: Callable[[], bytes] | None = None,
+        places: Mapping[str, tuple[Path, int]] | None = None,
     ) -> None:
+        """places: file and offset of the tensors whose bytes lie in a file as they are."""
         self.path = path
         self.tensors = tensors
+        self.places = {} if places is None else places
         self.metadata = metadata
         self._where = where
         self._read: Callable[[str], Tensor] | None = read
@@ -93,6 +96,7 @@ class Checkpoint:
             self.read,
             self._read_packed if read_packed is None else read_packed,
             self.tokenizer,
+            self.places if tensors is None else None,
         )
 
     def close(self) -> None:
@@ -142,6 +146,7 @@ def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mappin
     """One checkpoint of several shards. A tensor may be in one shard only."""
     tensors: dict[str, TensorInfo] = {}
     owner: dict[str, Checkpoint] = {}
+    places: dict[str, tuple[Path, int]] = {}
     merged = dict(metadata)
     for shard in shards:
         for name, info in shard.tensors.items():
@@ -150,8 +155,15 @@ def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mappin
                     f"the tensor {name} is in two shards, {owner[name].describe()} and {shard.describe()}", where=where
                 )
             tensors[name], owner[name] = info, shard
+        places |= shard.places
         for key, value in shard.metadata.items():
             merged.setdefault(key, value)
     return Checkpoint(
-        where, path, tensors, merged, lambda name: owner[name].read(name), lambda name: owner[name].read_packed(name)
+        where,
+        path,
+        tensors,
+        merged,
+        lambda name: owner[name].read(name),
+        lambda name: owner[name].read_packed(name),
+        places=places,
     )

@@ -21,25 +21,28 @@ def random_module(
     dtype: torch.dtype,
     seed: int = 0,
     quantization: Quantization | None = None,
+    draw_on: torch.device | None = None,
     loras: Merge | None = None,
 ) -> nn.Module:
     """The module that `config` describes, in eval mode, with values drawn on `device`, the same for the same seed.
 
     Matrices keep the variance of what passes through them, so that activations stay finite through all layers; norms
-    are one. A quantization, for transformers, encodes every matrix as soon as it is drawn, and `loras` are summed in
-    before.
+    are one. draw_on: where values are drawn, one at a time, if not on `device`. A quantization, for transformers,
+    encodes every matrix as soon as it is drawn, and `loras` are summed in before.
     """
     module = empty_module(config)
-    values = _draw(module, torch.device(device), dtype, seed)
+    values = _draw(module, draw_on or torch.device(device), dtype, seed)
     if loras is not None:
         assert isinstance(config, DiTConfig)
         values = loras.apply(values, frozenset() if quantization is None else quantization.names(config))
     if quantization is not None:
         assert isinstance(config, DiTConfig)
         names = quantization.names(config)
-        values = list(encode_values(values, quantization, names))  # drawn for the plain module, before it changes
+        values = encode_values(values, quantization, names)
+    held = {name: value.to(device) for name, value in values}  # drawn for the plain module, before it changes
+    if quantization is not None:
         swap_linears(module, quantization.kind, names, dtype)
-    module.load_state_dict(dict(values), assign=True)
+    module.load_state_dict(held, assign=True)
     return module.requires_grad_(False).eval()
 
 

@@ -58,7 +58,10 @@ def open_safetensors(path: Path) -> Checkpoint:
         mapping = map_file(file.fileno())
     tensors = {name: info for name, (info, _) in placed.items()}
     offsets = {name: begin + offset for name, (_, offset) in placed.items()}
-    return Checkpoint(where, path, tensors, metadata, lambda name: _view(mapping, tensors[name], offsets[name]))
+    places = {name: (path, offset) for name, offset in offsets.items()}
+    return Checkpoint(
+        where, path, tensors, metadata, lambda name: _view(mapping, tensors[name], offsets[name]), places=places
+    )
 
 
 def _header(read: Callable[[int], bytes], size: int, where: str) -> tuple[int, dict[str, Any]]:

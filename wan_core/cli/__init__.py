@@ -1,4 +1,4 @@
-"""The command line: generate, decode, plan, calibrate, quality, check, inspect, doctor, bench.
+"""The command line: generate, warmup, decode, plan, calibrate, quality, check, inspect, doctor, bench.
 
 User errors (a bad number, a file that is something else) end with one line on stderr and exit code 2; everything is
 checked before work starts. Finished latents are on disk before they are decoded and stay there if anything after that
@@ -14,15 +14,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wan_core.bench.options import add_bench_options
-from wan_core.cli.generate import run_decode, run_generate
+from wan_core.cli.generate import run_decode, run_generate, run_warmup
 from wan_core.cli.inform import run_bench, run_check, run_doctor, run_plan, run_quantize
 from wan_core.cli.inspect import add_inspect_options, run_inspect
-from wan_core.cli.options import add_lora_options, add_model_options, add_plan_options, add_request_options
+from wan_core.cli.options import (
+    add_lora_options,
+    add_memory_plan_options,
+    add_model_options,
+    add_plan_options,
+    add_request_options,
+)
 from wan_core.cli.quality import run_calibrate, run_quality
 from wan_core.config import PRECISIONS, TASKS, UserError
 from wan_core.quality.options import add_calibrate_options, add_quality_options
 
-OUT_OF_MEMORY = "Try --residency swap, a smaller --size or fewer --frames."
+OUT_OF_MEMORY = "Try --residency stream, a smaller --size or fewer --frames."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,6 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--report", type=Path, help="write the report as JSON")
     generate.set_defaults(run=run_generate)
 
+    warmup = commands.add_parser("warmup", help="load, compile and run one forward of each expert, for later processes")
+    add_model_options(warmup)
+    add_request_options(warmup, prompt=False)
+    warmup.set_defaults(run=run_warmup)
+
     decode = commands.add_parser("decode", help="turn saved latents into a video")
     decode.add_argument("latents", type=Path, help="a file of --save-latents, or one that a failed run left behind")
     decode.add_argument("--model", help="tiny, or the folder of a release")
@@ -91,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_lora_options(plan)
     add_plan_options(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_memory_plan_options(plan)
     plan.set_defaults(run=run_plan)
 
     calibrate = commands.add_parser("calibrate", help="measure a model's MagCache curve, kept beside its checkpoint")

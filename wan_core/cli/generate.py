@@ -13,14 +13,32 @@ from wan_core.cli.progress import ProgressLine
 from wan_core.config import LoadOptions, Request, check_folder
 
 
+def request_of(options: argparse.Namespace) -> Request:
+    """The video that the options describe."""
+    given = vars(options)
+    width, height = options.size or (None, None)
+    wanted = {f.name: given[f.name] for f in fields(Request) if f.name in given} | plan_numbers(options)
+    wanted["prompt"] = options.prompt or ""
+    return Request(**{**wanted, "width": width, "height": height, "skip": skip_options(options)})
+
+
+def run_warmup(options: argparse.Namespace) -> int:
+    from wan_core.pipeline import Pipeline
+    from wan_core.warmup import warm_up
+
+    request, given = request_of(options), vars(options)
+    progress = ProgressLine()
+    pipe = Pipeline.load(LoadOptions(**{f.name: given[f.name] for f in fields(LoadOptions)}), request=request)
+    pipe.report.notes += warm_up(pipe, request, progress.phase)
+    print(pipe.report.text())
+    return 0
+
+
 def run_generate(options: argparse.Namespace) -> int:
     from wan_core.pipeline import Pipeline, metadata
     from wan_core.video import check_output, write_mp4, write_sheet
 
-    given = vars(options)
-    width, height = options.size or (None, None)
-    wanted = {f.name: given[f.name] for f in fields(Request) if f.name in given} | plan_numbers(options)
-    request = Request(**{**wanted, "width": width, "height": height, "skip": skip_options(options)})
+    given, request = vars(options), request_of(options)
     latents = options.save_latents or fresh_name(options.out.with_suffix(".latents.safetensors"))
     check_output(options.out)
     for path in (latents, options.sheet, options.report):

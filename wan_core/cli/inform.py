@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from wan_core.cache.arguments import skip_options
 from wan_core.cache.skipping import skip_forwards
 from wan_core.cli.options import plan_numbers
-from wan_core.config import QUANTIZED, OptionError
+from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.presets import preset_plan
 
 
@@ -35,11 +36,55 @@ def run_plan(options: argparse.Namespace) -> int:
     for path in (options.high, options.low, *loras):
         if path is not None and not path.exists():
             raise OptionError(f"{path} does not exist: give the file or folder of an expert, or leave it out")
+    if options.memory:
+        return run_memory_plan(options)
     files = [path for path in (*loras, options.high, options.low) if path is not None]
     plan = preset_plan(files=files, task=options.task, **plan_numbers(options))
     plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0
+
+
+def run_memory_plan(options: argparse.Namespace) -> int:
+    """The table of a task's full size, for the GPU that is here or one of --memory-limit GiB."""
+    import torch
+
+    from wan_core.job import make_job
+    from wan_core.memory.budget import device_room, limited
+    from wan_core.models import compute_dtype, plan_models
+    from wan_core.parts import find_models
+
+    cuda = torch.device("cuda", 0)
+    if options.memory_limit is None and not torch.cuda.is_available():
+        raise OptionError("there is no GPU here to plan for: say how large one is with --memory-limit, for example 24")
+    model = "tiny" if options.task.endswith("-tiny") else f"random:{options.task}"
+    loaded = LoadOptions(
+        model=model,
+        task=options.task if model == "tiny" else None,
+        precision=options.precision,
+        compile=options.compile,
+        residency=options.residency,
+        resident_blocks=options.resident_blocks,
+        memory_limit=options.memory_limit,
+    )
+    found = find_models(loaded, image=options.image or options.task.startswith("i2v"))
+    width, height = options.size or (None, None)
+    request = Request(
+        prompt="",
+        width=width,
+        height=height,
+        frames=options.frames,
+        skip=skip_options(options),
+        **plan_numbers(options),
+    )
+    task = replace(found.task, in_channels=found.dit.out_channels)  # without an image file: its size alone matters
+    dit = replace(found.dit, in_channels=found.dit.out_channels)
+    job = make_job(request, task, dit, found.vae)
+    dtypes = {name: compute_dtype(options.precision if name != "vae" else "auto", cuda) for name in found.of}
+    here = device_room(cuda) if options.memory_limit is None else limited(options.memory_limit)
+    plan = plan_models(found, loaded, dtypes, options.precision, here, job)
+    print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
+    return 0 if plan.fits else 1
 
 
 def run_check(options: argparse.Namespace) -> int:

@@ -46,9 +46,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compile", default="off", choices=COMPILES, help="compile the transformer's block, once for all (default off)"
     )
-    group.add_argument(
-        "--residency", default="auto", choices=RESIDENCIES, help="keep all models on the device, or one at a time"
-    )
+    add_memory_options(group)
     add_lora_options(parser)
     group.add_argument(
         "--lora-mode",
@@ -56,6 +54,25 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=LORA_MODES,
         help="merge LoRAs into the weights, or attach them beside; auto: merge, but where weights are used as they are "
         "stored (scaled FP8, GGUF)",
+    )
+
+
+def add_memory_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--residency",
+        default="auto",
+        choices=RESIDENCIES,
+        help="all models on the device, one at a time, or a transformer's blocks streamed from host memory; auto plans "
+        "by what is free (default)",
+    )
+    group.add_argument(
+        "--resident-blocks", type=int, metavar="N", help="blocks that stay where others stream (default: what fits)"
+    )
+    group.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="GIB",
+        help="take no more of the GPU than a card of so many GiB has, to plan and run as on a smaller one",
     )
 
 
@@ -85,9 +102,21 @@ def _lora(expert: str, text: str) -> LoraOptions:
         raise argparse.ArgumentTypeError(str(fault)) from fault
 
 
-def add_request_options(parser: argparse.ArgumentParser) -> None:
+def add_memory_plan_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory (with --memory)")
+    group.add_argument(
+        "--memory", action="store_true", help="print instead what each phase takes on a GPU, and what is where"
+    )
+    group.add_argument("--size", type=size, help="WIDTHxHEIGHT in pixels (default: the task's)")
+    group.add_argument("--frames", type=int, help="4n + 1")
+    group.add_argument("--precision", default="bf16", choices=PRECISIONS)
+    group.add_argument("--compile", default="off", choices=COMPILES)
+    add_memory_options(group)
+
+
+def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True) -> None:
     group = parser.add_argument_group("video")
-    group.add_argument("--prompt", required=True)
+    group.add_argument("--prompt", required=prompt)
     group.add_argument("--negative-prompt", help="default: the task's own; an empty text is allowed")
     group.add_argument("--image", help="first frame (image-to-video)")
     group.add_argument("--last-image", help="last frame (image-to-video)")

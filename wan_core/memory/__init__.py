@@ -1,5 +1,5 @@
 """Where weights live while a video is made."""
 
-from wan_core.memory.residency import Residency, choose_residency
+from wan_core.memory.residency import Residency
 
-__all__ = ["Residency", "choose_residency"]
+__all__ = ["Residency"]

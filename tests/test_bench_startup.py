@@ -1,0 +1,52 @@
+"""The suites of starting and streaming, on the embedded model: what they call the same is the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from wan_core.bench.startup import Loading, host_peak, reset_host_peak, write_experts
+from wan_core.cli import main
+
+CPU = torch.device("cpu")
+
+
+def test_streaming_rows(tmp_path):
+    path = tmp_path / "streaming.json"
+    arguments = ["--device", "cpu", "--suite", "streaming", "--size", "48x48x5", "--runs", "1"]
+    assert main(["bench", *arguments, "--out", str(path)]) == 0
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    for precision in ("bf16", "fp8"):
+        for blocks in (0, 3):
+            row = rows[f"{precision}, {blocks} blocks"]
+            assert row["identical"] and row["resident_blocks"] == blocks and row["slowdown"] > 0
+        assert rows[f"{precision}, resident"]["resident_blocks"] == 6
+        assert rows[f"{precision}, 0 blocks"]["planned_gib"] <= rows[f"{precision}, resident"]["planned_gib"]
+        switches = [row for name, row in rows.items() if name.startswith(f"{precision}, switch")]
+        assert len(switches) == 4 and all(row["switch_ms"] > 0 for row in switches)
+    assert rows["fp8, 0 blocks"]["host_gib"] <= rows["bf16, 0 blocks"]["host_gib"]
+
+
+def test_loading_rows(tmp_path):
+    files = write_experts("tiny", tmp_path, CPU, None)
+    rows = {row["name"]: row for row in Loading(files, CPU, torch.float32, 1).rows()}
+    assert rows["ours, bf16"]["identical"] and rows["ours, fp8"]["identical"]
+    assert all("failed" not in row for row in rows.values())
+    assert rows["ours, bf16"]["ratio_to"] == "load_file" and rows["load_file"]["ratio"] == 1
+
+
+def test_the_peak_of_host_memory_begins_anew():
+    before = reset_host_peak()
+    if not before:
+        pytest.skip("this system does not let a process reset its peak")
+    held = torch.ones(64 << 20, dtype=torch.uint8)
+    assert host_peak() - before > 50 << 20
+    del held
+    assert reset_host_peak() - before < 50 << 20 and host_peak() - before < 50 << 20
+
+
+def test_options_belong_to_their_suites(capsys):
+    assert main(["bench", "--device", "cpu", "--suite", "streaming", "--scratch", "/tmp"]) == 2
+    assert "--scratch means nothing" in capsys.readouterr().err

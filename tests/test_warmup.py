@@ -1,0 +1,124 @@
+"""What compiling made is kept for the next process: safe when stale or damaged, bounded on disk."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wan_core.artifacts import Artifacts, artifact_key, cache_folder, pack, prune, unpack
+from wan_core.config import LoadOptions, Request
+from wan_core.pipeline import Pipeline
+from wan_core.warmup import warm_up
+
+CPU = torch.device("cpu")
+CAPTION = "a red circle moving right on a blue background"
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANCORE_CACHE", str(tmp_path / "cache"))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
+
+@given(payload=st.binary(max_size=200), at=st.integers(0, 300), flip=st.integers(1, 255))
+def test_any_damage_is_seen(payload, at, flip):
+    data = pack(payload)
+    assert unpack(data) == payload
+    broken = bytearray(data)
+    broken[at % len(data)] ^= flip
+    assert unpack(bytes(broken)) is None
+    assert unpack(data[: at % len(data)]) is None
+
+
+def test_the_name_depends_on_everything():
+    options = {"precision": "fp8", "attention": "sdpa"}
+    key = artifact_key(CPU, options)
+    assert key == artifact_key(CPU, dict(reversed(options.items())))
+    assert len({key, artifact_key(CPU, options | {"precision": "bf16"}), artifact_key(CPU, {})}) == 3
+
+
+def test_other_versions_have_another_name(monkeypatch):
+    key = artifact_key(CPU, {})
+    monkeypatch.setattr(torch, "__version__", "0.0.1")
+    assert artifact_key(CPU, {}) != key
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 100, pack(b"no artifact of torch's")])
+def test_what_is_damaged_is_deleted_and_compiled_anew(content, caplog):
+    artifacts = Artifacts.open(CPU, {})
+    assert "first time" in artifacts.load()
+    artifacts.path.parent.mkdir(parents=True)
+    artifacts.path.write_bytes(content)
+    assert "damaged" in artifacts.load() and not artifacts.path.exists() and not artifacts.loaded
+
+
+def test_the_oldest_go_first(tmp_path):
+    for i in range(6):
+        folder = tmp_path / "triton" / str(i) if i % 2 else tmp_path / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{i}.bin"
+        file.write_bytes(bytes(100))
+        os.utime(file, (time.time() - 1000 + i, time.time() - 1000 + i))
+    prune(tmp_path, 250)
+    left = {file.name for file in tmp_path.rglob("*.bin")}
+    assert left == {"4.bin", "5.bin"}
+    prune(tmp_path / "absent", 0)
+
+
+@pytest.mark.slow
+def test_the_second_process_uses_what_the_first_made(tmp_path):
+    """torch finds the graph in our file alone: its own cache folder is another one each time."""
+    code = """
+import torch
+from wan_core.artifacts import Artifacts
+artifacts = Artifacts.open(torch.device("cpu"), {"x": 1})
+print(artifacts.load())
+function = torch.compile(lambda x: (x * 2 + 1).sin(), dynamic=True)
+function(torch.ones(5))
+from torch._dynamo.utils import counters
+print("hits", counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
+print("saved", artifacts.save(1))
+"""
+    said = []
+    for run in ("one", "two"):
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / run)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        said.append(done.stdout)
+    assert "first time" in said[0] and "hits 0" in said[0] and "saved True" in said[0]
+    assert "used again" in said[1] and "hits 0" not in said[1]
+
+
+def test_both_experts_are_warm_and_nothing_changes():
+    request = Request(prompt=CAPTION, steps=4, seed=3)
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", residency="stream", resident_blocks=2))
+    job = pipe.prepare(request)
+    exact = pipe.sample(job, pipe.encode(job))
+    phases, calls = [], dict.fromkeys(("high", "low"), 0)
+    for name in calls:
+        module = pipe.models.residency.models[name]
+        module.register_forward_hook(lambda *_, n=name: calls.__setitem__(n, calls[n] + 1))
+    warm_up(pipe, request, phases.append)
+    assert phases == ["warm up low", "warm up high"] and calls == {"high": 1, "low": 1}
+    assert {"warm up high", "warm up low"} <= pipe.report.phases.keys()
+    job = pipe.prepare(request)
+    assert torch.equal(pipe.sample(job, pipe.encode(job)), exact)
+
+
+def test_where_it_is_kept(monkeypatch, tmp_path):
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("WANCORE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert cache_folder() == tmp_path / "wancore"

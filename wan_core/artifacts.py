@@ -1,0 +1,172 @@
+"""What compiling made, kept for the next process: on disk, for exactly what it was made for, and never trusted.
+
+A file holds what `torch.compiler.save_cache_artifacts` gives, behind a checksum. Its name is a hash of everything that
+the code depends on: torch, Triton, the device, this package's own sources and the options. A file that is damaged is
+deleted, one of other versions is never looked at; either way compiling starts anew. Compilers that keep files of their
+own (Triton, flash-attn-4) are pointed to the same folder, unless the environment names another.
+
+The folder is `$WANCORE_CACHE`, else `wancore` in the user's cache folder. What was used longest ago goes when it grows
+beyond `LIMIT`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+LIMIT = 2 << 30  # bytes on disk
+MAGIC = b"wancore artifacts 1\n"
+OWN_CACHES = {  # of libraries that compile; values are folders in ours, or what turns theirs on
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
+}
+SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+
+
+def cache_folder() -> Path:
+    if given := os.environ.get("WANCORE_CACHE"):
+        return Path(given)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "wancore"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wancore"
+
+
+@dataclass
+class Artifacts:
+    """Of one combination of versions, device and options. `saved`: graphs that the file on disk has."""
+
+    path: Path
+    loaded: bool = False
+    saved: int = 0
+
+    @classmethod
+    def open(cls, device: torch.device, options: dict[str, object]) -> Artifacts:
+        """Point compilers to our folder and name the file for `options`."""
+        folder = cache_folder()
+        for variable, name in OWN_CACHES.items():
+            os.environ.setdefault(variable, str(folder / name))
+        for variable, value in SWITCHES.items():
+            os.environ.setdefault(variable, value)
+        return cls(folder / "compiled" / f"{artifact_key(device, options)}.bin")
+
+    def load(self) -> str:
+        """Give torch what is on disk, and say what came of it."""
+        try:
+            payload = unpack(self.path.read_bytes())
+        except FileNotFoundError:
+            return "compiling for the first time: what is compiled will be kept"
+        except OSError as fault:
+            return f"compiling anew: what was kept cannot be read ({fault.strerror})"
+        try:
+            if payload is None:
+                raise ValueError("its checksum is wrong")
+            info = torch.compiler.load_cache_artifacts(payload)
+            if info is None:
+                raise ValueError("torch does not know its form")
+        except Exception as fault:  # noqa: BLE001  (unpickling a foreign blob may raise anything, and all are one: useless)
+            log.warning("what was compiled before is damaged (%s): %s", fault, self.path)
+            self.path.unlink(missing_ok=True)
+            return "compiling anew: what was kept is damaged"
+        self.loaded = True
+        os.utime(self.path)  # what is used stays longest
+        return "what was compiled before is used again"
+
+    def save(self, graphs: int) -> bool:
+        """Keep what this process compiled, `graphs` graphs so far; False where there is nothing new or no room."""
+        if graphs <= self.saved:
+            return False
+        found = torch.compiler.save_cache_artifacts()
+        self.saved = graphs
+        if found is None:
+            return False
+        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(pack(found[0]))
+            temporary.replace(self.path)
+            prune(cache_folder())
+        except OSError as fault:
+            log.warning("what was compiled could not be kept: %s", fault)
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+
+def pack(payload: bytes) -> bytes:
+    return MAGIC + hashlib.sha256(payload).digest() + payload
+
+
+def unpack(data: bytes) -> bytes | None:
+    """The payload; None if `data` is anything but what `pack` made."""
+    payload = data[len(MAGIC) + 32 :]
+    whole = data[: len(MAGIC)] == MAGIC and hashlib.sha256(payload).digest() == data[len(MAGIC) : len(MAGIC) + 32]
+    return payload if whole else None
+
+
+def artifact_key(device: torch.device, options: dict[str, object]) -> str:
+    """Everything that compiled code depends on. Options: what changes the code of a block."""
+    cuda = device.type == "cuda"
+    what = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version_info[:2],
+        "packages": {name: _version(name) for name in ("triton", "flash-attn-4", "transformer-engine")},
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "capability": torch.cuda.get_device_capability(device) if cuda else None,
+        "sources": sources_hash(),
+        "options": options,
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def sources_hash() -> str:
+    """Of the sources that end up in compiled blocks."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for folder in ("attention", "kernels", "model", "quant"):
+        for path in sorted((root / folder).glob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def prune(folder: Path, limit: int = LIMIT) -> None:
+    """Delete what was used longest ago until `folder` holds at most `limit` bytes. An entry is a file of ours, or one
+    of the folders that a compiler keeps."""
+    entries: list[tuple[float, int, Path]] = []
+    for path in folder.glob("*/*"):
+        files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+        try:
+            stats = [file.stat() for file in files]
+        except OSError:  # another process is writing or deleting it
+            continue
+        newest = max((max(s.st_mtime, s.st_atime) for s in stats), default=0.0)
+        entries.append((newest, sum(s.st_size for s in stats), path))
+    total = sum(size for _, size, _ in entries)
+    for _, size, path in sorted(entries, key=lambda entry: entry[0]):
+        if total <= limit:
+            return
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        total -= size
