@@ -187,7 +187,7 @@ class Listener:
             try:
                 self._challenge(connection)
                 return Channel(connection)
-            except (ChannelError, TimeoutError):
+            except OSError:  # a stranger, or the peer went away
                 connection.close()
         raise TimeoutError(f"nobody who knows the key connected within {timeout:g} s")
 
