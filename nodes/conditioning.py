@@ -19,7 +19,7 @@ from wan_core.conditioning import (
 )
 from wan_core.config import TASKS, VAE_21, VAE_22, OptionError, VAEConfig
 from wan_core.images import pixels_to_video, video_to_pixels
-from wan_core.models import Experts
+from wan_core.parts import Experts
 from wan_core.plan import Plan
 from wan_core.video import fit_image
 

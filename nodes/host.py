@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from wan_core.config import OptionError
 from wan_core.memory.residency import tensors_of
-from wan_core.models import Part
+from wan_core.parts import Part
 from wan_core.quant.swap import Quantization
 
 log = logging.getLogger("WanCore")

@@ -16,8 +16,9 @@ from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.checkpoint.detect import empty_module
 from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, DiTConfig, check_choice
 from wan_core.model import WanModel
-from wan_core.models import TINY, Experts, Part, compute_dtype, find_experts, find_quantization, precision_of, recognise
+from wan_core.models import compute_dtype, find_quantization, precision_of
 from wan_core.optimize import check_compile, optimize, optimize_vae
+from wan_core.parts import TINY, Experts, Part, find_experts, recognise
 from wan_core.preview import RGBMap, fit_map, map_of_channels
 from wan_core.quant.swap import Quantization, quantized_names, swap_linears
 from wan_core.vae import VideoVAE

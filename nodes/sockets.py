@@ -17,7 +17,8 @@ from torch import Tensor
 from wan_core.config import VAEConfig
 from wan_core.images import decode_images, encode_images
 from wan_core.model import WanModel
-from wan_core.models import Experts, decode_bytes, forward_bytes
+from wan_core.models import decode_bytes, forward_bytes
+from wan_core.parts import Experts
 from wan_core.plan import Expert
 from wan_core.preview import RGBMap
 from wan_core.report import Report

@@ -299,6 +299,22 @@ def test_the_switch_lies_between_the_experts(tmp_path: Path) -> None:
     assert "cudnn" in failed["failed"]
 
 
+def test_a_step_that_is_left_out_is_measured_against_a_full_one(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    arguments = ["--suite", "caches", "--model", "tiny", "--size", "48x48x5", "--precision", "fp32", "--steps", "12"]
+    assert main(["bench", "--device", "cpu", *arguments, "--out", str(path)]) == 0
+    rows = {row["name"].removeprefix("plain torch: "): row for row in json.loads(path.read_text())["rows"]}
+    full = rows["full step"]["seconds"]
+    skipped = [row for name, row in rows.items() if name.startswith("skipped, ")]
+    assert [row["steps"] for row in skipped] == [8, 7, 6, 6]  # of ten: what each rule must compute is computed
+    assert all(row["share"] == pytest.approx(row["seconds"] / full, rel=0.02) and row["share"] < 1 for row in skipped)
+    plans = [row for name, row in rows.items() if name.startswith("plan, 12 steps, ")]
+    assert len(plans) == 2 and all(10 <= row["forwards"] < 24 for row in plans)
+    for row in plans:  # an estimate is its forwards at the seconds of one
+        assert row["estimate"] == pytest.approx(row["forwards"] * full, rel=0.02)
+        assert row["off"] == pytest.approx(row["seconds"] / row["estimate"] - 1, abs=0.05)
+
+
 def test_the_switch_is_what_passes_between_two_experts() -> None:
     steps = [("high", 0.0, 1.0), ("high", 1.5, 2.5), ("low", 2.75, 3.5), ("low", 4.5, 5.5)]  # expert, begin, end
     clock = Clock(CPU, steps)

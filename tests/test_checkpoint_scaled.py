@@ -15,7 +15,8 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
 from wan_core.config import DiTConfig
 from wan_core.kernels.formats import FP8, quantize_reference
-from wan_core.models import TINY, Part, precision_of, recognise
+from wan_core.models import precision_of
+from wan_core.parts import TINY, Part, recognise
 from wan_core.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear, encode_blocks
 from wan_core.quant.swap import Quantization, quantized_names
 from wan_core.quant.transformer_engine import TECurrentLinear

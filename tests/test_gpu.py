@@ -10,7 +10,7 @@ from wan_core.config import LoadOptions, Request
 from wan_core.doctor import examine
 from wan_core.memory.residency import Residency
 from wan_core.metrics import judge, psnr
-from wan_core.models import TINY
+from wan_core.parts import TINY
 from wan_core.pipeline import Pipeline
 from wan_core.quant.schemes import SCHEMES
 from wan_core.shapes import draw, parse_caption

@@ -26,7 +26,7 @@ from wan_core.conditioning import (
 from wan_core.config import VAE_21, VAE_22
 from wan_core.drawing import EXPERT_COLOUR, clock, draw_plan, draw_report
 from wan_core.images import decode_images, encode_images, pixels_to_video, video_to_pixels
-from wan_core.models import TINY, find_experts
+from wan_core.parts import TINY, find_experts
 from wan_core.plan import Branch
 from wan_core.preview import WAN21, WAN22, fit_map, map_of_channels
 from wan_core.report import Phase, Report

@@ -12,7 +12,7 @@ import pytest
 from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
 from tests.test_nodes_comfy import SMALL, TINY, loaders, node, sampler
 from wan_core.cache.curves import read_curve
-from wan_core.models import TINY as FILES
+from wan_core.parts import TINY as FILES
 
 pytestmark = pytest.mark.comfy
 

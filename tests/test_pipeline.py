@@ -12,7 +12,7 @@ from wan_core.checkpoint import load_text_encoder, save
 from wan_core.checkpoint.random import random_module
 from wan_core.config import VAE_22, DiTConfig, LoadOptions, OptionError, Request
 from wan_core.memory.residency import Residency, choose_residency
-from wan_core.models import find_models
+from wan_core.parts import find_models
 from wan_core.pipeline import Pipeline
 from wan_core.video import load_image
 

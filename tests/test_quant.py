@@ -17,8 +17,9 @@ from wan_core.checkpoint.random import random_module
 from wan_core.config import QUANTIZED, T2V_A14B, DiTConfig, LoadOptions, OptionError
 from wan_core.kernels.formats import FP8, Quantized, quantize_reference
 from wan_core.model import WanModel
-from wan_core.models import find_models, find_quantization
+from wan_core.models import find_quantization
 from wan_core.optimize import set_attention
+from wan_core.parts import find_models
 from wan_core.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear
 from wan_core.quant.linear import QuantLinear
 from wan_core.quant.schemes import SCHEMES, resolve_scheme

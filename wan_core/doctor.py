@@ -15,7 +15,8 @@ from wan_core.attention.library import IMPORT_FAULTS
 from wan_core.attention.registry import BACKENDS, Attend, AttendLse, auto_choice, capability
 from wan_core.attention.sdpa import math_lse, math_reference
 from wan_core.kernels import fused
-from wan_core.models import TINY, choose_device
+from wan_core.models import choose_device
+from wan_core.parts import TINY
 from wan_core.quant.linear import QuantLinear
 from wan_core.quant.schemes import SCHEMES
 from wan_core.quant.transformer_engine import DelayedState

@@ -25,8 +25,9 @@ from wan_core.images import decode_latents, pixels_to_video
 from wan_core.job import Job, make_job
 from wan_core.latents import save_latents
 from wan_core.model import WanModel
-from wan_core.models import Models, choose_device, find_models, load_models
+from wan_core.models import Models, choose_device, load_models
 from wan_core.optimize import begin_run
+from wan_core.parts import find_models
 from wan_core.plan import Expert, Plan
 from wan_core.report import Report, StepClock
 from wan_core.vae.statistics import denormalise

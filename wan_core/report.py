@@ -160,6 +160,10 @@ class StepClock:
                 return self._between(before, after) / forwards
         return None
 
+    def step_seconds(self) -> list[float]:
+        """Of every step so far; the device must have passed them."""
+        return [self._between(before, after) for _, _, before, after in self.marks]
+
     def finish(self) -> None:
         """Wait for the device and put the sums into the report, as phases `denoise high` and `denoise low`."""
         if self.cuda:

@@ -11,8 +11,8 @@ from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.random import random_module
 from wan_core.config import OptionError, check_size, find_task
 from wan_core.model import WanModel
-from wan_core.models import RANDOM, TINY
 from wan_core.optimize import optimize
+from wan_core.parts import RANDOM, TINY
 from wan_core.quant.swap import Quantization
 
 

@@ -36,6 +36,11 @@ SUITES: dict[str, Suite] = {
         ("1280x720x81",),
         takes=("setup", "steps"),
     ),
+    "caches": Suite(
+        "a step that is left out, and plans that leave some out against their own estimate",
+        ("832x480x81", "1280x720x81"),
+        takes=("setup", "layers", "precision", "steps"),
+    ),
     "profile": Suite(
         "the kernels of one forward by class",
         ("1280x720x81",),

@@ -108,6 +108,10 @@ COLUMNS = {  # of numbers, with how they are printed
     "captions_true": ".3f",
     "switch_ms": ".1f",
     "step_spread": ".4f",
+    "share": ".4f",
+    "forwards": "d",
+    "estimate": ".2f",
+    "off": "+.4f",
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from wan_core.bench.caches import caches_rows
 from wan_core.bench.cases import parse_size
 from wan_core.bench.forwards import forward_rows
 from wan_core.bench.generation import generation_rows
@@ -32,6 +33,7 @@ MEASURES: dict[str, Rows] = {
     "single": single_rows,
     "trajectory": trajectory_rows,
     "switch": switch_rows,
+    "caches": caches_rows,
     "profile": profile_rows,
     "generate": generation_rows,
     "forward": forward_rows,

@@ -38,7 +38,7 @@ from wan_core.config import DiTConfig, OptionError, VAEConfig, check_size, find_
 from wan_core.denoise import denoise
 from wan_core.metrics import judge, psnr, ssim
 from wan_core.model import WanModel
-from wan_core.models import RANDOM, TINY
+from wan_core.parts import RANDOM, TINY
 from wan_core.plan import Expert, Plan, make_plan
 from wan_core.shapes import SCENES, Scene, held_out
 

@@ -1,0 +1,73 @@
+"""Commands that make no video: quantize, plan, check, doctor and bench."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from wan_core.cache.arguments import skip_options
+from wan_core.cache.skipping import skip_forwards
+from wan_core.cli.options import plan_numbers
+from wan_core.config import QUANTIZED, OptionError
+from wan_core.plan import make_plan
+
+
+def run_quantize(options: argparse.Namespace) -> int:
+    import torch
+
+    from wan_core.checkpoint import load_dit, save
+    from wan_core.models import choose_device, find_quantization
+
+    device = choose_device(options.device)
+    quantization = find_quantization(options.precision, device, options.keep_blocks)
+    if quantization is None:
+        raise OptionError(f"precision {options.precision!r} quantises nothing; use one of: {', '.join(QUANTIZED)}")
+    if not options.out.parent.is_dir():
+        raise OptionError(f"there is no folder {options.out.parent} to write to")
+    save(load_dit(options.source, device="cpu", dtype=torch.bfloat16, quantization=quantization), options.out)
+    print(options.out)
+    return 0
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    for path in (options.high, options.low):
+        if path is not None and not path.exists():
+            raise OptionError(f"{path} does not exist: give the file or folder of an expert, or leave it out")
+    plan = make_plan(task=options.task, **plan_numbers(options))
+    plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image)
+    print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
+    return 0
+
+
+def run_check(options: argparse.Namespace) -> int:
+    import torch
+
+    from wan_core.metrics import judge
+    from wan_core.shapes import parse_caption
+    from wan_core.video import read_metadata, read_video
+
+    caption = options.prompt or read_metadata(options.video).get("prompt")
+    if not caption:
+        raise OptionError(f"{options.video} names no prompt in its metadata: give --prompt")
+    try:
+        parse_caption(caption)
+    except ValueError as fault:
+        raise OptionError(str(fault)) from fault
+    verdict = judge(torch.from_numpy(read_video(options.video)), caption)
+    words = ("background", "colour", "shape", "motion")
+    print(f"{caption!r}: " + ", ".join(f"{word} {'true' if getattr(verdict, word) else 'FALSE'}" for word in words))
+    return 0 if verdict.all_true else 1
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    from wan_core.bench.run import run_bench
+
+    return run_bench(options)
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    from wan_core.doctor import examine, text
+
+    findings = examine(options.device)
+    print(json.dumps(findings, indent=1) if options.json else text(findings))
+    return 0
