@@ -1,0 +1,18 @@
+"""One generation on many GPUs: cfg x ring x ulysses over torch.distributed.
+
+    torchrun --nproc-per-node 4 ...            # or `python -m wan_core generate --gpus 4`
+    ranks = RankMesh.start(Mesh.parse("2x1x2"))
+    pipe = Pipeline.load(LoadOptions(model=...), ranks=ranks)
+    result = pipe.generate(request)            # on every rank alike, with the same result
+
+Every rank runs the same program on the same plan; nothing is decided by one rank for the others. `mesh` is numbers and
+process groups, `sequence` shards the tokens, `ulysses` and `ring` are the attention of sharded tokens, `guidance` the
+two branches of guidance apart, `weights` reads every byte of a file once per host, `vae` splits the picture.
+"""
+
+from __future__ import annotations
+
+from wan_core.parallel.costs import choose_mesh
+from wan_core.parallel.mesh import Mesh, RankMesh
+
+__all__ = ["Mesh", "RankMesh", "choose_mesh"]
