@@ -82,7 +82,11 @@ def unpack_tensors(data: bytearray) -> dict[str, Tensor]:
             if end - begin != count * dtype.itemsize:
                 raise ValueError(f"{name} of {shape} in {end - begin} bytes")
             offset = 8 + length + begin
-            flat = torch.frombuffer(data, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
+            flat = (
+                torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
+                if count
+                else torch.empty(0, dtype=dtype)
+            )
             tensors[name] = flat.view(shape)
         return tensors
     except (ValueError, KeyError, TypeError, AttributeError) as fault:
