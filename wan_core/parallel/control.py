@@ -9,6 +9,7 @@ that they know the key (32 random bytes, handed over by pipe and environment) be
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import secrets
@@ -135,10 +136,8 @@ class Channel:
         return said, unpack_tensors(_read(self._socket, body)) if body else {}
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the peer closed first
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that receives
-        except OSError:
-            pass  # the peer closed first
         self._socket.close()
 
 
@@ -210,7 +209,7 @@ class Listener:
 
 
 def connect(port: int, key: bytes, timeout: float = 30.0) -> Channel:
-    """The worker's end. Raises AuthenticationError if either side has another key, ChannelError or OSError otherwise."""
+    """The worker's end. Raises AuthenticationError if either side has another key, else ChannelError or OSError."""
     connection = socket.create_connection((LOOPBACK, port), timeout)
     try:
         hello = bytes(_read(connection, len(_MAGIC) + _NONCE))

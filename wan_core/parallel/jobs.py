@@ -21,10 +21,10 @@ from wan_core.denoise import Progress
 from wan_core.images import decode_latents
 from wan_core.job import make_job
 from wan_core.latents import save_latents
-from wan_core.parts import find_models
 from wan_core.parallel.costs import H200, MeshChoice, choose_mesh
 from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.parallel.wire import load_options_from, report_data, request_from
+from wan_core.parts import find_models
 from wan_core.pipeline import OnStep, Pipeline
 from wan_core.plan import Plan
 from wan_core.report import Report

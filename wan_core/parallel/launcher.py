@@ -1,7 +1,7 @@
 """Ranks as a program sees them that is none itself: started, asked, interrupted, watched and ended from here.
 
     with Workers(WorkerOptions(devices=parse_devices("4", gpus=8))) as workers:
-        result = workers.generate(LoadOptions(model=...), Request(prompt=...))
+        result = generate(workers, LoadOptions(model=...), Request(prompt=...))
 
 Starting takes a supervisor process (`supervisor.py`), which starts the ranks with torch's elastic launcher. They live
 until `stop`, until this process ends in whatever way, or until one of them fails; then the next request starts them
@@ -22,8 +22,8 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ from torch import Tensor
 
 from wan_core.config import OptionError, UserError
 from wan_core.parallel.control import Channel, ChannelError, Listener, new_key
-from wan_core.parallel.mesh import Mesh
+from wan_core.parallel.explain import explain, name_of, place, places, tail_of, words_of
+from wan_core.parallel.options import WorkerOptions
 from wan_core.parallel.supervisor import Orders
 
 ROOT = Path(__file__).resolve().parents[2]  # what must be importable in the ranks
 TICK = 0.1  # seconds between two looks at whether the user interrupts
 STOP_SECONDS = 5.0  # for ranks that are told to end
+ANEW = "All ranks were ended; the next request starts them anew."
 Event = Callable[[dict[str, Any], dict[str, Tensor]], None]
 """Told of everything that rank 0 says while a request runs: a header with "kind" and "name", and tensors."""
 
@@ -44,79 +46,6 @@ Event = Callable[[dict[str, Any], dict[str, Tensor]], None]
 class WorkerError(UserError):
     """A rank failed, hung or could not start; the message says which one, where and why. The next request starts all
     ranks anew."""
-
-
-# -------------------------------------------------------------------------------------------------------------- options
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerOptions:
-    """The ranks of this host, and how long to wait for them, in seconds.
-
-    start_timeout: until all ranks are there. step_timeout: for any rank to get somewhere, a step further or to the next
-    phase. silence: for a sign of life of each. nodes, rendezvous, run_id: across hosts, HOST:PORT where they meet and
-    the name that they share.
-    """
-
-    devices: tuple[str, ...]
-    mesh: str = "auto"
-    start_timeout: float = 300.0
-    step_timeout: float = 600.0
-    silence: float = 60.0
-    nodes: int = 1
-    rendezvous: str | None = None
-    run_id: str | None = None
-
-    def __post_init__(self) -> None:
-        if sys.platform == "win32":
-            raise OptionError("several GPUs need NCCL, which torch does not have on Windows: use one GPU, or WSL")
-        if not self.devices:
-            raise OptionError("no device given for the workers")
-        for name in ("start_timeout", "step_timeout", "silence"):
-            if not 1 <= getattr(self, name) <= 86400:
-                raise OptionError(f"{name} {getattr(self, name):g} given; allowed are 1 to 86400 seconds")
-        if self.nodes < 1 or (self.nodes > 1) != (self.rendezvous is not None):
-            raise OptionError(
-                f"{self.nodes} hosts given: more than one need a rendezvous, HOST:PORT, and one needs none"
-            )
-        if self.rendezvous is not None and not self.rendezvous.rpartition(":")[2].isdecimal():
-            raise OptionError(f"rendezvous {self.rendezvous!r} given; write HOST:PORT of one of the hosts")
-        if self.mesh != "auto":
-            mesh = Mesh.parse(self.mesh)
-            if self.nodes == 1 and mesh.size != len(self.devices):
-                raise OptionError(
-                    f"mesh {mesh} needs {mesh.size} ranks, and {len(self.devices)} devices are given: "
-                    f"{', '.join(self.devices)}"
-                )
-
-
-def parse_devices(text: str, gpus: int) -> tuple[str, ...]:
-    """The devices that a user means: `auto` or `all` (every GPU), how many, or a list like `0,1`, `cuda:2,cuda:3`,
-    `cpu,cpu`. gpus: that this machine has. Raises OptionError."""
-    said = text.strip().lower()
-    if said in ("auto", "all"):
-        if not gpus:
-            raise OptionError("torch sees no NVIDIA GPU here: name the devices, for example cpu,cpu to try it out")
-        return tuple(f"cuda:{i}" for i in range(gpus))
-    if said.isdecimal():
-        if not 1 <= int(said) <= gpus:
-            raise OptionError(
-                f"{said} GPUs given, and torch sees {gpus} here: give at most as many, or a list of devices (0,2 or cpu,cpu)"
-            )
-        return tuple(f"cuda:{i}" for i in range(int(said)))
-    names = [name.strip() for name in said.split(",")]
-    names = [f"cuda:{name}" if name.isdecimal() else name for name in names]
-    for name in names:
-        kind, _, index = name.partition(":")
-        if name != "cpu" and (kind != "cuda" or not index.isdecimal()):
-            raise OptionError(f"device {name!r} is not known; write a number of GPUs, or a list like 0,1 or cpu,cpu")
-        if kind == "cuda" and int(index) >= gpus:
-            raise OptionError(f"device {name!r} given, and torch sees {gpus} NVIDIA GPUs here")
-    if len(set(names)) < len(names) and set(names) != {"cpu"}:
-        raise OptionError(f"devices {text!r} given; every GPU serves one rank, and CPUs are not mixed with GPUs")
-    if "cpu" in names and set(names) != {"cpu"}:
-        raise OptionError(f"devices {text!r} given; CPUs and GPUs do not work together")
-    return tuple(names)
 
 
 # ---------------------------------------------------------------------------------------------------------- the workers
@@ -317,7 +246,7 @@ class Workers:
                 return header, tensors
             if kind == "error":
                 text = header["text"]
-                raise OptionError(text) if header["reason"] == "user" else WorkerError(_words(header))
+                raise OptionError(text) if header["reason"] == "user" else WorkerError(words_of(header))
             if kind == "interrupted":
                 raise WorkerError("the workers were interrupted")
             on_event(header, tensors)
@@ -365,8 +294,8 @@ class Workers:
                 if frame[0]["kind"] == "ready":
                     return running
         except TimeoutError:
-            words = f"{late}: {_places(running.statuses) or 'none of them came to talk'}"
-            tail = _tail(running.folder)
+            words = f"{late}: {places(running.statuses) or 'none of them came to talk'}"
+            tail = tail_of(running.folder)
             self._drop()
             raise WorkerError(f"{words}{tail}") from None
         except BaseException:
@@ -380,113 +309,32 @@ class Workers:
         options, statuses = self.options, running.statuses
         silent = time.monotonic() - running.heard
         if silent > options.silence:
-            where = _places(statuses) or "it never said where it is"
+            where = places(statuses) or "it never said where it is"
             self._drop()
             raise WorkerError(
                 f"{op}: rank 0 gave no sign of life for {silent:.0f} s (stopped, or its machine is overloaded): {where}. "
-                "All ranks were ended; the next request starts them anew."
+                f"{ANEW}"
             )
         for status in statuses:
             if status["silent"] + silent > options.silence:
                 self._drop()
                 raise WorkerError(
-                    f"{op}: {_name(status)} gave no sign of life for {status['silent']:.0f} s, it was last in "
-                    f"{_place(status)}; {_places(statuses)}. All ranks were ended; the next request starts them anew."
+                    f"{op}: {name_of(status)} gave no sign of life for {status['silent']:.0f} s, it was last in "
+                    f"{place(status)}; {places(statuses)}. {ANEW}"
                 )
         if statuses and min(status["still"] for status in statuses) + silent > options.step_timeout:
             behind = min(statuses, key=lambda status: status["count"])
             self._drop()
             raise WorkerError(
-                f"{op}: no rank got any further for {options.step_timeout:g} s; the furthest behind is {_name(behind)}: "
-                f"{_places(statuses)}. All ranks were ended; the next request starts them anew. If this is how long a "
-                "step takes here, give a larger step timeout."
+                f"{op}: no rank got any further for {options.step_timeout:g} s; furthest behind is {name_of(behind)}: "
+                f"{places(statuses)}. {ANEW} If this is how long a step takes here, give a larger step timeout."
             )
 
     def _lost(self, running: _Running, op: str) -> WorkerError:
         """Rank 0 or the supervisor is gone: find out why, and clean up."""
         running.ended.wait(STOP_SECONDS)  # the launcher ends the other ranks first
-        words = _explain(running.report, running.statuses, running.process.poll())
+        words = explain(running.report, running.statuses, running.process.poll())
         if "said nothing" in words:
-            words += _tail(running.folder)
+            words += tail_of(running.folder)
         self._drop()
-        return WorkerError(f"{op}: {words}. All ranks were ended; the next request starts them anew.")
-
-
-# --------------------------------------------------------------------------------------------------------------- words
-
-
-def _name(status: Mapping[str, Any]) -> str:
-    device = f", {status['device']}" if "device" in status else ""
-    return f"rank {status['rank']} on {status['host']} (process {status['pid']}{device})"
-
-
-def _place(status: Mapping[str, Any]) -> str:
-    return f"{status['phase']}, step {status['step']} of {status['of']}" if status["of"] else status["phase"]
-
-
-def _places(statuses: Sequence[Mapping[str, Any]]) -> str:
-    """`rank 0: denoise, step 3 of 20; rank 1: ...`."""
-    return "; ".join(f"rank {status['rank']}: {_place(status)}" for status in statuses)
-
-
-REASONS = {
-    "memory": "ran out of memory",
-    "disk": "could not write, because the disk is full or a file may not grow",
-    "peer": "lost the other ranks, or waited too long for them",
-    "fault": "failed",
-    "user": "was refused",
-}
-
-
-def _words(said: Mapping[str, Any]) -> str:
-    """One sentence of what a rank said last."""
-    advice = {
-        "memory": ". A smaller size, fewer frames, residency swap or more GPUs need less on each",
-        "peer": ". Look at the other ranks: is one gone, slow or cut off?",
-    }
-    text = " ".join(str(said["text"]).split())[:600]
-    name = said["type"] if said["reason"] == "fault" else "it said"
-    words = f"{_name(said)} {REASONS[said['reason']]} in {said['where']}; {name}: {text}"
-    return words + advice.get(said["reason"], "")
-
-
-def _explain(report: dict[str, Any] | None, statuses: Sequence[Mapping[str, Any]], exit_code: int | None) -> str:
-    """Why the ranks ended, from what the supervisor reported (None: it did not get to it)."""
-    if report is None:
-        how = f"ended with {exit_code}" if exit_code is not None else "does not answer"
-        return f"the supervisor of the ranks {how} and said nothing; {_places(statuses)}"
-    if "error" in report:
-        return report["error"]
-    failures = report.get("failures", [])
-    if not failures:
-        return "rank 0 left without a reason"
-    place = {status["rank"]: status for status in statuses}
-
-    def words(failure: Mapping[str, Any]) -> str:
-        if failure["said"] is not None:
-            return _words(failure["said"])
-        status = place.get(failure["rank"])
-        name = _name(status) if status else f"rank {failure['rank']} (process {failure['pid']})"
-        where = f" in {_place(status)}" if status else ""
-        if failure["signal"]:
-            killer = ": something outside ended it, often the system because memory ran out" * (
-                failure["signal"] == "SIGKILL"
-            )
-            return f"{name} was ended by signal {-failure['exit']} ({failure['signal']}){where}{killer}{_last(failure['tail'])}"
-        return f"{name} ended with code {failure['exit']}{where}{_last(failure['tail'])}"
-
-    # The others fail because one did: what they say about it comes last.
-    causes = [f for f in failures if f["said"] is None or f["said"]["reason"] != "peer"] or failures
-    return "; ".join(words(failure) for failure in causes)
-
-
-def _last(tail: str) -> str:
-    lines = [line for line in tail.splitlines() if line.strip()]
-    return f"; its last words: {' | '.join(lines[-3:])[:500]}" if lines else ""
-
-
-def _tail(folder: str) -> str:
-    """The end of what was logged, for a failure that nobody explained."""
-    logs = [*sorted(Path(folder).glob("**/stderr.log")), Path(folder) / "supervisor.log"]
-    texts = [log.read_text(errors="replace").strip() for log in logs if log.is_file()]
-    return _last(next((text for text in texts if text), ""))
+        return WorkerError(f"{op}: {words}. {ANEW}")

@@ -1,14 +1,14 @@
 """A rank: one process on one device, `python -m wan_core.parallel.worker`, started by torch's elastic launcher.
 
-The rank whose host runs the program that asked for the ranks is rank 0 and the only one that talks to it (`control.py`).
-Every request goes from it to all ranks, every rank does the same (`jobs.py`), rank 0 answers.
+The rank whose host runs the program that asked for the ranks is rank 0 and the only one that talks to it
+(`control.py`). Every request goes from it to all ranks, every rank does the same (`jobs.py`), rank 0 answers.
 
 What holds the ranks together:
 
-- Requests and the flag of interruption travel over a gloo group on the CPU. The flag is agreed on in every step, so that
-  all ranks stop at the same one and none waits for another for ever.
-- Every rank says twice a second, through the store of the rendezvous, where it is. Rank 0 hands that on, so a rank that
-  hangs is found and named by the program.
+- Requests and the flag of interruption travel over a gloo group on the CPU. The flag is agreed on in every step, so
+  that all ranks stop at the same one and none waits for another for ever.
+- Every rank says twice a second, through the store of the rendezvous, where it is. Rank 0 hands that on, so a rank
+  that hangs is found and named by the program.
 - A rank that fails alone writes its last words and ends; the launcher ends the others. Where all fail at the same
   request (a bad option, a picture too large for every GPU) they go on with the next one.
 - A rank does not outlive who started it: the kernel kills it with the supervisor, and rank 0 ends when the control
