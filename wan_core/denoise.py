@@ -21,6 +21,8 @@ from wan_core.cache.residual import ResidualCache, residuals
 from wan_core.conditioning import Conditioning
 from wan_core.config import UserError
 from wan_core.model.dit import WanModel
+from wan_core.parallel.guidance import SplitBranches
+from wan_core.parallel.mesh import RankMesh
 from wan_core.plan import Branch, Expert, Plan, Step
 from wan_core.solvers import SOLVERS, History
 
@@ -61,21 +63,24 @@ def denoise(
     *,
     batched: bool = False,
     on_step: Callable[[Progress], None] | None = None,
+    ranks: RankMesh | None = None,
 ) -> Tensor:
     """Integrate the flow from `noise` to normalised latents, both float32 [B, C, T, Y, X] on the device of the run.
 
     acquire: returns an expert ready to run; called once for each phase, so that it may load or swap.
     batched: run both guidance branches as one forward (see `choose_batched`).
     on_step: called after every step; may raise to interrupt.
+    ranks: those that run this together, each with the same arguments; all return the same latents.
     Raises NonFiniteError within a few steps of the first non-finite latent.
     """
     solver, history, x = SOLVERS[plan.solver], History(), hold_known(noise.float(), conditioning)
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
-    watch = FiniteWatch(len(plan.steps), x.device)
+    watch = FiniteWatch(len(plan.steps), x.device, together=ranks is not None)
+    split = SplitBranches(ranks) if ranks is not None and ranks.cfg.size == 2 else None
     for phase in plan.phases:
         model = acquire(phase[0].expert)
         with residuals(model, phase) as cache:
-            guided = Guided(model, conditioning, plan, phase, x.shape[0], batched, cache)
+            guided = Guided(model, conditioning, plan, phase, x.shape[0], batched, cache, split)
             for step in phase:
                 velocity, forwards = guided.velocity(x, timesteps[step.index], step)
                 x, history = solver(x, velocity, step.index, plan.sigmas, history)
@@ -106,10 +111,12 @@ class Guided:
         batch: int,
         batched: bool,
         cache: ResidualCache | None,
+        split: SplitBranches | None = None,
     ) -> None:
         self.model = model
         self.conditioning = conditioning
-        self.batched = batched
+        self.split = split
+        self.batched = batched and split is None
         self.cache = cache
         self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
         rows = [conditioning.cond]
@@ -147,15 +154,19 @@ class Guided:
 
     def branches(self, inputs: Tensor, time: Tensor, step: Step, skipped: tuple[Branch, ...]) -> dict[Branch, Tensor]:
         """The velocity of each branch that the step has."""
+
+        def forward(branch: Branch) -> Tensor:
+            self._expect(step, (branch,), branch in skipped)
+            return self.model(inputs, time, self.text[branch])
+
+        if self.split is not None:
+            config = self.model.config
+            return self.split.run(step.branches, forward, (inputs.shape[0], config.out_channels, *inputs.shape[2:]))
         if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
             self._expect(step, step.branches, bool(skipped))
             both = self.model(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both)
             return dict(zip(step.branches, both.chunk(2), strict=True))
-        found: dict[Branch, Tensor] = {}
-        for branch in step.branches:
-            self._expect(step, (branch,), branch in skipped)
-            found[branch] = self.model(inputs, time, self.text[branch])
-        return found
+        return {branch: forward(branch) for branch in step.branches}
 
     def _expect(self, step: Step, branches: tuple[Branch, ...], skip: bool) -> None:
         if self.cache is not None:
@@ -210,14 +221,25 @@ class FiniteWatch:
     """Finds the first non-finite latents without making the host wait: flags travel to pinned memory on their own
     time."""
 
-    def __init__(self, steps: int, device: torch.device) -> None:
+    def __init__(self, steps: int, device: torch.device, together: bool = False) -> None:
+        """together: several ranks watch the same latents and must stop at the same step, or some would wait for the
+        others. They look at flags two steps old, which are there."""
         self.finite = torch.ones(steps, dtype=torch.bool, pin_memory=device.type == "cuda")
         self.device = device
+        self.together = together
+        self.events: list[torch.cuda.Event] = []
 
     def note(self, index: int, x: Tensor) -> None:
         """Queue the check of step `index`, and raise if an earlier one is known to have failed."""
         self.finite[index].copy_(x.isfinite().all(), non_blocking=True)
-        self.check(index)
+        if not self.together or self.device.type != "cuda":
+            self.check(index)
+            return
+        self.events.append(torch.cuda.Event())
+        self.events[-1].record(torch.cuda.current_stream(self.device))
+        if len(self.events) > 2:
+            self.events.pop(0).synchronize()
+            self.check(index - 2)
 
     def finish(self) -> None:
         if self.device.type == "cuda":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import torch
+from torch import nn
 
 from wan_core.attention.registry import resolve_attention
 from wan_core.cache.residual import residual_bytes
@@ -16,6 +21,10 @@ from wan_core.job import Job
 from wan_core.memory.residency import Residency, choose_residency
 from wan_core.model.dit import WanModel
 from wan_core.optimize import check_compile, optimize, optimize_vae
+from wan_core.parallel.conditioning import text_rank
+from wan_core.parallel.mesh import RankMesh
+from wan_core.parallel.sequence import find_lse
+from wan_core.parallel.weights import shared_checkpoint
 from wan_core.parts import TINY, Part, Parts, recognise
 from wan_core.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.quant.swap import Quantization
@@ -34,6 +43,7 @@ class Models:
     attention: str
     checkpoint: Path | None = None  # the high-noise expert's, or the only transformer's
     low_checkpoint: Path | None = None
+    ranks: RankMesh | None = None  # that run it together
 
     @property
     def device(self) -> torch.device:
@@ -84,9 +94,11 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | None = None) -> Models:
+def load_models(
+    parts: Parts, options: LoadOptions, report: Report, job: Job | None = None, ranks: RankMesh | None = None
+) -> Models:
     """Load what `find_models` found; `job` says how much room a run will need beside the weights (None: the task's own
-    size). Raises AttentionError for a backend that cannot run here."""
+    size). ranks: those that load and run them together. Raises AttentionError for a backend that cannot run here."""
     dtypes = {
         name: compute_dtype(options.vae_precision if name == "vae" else options.precision, report.device)
         for name, part in parts.of.items()
@@ -97,23 +109,55 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
     check_compile(options.compile, report.device)
     weights = sum(part.bytes(dtypes[name], quantization) for name, part in parts.of.items())
     activations = activation_bytes(parts, job, dtypes["high"].itemsize)
+    attend_lse = None if ranks is None else find_lse(attention, ranks.mesh)
     policy, why = choose_residency(options.residency, report.device, weights, activations)
+    if ranks is not None and ranks.agree(policy == "swap") and policy != "swap":
+        policy, why = "swap", "another rank has no room for more"
     report.notes.append(f"residency: {policy} ({why})")
     residency = Residency(report.device, policy)
-    for name, part in parts.of.items():
+    share = None
+    if ranks is not None and policy == "resident":  # where weights stay in host memory, ranks share the file's mapping
+        share = partial(shared_checkpoint, ranks=ranks)
+
+    def load(name: str) -> nn.Module:
+        part = parts.of[name]
         encoding = quantization if isinstance(part.config, DiTConfig) else None
-        model = part.load(residency.load_device, dtypes[name], encoding)
-        if isinstance(model, WanModel):
-            optimize(model, attend=attend, compile=options.compile, device=report.device)
-        elif isinstance(model, VideoVAE):
-            optimize_vae(model, report.device)
-        residency.add(name, model)
+        return part.load(residency.load_device, dtypes[name], encoding, None if name == "text_encoder" else share)
+
+    with text_encoder_beside(parts, load, ranks) as text_encoder:
+        for name in parts.of:
+            if name == "text_encoder":
+                continue
+            model = load(name)
+            if isinstance(model, WanModel):
+                shared = {"ranks": ranks, "attend_lse": attend_lse}
+                optimize(model, attend=attend, compile=options.compile, device=report.device, **shared)
+            elif isinstance(model, VideoVAE):
+                optimize_vae(model, report.device, ranks)
+            residency.add(name, model)
+        if text_encoder is not None:
+            residency.add("text_encoder", text_encoder())
     report.settings["models"] = {name: part.source for name, part in parts.of.items()}
     held = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     if quantization is not None:
         held |= {name: precision for name in ("high", "low") if name in held}
     report.settings |= {"precision": held, "keep_blocks": options.keep_blocks, "compile": options.compile}
-    return Models(parts.task, residency, attention, parts.of["high"].path, parts.low_path)
+    return Models(parts.task, residency, attention, parts.of["high"].path, parts.low_path, ranks)
+
+
+@contextmanager
+def text_encoder_beside(
+    parts: Parts, load: Callable[[str], nn.Module], ranks: RankMesh | None
+) -> Iterator[Callable[[], nn.Module] | None]:
+    """What gives the text encoder at the end of the body. Of several ranks one has it, and reads it meanwhile; for the
+    others, and where there is none, None."""
+    if "text_encoder" not in parts.of or (ranks is not None and ranks.rank != text_rank(ranks)):
+        yield None
+    elif ranks is None or ranks.mesh.size == 1:
+        yield partial(load, "text_encoder")
+    else:
+        with ThreadPoolExecutor(1, "text encoder") as pool:
+            yield pool.submit(load, "text_encoder").result
 
 
 def precision_of(precision: str, part: Part, device: torch.device) -> str:

@@ -18,6 +18,7 @@ from torch import nn
 
 from wan_core.checkpoint import detect, find_parts, load_dit, load_text_encoder, load_vae, open_checkpoint
 from wan_core.checkpoint.detect import Kind, empty_module
+from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.random import random_module
 from wan_core.config import (
     I2V_A14B,
@@ -43,6 +44,9 @@ PARTS = ("high", "low", "text_encoder", "vae")
 RANDOM = {"t2v-A14B": (T2V_A14B, VAE_21), "i2v-A14B": (I2V_A14B, VAE_21), "ti2v-5B": (TI2V_5B, VAE_22)}
 TASK_OF_CHANNELS = {16: "t2v-A14B", 36: "i2v-A14B", 48: "ti2v-5B"}
 
+Share = Callable[[Checkpoint], Checkpoint]
+"""Puts something between a file and what is loaded from it: ranks that read it together."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -52,7 +56,7 @@ class Part:
     config: DiTConfig | TextConfig | VAEConfig
     stored: torch.dtype
     parameters: int
-    load: Callable[[torch.device, torch.dtype, Quantization | None], nn.Module]
+    load: Callable[..., nn.Module]  # (device, dtype, quantization, share=None); see `Share`
     scaled: bool = False  # stored in FP8 with scales
     path: Path | None = None  # of its file or folder
 
@@ -198,8 +202,11 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
         found.config,
         stored,
         parameters,
-        lambda device, dtype, quantization: load(
-            checkpoint, device=device, dtype=dtype, **({"quantization": quantization} if kind == "dit" else {})
+        lambda device, dtype, quantization, share=None: load(
+            checkpoint if share is None else share(checkpoint),
+            device=device,
+            dtype=dtype,
+            **({"quantization": quantization} if kind == "dit" else {}),
         ),
         path=path,
         scaled=bool(found.scales),
@@ -228,7 +235,9 @@ def random_parts(options: LoadOptions) -> Parts:
 
 
 def random_part(config: DiTConfig | TextConfig | VAEConfig, seed: int) -> Part:
-    def load(device: torch.device, dtype: torch.dtype, quantization: Quantization | None) -> nn.Module:
+    def load(
+        device: torch.device, dtype: torch.dtype, quantization: Quantization | None, share: Share | None = None
+    ) -> nn.Module:
         module = random_module(config, device=device, dtype=dtype, seed=seed, quantization=quantization)
         if not isinstance(module, UMT5Encoder):
             return module

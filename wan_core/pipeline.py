@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ from wan_core.latents import save_latents
 from wan_core.model import WanModel
 from wan_core.models import Models, choose_device, load_models
 from wan_core.optimize import begin_run
+from wan_core.parallel.conditioning import rows_of_all, text_rank
+from wan_core.parallel.mesh import RankMesh
 from wan_core.parts import find_models
 from wan_core.plan import Expert, Plan
 from wan_core.report import Report, StepClock
@@ -59,17 +61,18 @@ class Pipeline:
         self.report = report.branch()  # of the newest generation
 
     @classmethod
-    def load(cls, options: LoadOptions, *, request: Request | None = None) -> Pipeline:
+    def load(cls, options: LoadOptions, *, request: Request | None = None, ranks: RankMesh | None = None) -> Pipeline:
         """Recognise the files, then load them. A `request` given here is checked in between, before any weights are
-        read, and picks the embedded model's image variant if it has an image. Raises CheckpointError or
-        OptionError."""
-        report = Report(choose_device(options.device))
+        read, and picks the embedded model's image variant if it has an image. ranks: those that do all of it together,
+        each calling this and everything after it alike, on its own device; all have the same results. Raises
+        CheckpointError or OptionError."""
+        report = Report(choose_device(options.device) if ranks is None else ranks.device)
         with report.phase("load"):
             found = find_models(options, image=request is not None and bool(request.image or request.last_image))
             job = None
             if request is not None:
                 job = make_job(request, found.task, found.dit, found.vae, found.of["high"].path, found.low_path)
-            models = load_models(found, options, report, job)
+            models = load_models(found, options, report, job, ranks)
         return cls(models, report)
 
     @torch.no_grad()
@@ -101,16 +104,25 @@ class Pipeline:
         files = models.checkpoint, models.low_checkpoint
         job = make_job(request, models.task, models.dit_config, models.vae_config, *files)
         self.report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
+        if models.ranks is not None:
+            self.report.settings["mesh"] = str(models.ranks.mesh)
+            self.report.notes.append(f"ranks: {models.ranks.mesh.describe()}")
+            if models.ranks.cfg.size > 1 and job.plan.guided:
+                job = replace(job, batched=False, batched_why="each branch has ranks of its own")
+                self.report.settings["guidance_mode"] = "parallel"
         self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
         return job
 
     @torch.no_grad()
     def encode(self, job: Job) -> Conditioning:
         """Text, and the image if there is one, to what the denoising loop needs."""
-        encoder = self.fetch("text encoder", self.models.text_encoder)
+        ranks = self.models.ranks
+        has_encoder = ranks is None or ranks.rank == text_rank(ranks)
+        encoder = self.fetch("text encoder", self.models.text_encoder) if has_encoder else None
         with self.report.phase("text"):
             prompts = [job.request.prompt, job.negative_prompt] if job.plan.guided else [job.request.prompt]
-            rows = encoder.encode(prompts)
+            rows = encoder.encode(prompts) if encoder is not None else None
+            rows = rows_of_all(ranks, rows)
             cond, uncond = rows[:1], rows[1:] if job.plan.guided else None
         if job.request.image is None and job.request.last_image is None:
             return Conditioning(cond=cond, uncond=uncond)
@@ -154,6 +166,7 @@ class Pipeline:
             self.report,
             batched=job.batched,
             on_step=on_step,
+            ranks=models.ranks,
         )
 
 
@@ -168,10 +181,11 @@ def sample_latents(
     *,
     batched: bool = False,
     on_step: OnStep | None = None,
+    ranks: RankMesh | None = None,
 ) -> Tensor:
     """Walk `plan` from `noise` [B, C, T, Y, X] to un-normalised latents of the same shape, float32, timing every step.
 
-    acquire, batched: as in `denoise`. vae: of the VAE whose latents these are. on_step may raise to interrupt.
+    acquire, batched, ranks: as in `denoise`. vae: of the VAE whose latents these are. on_step may raise to interrupt.
     """
     clock, forwards = StepClock(report), 0
 
@@ -188,7 +202,7 @@ def sample_latents(
         if on_step is not None:
             on_step(progress, clock.seconds_per_forward())
 
-    latents = denoise(plan, ready, conditioning, noise, batched=batched, on_step=note)
+    latents = denoise(plan, ready, conditioning, noise, batched=batched, on_step=note, ranks=ranks)
     clock.finish()
     if plan.unskipped is not None:
         report.notes.append(

@@ -42,7 +42,8 @@ class SelfAttention(nn.Module):
     """Attention of all video tokens to all video tokens.
 
     `attend` is a seam: any callable q, k, v [B, L, H, D] -> [B, L, H, D] (attention backends, sparse attention,
-    Ulysses, ring). One that has a method `quantized` is handed queries, keys and values in FP8.
+    Ulysses, ring). One that has a method `quantized` is handed queries, keys and values in FP8; one that has a method
+    `agree` attends beyond the tokens it is handed, and makes scales and means the same for all.
     """
 
     def __init__(self, config: DiTConfig) -> None:
@@ -75,9 +76,12 @@ class SelfAttention(nn.Module):
 
     def fp8(self, attend: Fp8Attend, h: Any, rope: Tensor, dtype: torch.dtype) -> Tensor:
         """Norm, rotation and quantisation in one pass; the FP8 that comes out is the output projection's input."""
+        agree = getattr(self.attend, "agree", None)
         q = fused.head_norm_fp8(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope)
-        k = fused.head_norm_fp8(self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True)
-        v = fused.quantize(self.v(h), "tensor")
+        k = fused.head_norm_fp8(
+            self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True, agree=agree
+        )
+        v = fused.quantize(self.v(h), "tensor", agree)
         del h
         out = attend(q, k, Quantized(v.data.unflatten(-1, (self.heads, -1)), v.scale))
         del q, k, v

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,6 +111,7 @@ class RankMesh:
     world: Group
     host: Group
     control: ProcessGroup | None
+    made: dict[Any, Any] = field(default_factory=dict, repr=False)  # what is made once for all models of these ranks
 
     @property
     def shard(self) -> int:
@@ -139,9 +141,7 @@ class RankMesh:
         return cls.create(mesh, device, timeout=timeout)
 
     @classmethod
-    def create(
-        cls, mesh: Mesh, device: torch.device, *, timeout: timedelta = timedelta(minutes=10)
-    ) -> RankMesh:
+    def create(cls, mesh: Mesh, device: torch.device, *, timeout: timedelta = timedelta(minutes=10)) -> RankMesh:
         """The same where the process group is initialised already."""
         if dist.get_world_size() != mesh.size:
             raise OptionError(
@@ -183,8 +183,7 @@ class RankMesh:
 
 
 def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> ProcessGroup:
-    found = dist.new_group(list(ranks), timeout=timeout)
-    return found  # pyright: ignore[reportReturnType]
+    return dist.new_group(list(ranks), timeout=timeout)  # pyright: ignore[reportReturnType]
 
 
 def _host_rows(size: int, control: ProcessGroup | None) -> list[list[int]]:
@@ -215,11 +214,17 @@ def gather_parts(part: Tensor, lengths: list[int], group: Group, dim: int) -> Te
         padded = moved.new_empty(longest, *moved.shape[1:])
         padded[: moved.shape[0]] = moved
     joined = padded.new_empty(group.size * longest, *moved.shape[1:])
-    dist.all_gather_into_tensor(as_bytes(joined), as_bytes(padded), group=group.process)
+    all_gather(as_bytes(joined), as_bytes(padded), group)
     if len(set(lengths)) > 1:
         pieces = joined.split(longest)
         joined = torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
     return joined.movedim(0, dim)
+
+
+def all_gather(into: Tensor, part: Tensor, group: Group) -> None:
+    """`part` of every rank of `group`, one behind the other, into `into`."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter up to torch 2.12
+    gather(into, part, group=group.process)
 
 
 def as_bytes(x: Tensor) -> Tensor:

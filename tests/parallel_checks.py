@@ -1,0 +1,177 @@
+"""What ranks do in tests: each function runs on every rank of a world, see `parallel_ranks`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from wan_core.attention.registry import BACKENDS
+from wan_core.checkpoint import load_dit, open_checkpoint
+from wan_core.config import VAE_21, VAE_22, DiTConfig, LoadOptions, MagCacheOptions, Request, SkipOptions
+from wan_core.model.dit import WanModel
+from wan_core.models import TINY
+from wan_core.optimize import compile_blocks, optimize
+from wan_core.parallel import Mesh, RankMesh
+from wan_core.parallel.guidance import SplitBranches
+from wan_core.parallel.mesh import gather_parts
+from wan_core.parallel.sequence import ShardedAttend, find_lse, shard_lengths
+from wan_core.parallel.vae import split_pictures
+from wan_core.parallel.weights import shared_checkpoint
+from wan_core.pipeline import Pipeline
+from wan_core.vae import VideoVAE
+from wan_core.vae.layers import AttentionBlock
+
+CPU = torch.device("cpu")
+CAPTION = "a red circle moving right on a blue background"
+
+
+@functools.cache
+def ranks_of(mesh: str) -> RankMesh:
+    return RankMesh.start(Mesh.parse(mesh), "cpu")
+
+
+def places(mesh: str) -> tuple[int, ...]:
+    ranks = ranks_of(mesh)
+    return ranks.cfg.index, ranks.ring.index, ranks.ulysses.index, ranks.shard, ranks.host.size
+
+
+@torch.no_grad()
+def attention(
+    mesh: str, heads: int, tokens: int, batch: int = 1, backend: str = "math", both_ways: bool = False, seed: int = 0
+) -> float:
+    """The largest difference between sharded and whole attention of the same random numbers."""
+    ranks = ranks_of(mesh)
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, batch, tokens, heads, 8, generator=generator)
+    lse = find_lse(backend, ranks.mesh)
+    attend = ShardedAttend(ranks, BACKENDS[backend].load(), lse, both_ways)
+    attend.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
+    begin = sum(attend.lengths[: ranks.shard])
+    mine = slice(begin, begin + attend.lengths[ranks.shard])
+    out = attend(q[:, mine], k[:, mine], v[:, mine])
+    whole = gather_parts(out, attend.lengths, ranks.sequence, 1)
+    return float((whole - BACKENDS["math"].load()(q, k, v)).abs().max())
+
+
+@torch.no_grad()
+def trajectory(mesh: str | None, compile: str | None = None, **options) -> tuple[Tensor, Tensor, dict]:
+    """Latents and frames of the embedded model, and the report's settings."""
+    request = dict(options.pop("request", {}))
+    skip = request.pop("magcache", None)
+    request["skip"] = None if skip is None else SkipOptions(magcache=MagCacheOptions(**skip))
+    asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})
+    ranks = None if mesh is None else ranks_of(mesh)
+    given = LoadOptions(**{"model": "tiny", "device": "cpu", **options})
+    pipe = Pipeline.load(given, request=asked, ranks=ranks)
+    if compile is not None:
+        for name in ("high", "low"):
+            compile_blocks(pipe.models.expert(name), CPU, compile)
+    result = pipe.generate(asked)
+    return result.latents, torch.from_numpy(result.frames), {**result.report.settings, "notes": result.report.notes}
+
+
+def weights(mesh: str, how: str) -> list[str]:
+    """Names of tensors that a shared read changed, of all files of the embedded model."""
+    ranks, changed = ranks_of(mesh), []
+    for path in sorted(TINY.glob("*.safetensors")):
+        plain = open_checkpoint(path)
+        shared = shared_checkpoint(plain, ranks, how)
+        for name in plain.tensors:
+            stored, found = plain.read(name), shared.read(name)
+            if stored.dtype != found.dtype or not torch.equal(stored, found):
+                changed.append(f"{path.name} {name}")
+    return changed
+
+
+@torch.no_grad()
+def vae(mesh: str, config: str, rows: int, columns: int, frames: int = 3, chunk: int | None = 1, last: bool = False):
+    """The largest differences between split and whole decoding, and encoding, relative to the largest number."""
+    model = small_vae(config)
+    model = model.channels_last() if last else model
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(2, model.config.z_dim, frames, rows, columns, generator=generator)
+    video = model.decode(latents, chunk=chunk, clamp=False)
+    moments = torch.cat(model.encode_moments(video, chunk=chunk), 1)
+    split_pictures(model, ranks_of(mesh))
+    split_video = model.decode(latents, chunk=chunk, clamp=False)
+    split_moments = torch.cat(model.encode_moments(video, chunk=chunk), 1)
+    assert split_video.shape == video.shape and split_moments.shape == moments.shape
+    return relative(split_video, video), relative(split_moments, moments)
+
+
+def small_vae(config: str) -> VideoVAE:
+    """Random weights everywhere, also where a new model has zeros."""
+    base = {"2.1": VAE_21, "2.2": VAE_22}[config]
+    torch.manual_seed(0)
+    model = VideoVAE(replace(base, encoder_dim=8, decoder_dim=8)).eval().requires_grad_(False)
+    for block in model.modules():
+        if isinstance(block, AttentionBlock):
+            torch.nn.init.normal_(block.proj.weight, std=0.3)
+    return model
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@torch.no_grad()
+def frames_with_own_timesteps(mesh: str, grid: tuple[int, int, int]) -> float:
+    """A forward whose latent frames have a timestep each, as TI2V's first one has."""
+    torch.manual_seed(0)
+    config = DiTConfig(
+        in_channels=4,
+        out_channels=4,
+        dim=48,
+        ffn_dim=64,
+        num_heads=3,
+        num_layers=2,
+        text_dim=8,
+        text_len=6,
+        freq_dim=16,
+    )
+    model = WanModel(config).eval().requires_grad_(False)
+    x, text = torch.randn(1, 4, grid[0], 2 * grid[1], 2 * grid[2]), torch.randn(1, 5, 8)
+    times = torch.linspace(0, 900, grid[0])[None]
+    optimize(model, attend=BACKENDS["sdpa"].load())
+    whole = model(x, times, text)
+    ranks = ranks_of(mesh)
+    optimize(model, attend=BACKENDS["sdpa"].load(), ranks=ranks, attend_lse=find_lse("sdpa", ranks.mesh))
+    return relative(model(x, times, text), whole)
+
+
+@torch.no_grad()
+def branches(mesh: str) -> list[list[int]]:
+    """Which of this rank's forwards ran for both branches, for one, and what a rank that idles receives."""
+    split = SplitBranches(ranks_of(mesh))
+    ran: list[str] = []
+
+    def forward(branch: str) -> Tensor:
+        ran.append(branch)
+        return torch.full((1, 2), 1.0 if branch == "cond" else 2.0)
+
+    both = split.run(("cond", "uncond"), forward, (1, 2))
+    one = split.run(("cond",), forward, (1, 2))
+    assert list(both) == ["cond", "uncond"] and list(one) == ["cond"]
+    return [ran, both["cond"].tolist(), both["uncond"].tolist(), one["cond"].tolist()]
+
+
+@torch.no_grad()
+def fp8_forward(mesh: str) -> tuple[float, float, float]:
+    """Mean errors of one forward with FP8 attention against the exact one: whole, and sharded; and the difference of
+    the two. The ranks' values differ by far, so that scales and means of their own would not fit together."""
+    ranks = ranks_of(mesh)
+    model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(1, 16, 5, 12, 12, generator=generator)
+    text = torch.randn(1, 9, model.config.text_dim, generator=generator)
+    x[:, :, 2:] *= 30
+    time = torch.tensor([700.0])
+    attend = BACKENDS["math-fp8"].load()
+    exact = optimize(model, attend=BACKENDS["math"].load())(x, time, text)
+    whole = optimize(model, attend=attend)(x, time, text)
+    optimize(model, attend=attend, ranks=ranks, attend_lse=attend.with_lse if ranks.mesh.ring > 1 else None)
+    sharded = model(x, time, text)
+    return tuple(float((a - b).norm() / exact.norm()) for a, b in ((whole, exact), (sharded, exact), (sharded, whole)))

@@ -1,0 +1,66 @@
+"""Ulysses: ranks trade heads for tokens, so that each attends over all tokens with some of the heads.
+
+q, k and v travel in one exchange, packed so that what arrives needs no sorting: a rank's tokens follow one another in
+memory, and behind each token stand its query, key and value. The output goes back in one exchange more. Heads and
+tokens need not divide: every rank says how many are whose.
+
+Legend: B batch, n tokens of this rank, N tokens of all ranks of the group, H heads, h heads of this rank, D head dim.
+Source: DeepSpeed Ulysses, arXiv 2309.14509.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wan_core.parallel.mesh import Group, as_bytes, even_parts
+
+
+def heads_for_tokens(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], group: Group) -> tuple[Tensor, ...]:
+    """q, k, v [B, n, H, D] -> q, k, v [B, N, h, D], views of what arrived. lengths: tokens of each rank of `group`."""
+    if group.process is None:
+        return q, k, v
+    B, n, H, D = q.shape
+    heads = even_parts(H, group.size)
+    sizes = [n * B * 3 * h * D for h in heads]
+    packed = q.new_empty(sum(sizes))
+    for i, x in enumerate((q, k, v)):
+        x = x.transpose(0, 1)  # [n, B, H, D]
+        if H % group.size == 0:
+            into = packed.view(group.size, n, B, 3, heads[0], D)[:, :, :, i]
+            into.copy_(x.unflatten(2, (group.size, -1)).permute(2, 0, 1, 3, 4))
+            continue
+        for part, some in zip(packed.split(sizes), x.split(heads, 2), strict=True):
+            part.view(n, B, 3, -1, D)[:, :, i].copy_(some)
+    h = heads[group.index]
+    arrived = packed.new_empty(sum(lengths), B, 3, h, D)
+    _all_to_all(arrived.flatten(), packed, [length * B * 3 * h * D for length in lengths], sizes, group)
+    return tuple(x.transpose(0, 1) for x in arrived.unbind(2))
+
+
+def tokens_for_heads(out: Tensor, heads_in_all: int, lengths: list[int], group: Group) -> Tensor:
+    """The way back of the output: [B, N, h, D] -> [B, n, H, D], contiguous."""
+    if group.process is None:
+        return out.contiguous()
+    B, _, h, D = out.shape
+    heads, n = even_parts(heads_in_all, group.size), lengths[group.index]
+    packed = out.transpose(0, 1).contiguous()  # [N, B, h, D]
+    sizes = [n * B * some * D for some in heads]
+    arrived = packed.new_empty(sum(sizes))
+    _all_to_all(arrived, packed.flatten(), sizes, [length * B * h * D for length in lengths], group)
+    if heads_in_all % group.size == 0:
+        joined = arrived.view(group.size, n, B, h, D).permute(2, 1, 0, 3, 4)
+        return joined.flatten(2, 3)
+    pieces = [piece.view(n, B, -1, D) for piece in arrived.split(sizes)]
+    return as_dtype(torch.cat([as_bytes(piece) for piece in pieces], 2), out.dtype).transpose(0, 1).contiguous()
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The way back of `as_bytes`."""
+    return x if x.dtype == dtype else x.view(dtype)
+
+
+def _all_to_all(into: Tensor, out: Tensor, arriving: list[int], leaving: list[int], group: Group) -> None:
+    """Both flat; counts of numbers by rank."""
+    dist.all_to_all_single(as_bytes(into), as_bytes(out), arriving, leaving, group=group.process)
