@@ -101,7 +101,9 @@ class Rank:
         self.device = device
         self.host = socket.gethostname()
         self.store, given, self.size = next(dist.rendezvous("env://", timeout=wait))
-        base, self.step_timeout = self._find_leader(given, control)
+        base, step_timeout = self._find_leader(given, control)
+        self.patience = timedelta(seconds=step_timeout + MARGIN)  # of one exchange
+        self.on_host = int(os.environ["LOCAL_WORLD_SIZE"])
         self.rank = (given - base) % self.size  # the program's host first, hosts stay together
         if self.rank == 0:
             assert control is not None
@@ -113,7 +115,8 @@ class Rank:
             store=dist.PrefixStore("world", self.store),
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=self.step_timeout + MARGIN),
+            timeout=self.patience,
+            device_id=device if device.type == "cuda" else None,
         )
         self.group = dist.new_group(backend="gloo", timeout=IDLE)
         self.request = 0  # number of the one in work
@@ -300,7 +303,7 @@ def serve(rank: Rank) -> None:
             rank.tell({"kind": "error", **rank.last_words(fault)})
             fault = fault.with_traceback(None)  # which holds the tensors of what failed
             del fault
-            jobs.after_failure()
+            jobs.clean()
         gc.collect()
 
 
