@@ -182,16 +182,19 @@ class WanCoreSampler(io.ComfyNode):
         itemsize = 4 if model.precision == "float32" else 2  # quantised blocks work on bf16 tokens
         kept = residual_bytes(plan, shape[0] * tokens, model.experts.dit.dim, itemsize)
         watcher = _Watcher(model, len(plan.steps))
-        latents = sample_latents(
-            plan,
-            lambda expert: model.acquire(expert, shape[0] * tokens * (1 + batched), report, kept),
-            conditioning,
-            draw_noise(seed, shape).to(host.device()),
-            model.experts.vae,
-            report,
-            batched=batched,
-            on_step=watcher,
-        )
+        if model.workers is not None:
+            latents = model.workers.sample(model, plan, conditioning, shape, seed, batched, report, watcher)
+        else:
+            latents = sample_latents(
+                plan,
+                lambda expert: model.acquire(expert, shape[0] * tokens * (1 + batched), report, kept),
+                conditioning,
+                draw_noise(seed, shape).to(host.device()),
+                model.experts.vae,
+                report,
+                batched=batched,
+                on_step=watcher,
+            )
         model.pace.clear()
         for expert in plan.experts:
             model.pace[expert] = report.phases[f"denoise {expert}"].seconds / watcher.forwards[expert]

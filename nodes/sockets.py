@@ -14,7 +14,7 @@ from typing import Any, cast
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.config import VAEConfig
+from wan_core.config import OptionError, VAEConfig
 from wan_core.images import decode_images, encode_images
 from wan_core.model import WanModel
 from wan_core.models import decode_bytes, forward_bytes
@@ -47,9 +47,13 @@ class ModelSocket:
     residency: str
     rgb: RGBMap | None
     pace: dict[Expert, float] = field(default_factory=dict)
+    workers: Any = None  # WorkersSocket: they load and run it, by `spec`
+    spec: Mapping[str, Any] = field(default_factory=dict)
 
     def acquire(self, expert: Expert, tokens: int, report: Report, kept: int = 0) -> WanModel:
         """The expert, on the device; a load is timed as a phase of `report`. kept: bytes of residuals beside it."""
+        if self.workers is not None:
+            raise OptionError("workers hold this model, and this node needs it here: use a loader without workers")
         held, memory = self.held[expert], forward_bytes(self.experts.dit, tokens) + kept
         together = list(dict.fromkeys(self.held.values())) if self.residency == "resident" else [held]
         if self.residency == "swap" and not held.is_loaded:
@@ -76,12 +80,16 @@ class TextSocket:
 
         def encoder() -> TextEncoder:
             ran.append(time.perf_counter())
-            return cast(TextEncoder, self.held.use(0))
+            return self.encoder()
 
         rows = self.cache.encode(prompts, encoder)
         seconds = time.perf_counter() - ran[0] if ran else 0.0
         host.log.info("WanCore encoded the text in %.2f s" if ran else "WanCore knew the text (%.0f s)", seconds)
         return [[[row, {"pooled_output": None, "wancore_seconds": seconds}]] for row in rows]
+
+    def encoder(self) -> TextEncoder:
+        """On its device."""
+        return cast(TextEncoder, self.held.use(0))
 
     # What ComfyUI's CLIPTextEncode calls.
 
