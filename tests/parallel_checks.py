@@ -7,10 +7,20 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan_core.attention.registry import BACKENDS
 from wan_core.checkpoint import load_dit, open_checkpoint
-from wan_core.config import VAE_21, VAE_22, DiTConfig, LoadOptions, MagCacheOptions, Request, SkipOptions
+from wan_core.config import (
+    VAE_21,
+    VAE_22,
+    DiTConfig,
+    GuidanceOptions,
+    LoadOptions,
+    MagCacheOptions,
+    Request,
+    SkipOptions,
+)
 from wan_core.model.dit import WanModel
 from wan_core.models import TINY
 from wan_core.optimize import compile_blocks, optimize
@@ -61,7 +71,11 @@ def trajectory(mesh: str | None, compile: str | None = None, **options) -> tuple
     """Latents and frames of the embedded model, and the report's settings."""
     request = dict(options.pop("request", {}))
     skip = request.pop("magcache", None)
-    request["skip"] = None if skip is None else SkipOptions(magcache=MagCacheOptions(**skip))
+    guided = request.pop("guidance", None)
+    request["skip"] = SkipOptions(
+        magcache=None if skip is None else MagCacheOptions(**skip),
+        guidance=None if guided is None else GuidanceOptions(**guided),
+    )
     asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})
     ranks = None if mesh is None else ranks_of(mesh)
     given = LoadOptions(**{"model": "tiny", "device": "cpu", **options})
@@ -73,17 +87,35 @@ def trajectory(mesh: str | None, compile: str | None = None, **options) -> tuple
     return result.latents, torch.from_numpy(result.frames), {**result.report.settings, "notes": result.report.notes}
 
 
-def weights(mesh: str, how: str) -> list[str]:
-    """Names of tensors that a shared read changed, of all files of the embedded model."""
+def weights(mesh: str, how: str) -> tuple[list[str], dict[str, int]]:
+    """Names of tensors that a shared read changed, of all files of the embedded model; and bytes: those stored, and
+    those that this rank took from a file."""
     ranks, changed = ranks_of(mesh), []
+    counts = {"stored": 0, "touched": 0}
     for path in sorted(TINY.glob("*.safetensors")):
         plain = open_checkpoint(path)
-        shared = shared_checkpoint(plain, ranks, how)
-        for name in plain.tensors:
-            stored, found = plain.read(name), shared.read(name)
-            if stored.dtype != found.dtype or not torch.equal(stored, found):
+        with CountedCopies(counts):
+            shared = shared_checkpoint(plain, ranks, how)
+            found = {name: shared.read(name) for name in plain.tensors}
+        for name, info in plain.tensors.items():
+            stored, counts["stored"] = plain.read(name), counts["stored"] + info.nbytes
+            if stored.dtype != found[name].dtype or not torch.equal(stored, found[name]):
                 changed.append(f"{path.name} {name}")
-    return changed
+    return changed, counts
+
+
+class CountedCopies(TorchDispatchMode):
+    """Counts the bytes that are copied: on a CPU, those that leave the mapping of a file."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
+            self.counts["touched"] += source.numel() * source.element_size()
+        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

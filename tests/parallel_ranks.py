@@ -1,7 +1,8 @@
-"""Ranks for tests: processes that join over gloo, import everything once, and then answer one question after another.
+"""Ranks for tests: processes that import everything once, join over gloo in worlds of any size up to their number, and
+answer one question after another.
 
-A test file asks for a world of some size (`Ranks(size)`), and hands it functions of `parallel_checks` by name with
-plain arguments. A check runs on every rank and returns what pickles; an exception of any rank is raised in the test.
+A check is a function of `parallel_checks`, called by name with plain arguments, one of which is the mesh. It runs on
+every rank of that mesh and returns what pickles; an exception of any rank is raised in the test.
 """
 
 from __future__ import annotations
@@ -26,51 +27,55 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def _rank(rank: int, size: int, port: int, pipe: Connection) -> None:
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0",
-    }  # fmt: skip
-    sys.path.insert(0, str(ROOT))
-    sys.path.insert(0, str(ROOT / "tests"))
+def _rank(rank: int, pipe: Connection) -> None:
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     import parallel_checks
 
     while (asked := pipe.recv()) is not None:
-        name, arguments = asked
+        name, arguments, environment = asked
         try:
+            if environment is not None:  # another world
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                parallel_checks.ranks_of.cache_clear()
+                os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0")
             pipe.send((True, getattr(parallel_checks, name)(**arguments)))
-        except BaseException:
+        except Exception:  # noqa: BLE001 - whatever a check raises belongs to the test
             pipe.send((False, traceback.format_exc()))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Ranks:
-    """A world of processes on this machine. `close` it."""
+    """So many processes on this machine. `close` them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, most: int) -> None:
         context = mp.get_context("spawn")
-        pairs = [context.Pipe() for _ in range(size)]
-        port = free_port()
+        pairs = [context.Pipe() for _ in range(most)]
+        self.size = 0  # of the world that they form
         self.pipes = [ours for ours, _ in pairs]
         self.processes = [
-            context.Process(target=_rank, args=(rank, size, port, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pairs)
+            context.Process(target=_rank, args=(rank, theirs), daemon=True) for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:
             process.start()
 
-    def ask(self, check: str, **arguments: Any) -> list[Any]:
-        """What every rank answers."""
-        for pipe in self.pipes:
-            pipe.send((check, arguments))
+    def ask(self, check: str, *, mesh: str, **arguments: Any) -> list[Any]:
+        """What every rank of `mesh` answers."""
+        cfg, ring, ulysses = map(int, mesh.split("x"))
+        size, environment = cfg * ring * ulysses, None
+        if size != self.size:
+            environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            self.size = size
+        for pipe in self.pipes[:size]:
+            pipe.send((check, {"mesh": mesh, **arguments}, environment))
         answers = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(SECONDS):
-                raise AssertionError(f"rank {rank} gave no answer to {check} {arguments} in {SECONDS:g} s")
+        for rank, pipe in enumerate(self.pipes[:size]):
+            assert pipe.poll(SECONDS), f"rank {rank} gave no answer to {check} {mesh} {arguments} in {SECONDS:g} s"
             answers.append(pipe.recv())
         faults = [f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good]
         assert not faults, "\n".join(faults)

@@ -33,6 +33,7 @@ class Speeds:
     attention: float = 655e12
     attention_fp8: float = 830e12
     memory: float = 4.26e12
+    ring: float = 1.04  # of attention in parts, with keys on the move beside it; to be measured
     passes: float = 49.0  # of one bf16 [L, C] tensor through memory that a block makes between its products
     link: float = 290e9  # out of one GPU, to GPUs of its host
     network: float = 45e9  # to another host; a 400 Gbit/s card for each GPU, not measured
@@ -150,6 +151,7 @@ def forward_seconds(
     merge = 0.0
     hop = 0.0
     if R > 1:
+        one_round *= speeds.ring
         link = speeds.link if gpus_per_host >= mesh.shards else speeds.network
         hop = 2 * -(-L // R) * channels * wide / link + speeds.latency
         merge = R * 10 * -(-L // R) * channels / speeds.memory

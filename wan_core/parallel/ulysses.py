@@ -51,7 +51,7 @@ def tokens_for_heads(out: Tensor, heads_in_all: int, lengths: list[int], group: 
     _all_to_all(arrived, packed.flatten(), sizes, [length * B * h * D for length in lengths], group)
     if heads_in_all % group.size == 0:
         joined = arrived.view(group.size, n, B, h, D).permute(2, 1, 0, 3, 4)
-        return joined.flatten(2, 3)
+        return joined.flatten(2, 3).contiguous()
     pieces = [piece.view(n, B, -1, D) for piece in arrived.split(sizes)]
     return as_dtype(torch.cat([as_bytes(piece) for piece in pieces], 2), out.dtype).transpose(0, 1).contiguous()
 
