@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import ctypes
 import errno
-import gc
 import json
 import os
 import queue
@@ -304,7 +303,6 @@ def serve(rank: Rank) -> None:
             fault = fault.with_traceback(None)  # which holds the tensors of what failed
             del fault
             jobs.clean()
-        gc.collect()
 
 
 def _answer(rank: Rank, jobs: Any, header: dict[str, Any], tensors: dict[str, Tensor]) -> BaseException | None:
