@@ -10,6 +10,7 @@
 | trajectory | `trajectory` | what a setup does to finished latents, and to captions |
 | switch | `switch` | steps on both sides of the change of experts |
 | profile | `profiling` | one forward by class of kernel |
+| parallel | `parallel` | several GPUs |
 | forward, guidance | `forwards` | one forward, or both branches of guidance, in named settings (`settings`) |
 | generate | `generation` | one whole video by phase |
 

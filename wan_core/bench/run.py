@@ -13,7 +13,8 @@ from wan_core.bench.caches import caches_rows
 from wan_core.bench.cases import parse_size
 from wan_core.bench.forwards import forward_rows
 from wan_core.bench.generation import generation_rows
-from wan_core.bench.options import CPU_SIZE, SUITES
+from wan_core.bench.options import CPU_SIZE, PARALLEL_PARTS, SUITES
+from wan_core.bench.parallel import parallel_rows
 from wan_core.bench.peers import PEERS
 from wan_core.bench.profiling import profile_rows, profile_table
 from wan_core.bench.results import Row, envelope, table, write_result
@@ -35,6 +36,7 @@ MEASURES: dict[str, Rows] = {
     "switch": switch_rows,
     "caches": caches_rows,
     "profile": profile_rows,
+    "parallel": parallel_rows,
     "generate": generation_rows,
     "forward": forward_rows,
     "guidance": forward_rows,
@@ -68,18 +70,21 @@ def check_options(options: argparse.Namespace) -> None:
     for size in options.size or ():
         parse_size(size)
     for setting in options.setting or ():
-        check_setting(setting)
+        if options.suite != "parallel":
+            check_setting(setting)
+        elif setting not in PARALLEL_PARTS:
+            raise OptionError(f"setting {setting!r} given; the suite parallel has {', '.join(PARALLEL_PARTS)}")
     for setup in options.setup or ():
         if options.suite != "single" or setup not in PEERS:
             find_setup(setup)
-    for number in ("runs", "layers", "samples", "steps"):
+    for number in ("runs", "layers", "samples", "steps", "gpus"):
         value = getattr(options, number)
         if value is not None and value < 1:
             raise OptionError(f"{number} {value} given; it must be at least 1")
     if options.suite != "generate" and skip_options(options) is not None:
         raise OptionError("what leaves forwards out, --magcache and its like, belongs to the suite generate")
     takes = SUITES[options.suite].takes if options.suite else ("setting", "layers", "precision", "runs")
-    for option in ("setting", "setup", "layers", "runs", "steps", "samples"):
+    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "gpus"):
         if getattr(options, option) is not None and option not in takes:
             raise OptionError(
                 f"--{option} means nothing to the suite {options.suite or 'of single forwards'}; "

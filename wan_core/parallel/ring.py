@@ -64,7 +64,7 @@ def _one_way(held: Tensor, lengths: list[int], group: Group) -> Iterator[Tensor]
         arriving, works = None, []
         if hop < R - 1:
             arriving = _room(held, lengths[(me - hop - 1) % R])
-            works = _pass([(held, group.ranks[(me + 1) % R])], [(arriving, group.ranks[(me - 1) % R])], group)
+            works = pass_on([(held, group.ranks[(me + 1) % R])], [(arriving, group.ranks[(me - 1) % R])], group)
         yield held
         _wait(works)
         if arriving is not None:
@@ -91,7 +91,7 @@ def _both_ways(held: Tensor, lengths: list[int], group: Group) -> Iterator[Tenso
         if me + hop < R:
             from_above = _room(held, lengths[me + hop])
             receives.append((from_above, group.ranks[me + 1]))
-        works = _pass(sends, receives, group)
+        works = pass_on(sends, receives, group)
         yield from here
         _wait(works)
         upward, downward = from_below, from_above
@@ -102,7 +102,7 @@ def _room(like: Tensor, tokens: int) -> Tensor:
     return like.new_empty(*like.shape[:2], tokens, *like.shape[3:])
 
 
-def _pass(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> list[Any]:
+def pass_on(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> list[Any]:
     """Start sending and receiving, each tensor with the rank at its other end."""
     process = group.process
     operations = [dist.P2POp(dist.isend, tensor, peer, process) for tensor, peer in sends]

@@ -23,7 +23,7 @@ from wan_core.attention.registry import BACKENDS, Attend, AttendLse
 from wan_core.config import OptionError
 from wan_core.kernels.formats import FP8, Quantized
 from wan_core.model.dit import PreparedText, WanModel
-from wan_core.parallel.mesh import Mesh, RankMesh, even_parts, gather_parts
+from wan_core.parallel.mesh import Group, Mesh, RankMesh, even_parts, gather_parts
 from wan_core.parallel.ring import ring_attention
 from wan_core.parallel.ulysses import heads_for_tokens, tokens_for_heads
 
@@ -232,10 +232,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale
     return q.new_empty(q.shape)
 
 
+def reduce(x: Tensor, how: Any, group: Group) -> None:
+    """In place."""
+    dist.all_reduce(x, how, group=group.process)
+
+
 @torch.library.custom_op("wancore::agree", mutates_args=())
 def agree(x: Tensor, how: str, key: str) -> Tensor:
     group, agreed = _SHARDED[key].ranks.sequence, x.clone()
-    dist.all_reduce(agreed, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=group.process)
+    reduce(agreed, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group)
     return agreed.div_(group.size) if how == "mean" else agreed
 
 

@@ -35,7 +35,7 @@ def heads_for_tokens(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], group:
             part.view(n, B, 3, -1, D)[:, :, i].copy_(some)
     h = heads[group.index]
     arrived = packed.new_empty(sum(lengths), B, 3, h, D)
-    _all_to_all(arrived.flatten(), packed, [length * B * 3 * h * D for length in lengths], sizes, group)
+    all_to_all(arrived.flatten(), packed, [length * B * 3 * h * D for length in lengths], sizes, group)
     return tuple(x.transpose(0, 1) for x in arrived.unbind(2))
 
 
@@ -48,7 +48,7 @@ def tokens_for_heads(out: Tensor, heads_in_all: int, lengths: list[int], group: 
     packed = out.transpose(0, 1).contiguous()  # [N, B, h, D]
     sizes = [n * B * some * D for some in heads]
     arrived = packed.new_empty(sum(sizes))
-    _all_to_all(arrived, packed.flatten(), sizes, [length * B * h * D for length in lengths], group)
+    all_to_all(arrived, packed.flatten(), sizes, [length * B * h * D for length in lengths], group)
     if heads_in_all % group.size == 0:
         joined = arrived.view(group.size, n, B, h, D).permute(2, 1, 0, 3, 4)
         return joined.flatten(2, 3).contiguous()
@@ -61,6 +61,6 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.view(dtype)
 
 
-def _all_to_all(into: Tensor, out: Tensor, arriving: list[int], leaving: list[int], group: Group) -> None:
+def all_to_all(into: Tensor, out: Tensor, arriving: list[int], leaving: list[int], group: Group) -> None:
     """Both flat; counts of numbers by rank."""
     dist.all_to_all_single(as_bytes(into), as_bytes(out), arriving, leaving, group=group.process)
