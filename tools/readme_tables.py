@@ -48,6 +48,20 @@ HEADERS = {
 CHOSEN = {
     "single": ("name", "size", "seconds", "ratio", "tflops", "of_peak", "peak_gib", "activation_gib", "error"),
     "trajectory": ("name", "weights", "steps", "samples", "latent_psnr", "error", "psnr", "ssim", "captions_true"),
+    "caches": ("name", "size", "seconds", "share", "forwards", "estimate", "off", "peak_gib"),
+    "quality": (
+        "name",
+        "saved",
+        "forwards",
+        "psnr",
+        "psnr_worst",
+        "ssim",
+        "perceptual",
+        "flicker",
+        "truth",
+        "seconds",
+        "ratio",
+    ),
     "switch": ("name", "size", "steps", "seconds", "step_spread", "switch_ms", "peak_gib", "weights_gib"),
 }
 REASONS = ("why_not", "failed")  # in a row that was not measured
