@@ -122,7 +122,7 @@ def test_the_rank_that_talks_killed_in_a_step(workers: Workers) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_stops(workers: Workers, rank: int) -> None:
-    """It is there and does not answer, as on a machine that hangs. A stopped process heeds no other signal than KILL."""
+    """It is there and does not answer, as on a machine that hangs. A stopped process heeds no signal but KILL."""
     pids = ranks(workers)
     words = failure(workers, 25, **LONG, on_step=at_step(3, lambda: os.kill(pids[rank], signal.SIGSTOP)))
     assert f"rank {rank}" in words and "no sign of life" in words and "denoise" in words and "of 1000" in words
@@ -155,12 +155,12 @@ def test_a_rank_that_runs_out_of_memory(workers: Workers) -> None:
 
 
 def test_ranks_that_all_run_out_of_memory_go_on_with_the_next_prompt(workers: Workers) -> None:
-    """A picture too large for every GPU costs no new start."""
+    """A video too large for every rank costs no new start."""
     pids = ranks(workers)
     for pid in pids:
         limit_memory(pid)
     with pytest.raises(WorkerError, match=r"rank 0 .* ran out of memory"):
-        run(workers, **LARGE)
+        run(workers, width=8192, height=8192, frames=81, steps=1)
     for pid in pids:
         resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert run(workers).frames.std() > 0 and ranks(workers) == pids
@@ -273,8 +273,6 @@ def test_a_program_that_is_killed_leaves_nothing(sign: signal.Signals) -> None:
     assert program.stdout.readline() == "0\n"
     processes = below(program.pid)
     assert len(processes) == 3
-    folders = [p for p in Path("/proc").glob("*/environ") if int(p.parent.name) in processes]
-    assert folders
     os.kill(program.pid, sign)
     program.wait(10)
     wait_until_gone(processes)

@@ -18,6 +18,7 @@ from wan_core.cli.generate import run_decode, run_generate
 from wan_core.cli.inform import run_bench, run_check, run_doctor, run_plan, run_quantize
 from wan_core.cli.options import add_model_options, add_plan_options, add_request_options
 from wan_core.cli.quality import run_calibrate, run_quality
+from wan_core.cli.workers import add_worker_options
 from wan_core.config import PRECISIONS, TASKS, UserError
 from wan_core.quality.options import add_calibrate_options, add_quality_options
 
@@ -59,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--save-latents", type=Path, help="also keep the finished latents in this .safetensors file")
     generate.add_argument("--sheet", type=Path, help="also write frames from first to last as one picture (.png)")
     generate.add_argument("--report", type=Path, help="write the report as JSON")
+    add_worker_options(generate)
     generate.set_defaults(run=run_generate)
 
     decode = commands.add_parser("decode", help="turn saved latents into a video")

@@ -120,7 +120,7 @@ class Jobs:
         result = {"fps": job.fps, "plan": asdict(job.plan), "report": report_data(pipe.report)}
         return result, {"frames": torch.from_numpy(frames), "latents": latents.cpu()}
 
-    # ------------------------------------------------------------------------------------ the parts, for a graph of nodes
+    # ---------------------------------------------------------------------------------- the parts, for a graph of nodes
 
     def sample(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Noise and conditioning to un-normalised latents, by a plan that is given."""

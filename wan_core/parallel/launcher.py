@@ -312,8 +312,8 @@ class Workers:
             where = places(statuses) or "it never said where it is"
             self._drop()
             raise WorkerError(
-                f"{op}: rank 0 gave no sign of life for {silent:.0f} s (stopped, or its machine is overloaded): {where}. "
-                f"{ANEW}"
+                f"{op}: rank 0 gave no sign of life for {silent:.0f} s (stopped, or its machine is overloaded): "
+                f"{where}. {ANEW}"
             )
         for status in statuses:
             if status["silent"] + silent > options.silence:

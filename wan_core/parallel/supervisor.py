@@ -50,10 +50,7 @@ def main() -> int:
     orders = Orders(**json.loads(asked.readline()))
     parent = os.getppid()
     threading.Thread(target=_end_with_parent, args=(asked, parent, orders.log_dir), daemon=True).start()
-    try:
-        found = run(orders)
-    finally:
-        pass
+    found = run(orders)
     report.write(json.dumps(found) + "\n")
     report.flush()
     return 1 if found else 0
@@ -95,7 +92,8 @@ def run(orders: Orders) -> dict[str, Any]:
     if "cpu" in orders.devices and "OMP_NUM_THREADS" not in os.environ:
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(orders.devices)))
     alone = orders.rendezvous is None
-    if alone and sys.platform == "linux":
+    here = alone or str(orders.rendezvous).rpartition(":")[0] in ("localhost", "127.0.0.1")
+    if here and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing of one host's ranks is heard outside of it
     os.environ.update(environment)
     seconds = max(1, round(orders.start_timeout))
@@ -110,7 +108,7 @@ def run(orders: Orders) -> dict[str, Any]:
         rdzv_configs={"join_timeout": seconds, "timeout": seconds, "read_timeout": min(60, seconds)},
         max_restarts=0,
         monitor_interval=0.1,
-        local_addr="127.0.0.1" if alone else None,
+        local_addr="127.0.0.1" if here else None,
         logs_specs=DefaultLogsSpecs(log_dir=orders.log_dir, redirects=Std.ALL),
     )
     begin = time.monotonic()

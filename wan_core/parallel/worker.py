@@ -228,6 +228,7 @@ class Rank:
         deadline = time.monotonic() + GRACE
         while not self.store.check(keys):
             if time.monotonic() > deadline:
+                self.store.set(keys[self.rank], "gone")  # or those that fail because of that took it for their own
                 return False
             time.sleep(0.02)
         return all(self.store.get(key) == b"failed" for key in keys)
