@@ -28,6 +28,7 @@ from wan_core.parallel import Mesh, RankMesh
 from wan_core.parallel.guidance import SplitBranches
 from wan_core.parallel.mesh import gather_parts
 from wan_core.parallel.sequence import ShardedAttend, find_lse, shard_lengths
+from wan_core.parallel.sharded import load_sharded_dit
 from wan_core.parallel.vae import split_pictures
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline import Pipeline
@@ -207,3 +208,19 @@ def fp8_forward(mesh: str) -> tuple[float, float, float]:
     optimize(model, attend=attend, ranks=ranks, attend_lse=attend.with_lse if ranks.mesh.ring > 1 else None)
     sharded = model(x, time, text)
     return tuple(float((a - b).norm() / exact.norm()) for a, b in ((whole, exact), (sharded, exact), (sharded, whole)))
+
+
+def sharded_weights(mesh: str) -> tuple[int, list[str]]:
+    """Bytes of the blocks' weights that this rank holds in parts, and names of those whose parts are not the whole."""
+    from torch.distributed.tensor import DTensor
+
+    path = TINY / "t2v_high.safetensors"
+    model, whole = load_sharded_dit(path, ranks_of(mesh), torch.float32), load_dit(path, dtype=torch.float32)
+    wanted, held, changed = whole.state_dict(), 0, []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            held += parameter.to_local().numel() * parameter.element_size()
+        found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if not torch.equal(found, wanted[name]) or isinstance(parameter, DTensor) != name.startswith("blocks."):
+            changed.append(name)
+    return held, changed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # the ranks import their checks by these names, and so must we
 import parallel_checks
 from parallel_ranks import Ranks
+
+from wan_core.checkpoint import load_dit
+from wan_core.config import LoadOptions, OptionError
+from wan_core.models import TINY, load_models
+from wan_core.parallel import Mesh
+from wan_core.parts import find_models
+from wan_core.report import Report
 
 MESHES = ("1x1x2", "2x1x1", "1x1x3", "1x3x1", "1x1x4", "1x4x1", "1x2x2", "2x1x2", "2x2x1", "2x3x1", "2x1x3")
 ROUNDING = 1e-5
@@ -121,6 +129,32 @@ def test_weights_that_a_host_reads_once_are_equal_bit_for_bit(ranks, mesh, how):
     assert [changed for changed, _ in answers] == [[]] * len(answers)
     total = answers[0][1]["stored"]
     assert sum(read["touched"] for _, read in answers) <= 1.05 * total
+
+
+def test_experts_in_parts(ranks, alone):
+    """Each rank holds its share of the blocks, and no more while nothing runs."""
+    request = {"steps": 2}
+    equal_on_all(ranks.ask("trajectory", mesh="1x1x3", request=request, residency="shard"), alone(request=request))
+    answers = ranks.ask("sharded_weights", mesh="1x1x3")
+    assert [changed for _, changed in answers] == [[]] * 3
+    blocks = sum(value.numel() * 4 for value in load_dit(TINY / "t2v_high.safetensors").blocks.state_dict().values())
+    assert sum(held for held, _ in answers) == blocks and max(held for held, _ in answers) < 0.4 * blocks
+
+
+@pytest.mark.parametrize("options", [{"compile": "blocks"}, {"precision": "fp8-weights"}, {}])
+def test_what_cannot_be_held_in_parts_is_refused(options):
+    ranks = SimpleNamespace(
+        device=torch.device("cpu"), sequence=SimpleNamespace(size=2 if options else 1), agree=float, mesh=Mesh(1, 1, 2)
+    )
+    found = find_models(LoadOptions(model="tiny", device="cpu", residency="shard", **options))
+    with pytest.raises(OptionError, match="residency 'shard' cannot be had: "):
+        load_models(
+            found,
+            LoadOptions(model="tiny", device="cpu", residency="shard", **options),
+            Report(ranks.device),
+            None,
+            ranks,
+        )
 
 
 @pytest.mark.parametrize(

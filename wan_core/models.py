@@ -24,6 +24,7 @@ from wan_core.optimize import check_compile, optimize, optimize_vae
 from wan_core.parallel.conditioning import text_rank
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import find_lse
+from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.parts import TINY, Part, Parts, recognise
 from wan_core.quant.schemes import SCHEMES, resolve_scheme
@@ -111,9 +112,18 @@ def load_models(
     activations = activation_bytes(parts, job, dtypes["high"].itemsize)
     attend_lse = None if ranks is None else find_lse(attention, ranks.mesh)
     policy, why = choose_residency(options.residency, report.device, weights, activations)
+    high = parts.of["high"]
+    why_not = why_not_shard(
+        ranks, quantization is not None, options.compile != "off", high.scaled, high.path is not None
+    )
+    if options.residency == "shard" and why_not is not None:
+        raise OptionError(f"residency 'shard' cannot be had: {why_not}")
+    shard = options.residency == "shard"
     if ranks is not None and ranks.agree(policy == "swap") and policy != "swap":
         policy, why = "swap", "another rank has no room for more"
-    report.notes.append(f"residency: {policy} ({why})")
+    if policy == "swap" and options.residency == "auto" and ranks is not None and why_not is None:
+        policy, why, shard = "resident", f"{why}; the ranks of a sequence hold the experts in parts", True
+    report.notes.append(f"residency: {'shard' if shard else policy} ({why})")
     residency = Residency(report.device, policy)
     share = None
     if ranks is not None and policy == "resident":  # where weights stay in host memory, ranks share the file's mapping
@@ -121,6 +131,8 @@ def load_models(
 
     def load(name: str) -> nn.Module:
         part = parts.of[name]
+        if shard and ranks is not None and part.path is not None and isinstance(part.config, DiTConfig):
+            return load_sharded_dit(part.path, ranks, dtypes[name])
         encoding = quantization if isinstance(part.config, DiTConfig) else None
         return part.load(residency.load_device, dtypes[name], encoding, None if name == "text_encoder" else share)
 

@@ -18,8 +18,8 @@ GIB = 1024**3
 def choose_residency(mode: str, device: torch.device, weights: int, activations: int) -> tuple[Policy, str]:
     """The policy and why, in words for the report. `weights` and `activations` in bytes, all models and the largest
     phase."""
-    if mode == "resident" or device.type != "cuda":
-        return "resident", "asked for" if mode == "resident" else "weights stay in host memory on a CPU"
+    if mode in ("resident", "shard") or device.type != "cuda":
+        return "resident", "asked for" if mode in ("resident", "shard") else "weights stay in host memory on a CPU"
     if mode == "swap":
         return "swap", "asked for"
     free, _ = torch.cuda.mem_get_info(device)

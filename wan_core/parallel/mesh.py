@@ -10,14 +10,16 @@ import os
 import re
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from wan_core.config import OptionError
+
+if TYPE_CHECKING:  # not in every build of torch
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
