@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan_core.attention.registry import BACKENDS
 from wan_core.checkpoint import load_dit, open_checkpoint
+from wan_core.checkpoint.random import random_module
 from wan_core.config import (
+    T2V_A14B,
     VAE_21,
     VAE_22,
     DiTConfig,
@@ -22,7 +24,7 @@ from wan_core.config import (
     SkipOptions,
 )
 from wan_core.model.dit import WanModel
-from wan_core.models import TINY
+from wan_core.models import TINY, find_quantization
 from wan_core.optimize import compile_blocks, optimize
 from wan_core.parallel import Mesh, RankMesh
 from wan_core.parallel.guidance import SplitBranches
@@ -40,8 +42,8 @@ CAPTION = "a red circle moving right on a blue background"
 
 
 @functools.cache
-def ranks_of(mesh: str) -> RankMesh:
-    return RankMesh.start(Mesh.parse(mesh), "cpu")
+def ranks_of(mesh: str, device: str = "cpu") -> RankMesh:
+    return RankMesh.start(Mesh.parse(mesh), "auto" if device == "cuda" else device)
 
 
 def places(mesh: str) -> tuple[int, ...]:
@@ -78,8 +80,8 @@ def trajectory(mesh: str | None, compile: str | None = None, **options) -> tuple
         guidance=None if guided is None else GuidanceOptions(**guided),
     )
     asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})
-    ranks = None if mesh is None else ranks_of(mesh)
     given = LoadOptions(**{"model": "tiny", "device": "cpu", **options})
+    ranks = None if mesh is None else ranks_of(mesh, given.device)
     pipe = Pipeline.load(given, request=asked, ranks=ranks)
     if compile is not None:
         for name in ("high", "low"):
@@ -224,3 +226,40 @@ def sharded_weights(mesh: str) -> tuple[int, list[str]]:
         if not torch.equal(found, wanted[name]) or isinstance(parameter, DTensor) != name.startswith("blocks."):
             changed.append(name)
     return held, changed
+
+
+@torch.no_grad()
+def gpu_attention(mesh: str, backend: str, heads: int, tokens: int, both_ways: bool = False) -> tuple[float, float]:
+    """Mean errors against fp32 of a backend in bf16 over one sequence: whole, and sharded."""
+    ranks = ranks_of(mesh, "cuda")
+    generator = torch.Generator(ranks.device).manual_seed(0)
+    shape = (3, 1, tokens, heads, 128)
+    q, k, v = torch.randn(shape, generator=generator, device=ranks.device).bfloat16()
+    k += 3  # a mean that FP8 has to take off
+    attend, lse = BACKENDS[backend].load(), find_lse(backend, ranks.mesh)
+    exact = BACKENDS["sdpa"].load()(q.float(), k.float(), v.float())
+    sharded = ShardedAttend(ranks, attend, lse, both_ways)
+    sharded.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
+    begin = sum(sharded.lengths[: ranks.shard])
+    mine = slice(begin, begin + sharded.lengths[ranks.shard])
+    out = gather_parts(sharded(q[:, mine], k[:, mine], v[:, mine]), sharded.lengths, ranks.sequence, 1)
+    return tuple(float((x.float() - exact).norm() / exact.norm()) for x in (attend(q, k, v), out))
+
+
+@torch.no_grad()
+def gpu_forward(mesh: str, precision: str, attention: str, compile: str = "off") -> tuple[float, float, float]:
+    """As `fp8_forward`, of two blocks at full width with random weights, as a user's options hold and run them."""
+    ranks = ranks_of(mesh, "cuda")
+    config = replace(T2V_A14B, num_layers=2)
+    held = find_quantization(precision, ranks.device)
+    generator = torch.Generator(ranks.device).manual_seed(0)
+    x = torch.randn(1, 16, 5, 30, 52, generator=generator, device=ranks.device)  # 1950 tokens: some ranks have one more
+    text = torch.randn(1, 20, config.text_dim, generator=generator, device=ranks.device).bfloat16()
+    time = torch.tensor([700.0], device=ranks.device)
+    exact_model = random_module(config, device=ranks.device, dtype=torch.bfloat16)
+    exact = optimize(exact_model, attend=BACKENDS["sdpa"].load(), graphs=False)(x, time, text)
+    model = random_module(config, device=ranks.device, dtype=torch.bfloat16, quantization=held)
+    attend, lse = BACKENDS[attention].load(), find_lse(attention, ranks.mesh)
+    whole = optimize(model, attend=attend, compile=compile, graphs=False)(x, time, text)
+    sharded = optimize(model, attend=attend, compile=compile, ranks=ranks, attend_lse=lse)(x, time, text)
+    return tuple(float((a - b).norm() / exact.norm()) for a, b in ((whole, exact), (sharded, exact), (sharded, whole)))

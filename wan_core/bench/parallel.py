@@ -248,7 +248,7 @@ class Together:
                 name = f"diffusers, {kind} {self.count}"
 
                 def run(kind: str = kind, size: str = size) -> Row:
-                    from diffusers import ContextParallelConfig
+                    from diffusers import ContextParallelConfig  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
                     case = cases[self.sizes.index(size)]
                     built, call = peer.ready(case.model)

@@ -163,13 +163,15 @@ class RankMesh:
             return Group(made[mine], mine, mine.index(rank))
 
         rows = mesh.rows()
-        groups = {name: group(rows[name]) for name in ("cfg", "ring", "ulysses", "sequence")}
-        control = dist.new_group(list(everyone), timeout=timeout, backend="gloo") if mesh.size > 1 else None
+        control = _new_group(everyone, timeout, "gloo") if mesh.size > 1 else None
         return cls(
             mesh=mesh,
             rank=rank,
             device=device,
-            **groups,
+            cfg=group(rows["cfg"]),
+            ring=group(rows["ring"]),
+            ulysses=group(rows["ulysses"]),
+            sequence=group(rows["sequence"]),
             world=group([list(everyone)]),
             host=group(_host_rows(mesh.size, control)),
             control=control,
@@ -184,8 +186,9 @@ class RankMesh:
         return float(agreed)
 
 
-def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> ProcessGroup:
-    return dist.new_group(list(ranks), timeout=timeout)  # pyright: ignore[reportReturnType]
+def _new_group(ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> ProcessGroup:
+    found: Any = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+    return found
 
 
 def _host_rows(size: int, control: ProcessGroup | None) -> list[list[int]]:

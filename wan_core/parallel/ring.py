@@ -33,12 +33,13 @@ Partial = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], group: Group, partial: Partial, *, both_ways: bool = False
+    qkv: tuple[Tensor, Tensor, Tensor], lengths: list[int], group: Group, partial: Partial, *, both_ways: bool = False
 ) -> Tensor:
     """Attention of q [B, N, h, D] to the keys and values of all ranks of `group`, each of which has `lengths` of them.
 
     Returns [B, N, h, D] in the dtype of the partial outputs.
     """
+    q, k, v = qkv
     around = _both_ways if both_ways else _one_way
     parts = [partial(q, *held.unbind()) for held in around(torch.stack([as_bytes(k), as_bytes(v)]), lengths, group)]
     return merge(parts)

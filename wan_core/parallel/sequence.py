@@ -151,11 +151,11 @@ class ShardedAttend:
         """q, k, v [B, n, H, D] of this shard -> [B, n, H, D], contiguous."""
         ranks, row = self.ranks, self.row_lengths()
         assert row[ranks.ulysses.index] == q.shape[1], f"{q.shape[1]} tokens in a shard of {row[ranks.ulysses.index]}"
-        heads = heads_for_tokens(q, k, v, row, ranks.ulysses)
+        heads = heads_for_tokens((q, k, v), row, ranks.ulysses)
         if self.attend_lse is None:
             out = self.attend(*heads)
         else:
-            out = ring_attention(*heads, self.ring_lengths(), ranks.ring, self.attend_lse, both_ways=self.both_ways)
+            out = ring_attention(heads, self.ring_lengths(), ranks.ring, self.attend_lse, both_ways=self.both_ways)
         return tokens_for_heads(out, q.shape[2], row, ranks.ulysses)
 
 
@@ -175,7 +175,7 @@ class ShardedFp8Attend(ShardedAttend):
 
     def run_quantized(self, q: Quantized, k: Quantized, v: Quantized) -> Tensor:
         ranks, row, backend = self.ranks, self.row_lengths(), self.attend
-        heads = heads_for_tokens(q.data, k.data, v.data, row, ranks.ulysses)
+        heads = heads_for_tokens((q.data, k.data, v.data), row, ranks.ulysses)
         scales = (q.scale, k.scale, v.scale)
 
         def quantized(data: tuple[Tensor, ...]) -> tuple[Quantized, ...]:
@@ -188,7 +188,7 @@ class ShardedFp8Attend(ShardedAttend):
         if self.attend_lse is None:
             out = backend.quantized(*quantized(heads)).data  # pyright: ignore[reportFunctionMemberAccess]
         else:
-            out = ring_attention(*heads, self.ring_lengths(), ranks.ring, partial, both_ways=self.both_ways)
+            out = ring_attention(heads, self.ring_lengths(), ranks.ring, partial, both_ways=self.both_ways)
         return tokens_for_heads(out, q.data.shape[2], row, ranks.ulysses)
 
 

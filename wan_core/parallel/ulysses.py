@@ -16,16 +16,18 @@ from torch import Tensor
 
 from wan_core.parallel.mesh import Group, as_bytes, even_parts
 
+Three = tuple[Tensor, Tensor, Tensor]
 
-def heads_for_tokens(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], group: Group) -> tuple[Tensor, ...]:
+
+def heads_for_tokens(qkv: Three, lengths: list[int], group: Group) -> Three:
     """q, k, v [B, n, H, D] -> q, k, v [B, N, h, D], views of what arrived. lengths: tokens of each rank of `group`."""
     if group.process is None:
-        return q, k, v
-    B, n, H, D = q.shape
+        return qkv
+    B, n, H, D = qkv[0].shape
     heads = even_parts(H, group.size)
     sizes = [n * B * 3 * h * D for h in heads]
-    packed = q.new_empty(sum(sizes))
-    for i, x in enumerate((q, k, v)):
+    packed = qkv[0].new_empty(sum(sizes))
+    for i, x in enumerate(qkv):
         x = x.transpose(0, 1)  # [n, B, H, D]
         if H % group.size == 0:
             into = packed.view(group.size, n, B, 3, heads[0], D)[:, :, :, i]
@@ -36,7 +38,8 @@ def heads_for_tokens(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], group:
     h = heads[group.index]
     arrived = packed.new_empty(sum(lengths), B, 3, h, D)
     all_to_all(arrived.flatten(), packed, [length * B * 3 * h * D for length in lengths], sizes, group)
-    return tuple(x.transpose(0, 1) for x in arrived.unbind(2))
+    q, k, v = (x.transpose(0, 1) for x in arrived.unbind(2))
+    return q, k, v
 
 
 def tokens_for_heads(out: Tensor, heads_in_all: int, lengths: list[int], group: Group) -> Tensor:
