@@ -15,7 +15,7 @@ from torch import nn
 from wan_core.attention.registry import BACKENDS, Attend, resolve_attention
 from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.checkpoint.detect import empty_module
-from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, DiTConfig, check_choice
+from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, DiTConfig, OptionError, check_choice
 from wan_core.model import WanModel
 from wan_core.models import compute_dtype, find_quantization, precision_of
 from wan_core.optimize import check_compile, optimize, optimize_vae
@@ -128,7 +128,8 @@ class WanCoreModelLoader(io.ComfyNode):
                     options=list(RESIDENCIES),
                     default="auto",
                     tooltip="'auto': ComfyUI's memory manager decides what leaves the device. 'resident': both experts "
-                    "stay on the device together. 'swap': everything else leaves before an expert is loaded.",
+                    "stay on the device together. 'swap': everything else leaves before an expert is loaded. 'shard', "
+                    "with workers: every GPU holds a part of each expert.",
                 ),
                 io.Combo.Input(
                     "compile",
@@ -200,6 +201,8 @@ class WanCoreModelLoader(io.ComfyNode):
         check_choice("compile", compile, COMPILES)
         device = host.device() if workers is None else workers.device
         check_compile(compile, device)
+        if residency == "shard" and workers is None:
+            raise OptionError("residency 'shard' is for several GPUs: connect a WanCore Launcher, or choose another")
         paths = [str(path) for path in _paths(high, low)]
         found = find_experts(*paths)
         spec = {"high": paths[0], "low": (*paths, None)[1], "precision": precision, "keep_blocks": keep_blocks}

@@ -1,5 +1,5 @@
-"""Workers from the command line, and over two hosts: here two launchers on one machine, which know nothing of each other
-but a rendezvous."""
+"""Workers from the command line, and over two hosts: here two launchers on one machine, which share nothing but a
+rendezvous."""
 
 from __future__ import annotations
 

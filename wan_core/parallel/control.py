@@ -61,7 +61,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> list[memoryview]:
         begin, end = end, end + flat.numel() * flat.element_size()
         header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         if flat.numel():
-            values.append(memoryview(flat.view(torch.uint8).numpy()))
+            values.append(memoryview(flat.view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return [memoryview(len(text).to_bytes(8, "little") + text), *values]

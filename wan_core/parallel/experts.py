@@ -9,12 +9,14 @@ from typing import Any, cast
 import torch
 
 from wan_core.attention.registry import resolve_attention
+from wan_core.config import OptionError
 from wan_core.memory.residency import Residency, choose_residency
 from wan_core.model.dit import WanModel
 from wan_core.models import compute_dtype, find_quantization, forward_bytes, precision_of
 from wan_core.optimize import check_compile, optimize
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import find_lse
+from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.parts import Experts
 from wan_core.plan import Expert
@@ -36,15 +38,32 @@ class LoadedExperts:
         parts = {"high": found.high, **({"low": found.low} if found.low else {})}
         weights = sum(part.bytes(dtype, quantization) for part in parts.values())
         policy, why = choose_residency(spec["residency"], device, weights, forward_bytes(found.dit, tokens))
+        scaled, on_disk = found.high.scaled, found.high.path is not None
+        why_not = why_not_shard(ranks, quantization is not None, self.compile != "off", scaled, on_disk)
+        self.sharded = spec["residency"] == "shard"
+        if self.sharded and why_not is not None:
+            raise OptionError(f"residency 'shard' cannot be had: {why_not}")
         if ranks.agree(policy == "swap") and policy != "swap":
             policy, why = "swap", "another rank has no room for more"
-        self.residency, self.why = Residency(device, policy), why
+        if policy == "swap" and spec["residency"] == "auto" and why_not is None:
+            policy, why, self.sharded = "resident", f"{why}; the ranks of a sequence hold the experts in parts", True
+        self.residency, self.why = Residency(device, policy), f"{'shard' if self.sharded else policy} ({why})"
         share = partial(shared_checkpoint, ranks=ranks) if policy == "resident" else None
         for name, part in parts.items():
-            self.residency.add(name, part.load(self.residency.load_device, dtype, quantization, share))
+            if self.sharded:
+                assert part.path is not None
+                model = load_sharded_dit(part.path, ranks, dtype)
+            else:
+                model = part.load(self.residency.load_device, dtype, quantization, share)
+            self.residency.add(name, model)
+
+    def fits(self, ranks: RankMesh) -> bool:
+        """Whether they can be shared over this mesh: those that are held in parts belong to the one they came with."""
+        return not self.sharded or self.mesh in (None, ranks.mesh)
 
     def arrange(self, ranks: RankMesh) -> None:
         """Share the forwards over this mesh from now on."""
+        assert self.fits(ranks)
         if self.mesh == ranks.mesh:
             return
         attend_lse = find_lse(self.attention, ranks.mesh)

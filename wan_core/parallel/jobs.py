@@ -132,10 +132,14 @@ class Jobs:
         choice = self.choose(header["mesh"], found.dit, tokens, plan, precision, spec["attention"])
         ranks = self.mesh(choice.mesh)
         with report.phase("load"):
-            models = self.hold("experts", spec, lambda: LoadedExperts(spec, found, ranks, shape[0] * tokens))
+            make = partial(LoadedExperts, spec, found, ranks, shape[0] * tokens)
+            models = self.hold("experts", spec, make)
+            if not models.fits(ranks):
+                del models, self.held["experts"]
+                models = self.hold("experts", spec, make)
             models.arrange(ranks)
         report.settings["mesh"] = str(choice.mesh)
-        report.notes += [f"mesh: {choice.words()}", f"residency: {models.residency.policy} ({models.why})"]
+        report.notes += [f"mesh: {choice.words()}", f"residency: {models.why}"]
         given = {name: value.to(self.rank.device) for name, value in tensors.items()}
         self.phase("denoise")
         latents = sample_latents(

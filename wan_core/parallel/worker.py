@@ -37,6 +37,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from wan_core.config import OptionError, UserError
 from wan_core.parallel.control import Channel, ChannelClosed, ChannelError, connect, pack_tensors, unpack_tensors
@@ -99,7 +101,7 @@ class Rank:
         wait = timedelta(seconds=start_timeout)
         self.device = device
         self.host = socket.gethostname()
-        self.store, given, self.size = next(dist.rendezvous("env://", timeout=wait))
+        self.store, given, self.size = next(rendezvous("env://", timeout=wait))
         base, step_timeout = self._find_leader(given, control)
         self.patience = timedelta(seconds=step_timeout + MARGIN)  # of one exchange
         self.on_host = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -111,13 +113,13 @@ class Rank:
             self.channel = None
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("world", self.store),
+            store=PrefixStore("world", self.store),
             rank=self.rank,
             world_size=self.size,
             timeout=self.patience,
             device_id=device if device.type == "cuda" else None,
         )
-        self.group = dist.new_group(backend="gloo", timeout=IDLE)
+        self.group: Any = dist.new_group(backend="gloo", timeout=IDLE)
         self.request = 0  # number of the one in work
         self.interrupt = -1  # number of the one that is to stop
         self._status: dict[str, Any] = {"phase": "idle", "step": 0, "of": 0, "count": 0}
@@ -154,7 +156,7 @@ class Rank:
     def _pulse(self) -> None:
         """Runs beside everything. It has a connection of its own to the store, which serves one caller at a time."""
         try:
-            store = dist.PrefixStore("pulse", next(dist.rendezvous("env://", timeout=timedelta(seconds=MARGIN)))[0])
+            store = PrefixStore("pulse", next(rendezvous("env://", timeout=timedelta(seconds=MARGIN)))[0])
             seen: dict[int, tuple[Any, float, float]] = {}  # rank -> what it said, when it did, when it got somewhere
             number = 0
             while True:
@@ -166,7 +168,7 @@ class Rank:
         except (RuntimeError, OSError):
             os._exit(ORPHAN)  # the store or the program is gone
 
-    def _statuses(self, store: dist.Store, seen: dict[int, tuple[Any, float, float]]) -> list[dict[str, Any]]:
+    def _statuses(self, store: Store, seen: dict[int, tuple[Any, float, float]]) -> list[dict[str, Any]]:
         """Of every rank that was heard of, with the seconds since it said something and since it got somewhere; by
         this host's clock."""
         now = time.monotonic()
