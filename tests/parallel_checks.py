@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan_core.attention.registry import BACKENDS
+from wan_core.bench.parallel import exchanges
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.random import random_module
 from wan_core.config import (
@@ -28,7 +29,7 @@ from wan_core.models import TINY, find_quantization
 from wan_core.optimize import compile_blocks, optimize
 from wan_core.parallel import Mesh, RankMesh
 from wan_core.parallel.guidance import SplitBranches
-from wan_core.parallel.mesh import gather_parts
+from wan_core.parallel.mesh import even_parts, gather_parts
 from wan_core.parallel.sequence import ShardedAttend, find_lse, shard_lengths
 from wan_core.parallel.sharded import load_sharded_dit
 from wan_core.parallel.vae import split_pictures
@@ -87,7 +88,8 @@ def trajectory(mesh: str | None, compile: str | None = None, **options) -> tuple
         for name in ("high", "low"):
             compile_blocks(pipe.models.expert(name), CPU, compile)
     result = pipe.generate(asked)
-    return result.latents, torch.from_numpy(result.frames), {**result.report.settings, "notes": result.report.notes}
+    said = {**result.report.settings, "notes": result.report.notes, "held": list(pipe.models.residency.models)}
+    return result.latents, torch.from_numpy(result.frames), said
 
 
 def weights(mesh: str, how: str) -> tuple[list[str], dict[str, int]]:
@@ -263,3 +265,21 @@ def gpu_forward(mesh: str, precision: str, attention: str, compile: str = "off")
     whole = optimize(model, attend=attend, compile=compile, graphs=False)(x, time, text)
     sharded = optimize(model, attend=attend, compile=compile, ranks=ranks, attend_lse=lse)(x, time, text)
     return tuple(float((a - b).norm() / exact.norm()) for a, b in ((whole, exact), (sharded, exact), (sharded, whole)))
+
+
+@torch.no_grad()
+def traffic(mesh: str, heads: int, tokens: int) -> tuple[int, int]:
+    """Bytes that this rank sends for one attention in float32, heads of 8: counted, and by the formula."""
+    ranks, counts = ranks_of(mesh), {"bytes": 0}
+    attend = ShardedAttend(ranks, BACKENDS["math"].load(), find_lse("math", ranks.mesh))
+    attend.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
+    n, row = attend.lengths[ranks.shard], sum(attend.row_lengths())
+    mine = even_parts(heads, ranks.ulysses.size)[ranks.ulysses.index]
+    with exchanges(counts):
+        attend(*torch.randn(3, 1, n, heads, 8))
+    ulysses = 3 * n * (heads - mine) + (row - n) * mine
+    passed = [
+        length for at, length in enumerate(attend.ring_lengths()) if at != (ranks.ring.index + 1) % ranks.ring.size
+    ]
+    ring = 2 * mine * sum(passed) if ranks.ring.size > 1 else 0  # all parts but the one that the next rank has
+    return counts["bytes"], 8 * 4 * (ulysses + ring)

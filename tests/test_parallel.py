@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import parallel_checks
 from parallel_ranks import Ranks
 
 from wan_core.checkpoint import load_dit
+from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
 from wan_core.models import TINY, load_models
 from wan_core.parallel import Mesh
@@ -58,7 +60,10 @@ def equal_on_all(answers, wanted) -> None:
 def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
     """The embedded model has 4 heads, so 3 ranks have 2, 1 and 1; its 180 tokens are 30 to a rank on six."""
     request = {"steps": 4}
-    equal_on_all(ranks.ask("trajectory", mesh=mesh, request=request), alone(request=request))
+    answers = ranks.ask("trajectory", mesh=mesh, request=request)
+    equal_on_all(answers, alone(request=request))
+    assert ["text_encoder" in said["held"] for _, _, said in answers] == [False] * (len(answers) - 1) + [True]
+    assert {said["mesh"] for _, _, said in answers} == {mesh}
 
 
 @pytest.mark.parametrize("mesh", ["1x1x3", "2x2x1", "2x1x3"])
@@ -102,6 +107,14 @@ def test_attention_with_any_heads_and_tokens(ranks, mesh, heads, tokens, batch, 
     assert max(ranks.ask("attention", **given)) < 2e-6
     if "x1x" not in mesh:
         assert max(ranks.ask("attention", **given, both_ways=True)) < 2e-6
+
+
+@pytest.mark.parametrize("mesh", ["1x1x3", "1x3x1", "1x2x2"])
+def test_an_attention_moves_no_more_than_it_must(ranks, mesh):
+    """Ulysses: the heads of others, and their tokens of the output. Ring: every part but the receiver's own. Bytes are
+    those that the benchmark counts."""
+    for counted, formula in ranks.ask("traffic", mesh=mesh, heads=5, tokens=17):
+        assert counted == formula > 0
 
 
 @pytest.mark.parametrize("mesh", ["1x1x4", "1x4x1", "1x2x2"])
@@ -171,3 +184,19 @@ def test_a_picture_in_strips(ranks, mesh, given):
     """Every value, edges between strips included: a missing or doubled halo is an error of a tenth, not of 1e-5."""
     for decoded, encoded in ranks.ask("vae", mesh=mesh, **given):
         assert decoded < ROUNDING and encoded < ROUNDING
+
+
+def test_the_benchmark_measures_several_ranks(tmp_path, monkeypatch):
+    command = ["bench", "--suite", "parallel", "--gpus", "2", "--device", "cpu", "--precision", "fp32", "--runs", "1"]
+    monkeypatch.setattr(sys, "argv", ["wan_core", *command])
+    assert main([*command, "--setting", "forward", "--setting", "load", "--out", str(tmp_path / "rows.json")]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    one, *several = [name for name in rows if name.startswith("plain/sdpa/torch, ")]
+    assert one.endswith("1 GPU") and {rows[name]["mesh"] for name in several} == {"2x1x1", "1x1x2", "1x2x1"}
+    assert all(rows[name]["error"] < 1e-5 and 0 <= rows[name]["exchange_share"] < 1 for name in several)
+    assert {"load both experts, 1 GPU", "load both experts, shared by 2 GPUs"} <= rows.keys()
+
+
+def test_the_benchmark_refuses_gpus_that_are_not_there(capsys):
+    assert main(["bench", "--suite", "parallel", "--gpus", "1", "--device", "cpu"]) != 0
+    assert "it needs 2 or more" in capsys.readouterr().err
