@@ -346,7 +346,7 @@ def test_a_mesh_over_hosts_is_checked_when_they_are_there() -> None:
 
 def test_the_rank_that_failed_is_named_before_those_that_lost_it() -> None:
     def failure(rank: int, said: dict[str, Any] | None, exit: int = 1) -> dict[str, Any]:
-        signal = "SIGKILL" if exit == -9 else None
+        signal = {-9: "SIGKILL", -15: "SIGTERM"}.get(exit)
         return {"rank": rank, "pid": 100 + rank, "exit": exit, "signal": signal, "said": said, "tail": "oh\n\nno\n"}
 
     def said(rank: int, reason: str, text: str) -> dict[str, Any]:
@@ -361,5 +361,8 @@ def test_the_rank_that_failed_is_named_before_those_that_lost_it() -> None:
     assert "9 GiB" in words and "Connection closed" not in words
     words = explain({"failures": [lost, failure(1, None, -9)]}, statuses, 1)
     assert "rank 1 on h (process 101, cpu) was ended by signal 9 (SIGKILL) in decode" in words and "oh | no" in words
+    ended = failure(0, None, -15)  # by the launcher, because another failed
+    assert "rank 0" not in explain({"failures": [ended, failure(1, None, -9)]}, statuses, 1)
+    assert "SIGTERM" in explain({"failures": [ended]}, statuses, 1)
     assert "Connection closed" in explain({"failures": [lost]}, statuses, 1)
     assert "ended with -9" in explain(None, statuses, -9)

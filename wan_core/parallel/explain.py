@@ -66,9 +66,16 @@ def explain(report: dict[str, Any] | None, statuses: Sequence[Mapping[str, Any]]
             return killed + why * (failure["signal"] == "SIGKILL") + last_lines(failure["tail"])
         return f"{name} ended with code {failure['exit']}{where}{last_lines(failure['tail'])}"
 
-    # The others fail because one did: what they say about it comes last.
-    causes = [f for f in failures if f["said"] is None or f["said"]["reason"] != "peer"] or failures
+    # The others fail because one did, or the launcher ends them then: what they say about it comes last.
+    causes = [failure for failure in failures if not _follows(failure)] or failures
     return "; ".join(words(failure) for failure in causes)
+
+
+def _follows(failure: Mapping[str, Any]) -> bool:
+    """Whether a rank failed because another did."""
+    said = failure["said"]
+    return failure["signal"] == "SIGTERM" if said is None else said["reason"] == "peer"
+
 
 
 def last_lines(tail: str) -> str:

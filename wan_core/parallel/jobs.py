@@ -252,7 +252,7 @@ class Jobs:
 
         def note(progress: Progress, seconds: float | None) -> None:
             picture = _middle(progress.preview()) if preview and self.rank.rank == 0 else None
-            ready = None
+            ready = None  # on a GPU: when this step has run and its picture has arrived
             if self.rank.device.type == "cuda":
                 ready = torch.cuda.Event()
                 ready.record()
@@ -270,7 +270,7 @@ class Jobs:
                         "forwards": progress.forwards,
                         "seconds": seconds,
                     },
-                    {} if picture is None else {"preview": picture.float().cpu()},
+                    {} if picture is None else {"preview": picture},
                 )
 
             behind.append(say)
@@ -305,6 +305,9 @@ class Jobs:
 
 
 def _middle(latents: Tensor) -> Tensor:
-    """The middle latent frame [1, C, 1, Y, X] of the first video, of which previews are drawn."""
+    """The middle latent frame float32 [1, C, 1, Y, X] of the first video, of which previews are drawn, on the CPU. From
+    a GPU it is still on its way: waiting for it would mean waiting for all that was launched since."""
     middle = latents.shape[2] // 2
-    return latents[:1, :, middle : middle + 1].clone()
+    frame = latents[:1, :, middle : middle + 1].float()
+    host = torch.empty(frame.shape, pin_memory=frame.is_cuda)
+    return host.copy_(frame, non_blocking=True)

@@ -214,7 +214,8 @@ class Workers:
             except ChannelError:
                 raise self._lost(running, op) from None
             running.heard = time.monotonic()
-            running.statuses = []
+            fresh = {"phase": f"the begin of {op}", "step": 0, "of": 0, "silent": 0.0, "still": 0.0}
+            running.statuses = [{**status, **fresh} for status in running.statuses]
             try:
                 return self._wait(running, number, op, on_event, poll)
             except (WorkerError, OptionError):
