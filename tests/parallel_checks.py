@@ -53,15 +53,13 @@ def places(mesh: str) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def attention(
-    mesh: str, heads: int, tokens: int, batch: int = 1, backend: str = "math", both_ways: bool = False, seed: int = 0
-) -> float:
+def attention(mesh: str, heads: int, tokens: int, batch: int = 1, backend: str = "math", seed: int = 0) -> float:
     """The largest difference between sharded and whole attention of the same random numbers."""
     ranks = ranks_of(mesh)
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, batch, tokens, heads, 8, generator=generator)
     lse = find_lse(backend, ranks.mesh)
-    attend = ShardedAttend(ranks, BACKENDS[backend].load(), lse, both_ways)
+    attend = ShardedAttend(ranks, BACKENDS[backend].load(), lse)
     attend.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
     begin = sum(attend.lengths[: ranks.shard])
     mine = slice(begin, begin + attend.lengths[ranks.shard])
@@ -231,7 +229,7 @@ def sharded_weights(mesh: str) -> tuple[int, list[str]]:
 
 
 @torch.no_grad()
-def gpu_attention(mesh: str, backend: str, heads: int, tokens: int, both_ways: bool = False) -> tuple[float, float]:
+def gpu_attention(mesh: str, backend: str, heads: int, tokens: int) -> tuple[float, float]:
     """Mean errors against fp32 of a backend in bf16 over one sequence: whole, and sharded."""
     ranks = ranks_of(mesh, "cuda")
     generator = torch.Generator(ranks.device).manual_seed(0)
@@ -240,7 +238,7 @@ def gpu_attention(mesh: str, backend: str, heads: int, tokens: int, both_ways: b
     k += 3  # a mean that FP8 has to take off
     attend, lse = BACKENDS[backend].load(), find_lse(backend, ranks.mesh)
     exact = BACKENDS["sdpa"].load()(q.float(), k.float(), v.float())
-    sharded = ShardedAttend(ranks, attend, lse, both_ways)
+    sharded = ShardedAttend(ranks, attend, lse)
     sharded.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
     begin = sum(sharded.lengths[: ranks.shard])
     mine = slice(begin, begin + sharded.lengths[ranks.shard])

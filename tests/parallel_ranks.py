@@ -66,7 +66,7 @@ class Ranks:
 
     def ask(self, check: str, *, mesh: str, **arguments: Any) -> list[Any]:
         """What every rank of `mesh` answers."""
-        cfg, ring, ulysses = map(int, mesh.split("x"))
+        cfg, ring, ulysses = (int(count.rstrip("b")) for count in mesh.split("x"))
         size, environment = cfg * ring * ulysses, None
         if size != self.size:
             environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -99,14 +99,12 @@ def test_compiled_blocks(ranks, alone, mesh, backend):
     equal_on_all(ranks.ask("trajectory", mesh=mesh, request=request, compile=backend), alone(request=request))
 
 
-@pytest.mark.parametrize("mesh", ["1x1x3", "1x3x1", "1x1x4", "1x2x2"])
+@pytest.mark.parametrize("mesh", ["1x1x3", "1x3x1", "1x3bx1", "1x1x4", "1x4bx1", "1x2x2", "1x2bx2"])
 @pytest.mark.parametrize(("heads", "tokens", "batch"), [(5, 17, 1), (4, 13, 2), (40, 19, 1), (8, 16, 2)])
 @pytest.mark.parametrize("backend", ["math", "sdpa"])
 def test_attention_with_any_heads_and_tokens(ranks, mesh, heads, tokens, batch, backend):
     given = {"mesh": mesh, "heads": heads, "tokens": tokens, "batch": batch, "backend": backend, "seed": tokens}
     assert max(ranks.ask("attention", **given)) < 2e-6
-    if "x1x" not in mesh:
-        assert max(ranks.ask("attention", **given, both_ways=True)) < 2e-6
 
 
 @pytest.mark.parametrize("mesh", ["1x1x3", "1x3x1", "1x2x2"])

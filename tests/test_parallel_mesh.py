@@ -16,7 +16,10 @@ from wan_core.parallel.mesh import even_parts
 from wan_core.parallel.ring import merge
 from wan_core.parallel.sequence import find_lse, shard_lengths
 
-MESHES = st.builds(Mesh, st.integers(1, 2), st.integers(1, 4), st.integers(1, 4))
+MESHES = st.builds(
+    lambda cfg, ring, ulysses, both: Mesh(cfg, ring, ulysses, both and ring > 1),
+    st.integers(1, 2), st.integers(1, 4), st.integers(1, 4), st.booleans(),
+)  # fmt: skip
 FP8 = {"fp8_linears": True, "fp8_attention": True}
 
 
@@ -36,7 +39,9 @@ def test_neighbours_in_ulysses_are_neighbours_on_the_host(mesh):
         assert row == list(range(row[0], row[0] + len(row)))
 
 
-@pytest.mark.parametrize("text", ["", "2", "2x2", "3x1x1", "0x1x1", "1x0x1", "1x1x-1", "axbxc", "1x1x1x1", "99999x1x1"])
+@pytest.mark.parametrize(
+    "text", ["", "2", "2x2", "3x1x1", "0x1x1", "1x0x1", "1x1x-1", "axbxc", "1x1x1x1", "99999x1x1", "1x1bx4", "1bx2x1"]
+)
 def test_what_is_no_mesh_is_refused(text):
     with pytest.raises(OptionError, match="mesh"):
         Mesh.parse(text)

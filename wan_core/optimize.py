@@ -35,13 +35,12 @@ def optimize(
     graphs: bool = True,
     ranks: RankMesh | None = None,
     attend_lse: AttendLse | None = None,
-    both_ways: bool = False,
 ) -> WanModel:
     """Apply the options to `model` in place and return it; called again, the new options stand. Parameter names do not
     change.
 
     device: where it will run, if its weights are elsewhere now. graphs: replay small forwards as CUDA graphs. ranks:
-    those that share its forwards, for which a ring needs `attend_lse`, and may go both ways. Linears are quantised
+    those that share its forwards, for which a ring needs `attend_lse`. Linears are quantised
     where weights are read (`load_dit`), so that both precisions never exist side by side.
     """
     device = model.patch_embedding.weight.device if device is None else device
@@ -50,7 +49,7 @@ def optimize(
     DelayedState.install(model, device)
     GraphedBlocks.remove(model)  # what it holds was captured with the old options
     if ranks is not None and ranks.sequence.size > 1:
-        shard_tokens(model, ranks, attend, attend_lse, both_ways=both_ways)
+        shard_tokens(model, ranks, attend, attend_lse)
     elif graphs and device.type == "cuda" and getattr(attend, "capturable", True):
         GraphedBlocks.install(model)
     if compile == "blocks":

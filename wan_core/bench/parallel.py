@@ -28,6 +28,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -175,8 +176,9 @@ class Together:
             for case in [make_case(model, size, stride) for size in self.sizes]:
                 exact = yield from self._alone(setup, case)
                 for mesh in self._meshes(model.config, case.tokens, setup):
-                    for both_ways in (False, True) if mesh.ring > 2 else (False,):
-                        yield self._sharded(setup, case, mesh, both_ways, exact)
+                    yield self._sharded(setup, case, mesh, exact)
+                    if mesh.ring > 2:
+                        yield self._sharded(setup, case, replace(mesh, both_ways=True), exact)
             del model, case, exact
             make_room(self.device)
 
@@ -200,9 +202,9 @@ class Together:
         yield row
         return found.get("output")
 
-    def _sharded(self, setup: Setup, case: Case, mesh: Mesh, both_ways: bool, exact: Tensor | None) -> Row:
+    def _sharded(self, setup: Setup, case: Case, mesh: Mesh, exact: Tensor | None) -> Row:
         ranks, counts = self.on(mesh), {"bytes": 0}
-        name = f"{setup.name}, {mesh.describe().partition(': ')[2]}{', both ways' if both_ways else ''}"
+        name = f"{setup.name}, {mesh.describe().partition(': ')[2]}"
 
         def prepare() -> Callable[[], Tensor]:
             if mesh.cfg == 1:
@@ -213,7 +215,7 @@ class Together:
             return lambda: split.run(guidance.ORDER, one, shape)["cond"]
 
         def run() -> Row:
-            setup.apply(case.model, ranks=ranks, attend_lse=find_lse(setup.attention, mesh), both_ways=both_ways)
+            setup.apply(case.model, ranks=ranks, attend_lse=find_lse(setup.attention, mesh))
             with setup.running():
                 measured = measure(prepare, self.device, self.runs)
                 with exchanges(counts):

@@ -29,20 +29,27 @@ class Mesh:
     cfg: int = 1  # 2: the branches of guidance on different ranks
     ring: int = 1  # keys and values passed around
     ulysses: int = 1  # heads exchanged for tokens
+    both_ways: bool = False  # the ring's keys and values go in both directions
 
     def __post_init__(self) -> None:
         if self.cfg not in (1, 2) or self.ring < 1 or self.ulysses < 1:
             raise OptionError(f"mesh {self} given; cfg must be 1 or 2, ring and ulysses at least 1, for example 2x1x4")
+        if self.both_ways and self.ring == 1:
+            raise OptionError(
+                f"mesh {self} given; a ring of 1 goes nowhere, so it cannot go both ways: leave out the b"
+            )
 
     def __str__(self) -> str:
-        return f"{self.cfg}x{self.ring}x{self.ulysses}"
+        return f"{self.cfg}x{self.ring}{'b' if self.both_ways else ''}x{self.ulysses}"
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """CFGxRINGxULYSSES, for example 2x1x4. Raises OptionError."""
-        if not re.fullmatch(r"\d{1,4}x\d{1,4}x\d{1,4}", text.strip().lower()):
+        """CFGxRINGxULYSSES, for example 2x1x4; with a b behind the ring's number it goes both ways. Raises
+        OptionError."""
+        found = re.fullmatch(r"(\d{1,4})x(\d{1,4})(b?)x(\d{1,4})", text.strip().lower())
+        if found is None:
             raise OptionError(f"mesh {text!r} given; write CFGxRINGxULYSSES, for example 2x1x4, or auto")
-        return cls(*map(int, text.strip().lower().split("x")))
+        return cls(int(found[1]), int(found[2]), int(found[4]), found[3] == "b")
 
     @property
     def size(self) -> int:
@@ -55,7 +62,8 @@ class Mesh:
 
     def describe(self) -> str:
         """`8 GPUs: guidance 2 x ring 2 x ulysses 2`, without what is 1."""
-        parts = [("guidance", self.cfg), ("ring", self.ring), ("ulysses", self.ulysses)]
+        ring = "ring both ways" if self.both_ways else "ring"
+        parts = [("guidance", self.cfg), (ring, self.ring), ("ulysses", self.ulysses)]
         words = " x ".join(f"{name} {count}" for name, count in parts if count > 1)
         return f"{self.size} GPU{'s' if self.size > 1 else ''}{': ' + words if words else ''}"
 

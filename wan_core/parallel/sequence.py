@@ -30,14 +30,12 @@ from wan_core.parallel.ulysses import heads_for_tokens, tokens_for_heads
 FINE = 64  # shards of a video with a timestep for each frame are cut at units of which each has at least so many
 
 
-def shard_tokens(
-    model: WanModel, ranks: RankMesh, attend: Attend, attend_lse: AttendLse | None = None, *, both_ways: bool = False
-) -> None:
+def shard_tokens(model: WanModel, ranks: RankMesh, attend: Attend, attend_lse: AttendLse | None = None) -> None:
     """Make the forward of `model` one of all ranks of a sequence, in place; again, with another backend, too."""
     ShardedBlocks.remove(model)
     if ranks.sequence.size == 1:
         return
-    sharded = find_sharded(ranks, attend, attend_lse, both_ways)
+    sharded = find_sharded(ranks, attend, attend_lse)
     for block in model.blocks:
         block.self_attn.attend = sharded
     model.run_blocks = ShardedBlocks(model, ranks, sharded)
@@ -127,9 +125,9 @@ class ShardedAttend:
 
     capturable = False
 
-    def __init__(self, ranks: RankMesh, attend: Attend, attend_lse: AttendLse | None, both_ways: bool = False) -> None:
+    def __init__(self, ranks: RankMesh, attend: Attend, attend_lse: AttendLse | None) -> None:
         assert ranks.mesh.ring == 1 or attend_lse is not None, "a ring merges parts by their log-sum-exp"
-        self.ranks, self.attend, self.attend_lse, self.both_ways = ranks, attend, attend_lse, both_ways
+        self.ranks, self.attend, self.attend_lse = ranks, attend, attend_lse
         self.lengths: list[int] = []
         self.key = f"sharded{next(_COUNT)}"
         _SHARDED[self.key] = self
@@ -155,7 +153,9 @@ class ShardedAttend:
         if self.attend_lse is None:
             out = self.attend(*heads)
         else:
-            out = ring_attention(heads, self.ring_lengths(), ranks.ring, self.attend_lse, both_ways=self.both_ways)
+            out = ring_attention(
+                heads, self.ring_lengths(), ranks.ring, self.attend_lse, both_ways=ranks.mesh.both_ways
+            )
         return tokens_for_heads(out, q.shape[2], row, ranks.ulysses)
 
 
@@ -188,7 +188,7 @@ class ShardedFp8Attend(ShardedAttend):
         if self.attend_lse is None:
             out = backend.quantized(*quantized(heads)).data  # pyright: ignore[reportFunctionMemberAccess]
         else:
-            out = ring_attention(heads, self.ring_lengths(), ranks.ring, partial, both_ways=self.both_ways)
+            out = ring_attention(heads, self.ring_lengths(), ranks.ring, partial, both_ways=ranks.mesh.both_ways)
         return tokens_for_heads(out, q.data.shape[2], row, ranks.ulysses)
 
 
@@ -196,14 +196,12 @@ _COUNT = itertools.count()
 _SHARDED: weakref.WeakValueDictionary[str, ShardedAttend] = weakref.WeakValueDictionary()
 
 
-def find_sharded(
-    ranks: RankMesh, attend: Attend, attend_lse: AttendLse | None, both_ways: bool = False
-) -> ShardedAttend:
+def find_sharded(ranks: RankMesh, attend: Attend, attend_lse: AttendLse | None) -> ShardedAttend:
     """One object for both experts, which therefore share what is compiled."""
-    key = (attend, attend_lse, both_ways)
+    key = (attend, attend_lse)
     if key not in ranks.made:
         kind = ShardedFp8Attend if hasattr(attend, "quantized") else ShardedAttend
-        ranks.made[key] = kind(ranks, attend, attend_lse, both_ways)
+        ranks.made[key] = kind(ranks, attend, attend_lse)
     return ranks.made[key]
 
 
