@@ -42,7 +42,7 @@ class Speeds:
     ends: float = 1.6e-11  # of a forward, for each token and channel: what is not sharded
 
 
-H200 = Speeds()  # measured: facts in docs/parallel.md
+H200 = Speeds()  # measured there, but for `network` and `ring`
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,16 @@ def all_gather(into: Tensor, part: Tensor, group: Group) -> None:
     gather(into, part, group=group.process)
 
 
+def as_words(x: Tensor) -> Tensor:
+    """x [..., D] as 8-byte numbers [..., D * itemsize / 8], in the same memory if it is laid out for that: kernels copy
+    those several times as fast as bytes. Whether that many fit into D decides, so that all ranks do the same."""
+    count = 8 // x.element_size()
+    if x.shape[-1] % count:
+        return as_bytes(x)
+    fits = x.stride(-1) == 1 and not any(number % count for number in (x.storage_offset(), *x.stride()[:-1]))
+    return (x if fits else x.clone(memory_format=torch.contiguous_format)).view(torch.int64)
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """FP8 as bytes, of which every library knows how to move them; anything else as it is."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan_core.parallel.mesh import Group, as_bytes
+from wan_core.parallel.mesh import Group, as_words
 
 Partial = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """q [B, N, h, D] and some k, v [B, S, h, D] -> output [B, N, h, D] and log-sum-exp float32 [B, h, N]."""
@@ -41,8 +41,8 @@ def ring_attention(
     """
     q, k, v = qkv
     around = _both_ways if both_ways else _one_way
-    parts = [partial(q, *held.unbind()) for held in around(torch.stack([as_bytes(k), as_bytes(v)]), lengths, group)]
-    return merge(parts)
+    packed = torch.stack([as_words(k), as_words(v)])
+    return merge([partial(q, *held.view(k.dtype).unbind()) for held in around(packed, lengths, group)])
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan_core.parallel.mesh import Group, as_bytes, even_parts
+from wan_core.parallel.mesh import Group, as_words, even_parts
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -23,11 +23,12 @@ def heads_for_tokens(qkv: Three, lengths: list[int], group: Group) -> Three:
     """q, k, v [B, n, H, D] -> q, k, v [B, N, h, D], views of what arrived. lengths: tokens of each rank of `group`."""
     if group.process is None:
         return qkv
-    B, n, H, D = qkv[0].shape
+    dtype, words = qkv[0].dtype, [as_words(x) for x in qkv]
+    B, n, H, D = words[0].shape
     heads = even_parts(H, group.size)
     sizes = [n * B * 3 * h * D for h in heads]
-    packed = qkv[0].new_empty(sum(sizes))
-    for i, x in enumerate(qkv):
+    packed = words[0].new_empty(sum(sizes))
+    for i, x in enumerate(words):
         x = x.transpose(0, 1)  # [n, B, H, D]
         if H % group.size == 0:
             into = packed.view(group.size, n, B, 3, heads[0], D)[:, :, :, i]
@@ -38,7 +39,7 @@ def heads_for_tokens(qkv: Three, lengths: list[int], group: Group) -> Three:
     h = heads[group.index]
     arrived = packed.new_empty(sum(lengths), B, 3, h, D)
     all_to_all(arrived.flatten(), packed, [length * B * 3 * h * D for length in lengths], sizes, group)
-    q, k, v = (x.transpose(0, 1) for x in arrived.unbind(2))
+    q, k, v = (x.transpose(0, 1) for x in arrived.view(dtype).unbind(2))
     return q, k, v
 
 
@@ -46,24 +47,19 @@ def tokens_for_heads(out: Tensor, heads_in_all: int, lengths: list[int], group: 
     """The way back of the output: [B, N, h, D] -> [B, n, H, D], contiguous."""
     if group.process is None:
         return out.contiguous()
-    B, _, h, D = out.shape
+    packed = as_words(out.transpose(0, 1).contiguous())  # [N, B, h, D]
+    _, B, h, D = packed.shape
     heads, n = even_parts(heads_in_all, group.size), lengths[group.index]
-    packed = out.transpose(0, 1).contiguous()  # [N, B, h, D]
     sizes = [n * B * some * D for some in heads]
     arrived = packed.new_empty(sum(sizes))
     all_to_all(arrived, packed.flatten(), sizes, [length * B * h * D for length in lengths], group)
     if heads_in_all % group.size == 0:
         joined = arrived.view(group.size, n, B, h, D).permute(2, 1, 0, 3, 4)
-        return joined.flatten(2, 3).contiguous()
+        return joined.flatten(2, 3).contiguous().view(out.dtype)
     pieces = [piece.view(n, B, -1, D) for piece in arrived.split(sizes)]
-    return as_dtype(torch.cat([as_bytes(piece) for piece in pieces], 2), out.dtype).transpose(0, 1).contiguous()
-
-
-def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The way back of `as_bytes`."""
-    return x if x.dtype == dtype else x.view(dtype)
+    return torch.cat(pieces, 2).transpose(0, 1).contiguous().view(out.dtype)
 
 
 def all_to_all(into: Tensor, out: Tensor, arriving: list[int], leaving: list[int], group: Group) -> None:
     """Both flat; counts of numbers by rank."""
-    dist.all_to_all_single(as_bytes(into), as_bytes(out), arriving, leaving, group=group.process)
+    dist.all_to_all_single(into, out, arriving, leaving, group=group.process)
