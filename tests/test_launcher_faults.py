@@ -20,14 +20,22 @@ import pytest
 import torch
 
 from tests.launched import below, memory_of, ranks_below, wait_until, wait_until_gone
+from wan_core import load_text_encoder, load_vae, make_plan
+from wan_core.conditioning import Conditioning, draw_noise, join_image
 from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.images import decode_images, encode_images
 from wan_core.latents import load_latents
-from wan_core.parallel import launcher
+from wan_core.parallel import launcher, remote
 from wan_core.parallel.control import Listener, new_key
 from wan_core.parallel.launcher import WorkerError, Workers
 from wan_core.parallel.options import WorkerOptions
 from wan_core.parallel.remote import RemoteProgress, RemoteResult, generate
-from wan_core.pipeline import Pipeline
+from wan_core.parts import TINY as TINY_FILES
+from wan_core.parts import find_experts
+from wan_core.pipeline import Pipeline, sample_latents
+from wan_core.report import Report
+from wan_core.text.cache import PromptCache
+from wan_core.vae import TileSpec
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and sets limits of other processes"),
@@ -105,6 +113,62 @@ def test_the_same_result_as_one_process_and_fifty_prompts_take_no_more_memory(
     assert max(grown) < 12 * 2**20, grown
 
 
+CPU = torch.device("cpu")
+
+
+def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Workers) -> None:
+    """Text, an image encoded, sampling from image channels, decoding whole and in tiles."""
+    spec = {"path": str(TINY_FILES / "vae.safetensors"), "precision": "auto"}
+    vae, report = load_vae(TINY_FILES / "vae.safetensors", dtype=torch.float32), Report(CPU)
+    images = torch.rand(5, 48, 64, 3, generator=torch.Generator().manual_seed(1))
+    latents = encode_images(vae, images)
+    assert (remote.encode(workers, spec, images) - latents).abs().max() < 1e-4
+    for tile in (None, TileSpec(height=4, width=4, overlap=2)):
+        seen: list[int] = []
+        tiles = None if tile is None else {"height": 4, "width": 4, "overlap": 2}
+        pictures = remote.decode(
+            workers, spec, latents, report, tile=tiles, on_frames=lambda done, total, seen=seen: seen.append(done)
+        )
+        assert (pictures - decode_images(vae, latents, Report(CPU), tile=tile)).abs().max() < 1e-4
+        assert seen == sorted(seen) and seen[-1] == 5
+
+    prompts = [SMALL["prompt"], "", "a green square"]
+    encoder = load_text_encoder(TINY_FILES / "text_encoder.safetensors", dtype=torch.float32)
+    text = {"path": str(TINY_FILES / "text_encoder.safetensors"), "precision": "fp32"}
+    cache = PromptCache()
+    for row, known in zip(
+        remote.encode_text(workers, text, prompts), cache.encode(prompts, lambda: encoder), strict=True
+    ):
+        torch.testing.assert_close(row[None], known, atol=1e-5, rtol=0)
+
+    high, low = (str(TINY_FILES / f"i2v_{name}.safetensors") for name in ("high", "low"))
+    found, plan = find_experts(high, low), make_plan(task="i2v-tiny", steps=4)
+    cond, uncond = cache.encode(prompts[:2], lambda: encoder)
+    concat = join_image(latents, torch.ones_like(latents[:, :1]), found.vae)
+    given = {"cond": cond, "uncond": uncond, "concat": concat}
+    experts = {"high": found.high.load(CPU, torch.float32, None), "low": found.low.load(CPU, torch.float32, None)}
+    noise = draw_noise(7, tuple(latents.shape))
+    alone = sample_latents(plan, experts.__getitem__, Conditioning(**given), noise, found.vae, Report(CPU))
+    model = {"high": high, "low": low, "precision": "fp32", "keep_blocks": 0, "attention": "auto", "compile": "off"}
+    steps: list[tuple[int, tuple[int, ...]]] = []
+    together = remote.sample(
+        workers,
+        {**model, "residency": "auto"},
+        plan,
+        given,
+        shape=latents.shape,
+        seed=7,
+        batched=False,
+        report=report,
+        fps=8,
+        on_step=lambda progress, seconds: steps.append((progress.step.index, tuple(progress.preview().shape))),
+    )
+    assert (together - alone).abs().max() < 1e-4
+    assert steps == [(i, (1, 16, 1, 6, 8)) for i in range(4)]
+    assert report.phases["denoise high"].steps + report.phases["denoise low"].steps == 4
+    assert report.settings["mesh"] == MESH
+
+
 def test_a_rank_killed_in_a_step(workers: Workers) -> None:
     pids = ranks(workers)
     words = failure(workers, 20, **LONG, on_step=at_step(3, lambda: os.kill(pids[1], signal.SIGKILL)))
@@ -118,6 +182,15 @@ def test_the_rank_that_talks_killed_in_a_step(workers: Workers) -> None:
     pids = ranks(workers)
     words = failure(workers, 20, **LONG, on_step=at_step(3, lambda: os.kill(pids[0], signal.SIGKILL)))
     assert f"(process {pids[0]}, cpu) was ended by signal 9" in words
+
+
+def test_a_rank_killed_between_prompts_costs_no_prompt(workers: Workers) -> None:
+    pids = ranks(workers)
+    assert workers.call("ping")[0]["kind"] == "pong"
+    os.kill(pids[1], signal.SIGKILL)
+    wait_until_gone(below(os.getpid()))
+    wait_until(lambda: not workers.is_running, 5, "the end of the ranks is not noticed")
+    assert run(workers).frames.std() > 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -77,7 +77,6 @@ def _follows(failure: Mapping[str, Any]) -> bool:
     return failure["signal"] == "SIGTERM" if said is None else said["reason"] == "peer"
 
 
-
 def last_lines(tail: str) -> str:
     lines = [line for line in tail.splitlines() if line.strip()]
     return f"; its last words: {' | '.join(lines[-3:])[:500]}" if lines else ""

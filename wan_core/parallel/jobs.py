@@ -184,6 +184,7 @@ class Jobs:
     def text(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Prompts to rows [B, L, dim], zeros at the end. One rank has the encoder."""
         spec, device, rows = header["text_encoder"], self.rank.device, None
+        self.phase("text")
         if self.rank.rank == text_rank(self.everyone):
             dtype = compute_dtype(spec["precision"], device)
 

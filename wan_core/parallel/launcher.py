@@ -243,7 +243,7 @@ class Workers:
             if header.get("number") != number:
                 continue  # the answer to what was interrupted
             kind = header["kind"]
-            if kind == "result":
+            if kind in ("result", "pong"):
                 return header, tensors
             if kind == "error":
                 text = header["text"]
@@ -263,7 +263,7 @@ class Workers:
             self._wait(running, number, op, lambda header, tensors: None, lambda: None)
 
     def _connect(self, poll: Callable[[], None]) -> _Running:
-        """Ranks that are ready."""
+        """Ranks that are ready. What `poll` raises leaves them starting, for the next request."""
         self.start()
         running = self._running
         assert running is not None
@@ -299,9 +299,6 @@ class Workers:
             tail = tail_of(running.folder)
             self._drop()
             raise WorkerError(f"{words}{tail}") from None
-        except BaseException:
-            self._drop()
-            raise
 
     # ---------------------------------------------------------------------------------------------------- what is wrong
 
