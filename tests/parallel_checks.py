@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan_core.attention.registry import BACKENDS
 from wan_core.bench.parallel import exchanges
+from wan_core.cache.residual import Program, ResidualCache, instead_of_blocks
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.random import random_module
 from wan_core.config import (
@@ -281,3 +282,18 @@ def traffic(mesh: str, heads: int, tokens: int) -> tuple[int, int]:
     ]
     ring = 2 * mine * sum(passed) if ranks.ring.size > 1 else 0  # all parts but the one that the next rank has
     return counts["bytes"], 8 * 4 * (ulysses + ring)
+
+
+@torch.no_grad()
+def cached_tokens(mesh: str) -> tuple[int, int, bool]:
+    """Tokens whose residual this rank keeps, those of its shard, and whether the blocks are as before afterwards."""
+    ranks = ranks_of(mesh)
+    model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
+    optimize(model, attend=BACKENDS["sdpa"].load(), ranks=ranks, attend_lse=find_lse("sdpa", ranks.mesh))
+    before = model.run_blocks.run_shard
+    cache = ResidualCache({"cond": Program(slots=1, store={0: 0}, use={})})
+    with instead_of_blocks(model, cache.around):
+        cache.expect(0, ("cond",), False)
+        model(torch.randn(1, 16, 5, 10, 14), torch.tensor([500.0]), torch.randn(1, 4, model.config.text_dim))
+    lengths, _ = shard_lengths(5 * 5 * 7, 1, ranks.mesh.shards)
+    return cache.buffers["cond"].shape[2], lengths[ranks.shard], model.run_blocks.run_shard is before

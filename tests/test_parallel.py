@@ -75,6 +75,11 @@ def test_magcache_and_another_size_and_token_counts_that_do_not_divide(ranks, al
     assert forwards and all(forwards[0] in notes["notes"] for _, _, notes in answers)
 
 
+@pytest.mark.parametrize("mesh", ["1x1x3", "1x2x2"])
+def test_caches_keep_a_shard(ranks, mesh):
+    assert all(kept == mine and same for kept, mine, same in ranks.ask("cached_tokens", mesh=mesh))
+
+
 @pytest.mark.parametrize("request_", [{"skip": "guidance"}, {"guidance_low": 1.0}], ids=["an interval", "one expert"])
 def test_steps_without_guidance_leave_the_branches_where_they_are(ranks, alone, request_):
     """Some steps have one branch only; MagCache's residuals of it must be where it runs next."""
