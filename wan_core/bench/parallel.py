@@ -75,7 +75,7 @@ def parallel_rows(
     if count < 2 or (cuda and count > torch.cuda.device_count()):
         there = f"{torch.cuda.device_count()} are there" if cuda else "a CPU takes any number of ranks"
         raise OptionError(f"{count} GPUs given to the suite parallel; it needs 2 or more, and {there}")
-    details |= {"gpus": count}
+    details |= {"gpus": count, "layers": options.layers or "all"}
     setups = options.setup or (DEFAULT_SETUPS if cuda else CPU_SETUPS)
     given = {
         "name": name, "sizes": sizes, "setups": list(setups), "layers": options.layers, "runs": options.runs or 2,
@@ -217,14 +217,13 @@ class Together:
         def run() -> Row:
             setup.apply(case.model, ranks=ranks, attend_lse=find_lse(setup.attention, mesh))
             with setup.running():
-                measured = measure(prepare, self.device, self.runs)
                 with exchanges(counts):
-                    measure(prepare, self.device, 1)
+                    measured = measure(prepare, self.device, self.runs)
                 with exchanges(None):
-                    without = measure(prepare, self.device, self.runs)
+                    without = measure(prepare, self.device, 1)
             seconds = measured.median / mesh.cfg
             row: Row = {"tokens": case.tokens, "gpus": self.count, "mesh": str(mesh), **measured.numbers()}
-            row |= {"seconds": round(seconds, 5), "moved_gib": round(counts["bytes"] / 2 / GIB, 3)}  # counted in two
+            row |= {"seconds": round(seconds, 5), "moved_gib": round(counts["bytes"] / (self.runs + 1) / GIB, 3)}
             row["exchange_share"] = round(max(0.0, 1 - without.median / measured.median), 4)
             if exact is not None:
                 row["error"] = relative_error(measured.output, exact)

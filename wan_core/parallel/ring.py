@@ -52,9 +52,10 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     # softmax over the parts: exp(lse - largest) / sum, which is numerators over one maximum, divided once
     weights = torch.stack([lse for _, lse in parts]).softmax(0).transpose(2, 3)[..., None]  # [R, B, N, h, 1]
     dtype = parts[0][0].dtype
-    total = torch.zeros_like(parts[0][0], dtype=torch.float32)
-    for (out, _), weight in zip(parts, weights, strict=True):
-        total.addcmul_(out.to(torch.bfloat16) if dtype.itemsize == 1 else out, weight)  # E4M3 is exact in bf16
+    outs = [out.to(torch.bfloat16) if dtype.itemsize == 1 else out for out, _ in parts]  # E4M3 is exact in bf16
+    total = outs[0] * weights[0]  # float32, as the weights are
+    for out, weight in zip(outs[1:], weights[1:], strict=True):
+        total.addcmul_(out, weight)
     return total.to(dtype)
 
 
