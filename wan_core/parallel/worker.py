@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import gc
 import json
 import os
 import queue
@@ -314,6 +315,7 @@ def serve(rank: Rank) -> None:
             return
         fault = _answer(rank, jobs, header, tensors)
         del header, tensors
+        gc.collect()  # cycles would hold a GPU's memory until some later collection
         if fault is not None:
             if not rank.all_failed(True):
                 rank.fail(fault)
