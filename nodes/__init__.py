@@ -7,6 +7,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
 from .loaders import WanCoreModelLoader, WanCoreTextEncoderLoader, WanCoreVAELoader
+from .lora import WanCoreLoRA
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
@@ -38,6 +39,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreGuidanceSchedule,
     WanCoreCalibrate,
     WanCoreCompare,
+    WanCoreLoRA,
     WanCoreLauncher,
 ]
 

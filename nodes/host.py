@@ -54,8 +54,17 @@ def to_intermediate(tensor: Tensor) -> Tensor:
 
 def model_names(folder: str) -> list[str]:
     """What ComfyUI finds in a kind of model folder; the shards of a model appear as the folder that holds them."""
-    names = folder_paths.get_filename_list(folder)
+    names = [*folder_paths.get_filename_list(folder), *_gguf_names(folder)]
     return list(dict.fromkeys(_whole(name) for name in names))
+
+
+def _gguf_names(folder: str) -> list[str]:
+    """GGUF files, which ComfyUI does not list: packs that do so use lists of their own."""
+    found: set[str] = set()
+    for root in folder_paths.get_folder_paths(folder):
+        names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
+        found.update(folder_paths.filter_files_extensions(names, [".gguf"]))
+    return sorted(found)
 
 
 def _whole(name: str) -> str:

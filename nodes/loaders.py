@@ -17,10 +17,11 @@ from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.checkpoint.detect import empty_module
 from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, DiTConfig, OptionError, check_choice
 from wan_core.model import WanModel
-from wan_core.models import compute_dtype, find_quantization, precision_of
+from wan_core.models import compute_dtype, find_quantization, holding, precision_of
 from wan_core.optimize import check_compile, optimize, optimize_vae
 from wan_core.parts import TINY, Experts, Part, find_experts, recognise
 from wan_core.preview import RGBMap, fit_map, map_of_channels
+from wan_core.quant.packed import PRECISION as PACKED
 from wan_core.quant.swap import Quantization, quantized_names, swap_linears
 from wan_core.vae import VideoVAE
 
@@ -63,7 +64,8 @@ def fingerprint(*paths: Path) -> list[tuple[str, int]]:
 
 def words_of(part: Part, computing: str) -> str:
     size = f"{part.parameters / 1e9:.1f} billion" if part.parameters >= 1e9 else f"{part.parameters / 1e6:.2f} million"
-    return f"{part.source}: {size} parameters, {name_of(part.stored)}, computing in {computing}"
+    stored = name_of(part.stored) if part.packed is None else part.packed.fmt
+    return f"{part.source}: {size} parameters, {stored}, computing in {computing}"
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -108,7 +110,8 @@ class WanCoreModelLoader(io.ComfyNode):
                     "precision",
                     options=list(PRECISIONS),
                     default="checkpoint",
-                    tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU; fp16 is "
+                    tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and weights "
+                    "that the file packs (GGUF, NVFP4, MXFP8) stay packed in memory; fp16 is "
                     "never used, because Wan's activations overflow in it. 'fp8' multiplies the blocks' matrices in "
                     "FP8, faster and in half the memory, with a scale for every row ('-tensor', '-block': for those); "
                     "it needs a GPU with FP8 units (Ada or newer, for '-block' Hopper). 'te-...' does so with the "
@@ -207,8 +210,9 @@ class WanCoreModelLoader(io.ComfyNode):
         found = find_experts(*paths)
         spec = {"high": paths[0], "low": (*paths, None)[1], "precision": precision, "keep_blocks": keep_blocks}
         spec |= {"attention": attention, "compile": compile, "residency": residency}
-        precision = precision_of(precision, found.high, device)
-        quantization = _quantization(precision, keep_blocks, found.dit, device)
+        stored = precision == "checkpoint"
+        precision = precision_of(precision, found.high, device, found.low)
+        quantization = _quantization(precision, keep_blocks, found.dit, stored, device)
         dtype = compute_dtype(precision, device)
         chosen, attend = _attention(attention, precision, found.dit, device)
         held = partial(
@@ -233,12 +237,17 @@ def _paths(high: str, low: str) -> list[Path]:
 
 
 def _quantization(
-    precision: str, keep_blocks: int, dit: DiTConfig | None, device: torch.device | None = None
+    precision: str,
+    keep_blocks: int,
+    dit: DiTConfig | None,
+    as_stored: bool = False,
+    device: torch.device | None = None,
 ) -> Quantization | None:
     """How the linears are held; None where they are not quantised. Raises OptionError for what this device or, if it is
     known, the model does not allow."""
-    check_choice("precision", precision, PRECISIONS)
-    quantization = find_quantization(precision, device or host.device(), keep_blocks)
+    if not as_stored:  # then it is what the checkpoint asks for
+        check_choice("precision", precision, PRECISIONS)
+    quantization = find_quantization(precision, device or host.device(), keep_blocks, as_stored=as_stored)
     if quantization is not None and dit is not None:
         quantization.names(dit)  # refuses to keep more blocks than there are
         block = replace(dit, num_layers=1)  # all have the same shapes
@@ -271,6 +280,8 @@ def _tiny_map() -> RGBMap:
 
 
 def _computing(dtype: torch.dtype, precision: str, keep_blocks: int) -> str:
+    if precision == PACKED:
+        return f"{name_of(dtype)}, weights as they are stored"
     if precision not in QUANTIZED:
         return name_of(dtype)
     kept = f" but the first and last {keep_blocks}" if keep_blocks else ""
@@ -306,14 +317,15 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
                     "text_encoder",
                     options=[*embedded("text_encoder"), *host.model_names("text_encoders")],
                     default=TINY_T2V,
-                    tooltip="UMT5 in models/text_encoders, in the official, Diffusers or ComfyUI layout. Files without "
-                    "a tokenizer inside need spiece.model beside them.",
+                    tooltip="UMT5 in models/text_encoders, in the official, Diffusers or ComfyUI layout, or GGUF. "
+                    "Files without a tokenizer inside need spiece.model beside them.",
                 ),
                 io.Combo.Input(
                     "precision",
                     options=list(PLAIN),
                     default="checkpoint",
-                    tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU.",
+                    tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and packed "
+                    "weights (GGUF, FP8 with scales) stay packed in memory.",
                 ),
                 workers_input(),
             ],
@@ -333,8 +345,10 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
     @classmethod
     def execute(cls, text_encoder: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
         part = cls._part(text_encoder)
-        dtype = compute_dtype(precision, host.device() if workers is None else workers.device)
-        held, words = host.Held("text encoder", part, dtype), words_of(part, name_of(dtype))
+        device = host.device() if workers is None else workers.device
+        dtype = compute_dtype(precision, device)
+        kept, words = holding(part, None, precision == "checkpoint", device), words_of(part, name_of(dtype))
+        held = host.Held("text encoder", part, dtype, quantization=kept)
         if workers is None:
             return io.NodeOutput(TextSocket(held), ui=ui.PreviewText(words))
         spec = {"path": str(part.path), "precision": precision}

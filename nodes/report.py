@@ -10,7 +10,7 @@ from wan_core.plan import Expert
 from wan_core.report import Report
 
 from .pictures import as_image, shown
-from .sampling import plan_inputs, plan_of
+from .sampling import plan_inputs, plan_of, preset_input
 from .sockets import MODEL, REPORT, SKIPPING, ModelSocket
 
 
@@ -47,6 +47,7 @@ class WanCorePlanPreview(io.ComfyNode):
                     tooltip="TI2V-5B alone: the video starts from an image, for which MagCache goes by a curve of its "
                     "own.",
                 ),
+                preset_input(),
             ],
             outputs=[
                 io.Image.Output("image", display_name="image", tooltip="The plan, drawn."),
@@ -68,6 +69,7 @@ class WanCorePlanPreview(io.ComfyNode):
         seconds_per_forward: float = 0,
         skipping: None = None,
         from_image: bool = False,
+        preset: str = "auto",
     ) -> float:
         return seconds_per_forward or float("nan")  # a measured pace changes with every run: never cached
 
@@ -84,8 +86,10 @@ class WanCorePlanPreview(io.ComfyNode):
         seconds_per_forward: float,
         skipping: SkipOptions | None = None,
         from_image: bool = False,
+        preset: str = "auto",
     ) -> io.NodeOutput:
-        plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver, skipping, from_image)
+        numbers = steps, shift, boundary, guidance_high, guidance_low, solver
+        plan = plan_of(model, *numbers, skipping, from_image, preset)
         given: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
         pace = given if seconds_per_forward else model.pace
         image = as_image(draw_plan(plan, plan.estimate(pace)))

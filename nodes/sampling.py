@@ -14,7 +14,8 @@ from wan_core.config import GUIDANCE_MODES, SkipOptions
 from wan_core.denoise import Progress, choose_batched
 from wan_core.drawing import clock
 from wan_core.pipeline import sample_latents
-from wan_core.plan import MAX_STEPS, SCHEDULES, Expert, Plan, make_plan
+from wan_core.plan import MAX_STEPS, SCHEDULES, Expert, Plan
+from wan_core.presets import CHOICES, preset_plan
 from wan_core.report import Phase, Report
 
 from . import host
@@ -81,6 +82,19 @@ def plan_inputs() -> list[Any]:
     ]
 
 
+def preset_input() -> Any:
+    """Appended where `plan_inputs` are."""
+    return io.Combo.Input(
+        "preset",
+        options=list(CHOICES),
+        default="auto",
+        optional=True,
+        tooltip="Settings of step-distilled weights, for numbers left at 0: few Euler steps, no guidance, half of the "
+        "steps for each expert ('-guided': guidance for the high-noise one). 'auto': where the name or metadata of a "
+        "LoRA or model says that it is distilled.",
+    )
+
+
 def plan_of(
     model: ModelSocket,
     steps: int,
@@ -91,19 +105,24 @@ def plan_of(
     solver: str,
     skipping: SkipOptions | None = None,
     image: bool = False,
+    preset: str = "auto",
 ) -> Plan:
-    """The plan for widgets in which 0 stands for the model's own number. image: TI2V starts from one."""
-    plan = make_plan(
+    """The plan for widgets in which 0 stands for the model's own number, and `unipc` too where a preset says otherwise.
+    image: TI2V starts from one."""
+    high, low = model.experts.high.path, model.experts.low.path if model.experts.low else None
+    loras = model.lora_files
+    plan = preset_plan(
+        preset,
+        [path for path in (*loras, high, low) if path is not None],
         task=model.experts.task.name,
         steps=steps or None,
         shift=shift or None,
-        boundary=boundary or model.experts.task.boundary,
+        boundary=boundary or (None if model.experts.low else model.experts.task.boundary),
         guidance_high=guidance_high or None,
         guidance_low=guidance_low or None,
-        solver=solver,
+        solver=None if solver == "unipc" else solver,
     )
-    low = model.experts.low
-    return skip_forwards(plan, skipping, model.experts.high.path, low.path if low else None, image=image)
+    return skip_forwards(plan, skipping, high, low, image=image, loras=loras)
 
 
 class WanCoreSampler(io.ComfyNode):
@@ -143,6 +162,7 @@ class WanCoreSampler(io.ComfyNode):
                     tooltip="Which forwards need not run, from WanCore MagCache and its like. Nothing connected: every "
                     "one runs.",
                 ),
+                preset_input(),
             ],
             outputs=[
                 io.Latent.Output("latent_out", display_name="latent", tooltip="Finished, for any VAE Decode."),
@@ -166,9 +186,10 @@ class WanCoreSampler(io.ComfyNode):
         solver: str,
         guidance_mode: str,
         skipping: SkipOptions | None = None,
+        preset: str = "auto",
     ) -> io.NodeOutput:
         image = "noise_mask" in latent
-        plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver, skipping, image)
+        plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver, skipping, image, preset)
         conditioning, text_seconds = join(positive, negative, latent, model.experts, plan)
         shape = tuple(latent["samples"].shape)
         tokens = model.experts.dit.tokens(*shape[2:])
@@ -227,6 +248,7 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
         "task": plan.task,
         "models": {"high": high.source, **({"low": low.source} if low else {})},
         "precision": dict.fromkeys(model.held, model.precision),
+        **({"loras": _loras(model)} if model.lora_files else {}),
         "size": [shape[4] * config.spatial_stride, shape[3] * config.spatial_stride],
         "frames": config.temporal_stride * (shape[2] - 1) + 1,
         "steps": len(plan.steps),
@@ -239,4 +261,12 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
         "attention": model.attention,
         "compile": model.compile,
         "residency": model.residency,
+    }
+
+
+def _loras(model: ModelSocket) -> dict[str, str]:
+    return {
+        expert: ", ".join(f"{one.lora.where} {one.strength:g}" for one in wanted)
+        for expert, wanted in model.loras.items()
+        if wanted
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from comfy_api.latest import io
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError, VAEConfig
 from wan_core.images import decode_images, encode_images
+from wan_core.lora import AppliedLoras, Wanted, lora_bytes
 from wan_core.model import WanModel
 from wan_core.models import decode_bytes, forward_bytes
 from wan_core.parts import Experts
@@ -47,14 +49,21 @@ class ModelSocket:
     residency: str
     rgb: RGBMap | None
     pace: dict[Expert, float] = field(default_factory=dict)
+    loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
     workers: Any = None  # WorkersSocket: they load and run it, by `spec`
     spec: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def lora_files(self) -> list[Path]:
+        """Those that count for something."""
+        return [Path(one.key[0]) for wanted in self.loras.values() for one in wanted if one.strength]
 
     def acquire(self, expert: Expert, tokens: int, report: Report, kept: int = 0) -> WanModel:
         """The expert, on the device; a load is timed as a phase of `report`. kept: bytes of residuals beside it."""
         if self.workers is not None:
             raise OptionError("workers hold this model, and this node needs it here: use a loader without workers")
-        held, memory = self.held[expert], forward_bytes(self.experts.dit, tokens) + kept
+        loras = self.loras.get(expert if self.experts.low else "high", ())
+        held, memory = self.held[expert], forward_bytes(self.experts.dit, tokens) + kept + lora_bytes(loras)
         together = list(dict.fromkeys(self.held.values())) if self.residency == "resident" else [held]
         if self.residency == "swap" and not held.is_loaded:
             host.evict_all()
@@ -64,7 +73,9 @@ class ModelSocket:
             host.show(f"loading the {held.name} ...")
             with report.phase(f"load {expert}"):
                 host.load(together, memory)
-        return cast(WanModel, held.model.content)
+        model = cast(WanModel, held.model.content)
+        AppliedLoras.of(model).apply(loras)  # also none: another branch of the workflow may have left some
+        return model
 
 
 class TextSocket:

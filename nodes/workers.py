@@ -12,6 +12,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.conditioning import Conditioning
+from wan_core.config import LoraOptions
 from wan_core.models import decode_bytes
 from wan_core.parallel import remote
 from wan_core.parallel.launcher import Workers
@@ -56,10 +57,16 @@ class WorkersSocket:
     ) -> Tensor:
         """As `pipeline.sample_latents`."""
         count = len(self.workers.options.devices)
+        loras = [
+            asdict(LoraOptions(path=str(one.key[0]), strength=one.strength, expert=expert))
+            for expert, wanted in model.loras.items()
+            for one in wanted
+            if one.strength
+        ]
         given = {f.name: getattr(conditioning, f.name) for f in fields(conditioning)}
         return remote.sample(
             self.ready(sum(held.size for held in set(model.held.values()))),
-            model.spec,
+            {**model.spec, "loras": loras},
             plan,
             {name: value for name, value in given.items() if value is not None},
             shape=shape,

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint import CheckpointError, load_dit, load_text_encoder, save
+from wan_core.checkpoint.layouts_text import _BLOCK_MODULES
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
 from wan_core.config import DiTConfig
 from wan_core.kernels.formats import FP8, quantize_reference
-from wan_core.models import precision_of
+from wan_core.models import holding, precision_of
 from wan_core.parts import TINY, Part, recognise
 from wan_core.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear, encode_blocks
+from wan_core.quant.packed import PackedLinear
 from wan_core.quant.swap import Quantization, quantized_names
 from wan_core.quant.transformer_engine import TECurrentLinear
 
@@ -137,11 +139,17 @@ def test_damage_is_said(tmp_path: Path) -> None:
     state, _ = scaled("number", "scale_weight")
     one = "blocks.1.ffn.0"
     assert "without a scale" in refusal({n: t for n, t in state.items() if n != f"{one}.scale_weight"}, tmp_path)
+    for spelling in ("scale_weight", "weight_scale"):
+        every, _ = scaled("number", spelling)
+        bare = {n: t for n, t in every.items() if not n.endswith(spelling)}
+        assert "without a scale" in refusal(bare, tmp_path), "a marker or a description says that there are some"
     assert "without a weight" in refusal(state | {"blocks.7.ffn.0.scale_weight": torch.ones(())}, tmp_path)
     assert "shape" in refusal(state | {f"{one}.scale_weight": torch.ones(3)}, tmp_path)
     other, _ = scaled("number", "weight_scale")
-    text = torch.tensor(list(json.dumps({"format": "nvfp4"}).encode()), dtype=torch.uint8)
-    assert "quantised" in refusal(other | {f"{one}.comfy_quant": text}, tmp_path)
+    unknown = torch.tensor(list(json.dumps({"format": "int8_tensorwise"}).encode()), dtype=torch.uint8)
+    assert "quantised" in refusal(other | {f"{one}.comfy_quant": unknown}, tmp_path)
+    nvfp4 = torch.tensor(list(json.dumps({"format": "nvfp4"}).encode()), dtype=torch.uint8)
+    assert "weight_scale_2 is missing" in refusal(other | {f"{one}.comfy_quant": nvfp4}, tmp_path)
     assert "quantised" in refusal(other | {f"{one}.weight_scale_2": torch.ones(())}, tmp_path)
 
 
@@ -167,3 +175,89 @@ def test_the_command_writes_what_the_loader_reads(tmp_path: Path, capsys: pytest
     assert all(torch.equal(found[name].float(), value.float()) for name, value in wanted.items())
     assert out.stat().st_size < 0.75 * sum(v.numel() * 2 for v in load_dit(source).state_dict().values())
     assert main(["quantize", str(source), str(out), "--precision", "bf16"]) == 2
+
+
+@pytest.mark.parametrize("spelling", ["scale_weight", "weight_scale"])
+def test_layers_that_are_kept_in_a_higher_precision_stay_so(tmp_path: Path, spelling: str) -> None:
+    """Where the checkpoint decides: queries, keys and values together, because they share their input."""
+    state, meant = scaled("number", spelling)
+    kept = ("blocks.0.ffn.2", "blocks.1.self_attn.k", "blocks.1.cross_attn.v")
+    for name in kept:
+        for last in ("scale_weight", "weight_scale", "scale_input", "comfy_quant"):
+            state.pop(f"{name}.{last}", None)
+        state[f"{name}.weight"] = plain()[f"{name}.weight"]
+        meant[f"{name}.weight"] = plain()[f"{name}.weight"].float()
+    path = tmp_path / "mixed.safetensors"
+    write_safetensors(state, path, {})
+    wide = load_dit(path, dtype=torch.float32)
+    assert all(torch.equal(value, meant[name]) for name, value in wide.state_dict().items())
+    stored = Quantization(Fp8RowLinear, CPU, as_stored=True)
+    model = load_dit(path, dtype=torch.float32, quantization=stored)
+    as_they_were = {*kept, "blocks.1.self_attn.q", "blocks.1.self_attn.v"}
+    assert {name for name, m in model.named_modules() if isinstance(m, Fp8RowLinear)} == NAMES - as_they_were
+    for name in as_they_were:
+        assert torch.equal(model.get_submodule(name).weight, meant[f"{name}.weight"])
+    x, time, text = torch.randn(1, 16, 2, 8, 8), torch.tensor([500.0]), torch.randn(1, 4, 48)
+    found, expected = model(x, time, text), wide(x, time, text)
+    assert float((found - expected).norm() / expected.norm()) < 0.08
+    every = load_dit(path, dtype=torch.float32, quantization=Quantization(Fp8RowLinear, CPU))
+    assert sum(isinstance(m, Fp8RowLinear) for m in every.modules()) == len(NAMES)
+    part = recognise(path, "dit", load_dit)
+    assert part.bytes(torch.bfloat16, Quantization(Fp8RowLinear, CPU)) < part.bytes(torch.bfloat16, stored)
+
+
+def test_e5m2_and_a_description_in_the_notes(tmp_path: Path) -> None:
+    """E5M2 is multiplied out, and encoded anew as what the products take; layers may be named in the notes alone."""
+    state, meant, layers = {}, {}, {}
+    for name, value in plain().items():
+        linear = name.rpartition(".")[0]
+        state[name], meant[name] = value, value.float()
+        if linear in NAMES and name.endswith(".weight"):
+            scale = value.float().abs().amax() / 57344
+            state[name], state[f"{linear}.weight_scale"] = (value.float() / scale).to(torch.float8_e5m2), scale
+            meant[name], layers[linear] = state[name].float() * scale, {"format": "float8_e5m2"}
+    notes = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+    write_safetensors(state, tmp_path / "e5m2.safetensors", notes)
+    wide = load_dit(tmp_path / "e5m2.safetensors", dtype=torch.float32).state_dict()
+    assert all(torch.equal(wide[name], value) for name, value in meant.items())
+    model = load_dit(tmp_path / "e5m2.safetensors", dtype=torch.bfloat16, quantization=Quantization(Fp8RowLinear, CPU))
+    assert model.get_submodule("blocks.0.ffn.0").weight.dtype == FP8
+
+
+@pytest.mark.parametrize("spelling", ["scale_weight", "weight_scale"])
+@torch.no_grad()
+def test_the_text_encoder_that_everybody_has(tmp_path: Path, spelling: str) -> None:
+    """As `umt5_xxl_fp8_e4m3fn_scaled`: Hugging Face's names, matrices in FP8, the table and the norms in 16 bits, the
+    tokenizer as a tensor. It can stay as it is in memory."""
+    encoder = load_text_encoder(TINY / "text_encoder.safetensors")
+    names = {f"{ours}.weight": f"{theirs}.weight" for theirs, ours in _BLOCK_MODULES.items()}
+    state: dict[str, Tensor] = {"spiece_model": torch.frombuffer(bytearray(encoder.tokenizer.proto), dtype=torch.uint8)}
+    meant: dict[str, Tensor] = {}
+    if spelling == "scale_weight":
+        state["scaled_fp8"] = torch.zeros(2).to(FP8)
+    for ours, value in encoder.encoder.state_dict().items():
+        meant[ours] = value.half().float()
+        if not ours.startswith("blocks."):
+            theirs = {"token_embedding.weight": "shared.weight", "norm.weight": "encoder.final_layer_norm.weight"}[ours]
+            state[theirs] = value.half()
+            continue
+        _, block, rest = ours.split(".", 2)
+        theirs = f"encoder.block.{block}.{names[rest]}"
+        state[theirs] = value.half()
+        if value.ndim == 2 and "pos_embedding" not in ours:
+            state[theirs], scale = quantize_reference(value.float(), "tensor")
+            state[theirs.replace("weight", spelling) if spelling != "weight_scale" else f"{theirs}_scale"] = scale
+            meant[ours] = state[theirs].float() * scale
+    path = tmp_path / "umt5.safetensors"
+    write_safetensors(state, path, {})
+    wide = load_text_encoder(path, dtype=torch.float32)
+    assert all(torch.equal(value, meant[name]) for name, value in wide.encoder.state_dict().items())
+    part = recognise(path, "text_encoder", load_text_encoder)
+    held = part.load(CPU, torch.float32, Quantization(PackedLinear, CPU))
+    linears = [m for m in held.modules() if isinstance(m, PackedLinear)]
+    assert len(linears) == 7 * encoder.encoder.config.num_layers and {m.packing for m in linears} == {"fp8"}
+    prompts = ["a red circle moving right", ""]
+    assert torch.equal(held.encode(prompts), wide.encode(prompts))
+    parameters = sum(p.nbytes for p in held.parameters())
+    assert abs(part.bytes(torch.float32, Quantization(PackedLinear, CPU)) - parameters) <= 4 * len(linears)
+    assert holding(part, None, True, CPU) is not None and holding(part, None, False, CPU) is None

@@ -47,7 +47,7 @@ def modules() -> dict[str, types.ModuleType]:
         "comfy.model_patcher": {"ModelPatcher": object},
         "comfy.utils": {"ProgressBar": object},
         "comfy_execution.utils": {"get_executing_context": None},
-        "folder_paths": {"get_filename_list": lambda folder: FILES.get(folder, [])},
+        "folder_paths": {"get_filename_list": lambda folder: FILES.get(folder, []), "get_folder_paths": lambda _: []},
         "server": {"PromptServer": object},
     }
     io = types.SimpleNamespace(**{name: Recorder(kind) for name, kind in TYPES.items()})

@@ -41,3 +41,11 @@ def test_the_registry_takes_the_name() -> None:
     """ComfyUI's registry refuses names that contain its own; https://docs.comfy.org/registry/specifications."""
     assert "comfyui" not in PROJECT["project"]["name"].lower()
     assert {"PublisherId", "DisplayName", "Icon", "requires-comfyui"} <= PROJECT["tool"]["comfy"].keys()
+
+
+def test_every_asset_is_installed() -> None:
+    package = ROOT / "wan_core"
+    listed = {
+        path for pattern in PROJECT["tool"]["setuptools"]["package-data"]["wan_core"] for path in package.glob(pattern)
+    }
+    assert {path for path in (package / "assets").rglob("*") if path.is_file()} <= listed

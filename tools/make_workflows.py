@@ -183,6 +183,28 @@ def fewer_forwards(flow: Workflow) -> None:
     flow.add("PreviewImage", images=compared["image"], space=300)
 
 
+def four_steps(flow: Workflow) -> None:
+    _note(flow, 520)
+    model, clip, vae = _loaders(flow, 0, TINY)
+    flow.column("Four-step LoRAs", STEP, WIDE)
+    lora = flow.add(
+        "WanCoreLoRA",
+        model=model["model"],
+        high="tiny 4-step high (embedded)",
+        low="tiny 4-step low (embedded)",
+        space=100,
+    )
+    text = _prompt(flow, clip, "a green cross moving down on a white background")
+    size = flow.add("WanCoreEmptyLatent", **SIZE)
+    flow.column("Sampling", 2 * STEP, WIDE)
+    sampler = _sampler(flow, lora, text["positive"], text["negative"], size["latent"], seed=1)
+    flow.column("Video", 3 * STEP, NARROW)
+    decode = _decode(flow, vae, sampler)
+    _save(flow, decode["image"], "WanCore/four_steps")
+    flow.column("The steps", 3 * STEP + NARROW + 60, WIDE)
+    flow.add("WanCorePlanPreview", model=lora["model"], space=270)
+
+
 def multi_gpu(flow: Workflow) -> None:
     _note(flow, 560)
     flow.column("Workers", 0, WIDE)
@@ -206,6 +228,7 @@ DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
     embedded_demo,
     mixed_with_native_nodes,
     fewer_forwards,
+    four_steps,
     multi_gpu,
 )
 

@@ -200,12 +200,42 @@ PRECISIONS = ("checkpoint", "bf16", "fp32", *QUANTIZED)
 COMPILES = ("off", "blocks")
 RESIDENCIES = ("auto", "resident", "swap", "shard")
 GUIDANCE_MODES = ("auto", "sequential", "batched")
+LORA_MODES = ("auto", "merge", "attach")
+LORA_EXPERTS = ("auto", "high", "low")
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise OptionError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise OptionError(f"{name} {value!r} is not known; use one of: {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """A LoRA file and how strongly it counts. `expert`: "high" or "low"; "auto" is the one that the file's metadata or
+    name speaks of, both where it speaks of none."""
+
+    path: str
+    strength: float = 1.0
+    expert: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("lora expert", self.expert, LORA_EXPERTS)
+        if not -100 <= self.strength <= 100:
+            raise OptionError(f"strength {self.strength} given for {self.path}; allowed are -100 to 100, 1 is its own")
+
+    @classmethod
+    def parse(cls, text: str, expert: str = "auto") -> LoraOptions:
+        """`FILE` or `FILE:STRENGTH`. Raises OptionError."""
+        path, colon, number = text.rpartition(":")
+        if colon and path and not Path(text).exists():
+            try:
+                return cls(path=path, strength=float(number), expert=expert)
+            except OptionError:
+                raise
+            except ValueError:
+                pass  # a colon in a path, as in C:\\loras
+        return cls(path=text, expert=expert)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +261,14 @@ class LoadOptions:
     attention: str = "auto"
     compile: str = "off"
     residency: str = "auto"
+    loras: tuple[LoraOptions, ...] = ()
+    lora_mode: str = "auto"  # see `wan_core.lora`
 
     def __post_init__(self) -> None:
+        # From a worker or a file they come as plain dicts.
+        loras = (LoraOptions(**one) if isinstance(one, dict) else one for one in self.loras)
+        object.__setattr__(self, "loras", tuple(loras))
+        check_choice("lora mode", self.lora_mode, LORA_MODES)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("vae precision", self.vae_precision, ("auto", "bf16", "fp32"))
         check_choice("compile", self.compile, COMPILES)
@@ -261,7 +297,8 @@ class Request:
     guidance_high: float | None = None
     guidance_low: float | None = None
     guidance_mode: str = "auto"
-    solver: str = "unipc"
+    solver: str | None = None  # None: the preset's, or unipc
+    preset: str = "auto"  # of step-distilled weights, see `wan_core.presets`
     seed: int = 0
     skip: SkipOptions | None = None  # which forwards need not run; None: every one runs
 

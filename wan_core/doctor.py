@@ -15,9 +15,14 @@ from wan_core.attention.library import IMPORT_FAULTS
 from wan_core.attention.registry import BACKENDS, Attend, AttendLse, auto_choice, capability
 from wan_core.attention.sdpa import math_lse, math_reference
 from wan_core.kernels import fused
+from wan_core.kernels.gguf_blocks import FORMATS
+from wan_core.kernels.microscaling import encode_mxfp8, encode_nvfp4
 from wan_core.models import choose_device
 from wan_core.parts import TINY
+from wan_core.quant import mx
 from wan_core.quant.linear import QuantLinear
+from wan_core.quant.packed import FORMATS as PACKED_FORMATS
+from wan_core.quant.packed import MICROSCALED
 from wan_core.quant.schemes import SCHEMES
 from wan_core.quant.transformer_engine import DelayedState
 from wan_core.report import GIB
@@ -34,18 +39,19 @@ LIBRARIES: dict[str, tuple[str, str | None]] = {
     "sageattention": ("int8 attention", "see github.com/thu-ml/SageAttention"),
     "nvidia-cudnn-frontend": ("FP8 attention", "pip install 'wancore[attention]'"),
     "transformer-engine": ("FP8 linears and attention", "pip install --no-build-isolation 'wancore[te]'"),
-    "comfy-kitchen": ("compared with in benchmarks", "pip install 'wancore[comfy]'"),
+    "comfy-kitchen": ("products of NVFP4 and MXFP8 on Blackwell", "pip install 'wancore[comfy]'"),
 }
 TOLERANCE = 0.01  # of an exact backend in bf16, relative; the kernels measure 0.002 to 0.004
 ROUNDED = 0.10  # of one that rounds to FP8 or int8: they measure 0.05 to 0.08 on random data
+ROUNDED_FP4 = 0.20  # of a product in NVFP4, by the arithmetic of its definition on random data: 0.13
 LINEAR = 0.04  # of an FP8 linear, whatever its scales: random numbers measure 0.037, most of it the rounding itself
 HEAD_DIM = 128  # of every Wan 2.2 model
 WIDTH = 256  # of the matrix that tests an FP8 linear: two blocks of 128
 
 
 def examine(device: str = "auto") -> dict[str, Any]:
-    """Everything the doctor finds, as plain data: {"system", "libraries", "attention", "auto", "precisions", "kernels",
-    "video", "embedded model"}."""
+    """Everything the doctor finds, as plain data: {"system", "libraries", "attention", "auto", "precisions", "packed",
+    "kernels", "video", "embedded model"}."""
     chosen = choose_device(device)
     return {
         "system": _system(chosen),
@@ -53,6 +59,7 @@ def examine(device: str = "auto") -> dict[str, Any]:
         "attention": {name: _backend(name, chosen) for name in BACKENDS},
         "auto": auto_choice(capability(chosen), _dtype(chosen), HEAD_DIM),
         "precisions": {name: _precision(name, chosen) for name in SCHEMES},
+        "packed": {"formats": list(PACKED_FORMATS), "products": {name: _product(name, chosen) for name in MICROSCALED}},
         "kernels": _kernels(chosen),
         "video": _video(),
         "embedded model": _assets(),
@@ -137,6 +144,13 @@ def _precision(name: str, device: torch.device) -> dict[str, Any]:
     return _tested(found, lambda: linear_self_test(scheme.load(), device), LINEAR, device)
 
 
+def _product(name: str, device: torch.device) -> dict[str, Any]:
+    """Whether weights packed so are multiplied as they are; elsewhere they are widened for each product."""
+    reason = mx.why_not_multiply(device)
+    found = {"usable": reason is None, "why_not": reason}
+    return _tested(found, lambda: product_self_test(name, device), ROUNDED_FP4, device)
+
+
 def _kernels(device: torch.device) -> dict[str, Any]:
     reason = fused.why_not(device)
     return _tested({"usable": reason is None, "why_not": reason}, lambda: kernel_self_test(device), TOLERANCE, device)
@@ -176,6 +190,19 @@ def linear_self_test(kind: type[QuantLinear], device: torch.device) -> float:
     DelayedState.install(linear, device)  # of one that needs it; updated after every forward
     for _ in range(2):
         out = linear(x.to(_dtype(device)))
+    expected = x @ weight.t()
+    return float((out.float() - expected).norm() / expected.norm())
+
+
+@torch.no_grad()
+def product_self_test(name: str, device: torch.device) -> float:
+    """Relative error of a product of packed weights against float32, on random data with a number of rows that needs
+    padding."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, WIDTH, generator=generator).to(device) for rows in (77, WIDTH))
+    encoded = encode_mxfp8(weight) if name == "mxfp8" else encode_nvfp4(weight)
+    parts: dict[str, torch.Tensor] = dict(zip(("weight", "weight_scale", "weight_scale_2"), encoded, strict=False))
+    out = mx.multiply(x.to(_dtype(device)), name, parts, None)
     expected = x @ weight.t()
     return float((out.float() - expected).norm() / expected.norm())
 
@@ -228,11 +255,18 @@ def text(findings: dict[str, Any]) -> str:
     lines.append("precisions")
     for name, precision in findings["precisions"].items():
         lines.append(f"  {name:<22} {_state(precision)}  [{precision['summary']}]")
+    lines += ["packed weights", f"  GGUF                   usable  [{', '.join(FORMATS)}]"]
+    for name, product in findings["packed"]["products"].items():
+        lines.append(f"  {name:<22} usable, widened for each product; multiplied as it is: {product_words(product)}")
     lines.append(f"fused kernels            {_state(findings['kernels'])}")
     video, assets = findings["video"], findings["embedded model"]
     lines.append(f"video                    {'H.264 through PyAV' if video['h264'] else video['why_not']}")
     lines.append(f"embedded model           {len(assets['files'])} files, {assets['megabytes']} MB")
     return "\n".join(lines)
+
+
+def product_words(found: dict[str, Any]) -> str:
+    return f"self-test error {found['error']:.1e}, else untested on hardware" if found["usable"] else found["why_not"]
 
 
 def _state(found: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@ read."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from wan_core.cache.skipping import skip_forwards, skip_words
 from wan_core.conditioning import best_size_for_image, size_for_image
 from wan_core.config import DiTConfig, OptionError, Request, Task, VAEConfig, check_size
 from wan_core.denoise import choose_batched
-from wan_core.plan import Plan, make_plan
+from wan_core.plan import Plan
+from wan_core.presets import preset_plan
 from wan_core.video import load_image
 
 
@@ -63,13 +65,17 @@ def make_job(
     vae: VAEConfig,
     checkpoint: Path | None = None,
     low: Path | None = None,
+    loras: Sequence[Path] = (),
 ) -> Job:
     """Fill in what `request` leaves open and check all of it. Raises OptionError.
 
     checkpoint: of the high-noise expert, or of the only transformer; a MagCache curve may lie beside it. low: of the
-    other expert, if there is one.
+    other expert, if there is one. loras: files on either of them.
     """
-    plan = make_plan(
+    files = [path for path in (*loras, checkpoint, low) if path is not None]
+    plan = preset_plan(
+        request.preset,
+        files,
         task=task.name,
         steps=request.steps,
         shift=request.shift,
@@ -78,7 +84,7 @@ def make_job(
         guidance_low=request.guidance_low,
         solver=request.solver,
     )
-    plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None)
+    plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
     image_channels = dit.in_channels > dit.out_channels
     _check_images(request, task, image_channels, known_frame=dit.out_channels == 48)
     multiple = vae.spatial_stride * dit.patch_size[1]

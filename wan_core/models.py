@@ -18,6 +18,7 @@ from wan_core.cache.residual import residual_bytes
 from wan_core.checkpoint import find_parts, load_vae
 from wan_core.config import DiTConfig, LoadOptions, OptionError, Task, VAEConfig
 from wan_core.job import Job
+from wan_core.lora import AppliedLoras, check_packed, choose_mode, lora_bytes, lora_files, merging, read_loras
 from wan_core.memory.residency import Residency, choose_residency
 from wan_core.model.dit import WanModel
 from wan_core.optimize import check_compile, optimize, optimize_vae
@@ -27,6 +28,8 @@ from wan_core.parallel.sequence import find_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.parts import TINY, Part, Parts, recognise
+from wan_core.quant.packed import PRECISION as PACKED
+from wan_core.quant.packed import PackedLinear
 from wan_core.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.quant.swap import Quantization
 from wan_core.report import Report
@@ -44,6 +47,7 @@ class Models:
     attention: str
     checkpoint: Path | None = None  # the high-noise expert's, or the only transformer's
     low_checkpoint: Path | None = None
+    loras: tuple[Path, ...] = ()  # of either expert
     ranks: RankMesh | None = None  # that run it together
 
     @property
@@ -105,10 +109,14 @@ def load_models(
         for name, part in parts.of.items()
     }
     attention, attend = resolve_attention(options.attention, report.device, dtypes["high"], parts.dit.head_dim)
-    precision = precision_of(options.precision, parts.of["high"], report.device)
-    quantization = find_quantization(precision, report.device, options.keep_blocks)
+    stored = options.precision == "checkpoint"
+    precision = precision_of(options.precision, parts.of["high"], report.device, parts.of.get("low"))
+    quantization = find_quantization(precision, report.device, options.keep_blocks, as_stored=stored)
+    held_as = {name: holding(part, quantization, stored, report.device) for name, part in parts.of.items()}
     check_compile(options.compile, report.device)
-    weights = sum(part.bytes(dtypes[name], quantization) for name, part in parts.of.items())
+    wanted = read_loras(options.loras, parts.dit, "low" in parts.of)
+    loras = [one for several in wanted.values() for one in several]
+    weights = sum(part.bytes(dtypes[name], held_as[name]) for name, part in parts.of.items()) + lora_bytes(loras)
     activations = activation_bytes(parts, job, dtypes["high"].itemsize)
     attend_lse = None if ranks is None else find_lse(attention, ranks.mesh)
     policy, why = choose_residency(options.residency, report.device, weights, activations)
@@ -116,6 +124,8 @@ def load_models(
     why_not = why_not_shard(
         ranks, quantization is not None, options.compile != "off", high.scaled, high.path is not None
     )
+    if why_not is None and loras:
+        why_not = "LoRAs are summed into whole matrices, or run beside them: leave them out, or hold the experts whole"
     if options.residency == "shard" and why_not is not None:
         raise OptionError(f"residency 'shard' cannot be had: {why_not}")
     shard = options.residency == "shard"
@@ -128,13 +138,19 @@ def load_models(
     share = None
     if ranks is not None and policy == "resident":  # where weights stay in host memory, ranks share the file's mapping
         share = partial(shared_checkpoint, ranks=ranks)
+    mapped = policy == "swap" and quantization is None and parts.of["high"].path is not None
+    scaled = parts.of["high"].scaled or is_packed(quantization)
+    how, why = choose_mode(options.lora_mode, scaled=scaled, quantized=quantization is not None, mapped=mapped)
+    if how == "attach" and is_packed(quantization):
+        check_packed(loras, parts.dit)
 
     def load(name: str) -> nn.Module:
         part = parts.of[name]
         if shard and ranks is not None and part.path is not None and isinstance(part.config, DiTConfig):
             return load_sharded_dit(part.path, ranks, dtypes[name])
-        encoding = quantization if isinstance(part.config, DiTConfig) else None
-        return part.load(residency.load_device, dtypes[name], encoding, None if name == "text_encoder" else share)
+        merge = merging(wanted.get(name, []), report.device) if how == "merge" else None
+        together = None if name == "text_encoder" else share
+        return part.load(residency.load_device, dtypes[name], held_as[name], merge, together)
 
     with text_encoder_beside(parts, load, ranks) as text_encoder:
         for name in parts.of:
@@ -142,6 +158,12 @@ def load_models(
                 continue
             model = load(name)
             if isinstance(model, WanModel):
+                applied = wanted.get(name, [])
+                if applied and how == "attach":
+                    AppliedLoras.of(model, report.device).apply(applied)
+                report.notes += [
+                    f"{name}: {one.words('merged' if how == 'merge' else f'attached: {why}')}" for one in applied
+                ]
                 shared = {"ranks": ranks, "attend_lse": attend_lse}
                 optimize(model, attend=attend, compile=options.compile, device=report.device, **shared)
             elif isinstance(model, VideoVAE):
@@ -153,8 +175,20 @@ def load_models(
     held = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     if quantization is not None:
         held |= {name: precision for name in ("high", "low") if name in held}
+    held |= {
+        name: f"{str(dtypes[name]).removeprefix('torch.')}, {PACKED} as {part.packed.fmt}"
+        for name, part in parts.of.items()
+        if part.packed is not None and is_packed(held_as[name])
+    }
     report.settings |= {"precision": held, "keep_blocks": options.keep_blocks, "compile": options.compile}
-    return Models(parts.task, residency, attention, parts.of["high"].path, parts.low_path, ranks)
+    if options.loras:
+        report.settings["loras"] = {
+            name: ", ".join(f"{one.lora.where} {one.strength:g}" for one in several)
+            for name, several in wanted.items()
+            if several
+        }
+    files = lora_files(options.loras)
+    return Models(parts.task, residency, attention, parts.of["high"].path, parts.low_path, files, ranks)
 
 
 @contextmanager
@@ -172,20 +206,39 @@ def text_encoder_beside(
             yield pool.submit(load, "text_encoder").result
 
 
-def precision_of(precision: str, part: Part, device: torch.device) -> str:
-    """What "checkpoint" means for a transformer: on a GPU, one that is stored in FP8 with scales is used as it is."""
+def precision_of(precision: str, part: Part, device: torch.device, other: Part | None = None) -> str:
+    """What "checkpoint" means for a transformer: on a GPU, one that is stored in FP8 with scales is used as it is, and
+    anywhere one that is packed, or whose `other` expert is."""
+    if precision == "checkpoint" and any(one is not None and one.packed is not None for one in (part, other)):
+        return PACKED
     if precision != "checkpoint" or not part.scaled or device.type != "cuda":
         return precision
     return "fp8" if SCHEMES["fp8"].why_not(device) is None else "fp8-weights"
 
 
-def find_quantization(precision: str, device: torch.device, keep_blocks: int = 0) -> Quantization | None:
-    """How `precision` holds a transformer's linears; None where it does not quantise. Raises OptionError for one that
-    cannot run on `device`."""
+def holding(part: Part, quantization: Quantization | None, stored: bool, device: torch.device) -> Quantization | None:
+    """How the linears of `part` are held, `quantization` being the transformers' way. A text encoder that is packed or
+    in FP8 stays so if what is `stored` was asked for."""
+    if isinstance(part.config, DiTConfig):
+        return quantization
+    return Quantization(PackedLinear, device) if stored and part.packed is not None else None
+
+
+def is_packed(quantization: Quantization | None) -> bool:
+    return quantization is not None and issubclass(quantization.kind, PackedLinear)
+
+
+def find_quantization(
+    precision: str, device: torch.device, keep_blocks: int = 0, *, as_stored: bool = False
+) -> Quantization | None:
+    """How `precision` holds a transformer's linears; None where it does not quantise. as_stored: linears that a file
+    holds in a higher precision keep it. Raises OptionError for one that cannot run on `device`."""
+    if precision == PACKED:
+        return Quantization(PackedLinear, device, keep_blocks)
     scheme = resolve_scheme(precision, device)
     if scheme is None and keep_blocks:
         raise OptionError(f"{keep_blocks} blocks to keep were given, but precision {precision!r} quantises nothing")
-    return None if scheme is None else Quantization(scheme.load(), device, keep_blocks)
+    return None if scheme is None else Quantization(scheme.load(), device, keep_blocks, as_stored)
 
 
 def activation_bytes(parts: Parts, job: Job | None, itemsize: int = 2) -> int:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
 
-from wan_core.checkpoint import detect, find_parts, load_dit, load_text_encoder, load_vae, open_checkpoint
-from wan_core.checkpoint.detect import Kind, empty_module
-from wan_core.checkpoint.opened import Checkpoint
+from wan_core.checkpoint import Checkpoint, detect, find_parts, load_dit, load_text_encoder, load_vae, open_checkpoint
+from wan_core.checkpoint.detect import Detected, Kind, empty_module
+from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.random import random_module
 from wan_core.config import (
     I2V_A14B,
@@ -29,23 +29,49 @@ from wan_core.config import (
     VAE_22,
     DiTConfig,
     LoadOptions,
+    LoraOptions,
     OptionError,
     Task,
     TextConfig,
     VAEConfig,
     find_task,
 )
+from wan_core.kernels.gguf_blocks import FORMATS
+from wan_core.quant.packed import PackedLinear
 from wan_core.quant.swap import Quantization
 from wan_core.text.tokenizer import Tokenizer
 from wan_core.text.umt5 import TextEncoder, UMT5Encoder
 
 TINY = Path(__file__).parent / "assets" / "tiny"
+TINY_LORAS = {expert: TINY / "lora" / f"t2v_4step_lora_{expert}_noise.safetensors" for expert in ("high", "low")}
 PARTS = ("high", "low", "text_encoder", "vae")
 RANDOM = {"t2v-A14B": (T2V_A14B, VAE_21), "i2v-A14B": (I2V_A14B, VAE_21), "ti2v-5B": (TI2V_5B, VAE_22)}
 TASK_OF_CHANNELS = {16: "t2v-A14B", 36: "i2v-A14B", 48: "ti2v-5B"}
 
 Share = Callable[[Checkpoint], Checkpoint]
 """Puts something between a file and what is loaded from it: ranks that read it together."""
+
+
+class Loader(Protocol):
+    """Reads a part; a quantization and LoRAs to sum in are for transformers, `share` for ranks that read together."""
+
+    def __call__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+        loras: Merge | None = None,
+        share: Share | None = None,
+        /,
+    ) -> nn.Module: ...
+
+
+class PackedSize(NamedTuple):
+    """`fmt`: the format of most bytes, for people; `bytes` as they are stored and the `parameters` that these are."""
+
+    fmt: str
+    bytes: int
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -56,17 +82,24 @@ class Part:
     config: DiTConfig | TextConfig | VAEConfig
     stored: torch.dtype
     parameters: int
-    load: Callable[..., nn.Module]  # (device, dtype, quantization, share=None); see `Share`
+    load: Loader
     scaled: bool = False  # stored in FP8 with scales
     path: Path | None = None  # of its file or folder
+    packed: PackedSize | None = None  # of what may stay packed in memory, None if nothing is
+    fp8_parameters: int = 0  # of matrices of the blocks that are stored in FP8 with scales
 
     def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
         """Of its weights in memory."""
+        if quantization is not None and issubclass(quantization.kind, PackedLinear):
+            size = self.packed or PackedSize("", 0, 0)
+            return size.bytes + (self.parameters - size.parameters) * dtype.itemsize
         if quantization is None or not isinstance(self.config, DiTConfig):
             return self.parameters * dtype.itemsize
         dim, ffn = self.config.dim, self.config.ffn_dim
         blocks = self.config.num_layers - 2 * quantization.keep_blocks
         encoded = blocks * (8 * dim * dim + 2 * dim * ffn)
+        if quantization.as_stored:
+            encoded = min(encoded, self.fp8_parameters)
         return encoded + (self.parameters - encoded) * dtype.itemsize
 
 
@@ -101,6 +134,17 @@ def find_models(options: LoadOptions, *, image: bool = False) -> Parts:
     parts = random_parts(options) if random else file_parts(options, image)
     check_fit(parts)
     return parts
+
+
+def own_loras(options: LoadOptions, preset: str, *, image: bool = False) -> LoadOptions:
+    """`options` with the LoRAs that come with the embedded model, where a preset for few steps is asked for by name,
+    and no others are. image: a first frame is given."""
+    if options.model != "tiny" or options.loras or image or preset in ("auto", "none"):
+        return options
+    if options.task not in (None, "t2v-tiny") or options.high or options.low:
+        return options
+    loras = (LoraOptions(path=str(path), expert=expert) for expert, path in TINY_LORAS.items())
+    return replace(options, loras=tuple(loras))
 
 
 def file_parts(options: LoadOptions, image: bool) -> Parts:
@@ -202,15 +246,37 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
         found.config,
         stored,
         parameters,
-        lambda device, dtype, quantization, share=None: load(
+        lambda device, dtype, quantization, loras=None, share=None: load(
             checkpoint if share is None else share(checkpoint),
             device=device,
             dtype=dtype,
-            **({"quantization": quantization} if kind == "dit" else {}),
+            **({} if kind == "vae" else {"quantization": quantization}),
+            **({"loras": loras} if kind == "dit" else {}),
         ),
         path=path,
         scaled=bool(found.scales),
+        packed=packed_size(checkpoint, found),
+        fp8_parameters=sum(
+            prod(checkpoint.tensors[found.names[ours]].shape) for ours in found.scales if ours.startswith("blocks.")
+        ),
     )
+
+
+def packed_size(checkpoint: Checkpoint, found: Detected) -> PackedSize | None:
+    """Of the matrices that can be held as the file packs them: those of the blocks, and a text encoder's table. FP8
+    with scales is one of the formats where others are, and in a text encoder, which has no use for FP8 products."""
+    sizes: dict[str, int] = {}
+    parameters = 0
+    for ours, theirs in found.names.items():
+        info = checkpoint.tensors[theirs]
+        fmt = info.packing or ("fp8" if ours in found.scales else None)
+        table = ours == "token_embedding.weight" and info.packing in FORMATS
+        if fmt is not None and (table or (ours.startswith("blocks.") and "embedding" not in ours)):
+            sizes[fmt] = sizes.get(fmt, 0) + info.nbytes
+            parameters += prod(info.shape)
+    if not sizes or (found.kind == "dit" and set(sizes) == {"fp8"}):
+        return None
+    return PackedSize(max(sizes, key=lambda fmt: sizes[fmt]), sum(sizes.values()), parameters)
 
 
 def random_parts(options: LoadOptions) -> Parts:
@@ -236,9 +302,13 @@ def random_parts(options: LoadOptions) -> Parts:
 
 def random_part(config: DiTConfig | TextConfig | VAEConfig, seed: int) -> Part:
     def load(
-        device: torch.device, dtype: torch.dtype, quantization: Quantization | None, share: Share | None = None
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+        loras: Merge | None = None,
+        share: Share | None = None,
     ) -> nn.Module:
-        module = random_module(config, device=device, dtype=dtype, seed=seed, quantization=quantization)
+        module = random_module(config, device=device, dtype=dtype, seed=seed, quantization=quantization, loras=loras)
         if not isinstance(module, UMT5Encoder):
             return module
         embedded = open_checkpoint(TINY / "text_encoder.safetensors").read("spiece_model")

@@ -24,12 +24,13 @@ from wan_core.denoise import Progress, denoise
 from wan_core.images import decode_latents, pixels_to_video
 from wan_core.job import Job, make_job
 from wan_core.latents import save_latents
+from wan_core.lora import lora_files
 from wan_core.model import WanModel
 from wan_core.models import Models, choose_device, load_models
 from wan_core.optimize import begin_run
 from wan_core.parallel.conditioning import rows_of_all, text_rank
 from wan_core.parallel.mesh import RankMesh
-from wan_core.parts import find_models
+from wan_core.parts import find_models, own_loras
 from wan_core.plan import Expert, Plan
 from wan_core.report import Report, StepClock
 from wan_core.vae.statistics import denormalise
@@ -67,11 +68,15 @@ class Pipeline:
         each calling this and everything after it alike, on its own device; all have the same results. Raises
         CheckpointError or OptionError."""
         report = Report(choose_device(options.device) if ranks is None else ranks.device)
+        image = request is not None and bool(request.image or request.last_image)
+        if request is not None:
+            options = own_loras(options, request.preset, image=image)
         with report.phase("load"):
-            found = find_models(options, image=request is not None and bool(request.image or request.last_image))
+            found = find_models(options, image=image)
             job = None
             if request is not None:
-                job = make_job(request, found.task, found.dit, found.vae, found.of["high"].path, found.low_path)
+                files = found.of["high"].path, found.low_path, lora_files(options.loras)
+                job = make_job(request, found.task, found.dit, found.vae, *files)
             models = load_models(found, options, report, job, ranks)
         return cls(models, report)
 
@@ -101,7 +106,7 @@ class Pipeline:
         """Fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""
         models = self.models
         self.report = self.loaded.branch()
-        files = models.checkpoint, models.low_checkpoint
+        files = models.checkpoint, models.low_checkpoint, models.loras
         job = make_job(request, models.task, models.dit_config, models.vae_config, *files)
         self.report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
         if models.ranks is not None:
@@ -208,7 +213,7 @@ def sample_latents(
         report.notes.append(
             f"forwards: {forwards} of {plan.unskipped} ({100 * (1 - forwards / plan.unskipped):.0f} % saved)"
         )
-        report.notes += plan.notes
+    report.notes += plan.notes
     return denormalise(latents, vae)
 
 

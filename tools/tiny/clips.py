@@ -70,6 +70,10 @@ class Ring:
             self.count = torch.zeros((), device=added.device)
         self.count.fill_(min(self.added, self.capacity))
 
+    def grow(self, count: int) -> None:
+        """Make and add `count` rows."""
+        raise NotImplementedError
+
     def sample(self, batch: int) -> dict[str, Tensor]:
         assert self.count is not None
         index = (torch.rand(batch, device=self.count.device) * self.count).long()
@@ -125,25 +129,23 @@ def image_rows(vae: VideoVAE, clips: Tensor, last: Tensor) -> Tensor:
     return torch.cat([mask[..., None, None].expand(-1, -1, -1, *latents.shape[-2:]), latents], dim=1)
 
 
-def fill(ring: ClipRing | LatentRing, count: int, chunk: int, seconds: float) -> float:
+def fill(ring: Ring, count: int, chunk: int, seconds: float) -> float:
     """Add rows until there are `count` (at least one chunk) or the seconds are over. Returns seconds per chunk, warmed
     up.
     """
-    device = ring.drawing.generator.device
     begin, per_chunk = time.monotonic(), 0.0
     while ring.added < count and (not ring.added or time.monotonic() - begin < seconds):
         start = time.monotonic()
         ring.grow(chunk)
-        if device.type == "cuda":
+        assert ring.count is not None
+        if ring.count.is_cuda:
             torch.cuda.synchronize()
         per_chunk = time.monotonic() - start
     print(f"{ring.added} clips in {time.monotonic() - begin:.1f} s, {1e3 * per_chunk / chunk:.2f} ms each", flush=True)
     return per_chunk
 
 
-def keep_growing(
-    ring: ClipRing | LatentRing, chunk: int, seconds_per_chunk: float, share: float
-) -> Callable[[int], None]:
+def keep_growing(ring: Ring, chunk: int, seconds_per_chunk: float, share: float) -> Callable[[int], None]:
     """A `between` for Trainer.run that spends about `share` of the time on new clips."""
     spent, begin = 0.0, time.monotonic()
 

@@ -20,6 +20,7 @@ from tools.tiny.loop import Clock, Trainer
 from tools.tiny.words import DROPPED_ROWS, TEXT_LEN, token_table, train_tokenizer
 from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.config import DiTConfig, TextConfig
+from wan_core.kernels import fused
 from wan_core.model import PreparedText, WanModel
 from wan_core.text.tokenizer import Tokenizer
 from wan_core.text.umt5 import TextEncoder, UMT5Encoder
@@ -141,15 +142,21 @@ def build_expert(config: DiTConfig, run: Training) -> WanModel:
         for block in expert.blocks:  # block by block: all share what is compiled for the first
             block.compile(dynamic=False)
 
+    run_in_bf16(expert, run.device, run.bf16)
+    return expert
+
+
+def run_in_bf16(expert: WanModel, device: torch.device, bf16: bool) -> None:
+    """Run the blocks of `expert` in bf16 around a residual that stays as it is, if `bf16`; in operations that have
+    gradients in any case, which the fused kernels have not."""
     inner = expert.run_blocks
 
     def run_blocks(tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
         # Inside a CUDA graph autocast must not keep casts from one call to the next.
-        with torch.autocast(run.device.type, torch.bfloat16, enabled=run.bf16, cache_enabled=False):
+        with fused.use("torch"), torch.autocast(device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
             return inner(tokens, modulation, rope, text)
 
     expert.run_blocks = run_blocks
-    return expert
 
 
 @torch.no_grad()

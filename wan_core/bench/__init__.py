@@ -12,6 +12,7 @@
 | profile | `profiling` | one forward by class of kernel |
 | parallel | `parallel` | several GPUs |
 | forward, guidance | `forwards` | one forward, or both branches of guidance, in named settings (`settings`) |
+| four-step | `four_step` | videos of four steps with a LoRA, and what a LoRA costs |
 | generate | `generation` | one whole video by phase |
 
 The docstring of a module says what its columns mean. Results are JSON, written anew after every row, in the form that

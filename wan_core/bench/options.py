@@ -63,6 +63,16 @@ SUITES: dict[str, Suite] = {
         ("sequential", "batched"),
         takes=("setting", "layers", "precision", "runs"),
     ),
+    "gguf": Suite(
+        "a transformer from GGUF files: loading, forwards, memory",
+        ("832x480x81",),
+        takes=("layers", "precision", "runs", "scratch"),
+    ),
+    "four-step": Suite(
+        "videos of four steps with a LoRA, by phase, and what a LoRA costs",
+        ("832x480x81", "1280x720x81"),
+        takes=("setup", "layers", "runs", "steps", "scratch"),
+    ),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
 PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")
@@ -102,6 +112,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples", type=int, help="captions of the suite trajectory (default: 64 on a GPU, 8 on a CPU)"
     )
+    parser.add_argument("--scratch", type=Path, help="folder for files that a suite writes and removes again")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="of what is not quantised")
     add_skip_options(parser)

@@ -12,7 +12,9 @@ import torch
 from wan_core.bench.caches import caches_rows
 from wan_core.bench.cases import parse_size
 from wan_core.bench.forwards import forward_rows
+from wan_core.bench.four_step import four_step_rows
 from wan_core.bench.generation import generation_rows
+from wan_core.bench.gguf import gguf_rows
 from wan_core.bench.options import CPU_SIZE, PARALLEL_PARTS, SUITES
 from wan_core.bench.parallel import parallel_rows
 from wan_core.bench.peers import PEERS
@@ -37,6 +39,8 @@ MEASURES: dict[str, Rows] = {
     "caches": caches_rows,
     "profile": profile_rows,
     "parallel": parallel_rows,
+    "gguf": gguf_rows,
+    "four-step": four_step_rows,
     "generate": generation_rows,
     "forward": forward_rows,
     "guidance": forward_rows,
@@ -84,7 +88,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.suite != "generate" and skip_options(options) is not None:
         raise OptionError("what leaves forwards out, --magcache and its like, belongs to the suite generate")
     takes = SUITES[options.suite].takes if options.suite else ("setting", "layers", "precision", "runs")
-    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "gpus"):
+    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "gpus", "scratch"):
         if getattr(options, option) is not None and option not in takes:
             raise OptionError(
                 f"--{option} means nothing to the suite {options.suite or 'of single forwards'}; "

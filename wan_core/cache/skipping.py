@@ -4,6 +4,7 @@ are, then the policy that skips their steps."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,15 +30,21 @@ def looks_distilled(checkpoint: Path) -> bool:
 
 
 def skip_forwards(
-    plan: Plan, options: SkipOptions | None, checkpoint: Path | None, low: Path | None = None, *, image: bool = False
+    plan: Plan,
+    options: SkipOptions | None,
+    checkpoint: Path | None,
+    low: Path | None = None,
+    *,
+    image: bool = False,
+    loras: Sequence[Path] = (),
 ) -> Plan:
     """`leave_out` with what is known of a model: the curve beside its checkpoint or published for its task, and whether
     it is step-distilled. checkpoint: of the high-noise expert, or of the only transformer; low: of the other expert.
-    image: TI2V starts from one."""
+    image: TI2V starts from one. loras: files on either expert."""
     if options is None:
         return plan
     curve = find_curve(checkpoint, plan.task, image=image) if options.magcache else None
-    distilled = [path.name for path in (checkpoint, low) if path is not None and looks_distilled(path)]
+    distilled = [path.name for path in (checkpoint, low, *loras) if path is not None and looks_distilled(path)]
     return leave_out(plan, options, curve, distilled="".join(distilled[:1]))
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import torch
@@ -246,6 +247,7 @@ def empty_module(config: Config) -> nn.Module:
         return UMT5Encoder(config) if isinstance(config, TextConfig) else VideoVAE(config)
 
 
+@lru_cache(maxsize=8)
 def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Official name -> shape of every parameter. Raises `CheckpointError` if the numbers do not make a module."""
     try:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple, TypeAlias
 
-from wan_core.checkpoint.layouts_text import hf_text_names
+from wan_core.checkpoint.layouts_text import gguf_text_names, hf_text_names
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names
 
 # ------------------------------------------------------------------------------------------------------------------ DiT
@@ -76,6 +76,18 @@ def diffusers_dit_names(names: Collection[str]) -> dict[str, str] | None:
     return _dit_names(names, top, {theirs: ours for ours, theirs in _DIT_BLOCK_PARAMETERS.items()})
 
 
+def diffusers_dit_modules(num_layers: int) -> dict[str, str]:
+    """Diffusers module -> official module of a transformer of `num_layers` blocks, with the parameters that belong to
+    none: what LoRAs name."""
+    found = {theirs: ours for ours, theirs in _DIT_TOP.items()} | {"scale_shift_table": "head.modulation"}
+    block = {
+        theirs: ours for ours, theirs in {**_DIT_BLOCK, **_DIT_BLOCK_NORMS, "modulation": "scale_shift_table"}.items()
+    }
+    return found | {
+        f"blocks.{n}.{theirs}": f"blocks.{n}.{ours}" for n in range(num_layers) for theirs, ours in block.items()
+    }
+
+
 def _dit_names(names: Collection[str], top: dict[str, str], block: dict[str, str]) -> dict[str, str] | None:
     found: dict[str, str] = {}
     for name in names:
@@ -131,6 +143,7 @@ LAYOUTS = (
     Layout("dit", "diffusers", diffusers_dit_names),
     Layout("text_encoder", "official", official_text_names),
     Layout("text_encoder", "huggingface", hf_text_names),
+    Layout("text_encoder", "llama.cpp", gguf_text_names),
     Layout("vae", "official", official_vae_names),
     Layout("vae", "diffusers", diffusers_vae_names),
 )

@@ -56,6 +56,37 @@ def hf_text_names(names: Collection[str]) -> dict[str, str] | None:
     return {name: new for name, new in translated.items() if new is not None}
 
 
+# llama.cpp's names, in GGUF files of the architecture t5encoder.
+_GGUF_MODULES = {"token_embd": "token_embedding", "enc.output_norm": "norm"}
+_GGUF_BLOCK_MODULES = {
+    "attn_norm": "norm1",
+    "attn_q": "attn.q",
+    "attn_k": "attn.k",
+    "attn_v": "attn.v",
+    "attn_o": "attn.o",
+    "attn_rel_b": "pos_embedding.embedding",
+    "ffn_norm": "norm2",
+    "ffn_gate": "ffn.gate.0",
+    "ffn_up": "ffn.fc1",
+    "ffn_down": "ffn.fc2",
+}
+_GGUF_BLOCK = re.compile(rf"enc\.blk\.({_INDEX})\.(.+)\.weight")
+
+
+def gguf_text_names(names: Collection[str]) -> dict[str, str] | None:
+    """The official name of every tensor of a T5 encoder as llama.cpp's converter calls them; None if this is another
+    layout."""
+    if "enc.blk.0.attn_q.weight" not in names:
+        return None
+    found = {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in _GGUF_MODULES.items()}
+    found = {theirs: ours for theirs, ours in found.items() if theirs in names}
+    for name in names:
+        block = _GGUF_BLOCK.fullmatch(name)
+        if block and block[2] in _GGUF_BLOCK_MODULES:
+            found[name] = f"blocks.{block[1]}.{_GGUF_BLOCK_MODULES[block[2]]}.weight"
+    return found
+
+
 def _translate(name: str) -> str | None:
     block = _BLOCK.fullmatch(name)
     prefix, rest, table = (f"blocks.{block[1]}.", block[2], _BLOCK_MODULES) if block else ("", name, _MODULES)

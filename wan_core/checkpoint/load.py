@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,14 @@ from torch import Tensor, nn
 from wan_core.checkpoint.detect import TOKENIZER, Detected, detect, empty_module, number
 from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.layouts import Kind
+from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.config import DiTConfig, OptionError
 from wan_core.kernels.formats import FP8, Quantized, spread_scale
+from wan_core.kernels.gguf_blocks import FORMATS
 from wan_core.model.dit import WanModel
+from wan_core.quant.packed import Packed, PackedLinear, packable, put_packed
 from wan_core.quant.swap import Quantization, encode_values, swap_linears
 from wan_core.text.tokenizer import Tokenizer
 from wan_core.text.umt5 import TextEncoder, UMT5Encoder
@@ -41,17 +45,19 @@ def load_dit(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     quantization: Quantization | None = None,
+    loras: Merge | None = None,
 ) -> WanModel:
     """A transformer from a file, folder, index or state dict, in eval mode, its parameters without gradients.
 
     dtype None keeps what is stored. Matrices get one dtype, that of most of the file's bytes (bfloat16 for plain
     fp8); norms, modulation, time embedding and head keep their own, wider one. With a dtype, everything is converted
-    to it. With a quantization, the matrices of the blocks are encoded one by one as they are read.
+    to it. With a quantization, the matrices of the blocks are encoded one by one as they are read; `loras` are summed
+    in before that.
 
     Raises `CheckpointError`: not a whole Wan transformer; the message says what it is and what to do.
     """
     checkpoint = open_checkpoint(source)
-    module = _filled(checkpoint, detect(checkpoint, "dit"), device, dtype, quantization)
+    module = _filled(checkpoint, detect(checkpoint, "dit"), device, dtype, quantization, loras)
     assert isinstance(module, WanModel)
     return module
 
@@ -72,9 +78,10 @@ def load_text_encoder(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    quantization: Quantization | None = None,
 ) -> TextEncoder:
     """A UMT5 encoder with its tokenizer, from a file, folder or state dict, in eval mode. dtype None keeps what is
-    stored.
+    stored. quantization: that of `PackedLinear` keeps packed what the file packs; there is no other.
 
     `tokenizer` is a spiece.model or a folder that holds one. Without it, the tokenizer is the one embedded in the
     file, or is found beside it where the official and the Diffusers release have it.
@@ -84,7 +91,7 @@ def load_text_encoder(
     checkpoint = open_checkpoint(source)
     found = detect(checkpoint, "text_encoder")
     words = _tokenizer(checkpoint, found, None if tokenizer is None else Path(tokenizer))
-    encoder = _filled(checkpoint, found, device, dtype)
+    encoder = _filled(checkpoint, found, device, dtype, quantization)
     assert isinstance(encoder, UMT5Encoder)
     try:
         return TextEncoder(encoder, words)
@@ -103,6 +110,7 @@ def _filled(
     device: str | torch.device,
     dtype: torch.dtype | None,
     quantization: Quantization | None = None,
+    loras: Merge | None = None,
 ) -> nn.Module:
     if dtype is not None and dtype not in LOADABLE:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in LOADABLE)
@@ -111,17 +119,30 @@ def _filled(
         )
     module = empty_module(found.config)
     names: frozenset[str] = frozenset()
-    if quantization is not None:
+    packed: Mapping[str, Packed] = {}
+    out = dtype or _main_dtype(checkpoint, found)
+    work = torch.device(device) if quantization is None else quantization.device
+    if quantization is not None and issubclass(quantization.kind, PackedLinear):
+        changed = frozenset() if loras is None else loras.changes.keys()
+        packed = _kept_packed(checkpoint, found, module, quantization, changed)
+        put_packed(module, packed.items(), out, quantization.device)
+        quantization = None
+    elif quantization is not None:
         assert isinstance(found.config, DiTConfig)
         names = quantization.names(found.config)
-        out = dtype or _main_dtype(checkpoint, found)
+        if quantization.as_stored:
+            names = _stored_so(names, found)
         if quantization.device.type == "cuda" and out != torch.bfloat16:
             raise OptionError(f"FP8 on a GPU computes in bf16, and {out} was asked for: load with dtype=torch.bfloat16")
         swap_linears(module, quantization.kind, names, out)
     values: Iterator[tuple[str, Tensor]]
-    stored = _values(checkpoint, found, torch.device(device), dtype, names)
+    stored = _values(checkpoint, found, torch.device(device), dtype, names, packed)
+    if loras is not None:
+        stored = loras.apply(stored, names)
+    stored = _widened(stored, checkpoint, found, names, packed, _Target(torch.device(device), work, dtype, out))
     values = _plain(stored) if quantization is None else encode_values(stored, quantization, names)
-    module.load_state_dict(dict(values), assign=True)  # strict: detect has compared all names
+    # What was widened or encoded elsewhere comes home now. Strict: detect has compared all names.
+    module.load_state_dict({name: value.to(device) for name, value in values}, assign=True)
     for name, buffer in module.named_buffers():
         assert not buffer.is_meta, f"{name} is neither stored nor computed when used"
     return module.requires_grad_(False).eval()
@@ -131,7 +152,7 @@ def read_values(
     checkpoint: Checkpoint, found: Detected, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """(official name, value on `device`) of every parameter, one at a time: for who fills a module by other means."""
-    return _plain(_values(checkpoint, found, device, dtype, frozenset()))
+    return _plain(_values(checkpoint, found, device, dtype, frozenset(), {}))
 
 
 def _values(
@@ -140,11 +161,19 @@ def _values(
     device: torch.device,
     dtype: torch.dtype | None,
     quantized: frozenset[str],
-) -> Iterator[tuple[str, Tensor | Quantized]]:
+    packed: Mapping[str, Packed],
+) -> Iterator[tuple[str, Any]]:
     """(official name, value), one at a time. FP8 weights with scales stay so for the linears `quantized`, and are
-    multiplied out for others."""
+    multiplied out for others. What is packed stays so, for `_widened`."""
     main = dtype or _main_dtype(checkpoint, found)
     for ours, theirs in found.names.items():
+        module = ours.rpartition(".")[0]
+        if ours.endswith(".weight") and module in packed:
+            yield ours, packed[module]
+            continue
+        if checkpoint.tensors[theirs].packing is not None:
+            yield ours, checkpoint.read_packed(theirs)
+            continue
         stored = checkpoint.read(theirs)
         if ours in found.scales:
             data, scale = stored.to(device), checkpoint.read(found.scales[ours]).to(device)
@@ -157,6 +186,72 @@ def _values(
         yield ours, _moved(stored, device, stored.dtype if keep else main)
 
 
+class _Target(NamedTuple):
+    """Where values go, where what is packed is widened on the way (a GPU does it sooner), the dtype that was asked for
+    and the one that matrices get."""
+
+    device: torch.device
+    work: torch.device
+    asked: torch.dtype | None
+    main: torch.dtype
+
+
+def _widened(
+    values: Iterator[tuple[str, Any]],
+    checkpoint: Checkpoint,
+    found: Detected,
+    quantized: frozenset[str],
+    packed: Mapping[str, Packed],
+    to: _Target,
+) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """(parameter name, value): the parts of the modules `packed` as they are, other packed matrices as numbers."""
+    for ours, value in values:
+        module = ours.rpartition(".")[0]
+        if isinstance(value, Packed) and module in packed:
+            for part, tensor in value.parts.items():
+                yield f"{module}.{part}", tensor.to(to.device)
+        elif checkpoint.tensors[found.names[ours]].packing is None:
+            assert not isinstance(value, Packed)
+            yield ours, value
+        else:
+            exact = to.asked is None and found.kind == "dit" and _FREE.fullmatch(ours)
+            dtype = torch.float32 if exact or module in quantized else to.main  # what is encoded is rounded once
+            numbers = value.to(to.work).dequantize(dtype) if isinstance(value, Packed) else value.to(dtype)
+            yield ours, numbers if module in quantized else numbers.to(to.device)
+
+
+def _kept_packed(
+    checkpoint: Checkpoint, found: Detected, module: nn.Module, quantization: Quantization, changed: Collection[str]
+) -> dict[str, Packed]:
+    """Module name -> its weight as the file packs it, FP8 with scales among others; not those that are `changed`."""
+    kept: dict[str, Packed] = {}
+    for name in sorted(packable(module, found.config, quantization)):
+        ours = f"{name}.weight"
+        theirs = found.names[ours]
+        info = checkpoint.tensors[theirs]
+        # The rows of a table are widened one by one, which only GGUF's formats allow.
+        table = isinstance(module.get_submodule(name), nn.Embedding) and info.packing not in FORMATS
+        if ours in changed or table:
+            continue
+        if info.packing is not None:
+            kept[name] = checkpoint.read_packed(theirs)
+        elif ours in found.scales:
+            parts = {"weight": checkpoint.read(theirs), "weight_scale": checkpoint.read(found.scales[ours]).float()}
+            kept[name] = Packed("fp8", info.shape, parts)
+    return kept
+
+
+def _stored_so(names: frozenset[str], found: Detected) -> frozenset[str]:
+    """Those of `names` that the file holds in FP8 with a scale. Queries, keys and values of self-attention share a
+    quantised input, so that they are taken together or not at all."""
+
+    def whole(name: str) -> list[str]:
+        block, _, last = name.rpartition(".")
+        return [f"{block}.{part}" for part in "qkv"] if block.endswith("self_attn") and last in "qkv" else [name]
+
+    return frozenset(name for name in names if all(f"{part}.weight" in found.scales for part in whole(name)))
+
+
 def _plain(values: Iterator[tuple[str, Tensor | Quantized]]) -> Iterator[tuple[str, Tensor]]:
     for name, value in values:
         assert isinstance(value, Tensor), "only quantised linears are handed FP8"
@@ -164,11 +259,12 @@ def _plain(values: Iterator[tuple[str, Tensor | Quantized]]) -> Iterator[tuple[s
 
 
 def _main_dtype(checkpoint: Checkpoint, found: Detected) -> torch.dtype:
-    """The dtype of most bytes; bfloat16 if that is fp8, which only a quantised linear can compute with."""
+    """The dtype of most bytes; bfloat16 if that is fp8, which only a quantised linear can compute with, or packed."""
     total: dict[torch.dtype, int] = {}
     for theirs in found.names.values():
         info = checkpoint.tensors[theirs]
-        total[info.dtype] = total.get(info.dtype, 0) + info.nbytes
+        dtype = torch.bfloat16 if info.packing else info.dtype
+        total[dtype] = total.get(dtype, 0) + info.nbytes
     main = max(total, key=lambda kind: total[kind])
     return main if main in LOADABLE else torch.bfloat16
 
@@ -196,6 +292,8 @@ def _tokenizer(checkpoint: Checkpoint, found: Detected, given: Path | None) -> T
     try:
         if given is not None:
             return Tokenizer.from_file(_spiece(given))
+        if checkpoint.tokenizer is not None:
+            return Tokenizer(checkpoint.tokenizer())
         if TOKENIZER in found.extras:
             proto = _embedded(checkpoint.read(found.extras[TOKENIZER]))
             return Tokenizer(proto, int(number(checkpoint.metadata, "max_length", 512)))

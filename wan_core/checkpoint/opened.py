@@ -10,15 +10,21 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint.errors import CheckpointError, listing
+from wan_core.quant.packed import Packed
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A stored tensor without its values: `nbytes` is its size in the file."""
+    """A stored tensor without its values: `nbytes` is its size in the file.
+
+    packing: the format of a matrix that is packed (`quant.packed.FORMATS`), None for plain numbers. `shape` is then
+    that of the matrix, and `dtype` what `Checkpoint.read` gives.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
+    packing: str | None = None
 
 
 class Checkpoint:
@@ -27,7 +33,9 @@ class Checkpoint:
     `tensors` says what is there, `metadata` holds the strings that came with it, `path` is the file or folder (None
     for a state dict). `read` returns a CPU tensor that shares memory with the mapped file: nothing is copied, pages
     come in when they are touched, and writing to the tensor changes memory but never the file. Tensors stay valid
-    after `close`.
+    after `close`. Of what is packed, `read` returns the numbers, widened, and `read_packed` what is stored.
+
+    `tokenizer` makes the SentencePiece model that the file's own notes describe, where they do (GGUF).
     """
 
     def __init__(
@@ -37,12 +45,16 @@ class Checkpoint:
         tensors: Mapping[str, TensorInfo],
         metadata: Mapping[str, str],
         read: Callable[[str], Tensor],
+        read_packed: Callable[[str], Packed] | None = None,
+        tokenizer: Callable[[], bytes] | None = None,
     ) -> None:
         self.path = path
         self.tensors = tensors
         self.metadata = metadata
         self._where = where
         self._read: Callable[[str], Tensor] | None = read
+        self._read_packed = read_packed
+        self.tokenizer = tokenizer
 
     def describe(self) -> str:
         """A short path for messages."""
@@ -54,7 +66,34 @@ class Checkpoint:
             raise CheckpointError("it is closed", where=self._where)
         if name not in self.tensors:
             raise CheckpointError(f"it has no tensor named {name}", where=self._where)
+        if self.tensors[name].packing is not None:
+            return self.read_packed(name).dequantize()
         return self._read(name)
+
+    def read_packed(self, name: str) -> Packed:
+        """The matrix `name`, whose `packing` is not None, as it is stored; its parts share memory with the file."""
+        assert self._read_packed is not None, "nothing in this file is packed"
+        if self._read is None:
+            raise CheckpointError("it is closed", where=self._where)
+        return self._read_packed(name)
+
+    def replaced(
+        self,
+        *,
+        tensors: Mapping[str, TensorInfo] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        read_packed: Callable[[str], Packed] | None = None,
+    ) -> Checkpoint:
+        """This checkpoint with other names and shapes, other notes, or another way to read what is packed."""
+        return Checkpoint(
+            self._where,
+            self.path,
+            self.tensors if tensors is None else tensors,
+            self.metadata if metadata is None else metadata,
+            self.read,
+            self._read_packed if read_packed is None else read_packed,
+            self.tokenizer,
+        )
 
     def close(self) -> None:
         """Let go of the file. The mapping itself goes when the last tensor read from it goes."""
@@ -113,4 +152,6 @@ def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mappin
             tensors[name], owner[name] = info, shard
         for key, value in shard.metadata.items():
             merged.setdefault(key, value)
-    return Checkpoint(where, path, tensors, merged, lambda name: owner[name].read(name))
+    return Checkpoint(
+        where, path, tensors, merged, lambda name: owner[name].read(name), lambda name: owner[name].read_packed(name)
+    )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import Config, empty_module
+from wan_core.checkpoint.merge import Merge
 from wan_core.config import DiTConfig
 from wan_core.quant.swap import Quantization, encode_values, swap_linears
 
@@ -20,14 +21,19 @@ def random_module(
     dtype: torch.dtype,
     seed: int = 0,
     quantization: Quantization | None = None,
+    loras: Merge | None = None,
 ) -> nn.Module:
     """The module that `config` describes, in eval mode, with values drawn on `device`, the same for the same seed.
 
     Matrices keep the variance of what passes through them, so that activations stay finite through all layers; norms
-    are one. A quantization, for transformers, encodes every matrix as soon as it is drawn.
+    are one. A quantization, for transformers, encodes every matrix as soon as it is drawn, and `loras` are summed in
+    before.
     """
     module = empty_module(config)
     values = _draw(module, torch.device(device), dtype, seed)
+    if loras is not None:
+        assert isinstance(config, DiTConfig)
+        values = loras.apply(values, frozenset() if quantization is None else quantization.names(config))
     if quantization is not None:
         assert isinstance(config, DiTConfig)
         names = quantization.names(config)

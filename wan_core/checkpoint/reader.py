@@ -1,4 +1,4 @@
-"""Open a checkpoint, whatever it is stored as: a safetensors or torch file, shards, a folder, or a state dict.
+"""Open a checkpoint, whatever it is stored as: a safetensors, torch or GGUF file, shards, a folder, a state dict.
 
 The format is decided by the first bytes, never by the name. Nothing is read but headers: `Checkpoint.read` maps
 values in when they are asked for. Every fault is a `CheckpointError` that names the file.
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from wan_core.checkpoint.errors import CheckpointError, counted, listing
 from wan_core.checkpoint.folder import find_parts
+from wan_core.checkpoint.gguf_file import MAGIC, open_gguf
+from wan_core.checkpoint.microscaled import with_packed
 from wan_core.checkpoint.opened import Checkpoint, TensorInfo, from_state_dict, merge, short_path
 from wan_core.checkpoint.pickle_file import open_pickle
 from wan_core.checkpoint.safetensors_file import MAX_HEADER, open_safetensors
@@ -57,15 +59,18 @@ def _open_file(path: Path) -> Checkpoint:
     with path.open("rb") as file:
         head = file.read(512)
     where = short_path(path)
-    if head[8:9] == b"{":
-        return open_safetensors(path)
+    if head[8:9] == b"{" and not head.startswith(MAGIC):
+        return with_packed(open_safetensors(path))
     if head.startswith(b"PK\x03\x04"):
         return open_pickle(path)
+    if head.startswith(MAGIC):
+        return open_gguf(path)
     for recognise, fault in _FOREIGN:
         if recognise(head):
             raise CheckpointError(fault, where=where)
     raise CheckpointError(
-        f"neither a safetensors nor a torch file: it begins with {head[:8].hex(' ')}. Download or convert it again.",
+        f"neither a safetensors, a torch nor a GGUF file: it begins with {head[:8].hex(' ')}. Download or convert it "
+        "again.",
         where=where,
     )
 
@@ -75,10 +80,6 @@ _FOREIGN = (
     (
         lambda head: not head.strip(b"\0"),
         "damaged: it begins with zeros only, as an unfinished download does. Download it again.",
-    ),
-    (
-        lambda head: head.startswith(b"GGUF"),
-        "a GGUF file (quantised weights), which this version does not read. Use a safetensors file.",
     ),
     (
         lambda head: head.startswith(b"version https://git-lfs"),
@@ -112,7 +113,7 @@ def _open_folder(folder: Path) -> Checkpoint:
             raise CheckpointError(
                 f"a whole release ({found}), where one part is expected. Name one of these.", where=where
             )
-        raise CheckpointError("no model in this folder (no safetensors, pth, pt or bin file)", where=where)
+        raise CheckpointError("no model in this folder (no safetensors, pth, pt, bin or gguf file)", where=where)
     if isinstance(chosen, Path):
         return _open_index(chosen) if chosen.name.endswith(".index.json") else _with_config(_open_file(chosen), folder)
     return merge((_open_file(shard) for shard in chosen), where, folder, _config_metadata(folder))
@@ -201,7 +202,7 @@ _CONFIG_KEYS = {
 def _with_config(opened: Checkpoint, folder: Path) -> Checkpoint:
     """`opened` with what a `config.json` beside it adds; the file's own metadata wins."""
     metadata = {**_config_metadata(folder), **opened.metadata}
-    return Checkpoint(opened.describe(), opened.path, opened.tensors, metadata, opened.read)
+    return opened.replaced(metadata=metadata)
 
 
 def _config_metadata(folder: Path) -> dict[str, str]:

@@ -37,6 +37,7 @@ DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.uint8,  # powers of two, as bytes: torch has the type only since 2.7
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -54,7 +55,7 @@ def open_safetensors(path: Path) -> Checkpoint:
         metadata = _metadata(header.pop("__metadata__", {}), where)
         placed = {name: _placed(name, entry, where) for name, entry in header.items()}
         _check_layout(placed, size - begin, where)
-        mapping = _map(file.fileno())
+        mapping = map_file(file.fileno())
     tensors = {name: info for name, (info, _) in placed.items()}
     offsets = {name: begin + offset for name, (_, offset) in placed.items()}
     return Checkpoint(where, path, tensors, metadata, lambda name: _view(mapping, tensors[name], offsets[name]))
@@ -156,7 +157,8 @@ def _check_layout(placed: dict[str, tuple[TensorInfo, int]], available: int, whe
         raise CheckpointError("it holds no tensors", where=where)
 
 
-def _map(fileno: int) -> mmap.mmap:
+def map_file(fileno: int) -> mmap.mmap:
+    """The whole file, copy-on-write."""
     if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64"):
         # Private and writable, so that torch takes it without a warning. Without NORESERVE (which Python's mmap
         # module names only since 3.13) Linux refuses to map a file larger than memory, although nothing is ever

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from wan_core.checkpoint.detect import TOKENIZER
 from wan_core.checkpoint.safetensors_file import DTYPES
+from wan_core.config import OptionError
 from wan_core.model.dit import WanModel
+from wan_core.quant.packed import PackedEmbedding, PackedLinear
 from wan_core.text.umt5 import TextEncoder
 from wan_core.vae import VideoVAE
 
@@ -28,6 +30,11 @@ def save(
     files. The file appears under its name only when it is complete.
     """
     source = module.encoder if isinstance(module, TextEncoder) else module
+    if any(isinstance(part, PackedLinear | PackedEmbedding) for part in source.modules()):
+        raise OptionError(
+            "its weights are packed as in the file that it came from (GGUF, NVFP4 or MXFP8), and no such files are "
+            "written: load it with a precision of its own, bf16 or fp8, to save it"
+        )
     tensors = {name: value.detach().to(dtype or value.dtype) for name, value in source.state_dict().items()}
     if isinstance(module, TextEncoder):
         tensors[TOKENIZER] = torch.frombuffer(bytearray(module.tokenizer.proto), dtype=torch.uint8)
@@ -50,7 +57,7 @@ def _metadata(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
     """A safetensors file, written under a temporary name beside `path` and renamed. Raises `OSError` if that fails."""
-    codes = {dtype: code for code, dtype in DTYPES.items()}
+    codes = {dtype: code for code, dtype in reversed(DTYPES.items())}
     # Widest dtype first keeps every tensor aligned to its own size.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -48,10 +48,10 @@ def find_scales(checkpoint: Checkpoint) -> Scaled:
             scales[f"{module}.weight"] = name
         elif last in UNUSED or (last == DESCRIPTION and _is_plain_fp8(checkpoint, name)):
             unused.add(name)
-    if not scales:
+    bare = [n for n, info in tensors.items() if info.dtype in FP8 and len(info.shape) == 2 and n not in scales]
+    if not scales and not (unused and bare):  # plain FP8 stands for the numbers that it holds
         return Scaled({}, frozenset())
     alone = [name for weight, name in scales.items() if weight not in tensors]
-    bare = [n for n, info in tensors.items() if info.dtype in FP8 and len(info.shape) == 2 and n not in scales]
     if alone or bare:
         missing = counted(alone, "scales without a weight") if alone else counted(bare, "FP8 matrices without a scale")
         raise CheckpointError(f"{_WHAT}, but {missing}. Download it again.")
@@ -82,4 +82,4 @@ def _is_plain_fp8(checkpoint: Checkpoint, name: str) -> bool:
         found = json.loads(bytes(checkpoint.read(name).flatten().tolist()))
     except ValueError:
         return False
-    return isinstance(found, dict) and str(found.get("format", "")).startswith("float8_e4m3")
+    return isinstance(found, dict) and str(found.get("format", "")).startswith("float8_e")

@@ -1,4 +1,4 @@
-"""The command line: generate, decode, plan, calibrate, quality, check, doctor, bench.
+"""The command line: generate, decode, plan, calibrate, quality, check, inspect, doctor, bench.
 
 User errors (a bad number, a file that is something else) end with one line on stderr and exit code 2; everything is
 checked before work starts. Finished latents are on disk before they are decoded and stay there if anything after that
@@ -16,7 +16,8 @@ from pathlib import Path
 from wan_core.bench.options import add_bench_options
 from wan_core.cli.generate import run_decode, run_generate
 from wan_core.cli.inform import run_bench, run_check, run_doctor, run_plan, run_quantize
-from wan_core.cli.options import add_model_options, add_plan_options, add_request_options
+from wan_core.cli.inspect import add_inspect_options, run_inspect
+from wan_core.cli.options import add_lora_options, add_model_options, add_plan_options, add_request_options
 from wan_core.cli.quality import run_calibrate, run_quality
 from wan_core.cli.workers import add_worker_options
 from wan_core.config import PRECISIONS, TASKS, UserError
@@ -89,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--high", type=Path, help="the expert's file or folder: a MagCache curve beside it is used")
     plan.add_argument("--low", type=Path, help="the low-noise expert's, whose name may say that it is step-distilled")
     plan.add_argument("--image", action="store_true", help="as for a video that starts from an image (TI2V-5B)")
+    add_lora_options(plan)
     add_plan_options(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.set_defaults(run=run_plan)
@@ -111,6 +113,10 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("video", type=Path)
     check.add_argument("--prompt", help="the caption (default: the one in the file's metadata)")
     check.set_defaults(run=run_check)
+
+    inspect = commands.add_parser("inspect", help="what a file is: family, layout, precision, a LoRA's rank, problems")
+    add_inspect_options(inspect)
+    inspect.set_defaults(run=run_inspect)
 
     doctor = commands.add_parser("doctor", help="what this machine can run, and why not what it cannot")
     doctor.add_argument("--device", default="auto")

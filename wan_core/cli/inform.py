@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from wan_core.cache.arguments import skip_options
 from wan_core.cache.skipping import skip_forwards
 from wan_core.cli.options import plan_numbers
 from wan_core.config import QUANTIZED, OptionError
-from wan_core.plan import make_plan
+from wan_core.presets import preset_plan
 
 
 def run_quantize(options: argparse.Namespace) -> int:
@@ -30,11 +31,13 @@ def run_quantize(options: argparse.Namespace) -> int:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    for path in (options.high, options.low):
+    loras = [Path(lora.path) for lora in options.loras if lora.strength]
+    for path in (options.high, options.low, *loras):
         if path is not None and not path.exists():
             raise OptionError(f"{path} does not exist: give the file or folder of an expert, or leave it out")
-    plan = make_plan(task=options.task, **plan_numbers(options))
-    plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image)
+    files = [path for path in (*loras, options.high, options.low) if path is not None]
+    plan = preset_plan(files=files, task=options.task, **plan_numbers(options))
+    plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0
 

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from wan_core.cache.arguments import add_skip_options
-from wan_core.config import COMPILES, GUIDANCE_MODES, PRECISIONS, RESIDENCIES, TASKS, OptionError
+from wan_core.config import (
+    COMPILES,
+    GUIDANCE_MODES,
+    LORA_MODES,
+    PRECISIONS,
+    RESIDENCIES,
+    TASKS,
+    LoraOptions,
+    OptionError,
+)
 from wan_core.plan import SCHEDULES
+from wan_core.presets import CHOICES as PRESETS
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +49,40 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--residency", default="auto", choices=RESIDENCIES, help="keep all models on the device, or one at a time"
     )
+    add_lora_options(parser)
+    group.add_argument(
+        "--lora-mode",
+        default="auto",
+        choices=LORA_MODES,
+        help="merge LoRAs into the weights, or attach them beside; auto: merge, but where weights are used as they are "
+        "stored (scaled FP8, GGUF)",
+    )
+
+
+def add_lora_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("LoRAs (FILE, or FILE:STRENGTH; each option may be repeated)")
+    words = {
+        "auto": "for the expert that the file's metadata or name speaks of, or for both",
+        "high": "for the high-noise expert",
+        "low": "for the low-noise expert",
+    }
+    for expert, help in words.items():
+        group.add_argument(
+            "--lora" if expert == "auto" else f"--lora-{expert}",
+            dest="loras",
+            action="append",
+            default=[],
+            type=partial(_lora, expert),
+            metavar="FILE",
+            help=help,
+        )
+
+
+def _lora(expert: str, text: str) -> LoraOptions:
+    try:
+        return LoraOptions.parse(text, expert)
+    except OptionError as fault:
+        raise argparse.ArgumentTypeError(str(fault)) from fault
 
 
 def add_request_options(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +109,14 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance", type=float, help="for both experts")
     group.add_argument("--guidance-high", type=float)
     group.add_argument("--guidance-low", type=float)
-    group.add_argument("--solver", default="unipc", choices=tuple(SCHEDULES))
+    group.add_argument("--solver", choices=tuple(SCHEDULES), help="default: unipc, or what the preset is for")
+    group.add_argument(
+        "--preset",
+        default="auto",
+        choices=PRESETS,
+        help="settings of step-distilled weights for what is left out here; auto: where a file's name or metadata says "
+        "that they are distilled; -guided: with guidance for the high-noise expert (default %(default)s)",
+    )
     add_skip_options(parser)
 
 
@@ -85,4 +137,5 @@ def plan_numbers(options: argparse.Namespace) -> dict[str, Any]:
         "guidance_high": options.guidance if options.guidance is not None else options.guidance_high,
         "guidance_low": options.guidance if options.guidance is not None else options.guidance_low,
         "solver": options.solver,
+        "preset": options.preset,
     }

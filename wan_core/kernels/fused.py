@@ -92,6 +92,13 @@ def _fast(x: Tensor, fmt: Format | None = None) -> bool:
     return _Choice.devices[x.device] is None and (fmt != "block" or x.shape[-1] >= 2 * BLOCK)
 
 
+def triton_runs(device: torch.device) -> bool:
+    """Whether kernels of this package run on `device` now, for operations of other files."""
+    if device not in _Choice.devices:
+        prepare(device)
+    return _Choice.kernels == "triton" and _Choice.devices[device] is None
+
+
 def overwrites(x: Tensor) -> bool:
     """Whether `residual` and `residual_norm` write their result into x, and not beside it."""
     return _fast(x)

@@ -53,7 +53,7 @@ class AuthenticationError(ChannelError):
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> list[memoryview]:
     """Pieces that make one safetensors file when joined; tensors on the CPU are not copied."""
-    codes = {dtype: code for code, dtype in DTYPES.items()}
+    codes = {dtype: code for code, dtype in reversed(DTYPES.items())}  # several codes are bytes to torch
     header: dict[str, Any] = {}
     values, end = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):  # keeps alignment

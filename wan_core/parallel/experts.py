@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 
 from wan_core.attention.registry import resolve_attention
-from wan_core.config import OptionError
+from wan_core.config import LoraOptions, OptionError
+from wan_core.lora import AppliedLoras, check_packed, choose_mode, lora_bytes, merging, read_loras
 from wan_core.memory.residency import Residency, choose_residency
 from wan_core.model.dit import WanModel
-from wan_core.models import compute_dtype, find_quantization, forward_bytes, precision_of
+from wan_core.models import compute_dtype, find_quantization, forward_bytes, is_packed, precision_of
 from wan_core.optimize import check_compile, optimize
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import find_lse
@@ -31,12 +32,16 @@ class LoadedExperts:
         device = ranks.device
         self.compile, self.mesh = spec["compile"], None
         check_compile(self.compile, device)
-        precision = precision_of(spec["precision"], found.high, device)
+        stored = spec["precision"] == "checkpoint"
+        precision = precision_of(spec["precision"], found.high, device, found.low)
         dtype = compute_dtype(precision, device)
-        quantization = find_quantization(precision, device, spec["keep_blocks"])
+        quantization = find_quantization(precision, device, spec["keep_blocks"], as_stored=stored)
         self.attention, self.attend = resolve_attention(spec["attention"], device, dtype, found.dit.head_dim)
         parts = {"high": found.high, **({"low": found.low} if found.low else {})}
-        weights = sum(part.bytes(dtype, quantization) for part in parts.values())
+        options = tuple(LoraOptions(**one) for one in spec.get("loras", ()))
+        wanted = read_loras(options, found.dit, found.low is not None)
+        loras = [one for several in wanted.values() for one in several]
+        weights = sum(part.bytes(dtype, quantization) for part in parts.values()) + lora_bytes(loras)
         policy, why = choose_residency(spec["residency"], device, weights, forward_bytes(found.dit, tokens))
         scaled, on_disk = found.high.scaled, found.high.path is not None
         why_not = why_not_shard(ranks, quantization is not None, self.compile != "off", scaled, on_disk)
@@ -49,12 +54,23 @@ class LoadedExperts:
             policy, why, self.sharded = "resident", f"{why}; the ranks of a sequence hold the experts in parts", True
         self.residency, self.why = Residency(device, policy), f"{'shard' if self.sharded else policy} ({why})"
         share = partial(shared_checkpoint, ranks=ranks) if policy == "resident" else None
+        if self.sharded and loras:
+            raise OptionError("LoRAs cannot be applied to experts that GPUs hold in parts: choose another residency")
+        mapped = policy == "swap" and quantization is None
+        packed = is_packed(quantization)
+        how, _ = choose_mode("auto", scaled=scaled or packed, quantized=quantization is not None, mapped=mapped)
+        if how == "attach" and packed:
+            check_packed(loras, found.dit)
         for name, part in parts.items():
+            mine = wanted.get(name, [])
             if self.sharded:
                 assert part.path is not None
                 model = load_sharded_dit(part.path, ranks, dtype)
             else:
-                model = part.load(self.residency.load_device, dtype, quantization, share)
+                merge = merging(mine, device) if how == "merge" else None
+                model = part.load(self.residency.load_device, dtype, quantization, merge, share)
+            if mine and how == "attach":
+                AppliedLoras.of(cast(WanModel, model), device).apply(mine)
             self.residency.add(name, model)
 
     def fits(self, ranks: RankMesh) -> bool:

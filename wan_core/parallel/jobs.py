@@ -25,8 +25,9 @@ from wan_core.denoise import Progress
 from wan_core.images import decode_images, decode_latents, encode_images
 from wan_core.job import make_job
 from wan_core.latents import save_latents
+from wan_core.lora import lora_files
 from wan_core.memory.residency import Residency
-from wan_core.models import compute_dtype, precision_of
+from wan_core.models import compute_dtype, holding, precision_of
 from wan_core.optimize import optimize_vae
 from wan_core.parallel.conditioning import rows_of_all, text_rank
 from wan_core.parallel.costs import H200, MeshChoice, choose_mesh
@@ -34,7 +35,7 @@ from wan_core.parallel.experts import LoadedExperts
 from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.parallel.wire import load_options_from, plan_from, report_data, request_from
-from wan_core.parts import find_experts, find_models, recognise
+from wan_core.parts import find_experts, find_models, own_loras, recognise
 from wan_core.pipeline import OnStep, Pipeline, sample_latents
 from wan_core.plan import Plan
 from wan_core.report import Report
@@ -98,11 +99,14 @@ class Jobs:
         """A video from a `Request`: frames uint8 [F, H, W, 3], latents, plan and report."""
         request = request_from(header["request"])
         options = load_options_from(header["options"], self.rank.device)
-        found = find_models(options, image=bool(request.image or request.last_image))
-        job = make_job(request, found.task, found.dit, found.vae, found.of["high"].path, found.low_path)
-        precision = precision_of(options.precision, found.of["high"], self.rank.device)
+        image = bool(request.image or request.last_image)
+        options = own_loras(options, request.preset, image=image)
+        found = find_models(options, image=image)
+        files = found.of["high"].path, found.low_path, lora_files(options.loras)
+        job = make_job(request, found.task, found.dit, found.vae, *files)
+        precision = precision_of(options.precision, found.of["high"], self.rank.device, found.of.get("low"))
         choice = self.choose(header["mesh"], found.dit, job.tokens, job.plan, precision, options.attention)
-        spec = [header["options"], found.task.name, str(choice.mesh)]
+        spec = [asdict(options), found.task.name, str(choice.mesh)]
         pipe = self.hold(
             "pipeline", spec, lambda: Pipeline.load(options, request=request, ranks=self.mesh(choice.mesh))
         )
@@ -128,7 +132,7 @@ class Jobs:
         report = Report(self.rank.device)
         found = find_experts(spec["high"], spec["low"])
         tokens = found.dit.tokens(*shape[2:])
-        precision = precision_of(spec["precision"], found.high, self.rank.device)
+        precision = precision_of(spec["precision"], found.high, self.rank.device, found.low)
         choice = self.choose(header["mesh"], found.dit, tokens, plan, precision, spec["attention"])
         ranks = self.mesh(choice.mesh)
         with report.phase("load"):
@@ -176,7 +180,7 @@ class Jobs:
         def load() -> VideoVAE:
             part, device = recognise(Path(spec["path"]), "vae", load_vae), self.rank.device
             share = partial(shared_checkpoint, ranks=self.everyone)
-            loaded = part.load(device, compute_dtype(spec["precision"], device), None, share)
+            loaded = part.load(device, compute_dtype(spec["precision"], device), None, None, share)
             return optimize_vae(cast(VideoVAE, loaded), device, self.everyone)
 
         return self.hold("vae", spec, load)
@@ -192,7 +196,8 @@ class Jobs:
                 # Needed for a moment, and large: its weights stay in host memory and come when they are used.
                 residency = Residency(device, "swap" if device.type == "cuda" else "resident")
                 part = recognise(Path(spec["path"]), "text_encoder", load_text_encoder)
-                residency.add("text encoder", part.load(residency.load_device, dtype, None))
+                held = holding(part, None, spec["precision"] == "checkpoint", device)
+                residency.add("text encoder", part.load(residency.load_device, dtype, held))
                 return residency
 
             residency = self.hold("text encoder", spec, load)

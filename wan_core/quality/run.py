@@ -202,7 +202,7 @@ def measure_quality(
 def skipping(pipe: Pipeline, batch: Batch, plan: Plan, options: SkipOptions | None) -> Plan:
     models = pipe.models
     image = batch.job.request.image is not None
-    return skip_forwards(plan, options, models.checkpoint, models.low_checkpoint, image=image)
+    return skip_forwards(plan, options, models.checkpoint, models.low_checkpoint, image=image, loras=models.loras)
 
 
 def warm_up(pipe: Pipeline, batch: Batch, plan: Plan, alone: bool) -> None:

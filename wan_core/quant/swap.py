@@ -33,11 +33,13 @@ def quantized_names(config: DiTConfig, keep_blocks: int = 0) -> frozenset[str]:
 @dataclass(frozen=True)
 class Quantization:
     """How the linears of a transformer are held. `device` is where weights are encoded: a GPU does in a second what
-    takes a CPU a minute, also where they live on the host."""
+    takes a CPU a minute, also where they live on the host. as_stored: only those that the file holds so; the others
+    keep what the file gives them."""
 
     kind: type[QuantLinear]
     device: torch.device
     keep_blocks: int = 0
+    as_stored: bool = False
 
     def names(self, config: DiTConfig) -> frozenset[str]:
         return quantized_names(config, self.keep_blocks)

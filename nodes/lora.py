@@ -1,0 +1,107 @@
+"""LoRAs on a model: chained between the loader and the sampler, and changed without loading anything again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from comfy_api.latest import io, ui
+
+from wan_core.config import LoraOptions, OptionError
+from wan_core.lora import check_packed, read_loras
+from wan_core.parts import TINY_LORAS
+from wan_core.quant.packed import PRECISION as PACKED
+
+from . import host
+from .loaders import fingerprint, locate, refusal
+from .sockets import MODEL, ModelSocket
+
+NONE, SAME = "none", "the file above"
+EMBEDDED = {f"tiny 4-step {expert} (embedded)": path for expert, path in TINY_LORAS.items()}
+MAX_STRENGTH = 100.0
+
+
+def _strength(expert: str) -> io.Float.Input:
+    return io.Float.Input(
+        f"strength_{expert}",
+        default=1.0,
+        min=-MAX_STRENGTH,
+        max=MAX_STRENGTH,
+        step=0.05,
+        round=0.001,
+        tooltip=f"How strongly it counts for the {expert}-noise expert: 1 as it was made, 0 not at all. Another "
+        "strength loads and compiles nothing again.",
+    )
+
+
+class WanCoreLoRA(io.ComfyNode):
+    """A LoRA for the high-noise expert, the low-noise expert or both."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        files = [NONE, *EMBEDDED, *host.model_names("loras")]
+        return io.Schema(
+            node_id="WanCoreLoRA",
+            display_name="WanCore LoRA",
+            category="WanCore",
+            description="Puts a LoRA on a model, beside its weights, whatever their precision. Nodes may be chained.",
+            inputs=[
+                MODEL.Input("model", tooltip="From the WanCore Model Loader or another WanCore LoRA."),
+                io.Combo.Input(
+                    "high",
+                    options=files,
+                    default=NONE,
+                    tooltip="The LoRA of the high-noise expert, or of a model with one transformer, in models/loras. "
+                    "In any spelling: ComfyUI, kohya and musubi, Diffusers, LightX2V; LoRA, LoHa, LoKr, DoRA.",
+                ),
+                _strength("high"),
+                io.Combo.Input(
+                    "low",
+                    options=[SAME, *files],
+                    default=SAME,
+                    tooltip="The LoRA of the low-noise expert. 'the file above': one file for both experts.",
+                ),
+                _strength("low"),
+            ],
+            outputs=[
+                MODEL.Output("model_out", display_name="model", tooltip="The model with the LoRA on it."),
+                io.String.Output("info", display_name="info", tooltip="What was applied, and what was not and why."),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, high: str = "", low: str = "") -> bool | str:
+        return refusal(lambda: _files(high, low))
+
+    @classmethod
+    def fingerprint_inputs(
+        cls, model: None = None, high: str = "", strength_high: float = 1.0, low: str = "", strength_low: float = 1.0
+    ) -> list[tuple[str, int]]:
+        return fingerprint(*_files(high, low).values())
+
+    @classmethod
+    def execute(
+        cls, model: ModelSocket, high: str, strength_high: float, low: str, strength_low: float
+    ) -> io.NodeOutput:
+        files, two = _files(high, low), model.experts.low is not None
+        if not two and low not in (SAME, NONE):
+            raise OptionError(f"{low} is given for the low-noise expert, and this model has one transformer only")
+        strengths = {"high": strength_high, "low": strength_low}
+        options = [
+            LoraOptions(path=str(path), strength=strengths[expert], expert=expert)
+            for expert, path in files.items()
+            if two or expert == "high"
+        ]
+        found = read_loras(options, model.experts.dit, two)
+        if model.precision == PACKED:
+            check_packed((one for wanted in found.values() for one in wanted), model.experts.dit)
+        loras = {expert: (*model.loras.get(expert, ()), *wanted) for expert, wanted in found.items()}
+        lines = [f"{expert}: {one.words('attached')}" for expert, wanted in found.items() for one in wanted]
+        info = "\n".join(lines) or "no LoRA"
+        return io.NodeOutput(replace(model, loras=loras), info, ui=ui.PreviewText(info))
+
+
+def _files(high: str, low: str) -> dict[str, Path]:
+    """Expert -> the file behind the names of the widgets; empty is what another node will say. Raises OptionError."""
+    names = {"high": high, "low": high if low == SAME else low}
+    return {expert: locate("loras", name, EMBEDDED) for expert, name in names.items() if name not in ("", NONE)}

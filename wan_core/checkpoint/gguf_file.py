@@ -1,0 +1,324 @@
+"""GGUF files, parsed here so that every byte of the header is checked before anything is allocated or mapped.
+
+The format, little-endian: "GGUF", version (2 or 3), counts of tensors and of notes; the notes, each a name, a type and
+a value; the tensors, each a name, its sizes (the fastest first), a type and an offset; padding; the values, each at a
+multiple of `general.alignment`. The `gguf` package reads the same and is what tests compare with; but it keeps objects
+for every token of a tokenizer (UMT5's: 9 s and 640 MB, here 0.1 s), and takes a damaged file's word for how much memory
+it needs.
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from wan_core.checkpoint import gguf_tokenizer
+from wan_core.checkpoint.errors import CheckpointError, listing
+from wan_core.checkpoint.opened import Checkpoint, TensorInfo, short_path
+from wan_core.checkpoint.safetensors_file import MAX_DIMENSIONS, map_file
+from wan_core.kernels.gguf_blocks import FORMATS
+from wan_core.quant.packed import Packed
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_NOTES = 65_536
+MAX_TENSORS = 1_000_000
+MAX_STRING = 2**24
+MAX_ARRAY = 2**24  # a tokenizer has a quarter of a million pieces
+ARRAY, STRING, BOOL = 9, 8, 7
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "?", 10: "Q", 11: "q", 12: "d"}
+PLAIN = {
+    0: torch.float32,
+    1: torch.float16,
+    24: torch.int8,
+    25: torch.int16,
+    26: torch.int32,
+    27: torch.int64,
+    28: torch.float64,
+    30: torch.bfloat16,
+}
+PACKED = {fmt.code: fmt for fmt in FORMATS.values()}
+# What ggml has besides. They are too coarse for a video model (1 to 3 bits), or not in use.
+OTHERS = {
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip
+_SHAPE = "comfy.gguf.orig_shape."
+
+
+@dataclass(frozen=True)
+class Array:
+    """A note that is a list: where its items are, read when asked for."""
+
+    kind: int
+    count: int
+    offset: int
+
+
+@dataclass
+class Cursor:
+    """A position in the header. Raises CheckpointError where the file ends before what is asked for."""
+
+    data: mmap.mmap
+    where: str
+    at: int = 0
+
+    def fault(self, text: str) -> CheckpointError:
+        return CheckpointError(f"damaged header ({text}). Download it again.", where=self.where)
+
+    def skip(self, count: int) -> int:
+        """Move on by `count` bytes; returns where they begin."""
+        begin, self.at = self.at, self.at + count
+        if self.at > len(self.data):
+            raise CheckpointError(
+                f"truncated: its header goes beyond the {len(self.data)} bytes of the file. Download it again.",
+                where=self.where,
+            )
+        return begin
+
+    def number(self, code: str) -> int:
+        size = struct.calcsize(code)
+        return struct.unpack_from(f"<{code}", self.data, self.skip(size))[0]
+
+    def string(self) -> str:
+        length = self.number("Q")
+        if length > MAX_STRING:
+            raise self.fault(f"a text of {length} bytes")
+        begin = self.skip(length)
+        try:
+            return self.data[begin : begin + length].decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.fault("a text that is not UTF-8") from None
+
+    def value(self) -> object:
+        kind = self.number("I")
+        if kind == STRING:
+            return self.string()
+        if kind in SCALARS:
+            return self.number(SCALARS[kind])
+        if kind != ARRAY:
+            raise self.fault(f"a note of the unknown type {kind}")
+        items, count = self.number("I"), self.number("Q")
+        if (items not in SCALARS and items != STRING) or count > MAX_ARRAY:
+            raise self.fault(f"a list of {count} values of type {items}")
+        found = Array(items, count, self.at)
+        if items == STRING:
+            for _ in range(count):
+                self.skip(self.number("Q"))
+        else:
+            self.skip(count * struct.calcsize(SCALARS[items]))
+        return found
+
+    def items(self, array: Array) -> list:
+        """The values of a list that `value` found."""
+        if array.kind != STRING:
+            code = f"<{array.count}{SCALARS[array.kind]}"
+            return list(struct.unpack_from(code, self.data, array.offset))
+        reader = Cursor(self.data, self.where, array.offset)
+        return [reader.string() for _ in range(array.count)]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the file: `code` is ggml's number of its type, `offset` counts from the first value."""
+
+    name: str
+    shape: tuple[int, ...]
+    code: int
+    offset: int
+    nbytes: int = field(default=0)
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Check the header and map the values, copy-on-write. Raises `CheckpointError` on any fault.
+
+    Matrices in a block format have a `packing`; what is stored as F32, F16 or BF16 is plain. The names are the file's;
+    a text encoder's tokenizer comes from the notes where they hold one.
+    """
+    where = short_path(path)
+    with path.open("rb") as file:
+        if file.seek(0, 2) < 24:
+            raise CheckpointError("truncated: too short for a GGUF header. Download it again.", where=where)
+        mapping = map_file(file.fileno())
+    cursor = Cursor(mapping, where)
+    notes, stored = _header(cursor)
+    begin = _first_value(cursor, notes)
+    tensors = {entry.name: _info(entry) for entry in _placed(stored, notes, cursor, len(mapping) - begin)}
+    offsets = {entry.name: begin + entry.offset for entry in stored}
+    codes = {entry.name: entry.code for entry in stored}
+
+    def plain(name: str) -> Tensor:
+        info = tensors[name]
+        return _view(mapping, info.dtype, info.nbytes // info.dtype.itemsize, offsets[name]).reshape(info.shape)
+
+    def packed(name: str) -> Packed:
+        info, fmt = tensors[name], PACKED[codes[name]]
+        data = _view(mapping, torch.uint8, info.nbytes, offsets[name])
+        return Packed(fmt.name, info.shape, {"weight": data.reshape(-1, fmt.row_bytes(info.shape[-1]))})
+
+    metadata = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in notes.items()
+        if not isinstance(value, Array)
+    }
+    return Checkpoint(where, path, tensors, metadata, plain, packed, _tokenizer(cursor, notes))
+
+
+def _header(cursor: Cursor) -> tuple[dict[str, object], list[Stored]]:
+    if cursor.data[:4] != MAGIC:
+        raise CheckpointError("not a GGUF file", where=cursor.where)
+    cursor.skip(4)
+    version = cursor.number("I")
+    if version not in VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        raise CheckpointError(
+            "a GGUF file for machines of the other byte order, which is not supported: use the usual file"
+            if swapped
+            else f"GGUF version {version}, and versions 2 and 3 can be read: convert it again with a current program",
+            where=cursor.where,
+        )
+    tensors, count = cursor.number("Q"), cursor.number("Q")
+    if tensors > MAX_TENSORS or count > MAX_NOTES:
+        raise cursor.fault(f"it claims {tensors} tensors and {count} notes")
+    notes: dict[str, object] = {}
+    for _ in range(count):
+        name = cursor.string()
+        if name in notes:
+            raise cursor.fault(f"the note {name[:120]} appears twice")
+        notes[name] = cursor.value()
+    return notes, [_tensor(cursor) for _ in range(tensors)]
+
+
+def _tensor(cursor: Cursor) -> Stored:
+    name, axes = cursor.string(), cursor.number("I")
+    if axes > MAX_DIMENSIONS:
+        raise cursor.fault(f"tensor {name[:120]} has {axes} axes")
+    shape = tuple(reversed([cursor.number("Q") for _ in range(axes)]))
+    return Stored(name, shape, cursor.number("I"), cursor.number("Q"))
+
+
+def _first_value(cursor: Cursor, notes: dict[str, object]) -> int:
+    alignment = notes.get("general.alignment", 32)
+    if not isinstance(alignment, int) or isinstance(alignment, bool) or not 0 < alignment <= 2**20:
+        raise cursor.fault(f"an alignment of {str(alignment)[:40]}")
+    if alignment & (alignment - 1):
+        raise cursor.fault(f"an alignment of {alignment}, which is no power of two")
+    return -(-cursor.at // alignment) * alignment
+
+
+def _placed(stored: list[Stored], notes: dict[str, object], cursor: Cursor, available: int) -> list[Stored]:
+    """The tensors with their sizes in bytes and their shapes as they were before they were packed, each checked to lie
+    inside the file and outside the others."""
+    unknown = sorted(
+        {OTHERS.get(e.code, f"number {e.code}") for e in stored if e.code not in PLAIN and e.code not in PACKED}
+    )
+    if unknown:
+        raise CheckpointError(
+            f"it holds tensors of the type {listing(unknown)}, which this version does not read; it reads F32, F16, "
+            f"BF16, {', '.join(FORMATS)}. Use a file of one of these types.",
+            where=cursor.where,
+        )
+    found = [_sized(entry, notes, cursor) for entry in stored]
+    if not found:
+        raise CheckpointError("a GGUF file that holds no tensors. Download it again.", where=cursor.where)
+    if len({entry.name for entry in found}) < len(found):
+        raise cursor.fault("a tensor's name appears twice")
+    end = 0
+    for entry in sorted(found, key=lambda e: (e.offset, e.nbytes)):
+        if entry.offset < end:
+            raise cursor.fault(f"tensor {entry.name[:120]} overlaps the tensor before it")
+        end = entry.offset + entry.nbytes
+    if end > available:
+        raise CheckpointError(
+            f"truncated: the header promises {end} bytes of values, the file has {max(available, 0)}. "
+            "Download it again.",
+            where=cursor.where,
+        )
+    return found
+
+
+def _sized(entry: Stored, notes: dict[str, object], cursor: Cursor) -> Stored:
+    count = math.prod(entry.shape)
+    if math.prod(max(n, 1) for n in entry.shape) >= 2**60:
+        raise cursor.fault(f"tensor {entry.name[:120]} has the shape {list(entry.shape)}, too large for any memory")
+    if entry.code in PACKED:
+        fmt = PACKED[entry.code]
+        if not entry.shape or entry.shape[-1] % fmt.numbers or not count:
+            raise cursor.fault(
+                f"tensor {entry.name[:120]} is {fmt.name} {list(entry.shape)}, and its rows must be multiples of "
+                f"{fmt.numbers}"
+            )
+        nbytes = count // fmt.numbers * fmt.bytes
+    else:
+        nbytes = count * PLAIN[entry.code].itemsize
+    shape = _restored(entry, notes, cursor)
+    return Stored(entry.name, shape, entry.code, entry.offset, nbytes)
+
+
+# ggml leaves out leading axes of one: a block's modulation is [1, 6, C], the head's [1, 2, C].
+_MODULATION = re.compile(r"(.*\.)?modulation")
+
+
+def _restored(entry: Stored, notes: dict[str, object], cursor: Cursor) -> tuple[int, ...]:
+    """The shape before ggml's limit of four axes, from a note where there is one."""
+    noted = notes.get(_SHAPE + entry.name)
+    if noted is None:
+        lost = len(entry.shape) == 2 and _MODULATION.fullmatch(entry.name)
+        return (1, *entry.shape) if lost else entry.shape
+    if not isinstance(noted, Array) or noted.kind not in (4, 5, 10, 11) or noted.count > MAX_DIMENSIONS:
+        raise cursor.fault(f"the original shape of {entry.name[:120]} is not a list of sizes")
+    shape = tuple(cursor.items(noted))
+    if any(n < 0 for n in shape) or math.prod(shape) != math.prod(entry.shape):
+        raise cursor.fault(f"tensor {entry.name[:120]} is {list(entry.shape)}, and {list(shape)} is noted for it")
+    if entry.code in PACKED and shape[-1] != entry.shape[-1]:
+        raise cursor.fault(f"tensor {entry.name[:120]} is packed in rows of {entry.shape[-1]}, not of {shape[-1]}")
+    return shape
+
+
+def _info(entry: Stored) -> TensorInfo:
+    packed = PACKED.get(entry.code)
+    if packed is not None:
+        return TensorInfo(entry.shape, torch.float32, entry.nbytes, packed.name)
+    return TensorInfo(entry.shape, PLAIN[entry.code], entry.nbytes)
+
+
+def _view(mapping: mmap.mmap, dtype: torch.dtype, count: int, offset: int) -> Tensor:
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    if offset % dtype.itemsize:  # an alignment of 1 is allowed, and kernels need more: this one tensor is copied
+        end = offset + count * dtype.itemsize
+        return torch.frombuffer(bytearray(memoryview(mapping)[offset:end]), dtype=dtype)
+    return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset)
+
+
+def _tokenizer(cursor: Cursor, notes: dict[str, object]) -> Callable[[], bytes] | None:
+    """How to make the SentencePiece model that the notes describe; None where they describe none."""
+    if notes.get("tokenizer.ggml.model") != "t5":
+        return None
+
+    def listed(name: str) -> list:
+        found = notes.get(f"tokenizer.ggml.{name}")
+        return cursor.items(found) if isinstance(found, Array) else []
+
+    def plain(name: str) -> object:
+        return notes.get(f"tokenizer.ggml.{name}")
+
+    return lambda: gguf_tokenizer.proto(
+        pieces=listed("tokens"),
+        scores=listed("scores"),
+        kinds=listed("token_type"),
+        charsmap=listed("precompiled_charsmap"),
+        ids={name: plain(f"{note}_token_id") for name, note in gguf_tokenizer.ID_NOTES.items()},
+        add_prefix=plain("add_space_prefix"),
+        remove_spaces=plain("remove_extra_whitespaces"),
+    )

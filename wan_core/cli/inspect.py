@@ -1,0 +1,166 @@
+"""inspect: what a file is, without loading it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from wan_core.config import OptionError, UserError
+
+_LAYER = re.compile(r"blocks[._](\d+)[._]")
+
+
+def add_inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, help="safetensors, gguf, pth, a shard index, a folder, or a LoRA")
+    parser.add_argument("--json", action="store_true")
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Prints what was found. 0, or 1 where it has problems."""
+    if not options.file.exists():
+        raise OptionError(f"{options.file} does not exist")
+    found = inspect(options.file)
+    print(json.dumps(found, indent=1) if options.json else "\n".join(words(found)))
+    return int(bool(found["problems"]))
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """What `path` is, in plain values: kind, family, layout, precision, expert, ...; what is wrong under "problems".
+
+    Only headers are read.
+    """
+    from wan_core.checkpoint import open_checkpoint
+    from wan_core.checkpoint.lora import is_lora
+
+    found: dict[str, Any] = {"file": str(path), "problems": []}
+    try:
+        with open_checkpoint(path) as checkpoint:
+            found |= {"tensors": len(checkpoint.tensors), "gib": gib(checkpoint), "precision": precisions(checkpoint)}
+            found |= _lora(checkpoint) if is_lora(checkpoint.tensors) else _model(checkpoint, path)
+            found |= _said(checkpoint.metadata, path)
+    except UserError as fault:
+        found["problems"].append(str(fault))
+    return found
+
+
+def gib(checkpoint: Any) -> float:
+    return round(sum(info.nbytes for info in checkpoint.tensors.values()) / 1024**3, 3)
+
+
+def precisions(checkpoint: Any) -> dict[str, float]:
+    """How numbers are stored -> its share of the bytes, the largest first."""
+    total: Counter[str] = Counter()
+    for info in checkpoint.tensors.values():
+        total[info.packing or str(info.dtype).removeprefix("torch.")] += info.nbytes
+    whole = sum(total.values()) or 1
+    return {kind: round(count / whole, 4) for kind, count in total.most_common()}
+
+
+def _model(checkpoint: Any, path: Path) -> dict[str, Any]:
+    from wan_core.checkpoint import detect
+    from wan_core.checkpoint.detect import KINDS
+    from wan_core.config import DiTConfig, TextConfig
+    from wan_core.parts import TASK_OF_CHANNELS, TINY
+
+    model = detect(checkpoint)
+    config = model.config
+    found: dict[str, Any] = {"kind": KINDS[model.kind], "layout": model.layout}
+    found["parameters"] = sum(prod(checkpoint.tensors[name].shape) for name in model.names.values())
+    if model.scales:
+        found["scaled"] = f"{len(model.scales)} FP8 matrices with scales"
+    if isinstance(config, DiTConfig):
+        family = TASK_OF_CHANNELS.get(config.in_channels, "unknown")
+        found["family"] = "the embedded model" if path.parent.resolve() == TINY.resolve() else f"Wan 2.2 {family}"
+        found["shape"] = {
+            name: getattr(config, name) for name in ("num_layers", "dim", "ffn_dim", "num_heads", "in_channels")
+        }
+    elif isinstance(config, TextConfig):
+        found["family"] = "UMT5"
+        found["shape"] = {name: getattr(config, name) for name in ("num_layers", "dim", "vocab_size")}
+    else:
+        found["family"] = "Wan 2.2 VAE" if config.patch == 2 else "Wan 2.1 VAE"
+        found["shape"] = {"latent_channels": config.z_dim, "stride": config.spatial_stride}
+    return found
+
+
+def _lora(checkpoint: Any) -> dict[str, Any]:
+    """Of a LoRA, by the shapes that its factors have: those of the model that it was made for are not at hand."""
+    from wan_core.checkpoint.detect import expected_shapes
+    from wan_core.checkpoint.lora import read_lora
+
+    faults = []
+    for family, config in _families().items():
+        try:
+            lora = read_lora(checkpoint, expected_shapes(config))
+        except UserError as fault:
+            faults.append(str(fault))
+            continue
+        targets = Counter(re.sub(r"blocks\.\d+\.", "", name.removesuffix(".weight")) for name in lora.changes)
+        layers = {int(match[1]) for name in lora.changes if (match := _LAYER.match(name))}
+        return {
+            "kind": "a LoRA" if lora.ranks else "a set of differences",
+            "family": f"for {family}",
+            "layout": lora.spelling,
+            "changes": lora.kinds,
+            "rank": list(lora.ranks),
+            "blocks": len(layers),
+            "targets": dict(targets.most_common()),
+            "problems": [f"{len(names)} tensors {why}: {', '.join(names[:3])}" for why, names in lora.ignored.items()],
+        }
+    return {"kind": "a LoRA", "problems": [f"of no known model: {faults[0]}"]}
+
+
+def _families() -> Mapping[str, Any]:
+    """Models whose LoRAs are known by their shapes; the embedded one's come last."""
+    from dataclasses import replace
+
+    from wan_core.checkpoint import detect
+    from wan_core.config import I2V_A14B, T2V_A14B, TI2V_5B
+    from wan_core.parts import TINY
+
+    tiny = detect(TINY / "t2v_high.safetensors").config
+    return {
+        "Wan 2.2 A14B (or another Wan of 14B)": T2V_A14B,
+        "Wan 2.2 I2V-A14B": I2V_A14B,
+        "Wan 2.2 TI2V-5B": TI2V_5B,
+        "Wan 2.1 1.3B, which is not supported": replace(T2V_A14B, dim=1536, ffn_dim=8960, num_heads=12, num_layers=30),
+        "the embedded model": tiny,
+    }
+
+
+def _said(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
+    """What the file's metadata or name says."""
+    from wan_core.config import LoraOptions
+    from wan_core.lora import expert_of
+    from wan_core.presets import distilled_steps
+
+    found: dict[str, Any] = {}
+    expert = expert_of(LoraOptions(path=str(path)), metadata)
+    if expert is not None:
+        found["expert"] = f"{expert} (its {'metadata' if metadata.get('expert') == expert else 'name'} says so)"
+    steps = distilled_steps(path) if path.is_file() else None
+    if steps is not None:
+        found["distilled"] = f"for {steps} steps"
+    if metadata:
+        found["metadata"] = {key: value[:200] for key, value in list(metadata.items())[:40]}
+    return found
+
+
+def words(found: Mapping[str, Any]) -> list[str]:
+    """`key: value`, one a line."""
+    lines = []
+    for key, value in found.items():
+        if key == "problems":
+            continue
+        if key == "precision":
+            value = {kind: f"{100 * share:.4g} %" for kind, share in value.items()}
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{inner} {one}" for inner, one in value.items())
+        lines.append(f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+    return [*lines, *(f"problem: {problem}" for problem in found["problems"])]
