@@ -43,7 +43,7 @@ def load_sharded_dit(path: Path, ranks: RankMesh, dtype: torch.dtype) -> WanMode
 
     checkpoint = open_checkpoint(path)
     found = detect(checkpoint, "dit")
-    if found.scales:
+    if found.scales or any(info.packing is not None for info in checkpoint.tensors.values()):
         raise OptionError(f"{checkpoint.describe()}: {why_not_shard(ranks, True, False, True, True)}")
     model = cast(WanModel, empty_module(found.config)).to(dtype).requires_grad_(False).eval()
     shard_blocks(model, ranks)

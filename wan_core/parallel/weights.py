@@ -35,7 +35,9 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "g
             return gather_read(stored, ranks.host, ranks.device)
         return broadcast_read(stored, ranks.host, ranks.device, order[name] % ranks.host.size)
 
-    return Checkpoint(checkpoint.describe(), checkpoint.path, checkpoint.tensors, checkpoint.metadata, read)
+    # What is packed (GGUF) every rank takes from the page cache: it is a quarter of the bytes.
+    packed = checkpoint.read_packed
+    return Checkpoint(checkpoint.describe(), checkpoint.path, checkpoint.tensors, checkpoint.metadata, read, packed)
 
 
 def gather_read(stored: Tensor, group: Group, device: torch.device) -> Tensor:
