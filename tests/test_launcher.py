@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from wan_core.parallel.control import (
     unpack_tensors,
 )
 from wan_core.parallel.explain import explain
+from wan_core.parallel.launcher import WorkerError, Workers
 from wan_core.parallel.options import WorkerOptions, parse_devices
 from wan_core.parallel.wire import plan_from, report_data, report_from, request_from
 from wan_core.plan import make_plan
@@ -366,3 +368,15 @@ def test_the_rank_that_failed_is_named_before_those_that_lost_it() -> None:
     assert "SIGTERM" in explain({"failures": [ended]}, statuses, 1)
     assert "Connection closed" in explain({"failures": [lost]}, statuses, 1)
     assert "ended with -9" in explain(None, statuses, -9)
+
+
+def test_ranks_that_were_idle_for_long_do_not_hang() -> None:
+    """What they say just before a request reaches them is that nothing moved since the last one."""
+    workers = Workers(WorkerOptions(devices=("cpu",), step_timeout=10))
+    status = {"rank": 0, "host": "h", "pid": 1, "device": "cpu", "phase": "idle", "step": 0, "of": 0, "count": 3}
+    now = time.monotonic()
+    running: Any = SimpleNamespace(statuses=[{**status, "silent": 0.1, "still": 4000.0}], heard=now, begun=now)
+    workers._watch(running, "sample")
+    running.begun -= 11
+    with pytest.raises(WorkerError, match="no rank got any further for 10 s"):
+        workers._watch(running, "sample")

@@ -61,7 +61,7 @@ class _Running:
         self.inbox: queue.SimpleQueue[tuple[dict[str, Any], dict[str, Tensor]] | None] = queue.SimpleQueue()
         self.channel: Channel | None = None
         self.statuses: list[dict[str, Any]] = []
-        self.heard = time.monotonic()
+        self.heard = self.begun = time.monotonic()  # the last frame, and the request in work
         self.report: dict[str, Any] | None = None
         self.ended = threading.Event()
         orders = Orders(
@@ -213,7 +213,7 @@ class Workers:
                 running.channel.send({**(header or {}), "op": op, "number": number}, tensors)
             except ChannelError:
                 raise self._lost(running, op) from None
-            running.heard = time.monotonic()
+            running.heard = running.begun = time.monotonic()
             fresh = {"phase": f"the begin of {op}", "step": 0, "of": 0, "silent": 0.0, "still": 0.0}
             running.statuses = [{**status, **fresh} for status in running.statuses]
             try:
@@ -320,7 +320,9 @@ class Workers:
                     f"{op}: {name_of(status)} gave no sign of life for {status['silent']:.0f} s, it was last in "
                     f"{place(status)}; {places(statuses)}. {ANEW}"
                 )
-        if statuses and min(status["still"] for status in statuses) + silent > options.step_timeout:
+        # Ranks that had nothing to do before this request stood still, too.
+        still = min([time.monotonic() - running.begun, *(status["still"] + silent for status in statuses)])
+        if statuses and still > options.step_timeout:
             behind = min(statuses, key=lambda status: status["count"])
             self._drop()
             raise WorkerError(
