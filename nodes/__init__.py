@@ -8,6 +8,7 @@ from comfy_api.latest import ComfyExtension, io
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
 from .loaders import WanCoreModelLoader, WanCoreTextEncoderLoader, WanCoreVAELoader
 from .lora import WanCoreLoRA
+from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
 from .sampling import WanCoreSampler
@@ -41,6 +42,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreCompare,
     WanCoreLoRA,
     WanCoreSparseAttention,
+    WanCoreLauncher,
 ]
 
 

@@ -45,6 +45,11 @@ def device() -> torch.device:
     return model_management.get_torch_device()
 
 
+def gpu_count() -> int:
+    """NVIDIA GPUs that torch sees, whether or not ComfyUI uses one."""
+    return torch.cuda.device_count()
+
+
 def to_intermediate(tensor: Tensor) -> Tensor:
     """Where ComfyUI keeps what travels between nodes: the CPU, unless it was told otherwise."""
     return tensor.to(model_management.intermediate_device())
@@ -90,7 +95,20 @@ def stamps(folder: str, ending: str) -> list[tuple[str, int]]:
     return [(str(path), path.stat().st_mtime_ns) for path in found]
 
 
+def unfinished_path(seed: int) -> Path:
+    """Where latents lie that are finished and have not arrived yet: what a run leaves there was interrupted by force,
+    and `python -m wan_core decode` makes a video of it."""
+    folder = Path(folder_paths.get_output_directory()) / "WanCore"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{seed}.latents.safetensors"
+
+
 # ----------------------------------------------------------------------------------------------------------- progress
+
+
+def check_interruption() -> None:
+    """Raises ComfyUI's interruption if the user asked for it."""
+    model_management.throw_exception_if_processing_interrupted()
 
 
 class Progress:
@@ -254,6 +272,41 @@ def room() -> int:
     if here.type != "cuda":
         return int(total)
     return int(total) - CONTEXT
+
+
+class Remote(ModelPatcher):
+    """Memory that other processes hold on the device, as one thing that ComfyUI's memory manager may send away: that
+    ends them, so that nothing of it is left."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=1)
+        self.stop = stop
+
+    def use(self, memory: int) -> None:
+        """They are about to hold `memory` bytes: others make room, and /free reaches them from now on."""
+        self.size = max(self.size, memory)
+        model_management.load_models_gpu([self], memory_required=0)
+
+    def partially_load(self, device_to: torch.device, extra_memory: float = 0, *_: object, **__: object) -> int:
+        if self.model.device == self.load_device and self.model.model_loaded_weight_memory:
+            return 0
+        self.model.device = self.load_device
+        self.model.model_loaded_weight_memory = self.size
+        return self.size
+
+    def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, *_: object, **__: object) -> int:
+        """Nothing: then the manager sends the whole away."""
+        return 0
+
+    def detach(self, unpatch_all: bool = True) -> nn.Module:
+        """As for `Held`."""
+        if unpatch_all and self.model.model_loaded_weight_memory:
+            self.stop()
+            self.size = 1
+            self.model.device = self.offload_device
+            self.model.model_loaded_weight_memory = 0
+            log.info("WanCore ended the workers")
+        return self.model
 
 
 def load(models: Sequence[Held], memory: int) -> None:

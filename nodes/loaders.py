@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from comfy_api.latest import io, ui
@@ -14,7 +15,7 @@ from torch import nn
 from wan_core.attention.registry import BACKENDS, Attend, resolve_attention
 from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.checkpoint.detect import empty_module
-from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, DiTConfig, check_choice
+from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, DiTConfig, OptionError, check_choice
 from wan_core.model import WanModel
 from wan_core.models import compute_dtype, find_quantization, holding, precision_of
 from wan_core.optimize import check_compile, optimize, optimize_vae
@@ -26,12 +27,21 @@ from wan_core.vae import VideoVAE
 
 from . import host
 from .sockets import MODEL, ModelSocket, TextSocket, VAESocket
+from .workers import WORKERS, RemoteText, RemoteVAE, WorkersSocket
 
 TINY_T2V, TINY_I2V = "tiny (embedded)", "tiny i2v (embedded)"
 ALONE = "none"  # no second file
 PLAIN = tuple(name for name in PRECISIONS if name not in QUANTIZED)
 VAE_PRECISIONS = ("auto", "bf16", "fp32")
 MAX_KEPT = 20  # half the blocks of the largest model
+
+
+def workers_input() -> Any:
+    return WORKERS.Input(
+        "workers",
+        optional=True,
+        tooltip="From the WanCore Launcher: several GPUs hold and run it together. Nothing connected: it runs here.",
+    )
 
 
 def embedded(name: str) -> dict[str, Path]:
@@ -123,7 +133,7 @@ class WanCoreModelLoader(io.ComfyNode):
                     tooltip="'auto': ComfyUI's memory manager decides what leaves the device; an expert that does not "
                     "fit has its blocks streamed from host memory. 'resident': both experts stay on the device "
                     "together. 'swap': everything else leaves before an expert is loaded. 'stream': blocks always "
-                    "stream.",
+                    "stream. 'shard', with workers: every GPU holds a part of each expert.",
                 ),
                 io.Combo.Input(
                     "compile",
@@ -143,6 +153,7 @@ class WanCoreModelLoader(io.ComfyNode):
                     tooltip="How many of the first and of the last blocks an FP8 'precision' leaves as they are, for "
                     "more exact results. 0: every block is quantised.",
                 ),
+                workers_input(),
             ],
             outputs=[
                 MODEL.Output("model", display_name="model", tooltip="For the WanCore Sampler and Plan Preview."),
@@ -175,6 +186,7 @@ class WanCoreModelLoader(io.ComfyNode):
         residency: str = "",
         compile: str = "",
         keep_blocks: int = 0,
+        workers: None = None,
     ) -> list[tuple[str, int]]:
         return fingerprint(*_paths(high, low)) if high else []
 
@@ -188,15 +200,22 @@ class WanCoreModelLoader(io.ComfyNode):
         residency: str,
         compile: str = COMPILES[0],
         keep_blocks: int = 0,
+        workers: WorkersSocket | None = None,
     ) -> io.NodeOutput:
         check_choice("compile", compile, COMPILES)
-        check_compile(compile, host.device())
-        found = find_experts(*_paths(high, low))
+        device = host.device() if workers is None else workers.device
+        check_compile(compile, device)
+        if residency == "shard" and workers is None:
+            raise OptionError("residency 'shard' is for several GPUs: connect a WanCore Launcher, or choose another")
+        paths = [str(path) for path in _paths(high, low)]
+        found = find_experts(*paths)
+        spec = {"high": paths[0], "low": (*paths, None)[1], "precision": precision, "keep_blocks": keep_blocks}
+        spec |= {"attention": attention, "compile": compile, "residency": residency}
         stored = precision == "checkpoint"
-        precision = precision_of(precision, found.high, host.device(), found.low)
-        quantization = _quantization(precision, keep_blocks, found.dit, stored)
-        dtype = compute_dtype(precision, host.device())
-        chosen, attend = _attention(attention, precision, found.dit)
+        precision = precision_of(precision, found.high, device, found.low)
+        quantization = _quantization(precision, keep_blocks, found.dit, stored, device)
+        dtype = compute_dtype(precision, device)
+        chosen, attend = _attention(attention, precision, found.dit, device)
         held = partial(
             host.Held,
             dtype=dtype,
@@ -207,7 +226,8 @@ class WanCoreModelLoader(io.ComfyNode):
         second = held("low-noise expert", found.low) if found.low else first
         rgb = _tiny_map() if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
         named = name_of(dtype) if quantization is None else precision
-        model = ModelSocket(found, {"high": first, "low": second}, named, chosen, compile, residency, rgb)
+        both = {"high": first, "low": second}
+        model = ModelSocket(found, both, named, chosen, compile, residency, rgb, workers=workers, spec=spec)
         info = _info(found, _computing(dtype, precision, keep_blocks), chosen, compile)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
 
@@ -218,13 +238,17 @@ def _paths(high: str, low: str) -> list[Path]:
 
 
 def _quantization(
-    precision: str, keep_blocks: int, dit: DiTConfig | None, as_stored: bool = False
+    precision: str,
+    keep_blocks: int,
+    dit: DiTConfig | None,
+    as_stored: bool = False,
+    device: torch.device | None = None,
 ) -> Quantization | None:
     """How the linears are held; None where they are not quantised. Raises OptionError for what this device or, if it is
     known, the model does not allow."""
     if not as_stored:  # then it is what the checkpoint asks for
         check_choice("precision", precision, PRECISIONS)
-    quantization = find_quantization(precision, host.device(), keep_blocks, as_stored=as_stored)
+    quantization = find_quantization(precision, device or host.device(), keep_blocks, as_stored=as_stored)
     if quantization is not None and dit is not None:
         quantization.names(dit)  # refuses to keep more blocks than there are
         block = replace(dit, num_layers=1)  # all have the same shapes
@@ -232,10 +256,12 @@ def _quantization(
     return quantization
 
 
-def _attention(name: str, precision: str, dit: DiTConfig | None) -> tuple[str, Attend]:
-    """As `resolve_attention`, for this device."""
-    dtype = compute_dtype(precision, host.device())
-    return resolve_attention(name, host.device(), dtype, None if dit is None else dit.head_dim)
+def _attention(
+    name: str, precision: str, dit: DiTConfig | None, device: torch.device | None = None
+) -> tuple[str, Attend]:
+    """As `resolve_attention`, for this device unless another is given."""
+    device = device or host.device()
+    return resolve_attention(name, device, compute_dtype(precision, device), None if dit is None else dit.head_dim)
 
 
 def _optimized(module: nn.Module, attend: Attend, compile: str) -> nn.Module:
@@ -302,6 +328,7 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
                     tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and packed "
                     "weights (GGUF, FP8 with scales) stay packed in memory.",
                 ),
+                workers_input(),
             ],
             outputs=[io.Clip.Output("clip", display_name="clip", tooltip="The text encoder.")],
         )
@@ -311,17 +338,22 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         return not text_encoder or refusal(lambda: cls._part(text_encoder))
 
     @classmethod
-    def fingerprint_inputs(cls, text_encoder: str = "", precision: str = "") -> list[tuple[str, int]]:
+    def fingerprint_inputs(
+        cls, text_encoder: str = "", precision: str = "", workers: None = None
+    ) -> list[tuple[str, int]]:
         return fingerprint(locate("text_encoders", text_encoder, embedded("text_encoder"))) if text_encoder else []
 
     @classmethod
-    def execute(cls, text_encoder: str, precision: str) -> io.NodeOutput:
+    def execute(cls, text_encoder: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
         part = cls._part(text_encoder)
-        dtype = compute_dtype(precision, host.device())
-        words = words_of(part, name_of(dtype))
-        held = holding(part, None, precision == "checkpoint", host.device())
-        encoder = host.Held("text encoder", part, dtype, quantization=held)
-        return io.NodeOutput(TextSocket(encoder), ui=ui.PreviewText(words))
+        device = host.device() if workers is None else workers.device
+        dtype = compute_dtype(precision, device)
+        kept, words = holding(part, None, precision == "checkpoint", device), words_of(part, name_of(dtype))
+        held = host.Held("text encoder", part, dtype, quantization=kept)
+        if workers is None:
+            return io.NodeOutput(TextSocket(held), ui=ui.PreviewText(words))
+        spec = {"path": str(part.path), "precision": precision}
+        return io.NodeOutput(RemoteText(held, workers, spec), ui=ui.PreviewText(words))
 
     @staticmethod
     def _part(name: str) -> Part:
@@ -352,6 +384,7 @@ class WanCoreVAELoader(io.ComfyNode):
                     default="auto",
                     tooltip="What the VAE computes in. 'auto': bf16 on a GPU, fp32 on a CPU.",
                 ),
+                workers_input(),
             ],
             outputs=[io.Vae.Output("vae_out", display_name="vae", tooltip="The VAE.")],
         )
@@ -361,15 +394,18 @@ class WanCoreVAELoader(io.ComfyNode):
         return not vae or refusal(lambda: cls._part(vae))
 
     @classmethod
-    def fingerprint_inputs(cls, vae: str = "", precision: str = "") -> list[tuple[str, int]]:
+    def fingerprint_inputs(cls, vae: str = "", precision: str = "", workers: None = None) -> list[tuple[str, int]]:
         return fingerprint(locate("vae", vae, embedded("vae"))) if vae else []
 
     @classmethod
-    def execute(cls, vae: str, precision: str) -> io.NodeOutput:
+    def execute(cls, vae: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
         part = cls._part(vae)
-        dtype = compute_dtype(precision, host.device())
-        words = words_of(part, name_of(dtype))
-        return io.NodeOutput(VAESocket(host.Held("VAE", part, dtype, _optimized_vae)), ui=ui.PreviewText(words))
+        dtype = compute_dtype(precision, host.device() if workers is None else workers.device)
+        held, words = host.Held("VAE", part, dtype, _optimized_vae), words_of(part, name_of(dtype))
+        if workers is None:
+            return io.NodeOutput(VAESocket(held), ui=ui.PreviewText(words))
+        spec = {"path": str(part.path), "precision": precision}
+        return io.NodeOutput(RemoteVAE(held, workers, spec), ui=ui.PreviewText(words))
 
     @staticmethod
     def _part(name: str) -> Part:

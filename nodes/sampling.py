@@ -232,17 +232,20 @@ class WanCoreSampler(io.ComfyNode):
 
         if model.compile != "off" and not model.pace:
             host.show("compiling in the first step ...")
-        latents = sample_latents(
-            plan,
-            lambda expert: model.acquire(expert, videos, report, kept),
-            conditioning,
-            draw_noise(seed, shape).to(host.device()),
-            model.experts.vae,
-            report,
-            batched=batched,
-            on_step=watcher,
-            relieve=relieve,
-        )
+        if model.workers is not None:
+            latents = model.workers.sample(model, plan, conditioning, shape, seed, batched, report, watcher)
+        else:
+            latents = sample_latents(
+                plan,
+                lambda expert: model.acquire(expert, videos, report, kept),
+                conditioning,
+                draw_noise(seed, shape).to(host.device()),
+                model.experts.vae,
+                report,
+                batched=batched,
+                on_step=watcher,
+                relieve=relieve,
+            )
         model.pace.clear()
         for expert in plan.experts:
             model.pace[expert] = report.phases[f"denoise {expert}"].seconds / watcher.forwards[expert]

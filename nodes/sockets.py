@@ -53,6 +53,8 @@ class ModelSocket:
     rgb: RGBMap | None
     pace: dict[Expert, float] = field(default_factory=dict)
     loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
+    workers: Any = None  # WorkersSocket: they load and run it, by `spec`
+    spec: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def lora_files(self) -> list[Path]:
@@ -61,6 +63,8 @@ class ModelSocket:
 
     def acquire(self, expert: Expert, tokens: int, report: Report, kept: int = 0) -> WanModel:
         """The expert, on the device; a load is timed as a phase of `report`. kept: bytes of residuals beside it."""
+        if self.workers is not None:
+            raise OptionError("workers hold this model, and this node needs it here: use a loader without workers")
         loras = self.loras.get(expert if self.experts.low else "high", ())
         held, memory = self.held[expert], self.memory(tokens) + kept + lora_bytes(loras)
         together = list(dict.fromkeys(self.held.values())) if self.residency == "resident" else [held]
@@ -141,12 +145,16 @@ class TextSocket:
 
         def encoder() -> TextEncoder:
             ran.append(time.perf_counter())
-            return cast(TextEncoder, self.held.use(0))
+            return self.encoder()
 
         rows = self.cache.encode(prompts, encoder)
         seconds = time.perf_counter() - ran[0] if ran else 0.0
         host.log.info("WanCore encoded the text in %.2f s" if ran else "WanCore knew the text (%.0f s)", seconds)
         return [[[row, {"pooled_output": None, "wancore_seconds": seconds}]] for row in rows]
+
+    def encoder(self) -> TextEncoder:
+        """On its device."""
+        return cast(TextEncoder, self.held.use(0))
 
     # What ComfyUI's CLIPTextEncode calls.
 

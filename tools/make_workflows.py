@@ -205,6 +205,23 @@ def four_steps(flow: Workflow) -> None:
     flow.add("WanCorePlanPreview", model=lora["model"], space=270)
 
 
+def multi_gpu(flow: Workflow) -> None:
+    _note(flow, 560)
+    flow.column("Workers", 0, WIDE)
+    workers = flow.add("WanCoreLauncher", devices="cpu,cpu", space=40)["workers"]
+    model, clip, vae = _loaders(flow, 0, TINY, y=300, workers=workers)
+    flow.column("What to show", STEP, WIDE)
+    text = _prompt(flow, clip, "a white cross moving down on a purple background")
+    size = flow.add("WanCoreEmptyLatent", **SIZE)
+    flow.column("Sampling", 2 * STEP, WIDE)
+    sampler = _sampler(flow, model, text["positive"], text["negative"], size["latent"], seed=1)
+    flow.column("Video", 3 * STEP, NARROW)
+    decode = _decode(flow, vae, sampler)
+    _save(flow, decode["image"], "WanCore/multi_gpu")
+    flow.column("What each part took", 3 * STEP + NARROW + 60, WIDE)
+    flow.add("WanCoreReport", report=decode["report"], space=300)
+
+
 DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
     text_to_video,
     image_to_video,
@@ -212,6 +229,7 @@ DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
     mixed_with_native_nodes,
     fewer_forwards,
     four_steps,
+    multi_gpu,
 )
 
 
@@ -223,11 +241,11 @@ def _note(flow: Workflow, height: int) -> None:
     flow.note((NOTES / f"{flow.name}.md").read_text(encoding="utf-8").rstrip(), height)
 
 
-def _loaders(flow: Workflow, x: int, name: str) -> tuple[Node, Node, Node]:
-    flow.column("Models", x, WIDE)
-    model = flow.add("WanCoreModelLoader", high=name, low=name, space=180)
-    clip = flow.add("WanCoreTextEncoderLoader", space=60)
-    return model, clip, flow.add("WanCoreVAELoader", space=60)
+def _loaders(flow: Workflow, x: int, name: str, y: int = 0, **workers: Output) -> tuple[Node, Node, Node]:
+    flow.column("Models", x, WIDE, y=y)
+    model = flow.add("WanCoreModelLoader", high=name, low=name, space=180, **workers)
+    clip = flow.add("WanCoreTextEncoderLoader", space=60, **workers)
+    return model, clip, flow.add("WanCoreVAELoader", space=60, **workers)
 
 
 def _prompt(flow: Workflow, clip: Node, positive: str) -> Node:

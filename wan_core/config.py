@@ -198,7 +198,7 @@ def find_task(name: str) -> Task:
 QUANTIZED = ("fp8", "fp8-tensor", "fp8-block", "fp8-weights", "te-delayed", "te-current", "te-block")
 PRECISIONS = ("checkpoint", "bf16", "fp32", *QUANTIZED)
 COMPILES = ("off", "blocks")
-RESIDENCIES = ("auto", "resident", "swap", "stream")
+RESIDENCIES = ("auto", "resident", "swap", "stream", "shard")
 GUIDANCE_MODES = ("auto", "sequential", "batched")
 LORA_MODES = ("auto", "merge", "attach")
 LORA_EXPERTS = ("auto", "high", "low")

@@ -23,6 +23,8 @@ from wan_core.cache.residual import ResidualCache, residuals
 from wan_core.conditioning import Conditioning
 from wan_core.config import UserError
 from wan_core.model.dit import WanModel
+from wan_core.parallel.guidance import SplitBranches
+from wan_core.parallel.mesh import RankMesh
 from wan_core.plan import Branch, Expert, Plan, Step
 from wan_core.solvers import SOLVERS, History
 from wan_core.sparsity.run import SparseBlocks, sparse_attention
@@ -69,6 +71,7 @@ def denoise(
     on_step: Callable[[Progress], None] | None = None,
     ahead: Callable[[Expert, Expert, int], None] | None = None,
     relieve: Callable[[Expert], bool] | None = None,
+    ranks: RankMesh | None = None,
 ) -> Tensor:
     """Integrate the flow from `noise` to normalised latents, both float32 [B, C, T, Y, X] on the device of the run.
 
@@ -78,11 +81,13 @@ def denoise(
     ahead(expert, next, runs): the next `runs` runs of the blocks are the last before the next expert is acquired.
     relieve(expert): memory ran out; make room and say whether there is any. The step is then run again, from the
     latents of the one before.
+    ranks: those that run this together, each with the same arguments; all return the same latents.
     Raises NonFiniteError within a few steps of the first non-finite latent.
     """
     solver, history, x = SOLVERS[plan.solver], History(), hold_known(noise.float(), conditioning)
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
-    watch = FiniteWatch(len(plan.steps), x.device)
+    watch = FiniteWatch(len(plan.steps), x.device, together=ranks is not None)
+    split = SplitBranches(ranks) if ranks is not None and ranks.cfg.size == 2 else None
     image = conditioning.concat is not None or conditioning.known is not None
     for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
         expert, last = phase[0].expert, last_runs(phase, batched)
@@ -93,7 +98,7 @@ def denoise(
             sparse_attention(model, plan, phase, tuple(x.shape[2:]), image) as sparse,
             residuals(model, phase) as cache,
         ):
-            prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, cache, sparse)
+            prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, cache, sparse, split)
             guided = retried(prepare, again)
             for step in phase:
                 if ahead is not None and following is not None and step.index == last[0]:
@@ -104,7 +109,7 @@ def denoise(
                 watch.note(step.index, x)
                 if on_step is not None:
                     on_step(Progress(step, len(plan.steps), x, velocity, plan, forwards))
-        del guided, cache, sparse, model  # frees the expert's text state and residuals before the next is made
+        del prepare, guided, cache, sparse, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
     return x
 
@@ -151,11 +156,13 @@ class Guided:
         batched: bool,
         cache: ResidualCache | None,
         sparse: SparseBlocks | None = None,
+        split: SplitBranches | None = None,
     ) -> None:
         self.sparse = sparse
         self.model = model
         self.conditioning = conditioning
-        self.batched = batched
+        self.split = split
+        self.batched = batched and split is None
         self.cache = cache
         self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
         rows = [conditioning.cond]
@@ -193,15 +200,19 @@ class Guided:
 
     def branches(self, inputs: Tensor, time: Tensor, step: Step, skipped: tuple[Branch, ...]) -> dict[Branch, Tensor]:
         """The velocity of each branch that the step has."""
+
+        def forward(branch: Branch) -> Tensor:
+            self._expect(step, (branch,), branch in skipped)
+            return self.model(inputs, time, self.text[branch])
+
+        if self.split is not None:
+            config = self.model.config
+            return self.split.run(step.branches, forward, (inputs.shape[0], config.out_channels, *inputs.shape[2:]))
         if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
             self._expect(step, step.branches, bool(skipped))
             both = self.model(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both)
             return dict(zip(step.branches, both.chunk(2), strict=True))
-        found: dict[Branch, Tensor] = {}
-        for branch in step.branches:
-            self._expect(step, (branch,), branch in skipped)
-            found[branch] = self.model(inputs, time, self.text[branch])
-        return found
+        return {branch: forward(branch) for branch in step.branches}
 
     def _expect(self, step: Step, branches: tuple[Branch, ...], skip: bool) -> None:
         if self.cache is not None:
@@ -258,14 +269,25 @@ class FiniteWatch:
     """Finds the first non-finite latents without making the host wait: flags travel to pinned memory on their own
     time."""
 
-    def __init__(self, steps: int, device: torch.device) -> None:
+    def __init__(self, steps: int, device: torch.device, together: bool = False) -> None:
+        """together: several ranks watch the same latents and must stop at the same step, or some would wait for the
+        others. They look at flags two steps old, which are there."""
         self.finite = torch.ones(steps, dtype=torch.bool, pin_memory=device.type == "cuda")
         self.device = device
+        self.together = together
+        self.events: list[torch.cuda.Event] = []
 
     def note(self, index: int, x: Tensor) -> None:
         """Queue the check of step `index`, and raise if an earlier one is known to have failed."""
         self.finite[index].copy_(x.isfinite().all(), non_blocking=True)
-        self.check(index)
+        if not self.together or self.device.type != "cuda":
+            self.check(index)
+            return
+        self.events.append(torch.cuda.Event())
+        self.events[-1].record(torch.cuda.current_stream(self.device))
+        if len(self.events) > 2:
+            self.events.pop(0).synchronize()
+            self.check(index - 2)
 
     def finish(self) -> None:
         if self.device.type == "cuda":

@@ -56,7 +56,7 @@ def decode_images(
     def decode(tile: TileSpec | None) -> None:
         done = 0
         for video in latents.split(1):
-            for piece in vae.decode_stream(video, tile=tile):
+            for piece in vae.decode_stream(video, tile=tile, chunk=1 if vae.strips is None else vae.strips.chunk):
                 images[done : done + piece.shape[2]] = _as_images(piece, dtype)
                 done += piece.shape[2]
                 on_frames(done, len(images))
@@ -66,7 +66,7 @@ def decode_images(
             decode(tile)
             return images
         except torch.cuda.OutOfMemoryError:
-            if tile is not None:
+            if tile is not None or vae.strips is not None:  # ranks that share a picture cannot begin again alone
                 raise
         # Out of the handler, whose traceback would hold the tensors of the failed try.
         torch.cuda.empty_cache()
@@ -91,6 +91,8 @@ def encode_images(vae: VideoVAE, images: Tensor) -> Tensor:
     try:
         return vae.encode(video, chunk=1).float().cpu()
     except torch.cuda.OutOfMemoryError:
-        pass  # the second try is outside of the handler, whose traceback holds the tensors of the first
+        if vae.strips is not None:  # as in `decode_images`
+            raise
+        # The second try is outside of the handler, whose traceback holds the tensors of the first.
     torch.cuda.empty_cache()
     return vae.encode(video, chunk=1, tile=TileSpec()).float().cpu()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,6 @@ from wan_core.artifacts import Artifacts
 from wan_core.attention.registry import resolve_attention
 from wan_core.cache.residual import residual_bytes
 from wan_core.checkpoint import find_parts, load_vae
-from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.staged import THREADS, current_reading, reading
 from wan_core.config import QUANTIZED, DiTConfig, LoadOptions, OptionError, Task, VAEConfig
 from wan_core.job import Job
@@ -37,6 +36,11 @@ from wan_core.memory.budget import (
 from wan_core.memory.residency import Residency
 from wan_core.model.dit import WanModel
 from wan_core.optimize import check_compile, compilations, optimize, optimize_vae
+from wan_core.parallel.conditioning import text_rank
+from wan_core.parallel.mesh import RankMesh
+from wan_core.parallel.sequence import find_lse
+from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
+from wan_core.parallel.weights import shared_checkpoint
 from wan_core.parts import TINY, Part, Parts, recognise
 from wan_core.quant.packed import PRECISION as PACKED
 from wan_core.quant.packed import PackedLinear
@@ -66,6 +70,7 @@ class Models:
     loras: tuple[Path, ...] = ()  # of either expert
     planned: Planned | None = None  # None on a CPU
     artifacts: Artifacts | None = None  # where blocks are compiled
+    ranks: RankMesh | None = None  # that run it together
 
     @property
     def device(self) -> torch.device:
@@ -138,9 +143,11 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | None = None) -> Models:
+def load_models(
+    parts: Parts, options: LoadOptions, report: Report, job: Job | None = None, ranks: RankMesh | None = None
+) -> Models:
     """Load what `find_models` found; `job` says how much room a run will need beside the weights (None: the task's own
-    size). Raises AttentionError for a backend that cannot run here."""
+    size). ranks: those that load and run them together. Raises AttentionError for a backend that cannot run here."""
     dtypes = {
         name: compute_dtype(options.vae_precision if name == "vae" else options.precision, report.device)
         for name, part in parts.of.items()
@@ -166,26 +173,48 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
         what = {"precision": precision, "keep_blocks": options.keep_blocks, "attention": attention, "dit": parts.dit}
         artifacts = Artifacts.open(report.device, what)
         report.notes.append(f"compile: {artifacts.load()}")
-    residency = make_residency(parts, options, report, job, planned)
-    mapped = residency.policy == "swap" and quantization is None and parts.of["high"].path is not None
+    attend_lse = None if ranks is None else find_lse(attention, ranks.mesh)
+    high = parts.of["high"]
+    why_not = why_not_shard(
+        ranks, quantization is not None, options.compile != "off", high.scaled, high.path is not None
+    )
+    if why_not is None and loras:
+        why_not = "LoRAs are summed into whole matrices, or run beside them: leave them out, or hold the experts whole"
+    if options.residency == "shard" and why_not is not None:
+        raise OptionError(f"residency 'shard' cannot be had: {why_not}")
+    residency, shard = make_residency(parts, options, report, job, planned, ranks, shards=why_not is None)
+    mapped = residency.policy == "swap" and quantization is None and high.path is not None
     scaled = parts.of["high"].scaled or is_packed(quantization)
     how, why = choose_mode(options.lora_mode, scaled=scaled, quantized=quantization is not None, mapped=mapped)
     if how == "attach" and is_packed(quantization):
         check_packed(loras, parts.dit)
     merges = {name: merging(wanted.get(name, []), report.device) if how == "merge" else None for name in parts.of}
-    loaded = load_parts(parts, dtypes, held_as, merges, residency)
-    for name in parts.of:
-        model, loras = loaded.pop(name), wanted.get(name, [])
+    share = None
+    if ranks is not None and residency.policy == "resident":
+        share = partial(shared_checkpoint, ranks=ranks)
+
+    def load(name: str) -> nn.Module:
+        part = parts.of[name]
+        if shard and ranks is not None and part.path is not None and isinstance(part.config, DiTConfig):
+            return load_sharded_dit(part.path, ranks, dtypes[name])
+        together = None if name == "text_encoder" else share
+        return part.load(residency.load_device, dtypes[name], held_as[name], merges[name], together)
+
+    names = [name for name in parts.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
+    loaded = load_parts(names, load, residency, in_order=share is not None)
+    for name in names:
+        model, applied = loaded.pop(name), wanted.get(name, [])
         if isinstance(model, WanModel):
-            if loras and how == "attach":
-                AppliedLoras.of(model, report.device).apply(loras)
+            if applied and how == "attach":
+                AppliedLoras.of(model, report.device).apply(applied)
             report.notes += [
-                f"{name}: {one.words('merged' if how == 'merge' else f'attached: {why}')}" for one in loras
+                f"{name}: {one.words('merged' if how == 'merge' else f'attached: {why}')}" for one in applied
             ]
             graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
-            optimize(model, attend=attend, compile=options.compile, device=report.device, graphs=graphs)
+            shared = {"ranks": ranks, "attend_lse": attend_lse}
+            optimize(model, attend=attend, compile=options.compile, device=report.device, graphs=graphs, **shared)
         elif isinstance(model, VideoVAE):
-            optimize_vae(model, report.device)
+            optimize_vae(model, report.device, ranks)
         residency.add(name, model)
         del model
     report.notes += residency.notes
@@ -206,33 +235,35 @@ def load_models(parts: Parts, options: LoadOptions, report: Report, job: Job | N
             if several
         }
     files = lora_files(options.loras)
-    checkpoint, low = parts.of["high"].path, parts.low_path
-    return Models(parts.task, residency, attention, checkpoint, low, files, planned, artifacts)
+    checkpoint, low = high.path, parts.low_path
+    # Ranks stay where they were loaded: another place for another size would have to be agreed on by all of them.
+    later = planned if ranks is None else None
+    return Models(parts.task, residency, attention, checkpoint, low, files, later, artifacts, ranks)
 
 
 def load_parts(
-    parts: Parts,
-    dtypes: Mapping[str, torch.dtype],
-    held_as: Mapping[str, Quantization | None],
-    merges: Mapping[str, Merge | None],
-    residency: Residency,
+    names: Sequence[str], load: Callable[[str], nn.Module], residency: Residency, *, in_order: bool
 ) -> dict[str, nn.Module]:
-    """All models, for a GPU at once: reading one, converting another and setting up a third use different hardware."""
-
-    def load(name: str) -> nn.Module:
-        return parts.of[name].load(residency.load_device, dtypes[name], held_as[name], merges[name])
-
-    if residency.device.type != "cuda":
-        return {name: load(name) for name in parts.of}
-    with ThreadPoolExecutor(len(parts.of)) as pool:
+    """All models. For a GPU at once: reading one, converting another and setting up a third use different hardware.
+    in_order: ranks that exchange what they read must all read alike, so only the text encoder, which one of them reads
+    alone, is read beside the others."""
+    if residency.device.type != "cuda" and not in_order:
+        return {name: load(name) for name in names}
+    threads = 2 if in_order else len(names)
+    with ThreadPoolExecutor(threads) as pool:
         # What moves to locked memory is read, not mapped: pages of a mapping would count beside the copy.
-        how = replace(current_reading(), threads=max(1, THREADS * 2 // len(parts.of)), mapped=False)
+        how = replace(current_reading(), threads=max(1, THREADS * 2 // len(names)))
+        how = how if in_order else replace(how, mapped=False)
 
         def within(name: str) -> nn.Module:
             with reading(how):
                 return load(name)
 
-        return dict(zip(parts.of, pool.map(within, parts.of), strict=True))
+        if in_order:
+            alone = pool.submit(within, "text_encoder") if "text_encoder" in names else None
+            found = {name: load(name) for name in names if name != "text_encoder"}
+            return found if alone is None else found | {"text_encoder": alone.result()}
+        return dict(zip(names, pool.map(within, names), strict=True))
 
 
 def make_residency(
@@ -241,9 +272,16 @@ def make_residency(
     report: Report,
     job: Job | None,
     planned: Planned | None,
-) -> Residency:
-    """Where the weights will be, by the memory plan; on a CPU they stay, unless streaming is asked for."""
+    ranks: RankMesh | None,
+    *,
+    shards: bool,
+) -> tuple[Residency, bool]:
+    """Where the weights will be, by the memory plan; on a CPU they stay, unless streaming is asked for. And whether
+    ranks hold the experts in parts, which they may if `shards`."""
     device = report.device
+    if options.residency == "shard":
+        report.notes.append("residency: shard (asked for)")
+        return Residency(device, "resident"), True
     if planned is None:
         blocks = parts.dit.num_layers if options.resident_blocks is None else options.resident_blocks
         if blocks > parts.dit.num_layers or blocks < 0:
@@ -251,11 +289,23 @@ def make_residency(
         streams = options.residency == "stream" or options.resident_blocks is not None
         blocks = blocks if options.resident_blocks is not None else 0
         report.notes.append(f"residency: {'stream' if streams else 'resident'} (weights are in host memory on a CPU)")
-        return Residency(device, "stream" if streams else "resident", resident_blocks=blocks)
+        return Residency(device, "stream" if streams else "resident", resident_blocks=blocks), False
     plan = planned(job)
+    if ranks is not None:
+        # By the fullest device, for all of them: what one rank has no room for, none may count on.
+        places = ("resident", "swap", "stream")
+        worst = places[int(ranks.agree(places.index(plan.policy)))]
+        blocks = int(ranks.agree(plan.resident_blocks if plan.policy == "stream" else 1 << 20, largest=False))
+        if worst != "resident" and options.residency == "auto" and shards:
+            report.notes.append(f"residency: shard ({plan.why}; the ranks of a sequence hold the experts in parts)")
+            return Residency(device, "resident"), True
+        if worst != plan.policy:
+            report.notes.append(f"residency: {worst} (another rank has no room for more)")
+            return Residency(device, worst, resident_blocks=blocks if worst == "stream" else 0), False
     report.notes += [f"residency: {plan.policy} ({plan.why})", plan.table()]
     room = plan.room if plan.together else None
-    return Residency(device, plan.policy, resident_blocks=plan.resident_blocks, room=room, beside=plan.beside)
+    made = Residency(device, plan.policy, resident_blocks=plan.resident_blocks, room=room, beside=plan.beside)
+    return made, False
 
 
 def plan_models(

@@ -12,11 +12,14 @@ import shutil
 
 import torch
 
-from wan_core.attention.registry import Attend
+from wan_core.attention.registry import Attend, AttendLse
 from wan_core.config import OptionError
 from wan_core.graphs import GraphedBlocks
 from wan_core.kernels import fused
 from wan_core.model.dit import WanModel
+from wan_core.parallel.mesh import RankMesh
+from wan_core.parallel.sequence import ShardedBlocks, shard_tokens
+from wan_core.parallel.vae import split_pictures
 from wan_core.quant.transformer_engine import DelayedState
 from wan_core.vae import VideoVAE
 
@@ -24,19 +27,30 @@ VARIANTS = 64  # of a compiled block in one process
 
 
 def optimize(
-    model: WanModel, *, attend: Attend, compile: str = "off", device: torch.device | None = None, graphs: bool = True
+    model: WanModel,
+    *,
+    attend: Attend,
+    compile: str = "off",
+    device: torch.device | None = None,
+    graphs: bool = True,
+    ranks: RankMesh | None = None,
+    attend_lse: AttendLse | None = None,
 ) -> WanModel:
     """Apply the options to `model` in place and return it; called again, the new options stand. Parameter names do not
     change.
 
-    device: where it will run, if its weights are elsewhere now. graphs: replay small forwards as CUDA graphs. Linears
-    are quantised where weights are read (`load_dit`), so that both precisions never exist side by side.
+    device: where it will run, if its weights are elsewhere now. graphs: replay small forwards as CUDA graphs. ranks:
+    those that share its forwards, for which a ring needs `attend_lse`. Linears are quantised
+    where weights are read (`load_dit`), so that both precisions never exist side by side.
     """
     device = model.patch_embedding.weight.device if device is None else device
+    ShardedBlocks.remove(model)
     set_attention(model, attend)
     DelayedState.install(model, device)
     GraphedBlocks.remove(model)  # what it holds was captured with the old options
-    if graphs and device.type == "cuda" and getattr(attend, "capturable", True):
+    if ranks is not None and ranks.sequence.size > 1:
+        shard_tokens(model, ranks, attend, attend_lse)
+    elif graphs and device.type == "cuda" and getattr(attend, "capturable", True):
         GraphedBlocks.install(model)
     if compile == "blocks":
         compile_blocks(model, device)
@@ -48,6 +62,7 @@ def optimize(
 
 def set_attention(model: WanModel, attend: Attend) -> None:
     """Run self-attention with `attend`. Cross-attention stays with torch: its keys are few and prepared once."""
+    assert not isinstance(vars(model).get("run_blocks"), ShardedBlocks), "ranks share this model: use `optimize`"
     GraphedBlocks.clear(model)
     for block in model.blocks:
         block.self_attn.attend = attend
@@ -103,6 +118,9 @@ def compilations() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def optimize_vae(vae: VideoVAE, device: torch.device) -> VideoVAE:
-    """On a GPU the convolutions run channels-last: faster, and less memory. In place; returns `vae`."""
+def optimize_vae(vae: VideoVAE, device: torch.device, ranks: RankMesh | None = None) -> VideoVAE:
+    """On a GPU the convolutions run channels-last: faster, and less memory. `ranks` share the picture. In place;
+    returns `vae`."""
+    if ranks is not None:
+        split_pictures(vae, ranks)
     return vae.channels_last() if device.type == "cuda" else vae

@@ -48,12 +48,21 @@ PARTS = ("high", "low", "text_encoder", "vae")
 RANDOM = {"t2v-A14B": (T2V_A14B, VAE_21), "i2v-A14B": (I2V_A14B, VAE_21), "ti2v-5B": (TI2V_5B, VAE_22)}
 TASK_OF_CHANNELS = {16: "t2v-A14B", 36: "i2v-A14B", 48: "ti2v-5B"}
 
+Share = Callable[[Checkpoint], Checkpoint]
+"""Puts something between a file and what is loaded from it: ranks that read it together."""
+
 
 class Loader(Protocol):
-    """Reads a part; a quantization and LoRAs to sum in are for transformers."""
+    """Reads a part; a quantization and LoRAs to sum in are for transformers, `share` for ranks that read together."""
 
     def __call__(
-        self, device: torch.device, dtype: torch.dtype, quantization: Quantization | None, loras: Merge | None = None, /
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+        loras: Merge | None = None,
+        share: Share | None = None,
+        /,
     ) -> nn.Module: ...
 
 
@@ -237,8 +246,8 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
         found.config,
         stored,
         parameters,
-        lambda device, dtype, quantization, loras=None: load(
-            checkpoint,
+        lambda device, dtype, quantization, loras=None, share=None: load(
+            checkpoint if share is None else share(checkpoint),
             device=device,
             dtype=dtype,
             **({} if kind == "vae" else {"quantization": quantization}),
@@ -293,7 +302,11 @@ def random_parts(options: LoadOptions) -> Parts:
 
 def random_part(config: DiTConfig | TextConfig | VAEConfig, seed: int) -> Part:
     def load(
-        device: torch.device, dtype: torch.dtype, quantization: Quantization | None, loras: Merge | None = None
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+        loras: Merge | None = None,
+        share: Share | None = None,
     ) -> nn.Module:
         fast = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else device
         module = random_module(

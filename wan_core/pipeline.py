@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,8 @@ from wan_core.lora import lora_files
 from wan_core.model import WanModel
 from wan_core.models import Models, choose_device, load_models
 from wan_core.optimize import begin_run
+from wan_core.parallel.conditioning import rows_of_all, text_rank
+from wan_core.parallel.mesh import RankMesh
 from wan_core.parts import find_models, own_loras
 from wan_core.plan import Expert, Plan
 from wan_core.report import Report, StepClock
@@ -65,11 +67,12 @@ class Pipeline:
         self.relieved = False  # it ran out of memory and went on
 
     @classmethod
-    def load(cls, options: LoadOptions, *, request: Request | None = None) -> Pipeline:
+    def load(cls, options: LoadOptions, *, request: Request | None = None, ranks: RankMesh | None = None) -> Pipeline:
         """Recognise the files, then load them. A `request` given here is checked in between, before any weights are
-        read, and picks the embedded model's image variant if it has an image. Raises CheckpointError or
-        OptionError."""
-        report = Report(choose_device(options.device))
+        read, and picks the embedded model's image variant if it has an image. ranks: those that do all of it together,
+        each calling this and everything after it alike, on its own device; all have the same results. Raises
+        CheckpointError or OptionError."""
+        report = Report(choose_device(options.device) if ranks is None else ranks.device)
         image = request is not None and bool(request.image or request.last_image)
         if request is not None:
             options = own_loras(options, request.preset, image=image)
@@ -79,7 +82,7 @@ class Pipeline:
             if request is not None:
                 files = found.of["high"].path, found.low_path, lora_files(options.loras)
                 job = make_job(request, found.task, found.dit, found.vae, *files)
-            models = load_models(found, options, report, job)
+            models = load_models(found, options, report, job, ranks)
         return cls(models, report)
 
     @torch.no_grad()
@@ -118,6 +121,12 @@ class Pipeline:
         if memory is not None:
             self.report.settings["memory"] = memory.as_dict()
         self.report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
+        if models.ranks is not None:
+            self.report.settings["mesh"] = str(models.ranks.mesh)
+            self.report.notes.append(f"ranks: {models.ranks.mesh.describe()}")
+            if models.ranks.cfg.size > 1 and job.plan.guided:
+                job = replace(job, batched=False, batched_why="each branch has ranks of its own")
+                self.report.settings["guidance_mode"] = "parallel"
         self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
         if job.plan.sparse is not None:
             check_kernel(job.plan.sparse, models.attention, models.device, models.dit_config.head_dim, job.tokens)
@@ -126,6 +135,7 @@ class Pipeline:
     @torch.no_grad()
     def encode(self, job: Job) -> Conditioning:
         """Text, and the image if there is one, to what the denoising loop needs."""
+        ranks, rows = self.models.ranks, None
         prompts = [job.request.prompt, job.negative_prompt] if job.plan.guided else [job.request.prompt]
 
         def encode() -> Tensor:
@@ -133,8 +143,10 @@ class Pipeline:
             with self.report.phase("text"):
                 return encoder.encode(prompts)
 
-        rows = retried(encode, lambda: self.relieve("text_encoder"))
+        if ranks is None or ranks.rank == text_rank(ranks):
+            rows = retried(encode, lambda: self.relieve("text_encoder"))
         with self.report.phase("text"):
+            rows = rows_of_all(ranks, rows)
             cond, uncond = rows[:1], rows[1:] if job.plan.guided else None
         if job.request.image is None and job.request.last_image is None:
             return Conditioning(cond=cond, uncond=uncond)
@@ -180,13 +192,14 @@ class Pipeline:
             on_step=on_step,
             ahead=models.prefetch,
             relieve=self.relieve,
+            ranks=models.ranks,
         )
 
     def relieve(self, name: str) -> bool:
         """Memory ran out with the model `name`: go on by the next cheaper plan, once in a run; False where there is
         none. Finished steps stay."""
         models, words = self.models, None
-        if not self.relieved:
+        if not self.relieved and models.ranks is None:  # other ranks would wait for the step that this one repeats
             words = models.residency.cheaper(name if name in models.residency.models else "high")
         if words is None:
             return False
@@ -214,11 +227,12 @@ def sample_latents(
     on_step: OnStep | None = None,
     ahead: Callable[[Expert, Expert, int], None] | None = None,
     relieve: Callable[[Expert], bool] | None = None,
+    ranks: RankMesh | None = None,
 ) -> Tensor:
     """Walk `plan` from `noise` [B, C, T, Y, X] to un-normalised latents of the same shape, float32, timing every step.
 
-    acquire, batched, ahead, relieve: as in `denoise`. vae: of the VAE whose latents these are. on_step may raise to
-    interrupt.
+    acquire, batched, ahead, relieve, ranks: as in `denoise`. vae: of the VAE whose latents these are. on_step may raise
+    to interrupt.
     """
     clock, forwards = StepClock(report), 0
 
@@ -235,7 +249,9 @@ def sample_latents(
         if on_step is not None:
             on_step(progress, clock.seconds_per_forward())
 
-    latents = denoise(plan, ready, conditioning, noise, batched=batched, on_step=note, ahead=ahead, relieve=relieve)
+    latents = denoise(
+        plan, ready, conditioning, noise, batched=batched, on_step=note, ahead=ahead, relieve=relieve, ranks=ranks
+    )
     clock.finish()
     if plan.unskipped is not None:
         report.notes.append(

@@ -49,11 +49,12 @@ class Report:
     settings: dict[str, Any] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    workers: str | None = None  # the device that ran it, where that was not this process's
 
     def branch(self) -> Report:
         """A report that goes on from here and leaves this one as it is."""
         phases = {name: replace(phase) for name, phase in self.phases.items()}
-        return Report(self.device, dict(self.settings), phases, list(self.notes))
+        return Report(self.device, dict(self.settings), phases, list(self.notes), self.workers)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -81,7 +82,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "device": device_name(self.device),
+            "device": self.workers or device_name(self.device),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "settings": self.settings,
             "phases": {
@@ -113,7 +114,7 @@ class Report:
             peak = f"  peak {p.peak / GIB:.2f} GiB" if p.peak else ""
             lines.append(f"  {name:<14}{p.seconds:>9.2f} s{each}{peak}")
         whole = self.as_dict()
-        memory = f"device {whole['peak_device_gib']:.2f} GiB, " if self.device.type == "cuda" else ""
+        memory = f"device {whole['peak_device_gib']:.2f} GiB, " if whole["peak_device_gib"] else ""
         lines.append(
             f"  {'total':<14}{whole['total_seconds']:>9.2f} s  ({memory}host {whole['peak_host_gib']:.2f} GiB at peak)"
         )

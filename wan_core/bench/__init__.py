@@ -12,6 +12,7 @@
 | startup | `startup` | loading both experts; a cold process up to its first step |
 | streaming | `streaming` | blocks that stream on emulated smaller cards |
 | profile | `profiling` | one forward by class of kernel |
+| parallel | `parallel` | several GPUs |
 | forward, guidance | `forwards` | one forward, or both branches of guidance, in named settings (`settings`) |
 | four-step | `four_step` | videos of four steps with a LoRA, and what a LoRA costs |
 | generate | `generation` | one whole video by phase |

@@ -62,6 +62,11 @@ SUITES: dict[str, Suite] = {
         ("832x480x81", "1280x720x81"),
         takes=("layers", "runs"),
     ),
+    "parallel": Suite(
+        "several GPUs: every mesh, diffusers' context parallelism, VAE in strips, loading",
+        ("1280x720x81", "832x480x81"),
+        takes=("setup", "setting", "layers", "precision", "runs", "gpus"),
+    ),
     "forward": Suite(
         "one forward, ours and diffusers'",
         ("832x480x81", "1280x720x81"),
@@ -86,6 +91,7 @@ SUITES: dict[str, Suite] = {
     ),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
+PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")
 SETTINGS = {
     "forward": "one forward of one branch",
     "sequential": "both guidance branches, one forward each",
@@ -117,6 +123,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=int, help="only this many blocks (to measure on less memory, or sooner)")
     parser.add_argument("--runs", type=int, help="timed runs after one warm-up (default 3)")
+    parser.add_argument("--gpus", type=int, help="of the suite parallel (default: all there are)")
     parser.add_argument("--steps", type=int, help="steps of a generation, in suites that make one")
     parser.add_argument(
         "--samples", type=int, help="captions of the suite trajectory (default: 64 on a GPU, 8 on a CPU)"

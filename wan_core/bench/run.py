@@ -15,7 +15,8 @@ from wan_core.bench.forwards import forward_rows
 from wan_core.bench.four_step import four_step_rows
 from wan_core.bench.generation import generation_rows
 from wan_core.bench.gguf import gguf_rows
-from wan_core.bench.options import CPU_SIZE, SUITES
+from wan_core.bench.options import CPU_SIZE, PARALLEL_PARTS, SUITES
+from wan_core.bench.parallel import parallel_rows
 from wan_core.bench.peers import PEERS
 from wan_core.bench.profiling import profile_rows, profile_table
 from wan_core.bench.results import Row, envelope, table, write_result
@@ -43,6 +44,7 @@ MEASURES: dict[str, Rows] = {
     "profile": profile_rows,
     "startup": startup_rows,
     "streaming": streaming_rows,
+    "parallel": parallel_rows,
     "gguf": gguf_rows,
     "four-step": four_step_rows,
     "generate": generation_rows,
@@ -77,19 +79,22 @@ def check_options(options: argparse.Namespace) -> None:
     """Raise OptionError for what would fail after the model was made."""
     for size in options.size or ():
         parse_size(size)
-    for setting in options.setting or () if options.suite != "sparse" else ():
-        check_setting(setting)
+    for setting in options.setting or ():
+        if options.suite == "parallel" and setting not in PARALLEL_PARTS:
+            raise OptionError(f"setting {setting!r} given; the suite parallel has {', '.join(PARALLEL_PARTS)}")
+        if options.suite not in ("parallel", "sparse"):
+            check_setting(setting)
     for setup in options.setup or ():
         if options.suite != "single" or setup not in PEERS:
             find_setup(setup)
-    for number in ("runs", "layers", "samples", "steps"):
+    for number in ("runs", "layers", "samples", "steps", "gpus"):
         value = getattr(options, number)
         if value is not None and value < 1:
             raise OptionError(f"{number} {value} given; it must be at least 1")
     if options.suite != "generate" and skip_options(options) is not None:
         raise OptionError("what leaves forwards out, --magcache and its like, belongs to the suite generate")
     takes = SUITES[options.suite].takes if options.suite else ("setting", "layers", "precision", "runs")
-    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "scratch"):
+    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "gpus", "scratch"):
         if getattr(options, option) is not None and option not in takes:
             raise OptionError(
                 f"--{option} means nothing to the suite {options.suite or 'of single forwards'}; "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -72,11 +72,12 @@ class Setup:
         """How the linears are to be held, for whoever makes the model; None where that is plainly."""
         return None if self.precision == PLAIN else find_quantization(self.precision, device)
 
-    def apply(self, model: WanModel) -> WanModel:
-        """Make `model`, which holds its weights as `quantization` says, run so, in place."""
+    def apply(self, model: WanModel, **shared: Any) -> WanModel:
+        """Make `model`, which holds its weights as `quantization` says, run so, in place. shared: `ranks` and what else
+        `optimize` takes of those that share it."""
         weight, config = model.patch_embedding.weight, model.config
         attend = resolve_attention(self.attention, weight.device, weight.dtype, config.head_dim)[1]
-        optimize(model, attend=attend, compile=self.compile, graphs=self.kernels == "triton")
+        optimize(model, attend=attend, compile=self.compile, graphs=self.kernels == "triton", **shared)
         return always_sparse(model, self.keep) if self.keep < 1 else model
 
     def load_options(self, model: str, device: torch.device) -> LoadOptions:

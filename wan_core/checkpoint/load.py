@@ -151,6 +151,13 @@ def _filled(
     return module.requires_grad_(False).eval()
 
 
+def read_values(
+    checkpoint: Checkpoint, found: Detected, device: torch.device, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """(official name, value on `device`) of every parameter, one at a time: for who fills a module by other means."""
+    return _plain(_values(checkpoint, found, device, dtype, frozenset(), {}, checkpoint.read))
+
+
 def _values(
     checkpoint: Checkpoint,
     found: Detected,

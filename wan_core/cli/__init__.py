@@ -25,6 +25,7 @@ from wan_core.cli.options import (
     add_request_options,
 )
 from wan_core.cli.quality import run_calibrate, run_quality
+from wan_core.cli.workers import add_worker_options
 from wan_core.config import PRECISIONS, TASKS, UserError
 from wan_core.quality.options import add_calibrate_options, add_quality_options
 
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--save-latents", type=Path, help="also keep the finished latents in this .safetensors file")
     generate.add_argument("--sheet", type=Path, help="also write frames from first to last as one picture (.png)")
     generate.add_argument("--report", type=Path, help="write the report as JSON")
+    add_worker_options(generate)
     generate.set_defaults(run=run_generate)
 
     warmup = commands.add_parser("warmup", help="load, compile and run one forward of each expert, for later processes")

@@ -10,6 +10,7 @@ from pathlib import Path
 from wan_core.cache.arguments import skip_options
 from wan_core.cli.options import plan_numbers
 from wan_core.cli.progress import ProgressLine
+from wan_core.cli.workers import generate_on, worker_options
 from wan_core.config import LoadOptions, Request, check_folder
 
 
@@ -44,10 +45,14 @@ def run_generate(options: argparse.Namespace) -> int:
     for path in (latents, options.sheet, options.report):
         check_folder(path)
     loaded = LoadOptions(**{f.name: given[f.name] for f in fields(LoadOptions)})
-    progress = ProgressLine()
-    pipe = Pipeline.load(loaded, request=request)
+    progress, workers = ProgressLine(), worker_options(options)
+    pipe = Pipeline.load(loaded, request=request) if workers is None else None
     try:
-        result = pipe.generate(request, on_step=progress.step, on_phase=progress.phase, keep_latents=latents)
+        if pipe is not None:
+            result = pipe.generate(request, on_step=progress.step, on_phase=progress.phase, keep_latents=latents)
+        else:
+            assert workers is not None
+            result = generate_on(workers, loaded, request, progress, latents)
         with result.report.phase("write"):
             write_mp4(options.out, result.frames, fps=result.fps, metadata=metadata(result.report.settings))
     except BaseException:

@@ -31,11 +31,12 @@ class Quantized(NamedTuple):
         return (self.data.float() * scale).to(dtype)
 
 
-def quantize_reference(x: Tensor, fmt: Format) -> Quantized:
-    """Scale so that the largest number of each group becomes 448, and round. Groups of zeros keep scale 1e-12/448."""
+def quantize_reference(x: Tensor, fmt: Format, amax: Tensor | None = None) -> Quantized:
+    """Scale so that the largest number of each group becomes 448, and round. Groups of zeros keep scale 1e-12/448.
+    amax: of a "tensor", where more than x shares the scale."""
     values = x.float()
     if fmt == "tensor":
-        amax = values.abs().amax().reshape(1)
+        amax = (values.abs().amax() if amax is None else amax.float()).reshape(1)
     elif fmt == "row":
         amax = values.abs().amax(-1, keepdim=True)
     else:

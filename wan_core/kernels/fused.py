@@ -10,7 +10,7 @@ writes every output once, also where the output is FP8 for the next product (`fm
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from subprocess import SubprocessError
 from typing import ClassVar, Literal
@@ -25,6 +25,8 @@ from wan_core.kernels.formats import BLOCK, Format, Quantized, quantize_referenc
 log = logging.getLogger(__name__)
 K_MEAN_EVERY = 32  # tokens between those whose mean is taken off the keys
 MAX_ROW = 16384  # a row is held in registers
+Agree = Callable[[Tensor, str], Tensor]
+"""A float32 tensor of each shard -> their "mean" or "max", the same on all."""
 
 
 class _Choice:
@@ -157,18 +159,28 @@ def head_norm(x: Tensor, weight: Tensor, heads: int, eps: float, rope: Tensor | 
 
 
 def head_norm_fp8(
-    x: Tensor, weight: Tensor, heads: int, eps: float, rope: Tensor, *, centre: bool = False, block: int = 0
+    x: Tensor,
+    weight: Tensor,
+    heads: int,
+    eps: float,
+    rope: Tensor,
+    *,
+    centre: bool = False,
+    block: int = 0,
+    agree: Agree | None = None,
 ) -> Quantized:
     """`head_norm` in FP8 with one scale, known beforehand from the norm's weight: queries and keys of FP8 attention.
 
     centre: take off a mean over tokens. Under softmax any constant vector may be taken off the keys, and their mean is
-    what FP8 would waste its bits on; that of every 32nd token does as well as the whole.
+    what FP8 would waste its bits on; that of every 32nd token does as well as the whole. agree: where x is a shard of
+    the tokens, makes it one mean for all of them.
     block: lay the result out for block-sparse attention, see `blocked`; 0: as it comes.
     """
     mean = None
     if centre:
         few = x[:, ::K_MEAN_EVERY]
         mean = head_norm(few.clone(), weight, heads, eps, rope[::K_MEAN_EVERY]).float().mean((0, 1)).flatten()  # [C]
+        mean = mean if agree is None else agree(mean, "mean")
     if _fast(x, "tensor") and _splits(x, heads):
         from wan_core.kernels import triton_ops
 
@@ -193,13 +205,15 @@ def gelu(x: Tensor, fmt: Format | None = None) -> Tensor | Quantized:
     return _formatted(F.gelu(x, approximate="tanh"), x.dtype, fmt)
 
 
-def quantize(x: Tensor, fmt: Format) -> Quantized:
-    """x [..., C] in FP8 with scales of its own."""
+def quantize(x: Tensor, fmt: Format, agree: Agree | None = None) -> Quantized:
+    """x [..., C] in FP8 with scales of its own. agree: where x is a shard of the "tensor", makes one scale for all."""
+    assert agree is None or fmt == "tensor"
+    amax = None if agree is None else agree(torch.linalg.vector_norm(x, float("inf")).float().reshape(1), "max")
     if _fast(x, fmt):
         from wan_core.kernels import triton_ops
 
-        return triton_ops.quantize(x, fmt)
-    return quantize_reference(x, fmt)
+        return triton_ops.quantize(x, fmt, amax)
+    return quantize_reference(x, fmt, amax)
 
 
 def _splits(x: Tensor, heads: int) -> bool:

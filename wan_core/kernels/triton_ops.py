@@ -375,8 +375,8 @@ def _(x: Tensor, fmt: str, gelu: bool) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("wancore::quantize_tensor", mutates_args=())
-def _quantize_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
-    amax = torch.linalg.vector_norm(x, float("inf"))
+def _quantize_tensor(x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    amax = torch.linalg.vector_norm(x, float("inf")) if amax is None else amax.to(x.dtype)
     out = torch.empty(x.shape, dtype=FP8, device=x.device)
     scale = torch.empty(1, dtype=torch.float32, device=x.device)
     with _on(x):
@@ -387,7 +387,7 @@ def _quantize_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @_quantize_tensor.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=FP8), x.new_empty(1, dtype=torch.float32)
 
 
@@ -437,9 +437,9 @@ def gelu(x: Tensor, fmt: Format | None) -> Tensor | Quantized:
     return Quantized(*_activate(x, fmt, True))
 
 
-def quantize(x: Tensor, fmt: Format) -> Quantized:
+def quantize(x: Tensor, fmt: Format, amax: Tensor | None = None) -> Quantized:
     x = x.contiguous()
-    return Quantized(*(_quantize_tensor(x) if fmt == "tensor" else _activate(x, fmt, False)))
+    return Quantized(*(_quantize_tensor(x, amax) if fmt == "tensor" else _activate(x, fmt, False)))
 
 
 def _result(out: Tensor, scales: Tensor, fmt: Format | None) -> Tensor | Quantized:

@@ -43,7 +43,8 @@ class SelfAttention(nn.Module):
     """Attention of all video tokens to all video tokens.
 
     `attend` is a seam: any callable q, k, v [B, L, H, D] -> [B, L, H, D] (attention backends, sparse attention,
-    Ulysses, ring). One that has a method `quantized` is handed queries, keys and values in FP8.
+    Ulysses, ring). One that has a method `quantized` is handed queries, keys and values in FP8; one that has a method
+    `agree` attends beyond the tokens it is handed, and makes scales and means the same for all.
     """
 
     def __init__(self, config: DiTConfig) -> None:
@@ -78,23 +79,23 @@ class SelfAttention(nn.Module):
         """Norm, rotation and quantisation in one pass; the FP8 that comes out is the output projection's input.
 
         An `attend` that wants its inputs in memory by heads, in whole blocks of tokens, says the length of a block in
-        its attribute `block` (`wan_core.kernels.blocked`)."""
-        block = getattr(self.attend, "block", 0)
+        its attribute `block` (`wan_core.kernels.blocked`); one that sees a shard of the tokens brings `agree`."""
+        block, agree = getattr(self.attend, "block", 0), getattr(self.attend, "agree", None)
         q = fused.head_norm_fp8(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope, block=block)
         k = fused.head_norm_fp8(
-            self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True, block=block
+            self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True, block=block, agree=agree
         )
-        v = self.fp8_values(self.v(h), block)
+        v = self.fp8_values(self.v(h), block, agree)
         del h
         out = attend(q, k, v)
         del q, k, v
         joined = Quantized(out.data.flatten(-2), out.scale)
         return self.o(joined if getattr(self.o, "takes_fp8", False) else joined.dequantize(dtype))
 
-    def fp8_values(self, v: Tensor, block: int) -> Quantized:
+    def fp8_values(self, v: Tensor, block: int, agree: fused.Agree | None) -> Quantized:
         if block:
             return quantize_values(v, self.heads, block)
-        found = fused.quantize(v, "tensor")
+        found = fused.quantize(v, "tensor", agree)
         return Quantized(found.data.unflatten(-1, (self.heads, -1)), found.scale)
 
 

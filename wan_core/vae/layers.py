@@ -15,7 +15,7 @@ checkpoints, hence dictionaries with number keys. Source of the semantics: Wan2.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,25 @@ class Chunk:
     first: bool
     last: bool
     history: dict[nn.Module, Tensor] = field(default_factory=dict)
+    strip: PictureStrip | None = None  # which part of the picture this is; None: all of it
+
+
+class PictureStrip(Protocol):
+    """What layers ask of one who has the rest of the picture."""
+
+    axis: int  # of [B, C, T, Y, X] that is cut: 3 or 4
+
+    def widen(self, x: Tensor, before: int, after: int) -> Tensor:
+        """x with so many positions beyond its ends along the axis, zeros where the picture ends."""
+        ...
+
+    def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]:
+        """A convolution's padding without that of the axis."""
+        ...
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[P, positions, C] of this strip -> of the whole picture."""
+        ...
 
 
 class CausalConv3d(nn.Conv3d):
@@ -55,8 +74,10 @@ class CausalConv3d(nn.Conv3d):
         `chunk.history`.
 
         A single frame without history comes back as it is: `convolve` then uses the last tap of the kernel alone, the
-        others would meet zeros.
+        others would meet zeros. In a strip of the picture, what the kernel meets beyond its edges is put there.
         """
+        if chunk.strip is not None and self.kernel_size[1] > 1:
+            x = chunk.strip.widen(x, self.kernel_size[1] // 2, self.kernel_size[1] // 2)
         if self.lead == 0:
             return x
         history = chunk.history.pop(self, None)
@@ -70,16 +91,17 @@ class CausalConv3d(nn.Conv3d):
             chunk.history[self] = _lead_with_zeros(x, self.lead - 1) if alone else x[:, :, -self.lead :].clone()
         return x
 
-    def convolve(self, extended: Tensor) -> Tensor:
+    def convolve(self, extended: Tensor, chunk: Chunk) -> Tensor:
         """Applies the kernel to the result of `extend`.
 
         Apart from it, so that a caller can drop `x` before the output is allocated.
         """
         weight = self.weight[:, :, -extended.shape[2] :]
-        return F.conv3d(extended, weight, self.bias, self.stride, self.padding)
+        padding = self.padding if chunk.strip is None else chunk.strip.padding(cast("tuple[int, ...]", self.padding))
+        return F.conv3d(extended, weight, self.bias, self.stride, padding)
 
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
-        return self.convolve(self.extend(x, chunk))
+        return self.convolve(self.extend(x, chunk), chunk)
 
 
 def _join(earlier: Tensor, later: Tensor) -> Tensor:
@@ -129,13 +151,13 @@ class ResidualBlock(nn.Module):
         h = norm_silu_conv(self.residual["0"], self.residual["2"], x, chunk)
         h = norm_silu_conv(self.residual["3"], self.residual["6"], h, chunk)
         # The shortcut comes last, so that it is not held while the two convolutions run.
-        return h.add_(x if self.shortcut is None else self.shortcut.convolve(x))
+        return h.add_(x if self.shortcut is None else self.shortcut.convolve(x, chunk))
 
 
 def norm_silu_conv(norm: nn.Module, conv: nn.Module, x: Tensor, chunk: Chunk) -> Tensor:
     conv = cast(CausalConv3d, conv)
     # One expression: the normalised input dies as soon as it has been copied behind its history.
-    return conv.convolve(conv.extend(F.silu(norm(x), inplace=True), chunk))
+    return conv.convolve(conv.extend(F.silu(norm(x), inplace=True), chunk), chunk)
 
 
 class AttentionBlock(nn.Module):
@@ -152,7 +174,10 @@ class AttentionBlock(nn.Module):
         pictures = as_pictures(x)  # [B*T, C, Y, X]
         qkv = self.to_qkv(self.norm(pictures)).flatten(2).transpose(1, 2).unsqueeze(1)  # [B*T, 1, Y*X, 3C]
         # Fused attention kernels want channels to be the innermost axis, else all Y*X x Y*X scores are written out.
-        attended = F.scaled_dot_product_attention(*qkv.contiguous().chunk(3, dim=-1))
+        q, k, v = qkv.contiguous().chunk(3, dim=-1)
+        if chunk.strip is not None:
+            k, v = chunk.strip.keys(torch.cat([k, v], -1).squeeze(1)).unsqueeze(1).chunk(2, dim=-1)
+        attended = F.scaled_dot_product_attention(q, k, v)
         attended = attended.squeeze(1).unflatten(1, pictures.shape[2:]).permute(0, 3, 1, 2)  # [B*T, C, Y, X], a view
         return as_video(self.proj(attended), x.shape[0]) + x
 
@@ -168,7 +193,7 @@ class Downsample(nn.Module):
         self.time_conv = CausalConv3d(channels, channels, (3, 1, 1), time_stride=2) if temporal else None
 
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
-        x = as_video(self.resample["1"](as_pictures(x))[..., 1:, 1:], x.shape[0])
+        x = as_video(self._halve(as_pictures(x), chunk), x.shape[0])
         if self.time_conv is None:
             return x
         if not chunk.first:
@@ -176,6 +201,15 @@ class Downsample(nn.Module):
         picture, rest = x[:, :, :1], x[:, :, 1:]
         chunk.history[self.time_conv] = picture
         return picture if rest.shape[2] == 0 else torch.cat([picture, self.time_conv(rest, chunk)], dim=2)
+
+    def _halve(self, pictures: Tensor, chunk: Chunk) -> Tensor:
+        conv = cast(nn.Conv2d, self.resample["1"])
+        if chunk.strip is None:
+            return conv(pictures)[..., 1:, 1:]
+        pictures = chunk.strip.widen(pictures, 0, 1)  # the official padding, which along the axis is the next strip
+        padding = chunk.strip.padding((2, 2))
+        halved = F.conv2d(pictures, conv.weight, conv.bias, conv.stride, padding)
+        return halved[..., 1:] if chunk.strip.axis == 3 else halved[..., 1:, :]
 
 
 class Upsample(nn.Module):
@@ -189,8 +223,15 @@ class Upsample(nn.Module):
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
         if self.time_conv is not None:
             x = self._double_frames(x, chunk, self.time_conv)
-        pictures = F.interpolate(as_pictures(x), scale_factor=2.0, mode="nearest-exact")
-        return as_video(self.resample["1"](pictures), x.shape[0])
+        conv, strip, pictures = cast(nn.Conv2d, self.resample["1"]), chunk.strip, as_pictures(x)
+        if strip is None:
+            return as_video(conv(F.interpolate(pictures, scale_factor=2.0, mode="nearest-exact")), x.shape[0])
+        # A position of the neighbours becomes two, of which the convolution looks at one
+        pictures = F.interpolate(strip.widen(pictures, 1, 1), scale_factor=2.0, mode="nearest-exact")
+        axis = strip.axis - 5
+        pictures = pictures.narrow(axis, 1, pictures.shape[axis] - 2)
+        doubled = F.conv2d(pictures, conv.weight, conv.bias, conv.stride, strip.padding((1, 1)))
+        return as_video(doubled, x.shape[0])
 
     @staticmethod
     def _double_frames(x: Tensor, chunk: Chunk, time_conv: CausalConv3d) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -175,6 +176,7 @@ class VideoVAE(nn.Module):
         super().__init__()
         _check_config(config)
         self.config = config
+        self.strips: Any = None  # a seam: `wan_core.parallel.vae.Strips` cuts the picture for several ranks
         self.encoder = Encoder(config)
         self.conv1 = CausalConv3d(2 * config.z_dim, 2 * config.z_dim, (1, 1, 1))
         self.conv2 = CausalConv3d(config.z_dim, config.z_dim, (1, 1, 1))
@@ -224,10 +226,14 @@ class VideoVAE(nn.Module):
 
     def _encode_chunks(self, video: Tensor, spans: list[tuple[int, int]]) -> Iterator[Tensor]:
         history: dict[nn.Module, Tensor] = {}
+        scale = self.config.spatial_stride
+        strip = None if self.strips is None else self.strips.cut(video.shape[3] // scale, video.shape[4] // scale)
+        video = video if strip is None else strip.take(video, scale)
         for start, stop in spans:
-            chunk = Chunk(first=start == 0, last=stop == spans[-1][1], history=history)
+            chunk = Chunk(first=start == 0, last=stop == spans[-1][1], history=history, strip=strip)
             pixels = self._to_own(video[:, :, self._frame(start) : self._frame(stop)])
-            yield self.conv1(self.encoder(fold_patches(pixels, self.config.patch), chunk), chunk)
+            moments = self.conv1(self.encoder(fold_patches(pixels, self.config.patch), chunk), chunk)
+            yield moments if strip is None else strip.join(moments)
 
     def _encode_tiles(
         self, video: Tensor, spans: list[tuple[int, int]], tiles: list[Tile], size: tuple[int, int, int]
@@ -291,10 +297,13 @@ class VideoVAE(nn.Module):
 
     def _decode_chunks(self, latents: Tensor, spans: list[tuple[int, int]]) -> Iterator[Tensor]:
         history: dict[nn.Module, Tensor] = {}
+        strip = None if self.strips is None else self.strips.cut(*latents.shape[3:])
+        latents = latents if strip is None else strip.take(latents)
         for start, stop in spans:
-            chunk = Chunk(first=start == 0, last=stop == spans[-1][1], history=history)
+            chunk = Chunk(first=start == 0, last=stop == spans[-1][1], history=history, strip=strip)
             patches = self.decoder(self.conv2(self._to_own(latents[:, :, start:stop]), chunk), chunk)
-            yield unfold_patches(patches, self.config.patch)
+            frames = unfold_patches(patches, self.config.patch)
+            yield frames if strip is None else strip.join(frames, self.config.spatial_stride)
 
     def _decode_spans(self, latents: Tensor, chunk: int | None) -> list[tuple[int, int]]:
         if latents.ndim != 5 or latents.shape[1] != self.config.z_dim or 0 in latents.shape:

@@ -1,0 +1,126 @@
+"""What workers make of sockets: a VAE and a text encoder that run there, and the workers themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from comfy_api.latest import io
+from torch import Tensor
+
+from wan_core.conditioning import Conditioning
+from wan_core.config import LoraOptions
+from wan_core.models import decode_bytes
+from wan_core.parallel import remote
+from wan_core.parallel.launcher import Workers
+from wan_core.parallel.options import WorkerOptions
+from wan_core.plan import Plan
+from wan_core.report import Report
+from wan_core.vae import TileSpec
+
+from . import host
+from .sockets import ModelSocket, TextSocket, VAESocket
+
+WORKERS = io.Custom("WANCORE_WORKERS")  # WorkersSocket
+
+
+class WorkersSocket:
+    """Workers, and what ComfyUI's memory manager sees of them. When nothing refers to them any more, they end."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self.workers = Workers(options)
+        self.held = host.Remote(self.workers.stop)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first rank."""
+        return torch.device(self.workers.options.devices[0])
+
+    def ready(self, memory: int) -> Workers:
+        """The workers, for something that takes about so many bytes on the first device."""
+        self.held.use(memory)
+        return self.workers
+
+    def sample(
+        self,
+        model: ModelSocket,
+        plan: Plan,
+        conditioning: Conditioning,
+        shape: tuple[int, ...],
+        seed: int,
+        batched: bool,
+        report: Report,
+        on_step: remote.OnStep,
+    ) -> Tensor:
+        """As `pipeline.sample_latents`."""
+        count = len(self.workers.options.devices)
+        loras = [
+            asdict(LoraOptions(path=str(one.key[0]), strength=one.strength, expert=expert))
+            for expert, wanted in model.loras.items()
+            for one in wanted
+            if one.strength
+        ]
+        given = {f.name: getattr(conditioning, f.name) for f in fields(conditioning)}
+        return remote.sample(
+            self.ready(sum(held.size for held in set(model.held.values()))),
+            {**model.spec, "loras": loras},
+            plan,
+            {name: value for name, value in given.items() if value is not None},
+            shape=shape,
+            seed=seed,
+            batched=batched,
+            report=report,
+            fps=model.experts.task.fps,
+            keep=host.unfinished_path(seed),
+            on_step=on_step,
+            on_phase=lambda phase: host.show(f"{phase}, on {count} workers ..."),
+            poll=host.check_interruption,
+        )
+
+
+class RemoteVAE(VAESocket):
+    """A VAE whose pictures the workers share."""
+
+    def __init__(self, held: host.Held, workers: WorkersSocket, spec: dict[str, Any]) -> None:
+        super().__init__(held)
+        self.workers, self.spec = workers, spec
+
+    def decode_images(
+        self, samples: Tensor, report: Report, tile: TileSpec | None, on_frames: Callable[[int, int], None]
+    ) -> Tensor:
+        workers = self.workers.ready(self._bytes(*samples.shape[-2:]))
+        tiles = None if tile is None else asdict(tile)
+        poll = host.check_interruption
+        return remote.decode(workers, self.spec, samples, report, tile=tiles, on_frames=on_frames, poll=poll)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        video = (pixels[0] if pixels.ndim == 5 else pixels)[..., :3]
+        stride = self.config.spatial_stride
+        workers = self.workers.ready(self._bytes(video.shape[1] // stride, video.shape[2] // stride))
+        latents = remote.encode(workers, self.spec, video.contiguous(), poll=host.check_interruption)
+        return host.to_intermediate(latents)
+
+    def _bytes(self, rows: int, columns: int) -> int:
+        return self.held.size + decode_bytes(self.config, rows, columns) // len(self.workers.workers.options.devices)
+
+
+class RemoteText(TextSocket):
+    """A text encoder that one of the workers holds."""
+
+    def __init__(self, held: host.Held, workers: WorkersSocket, spec: dict[str, Any]) -> None:
+        super().__init__(held)
+        self.workers, self.spec = workers, spec
+
+    def encoder(self) -> Any:
+        """As far as `PromptCache` needs one."""
+        lengths: dict[str, int] = {}
+
+        def encode(prompts: Sequence[str]) -> Tensor:
+            rows = remote.encode_text(self.workers.ready(0), self.spec, prompts, poll=host.check_interruption)
+            lengths.update((prompt, len(row)) for prompt, row in zip(prompts, rows, strict=True))
+            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+        return SimpleNamespace(encode=encode, tokenizer=SimpleNamespace(encode=lambda text: range(lengths[text])))

@@ -1,0 +1,61 @@
+"""Processes of workers, found in /proc by who started them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+
+def parents() -> dict[int, int]:
+    """Process -> its parent, of all that run (or are stopped; those that ended and wait to be noticed are left out)."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue  # it ended meanwhile
+            if state != "Z":
+                found[int(entry.name)] = int(parent)
+    return found
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def below(pid: int) -> set[int]:
+    """All processes that descend from `pid`."""
+    running, found = parents(), set[int]()
+    while True:
+        more = {child for child, parent in running.items() if parent in found | {pid}} - found
+        if not more:
+            return found
+        found |= more
+
+
+def ranks_below(pid: int) -> list[int]:
+    """The worker processes that descend from `pid`, in the order of their numbers."""
+    return sorted(child for child in below(pid) if "wan_core.parallel.worker" in command_of(child))
+
+
+def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def wait_until_gone(pids: Collection[int], seconds: float = 10) -> None:
+    """No orphan: every one of these processes has ended."""
+    wait_until(lambda: not parents().keys() & set(pids), seconds, f"still there: {[command_of(p) for p in pids]}")
+
+
+def memory_of(pid: int) -> int:
+    """Bytes that a process has allocated, without files that it maps."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

@@ -1,0 +1,299 @@
+"""What ranks do in tests: each function runs on every rank of a world, see `parallel_ranks`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wan_core.attention.registry import BACKENDS
+from wan_core.bench.parallel import exchanges
+from wan_core.cache.residual import Program, ResidualCache, instead_of_blocks
+from wan_core.checkpoint import load_dit, open_checkpoint
+from wan_core.checkpoint.random import random_module
+from wan_core.config import (
+    T2V_A14B,
+    VAE_21,
+    VAE_22,
+    DiTConfig,
+    GuidanceOptions,
+    LoadOptions,
+    MagCacheOptions,
+    Request,
+    SkipOptions,
+)
+from wan_core.model.dit import WanModel
+from wan_core.models import TINY, find_quantization
+from wan_core.optimize import compile_blocks, optimize
+from wan_core.parallel import Mesh, RankMesh
+from wan_core.parallel.guidance import SplitBranches
+from wan_core.parallel.mesh import even_parts, gather_parts
+from wan_core.parallel.sequence import ShardedAttend, find_lse, shard_lengths
+from wan_core.parallel.sharded import load_sharded_dit
+from wan_core.parallel.vae import split_pictures
+from wan_core.parallel.weights import shared_checkpoint
+from wan_core.pipeline import Pipeline
+from wan_core.vae import VideoVAE
+from wan_core.vae.layers import AttentionBlock
+
+CPU = torch.device("cpu")
+CAPTION = "a red circle moving right on a blue background"
+
+
+@functools.cache
+def ranks_of(mesh: str, device: str = "cpu") -> RankMesh:
+    return RankMesh.start(Mesh.parse(mesh), "auto" if device == "cuda" else device)
+
+
+def places(mesh: str) -> tuple[int, ...]:
+    ranks = ranks_of(mesh)
+    return ranks.cfg.index, ranks.ring.index, ranks.ulysses.index, ranks.shard, ranks.host.size
+
+
+@torch.no_grad()
+def attention(mesh: str, heads: int, tokens: int, batch: int = 1, backend: str = "math", seed: int = 0) -> float:
+    """The largest difference between sharded and whole attention of the same random numbers."""
+    ranks = ranks_of(mesh)
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, batch, tokens, heads, 8, generator=generator)
+    lse = find_lse(backend, ranks.mesh)
+    attend = ShardedAttend(ranks, BACKENDS[backend].load(), lse)
+    attend.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
+    begin = sum(attend.lengths[: ranks.shard])
+    mine = slice(begin, begin + attend.lengths[ranks.shard])
+    out = attend(q[:, mine], k[:, mine], v[:, mine])
+    whole = gather_parts(out, attend.lengths, ranks.sequence, 1)
+    return float((whole - BACKENDS["math"].load()(q, k, v)).abs().max())
+
+
+@torch.no_grad()
+def trajectory(mesh: str | None, compile: str | None = None, **options) -> tuple[Tensor, Tensor, dict]:
+    """Latents and frames of the embedded model, and the report's settings."""
+    request = dict(options.pop("request", {}))
+    skip = request.pop("magcache", None)
+    guided = request.pop("guidance", None)
+    request["skip"] = SkipOptions(
+        magcache=None if skip is None else MagCacheOptions(**skip),
+        guidance=None if guided is None else GuidanceOptions(**guided),
+    )
+    asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})
+    given = LoadOptions(**{"model": "tiny", "device": "cpu", **options})
+    ranks = None if mesh is None else ranks_of(mesh, given.device)
+    pipe = Pipeline.load(given, request=asked, ranks=ranks)
+    if compile is not None:
+        for name in ("high", "low"):
+            compile_blocks(pipe.models.expert(name), CPU, compile)
+    result = pipe.generate(asked)
+    said = {**result.report.settings, "notes": result.report.notes, "held": list(pipe.models.residency.models)}
+    return result.latents, torch.from_numpy(result.frames), said
+
+
+def weights(mesh: str, how: str) -> tuple[list[str], dict[str, int]]:
+    """Names of tensors that a shared read changed, of all files of the embedded model; and bytes: those stored, and
+    those that this rank took from a file."""
+    ranks, changed = ranks_of(mesh), []
+    counts = {"stored": 0, "touched": 0}
+    for path in sorted(TINY.glob("*.safetensors")):
+        plain = open_checkpoint(path)
+        with CountedCopies(counts):
+            shared = shared_checkpoint(plain, ranks, how)
+            found = {name: shared.read(name) for name in plain.tensors}
+        for name, info in plain.tensors.items():
+            stored, counts["stored"] = plain.read(name), counts["stored"] + info.nbytes
+            if stored.dtype != found[name].dtype or not torch.equal(stored, found[name]):
+                changed.append(f"{path.name} {name}")
+    return changed, counts
+
+
+class CountedCopies(TorchDispatchMode):
+    """Counts the bytes that are copied: on a CPU, those that leave the mapping of a file."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
+            self.counts["touched"] += source.numel() * source.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def vae(mesh: str, config: str, rows: int, columns: int, frames: int = 3, chunk: int | None = 1, last: bool = False):
+    """The largest differences between split and whole decoding, and encoding, relative to the largest number."""
+    model = small_vae(config)
+    model = model.channels_last() if last else model
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(2, model.config.z_dim, frames, rows, columns, generator=generator)
+    video = model.decode(latents, chunk=chunk, clamp=False)
+    moments = torch.cat(model.encode_moments(video, chunk=chunk), 1)
+    split_pictures(model, ranks_of(mesh))
+    split_video = model.decode(latents, chunk=chunk, clamp=False)
+    split_moments = torch.cat(model.encode_moments(video, chunk=chunk), 1)
+    assert split_video.shape == video.shape and split_moments.shape == moments.shape
+    return relative(split_video, video), relative(split_moments, moments)
+
+
+def small_vae(config: str) -> VideoVAE:
+    """Random weights everywhere, also where a new model has zeros."""
+    base = {"2.1": VAE_21, "2.2": VAE_22}[config]
+    torch.manual_seed(0)
+    model = VideoVAE(replace(base, encoder_dim=8, decoder_dim=8)).eval().requires_grad_(False)
+    for block in model.modules():
+        if isinstance(block, AttentionBlock):
+            torch.nn.init.normal_(block.proj.weight, std=0.3)
+    return model
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+@torch.no_grad()
+def frames_with_own_timesteps(mesh: str, grid: tuple[int, int, int]) -> float:
+    """A forward whose latent frames have a timestep each, as TI2V's first one has."""
+    torch.manual_seed(0)
+    config = DiTConfig(
+        in_channels=4,
+        out_channels=4,
+        dim=48,
+        ffn_dim=64,
+        num_heads=3,
+        num_layers=2,
+        text_dim=8,
+        text_len=6,
+        freq_dim=16,
+    )
+    model = WanModel(config).eval().requires_grad_(False)
+    x, text = torch.randn(1, 4, grid[0], 2 * grid[1], 2 * grid[2]), torch.randn(1, 5, 8)
+    times = torch.linspace(0, 900, grid[0])[None]
+    optimize(model, attend=BACKENDS["sdpa"].load())
+    whole = model(x, times, text)
+    ranks = ranks_of(mesh)
+    optimize(model, attend=BACKENDS["sdpa"].load(), ranks=ranks, attend_lse=find_lse("sdpa", ranks.mesh))
+    return relative(model(x, times, text), whole)
+
+
+@torch.no_grad()
+def branches(mesh: str) -> list[list[int]]:
+    """Which of this rank's forwards ran for both branches, for one, and what a rank that idles receives."""
+    split = SplitBranches(ranks_of(mesh))
+    ran: list[str] = []
+
+    def forward(branch: str) -> Tensor:
+        ran.append(branch)
+        return torch.full((1, 2), 1.0 if branch == "cond" else 2.0)
+
+    both = split.run(("cond", "uncond"), forward, (1, 2))
+    one = split.run(("cond",), forward, (1, 2))
+    assert list(both) == ["cond", "uncond"] and list(one) == ["cond"]
+    return [ran, both["cond"].tolist(), both["uncond"].tolist(), one["cond"].tolist()]
+
+
+@torch.no_grad()
+def fp8_forward(mesh: str) -> tuple[float, float, float]:
+    """Mean errors of one forward with FP8 attention against the exact one: whole, and sharded; and the difference of
+    the two. The ranks' values differ by far, so that scales and means of their own would not fit together."""
+    ranks = ranks_of(mesh)
+    model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(1, 16, 5, 12, 12, generator=generator)
+    text = torch.randn(1, 9, model.config.text_dim, generator=generator)
+    x[:, :, 2:] *= 30
+    time = torch.tensor([700.0])
+    attend = BACKENDS["math-fp8"].load()
+    exact = optimize(model, attend=BACKENDS["math"].load())(x, time, text)
+    whole = optimize(model, attend=attend)(x, time, text)
+    optimize(model, attend=attend, ranks=ranks, attend_lse=attend.with_lse if ranks.mesh.ring > 1 else None)
+    sharded = model(x, time, text)
+    return tuple(float((a - b).norm() / exact.norm()) for a, b in ((whole, exact), (sharded, exact), (sharded, whole)))
+
+
+def sharded_weights(mesh: str) -> tuple[int, list[str]]:
+    """Bytes of the blocks' weights that this rank holds in parts, and names of those whose parts are not the whole."""
+    from torch.distributed.tensor import DTensor
+
+    path = TINY / "t2v_high.safetensors"
+    model, whole = load_sharded_dit(path, ranks_of(mesh), torch.float32), load_dit(path, dtype=torch.float32)
+    wanted, held, changed = whole.state_dict(), 0, []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            held += parameter.to_local().numel() * parameter.element_size()
+        found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        if not torch.equal(found, wanted[name]) or isinstance(parameter, DTensor) != name.startswith("blocks."):
+            changed.append(name)
+    return held, changed
+
+
+@torch.no_grad()
+def gpu_attention(mesh: str, backend: str, heads: int, tokens: int) -> tuple[float, float]:
+    """Mean errors against fp32 of a backend in bf16 over one sequence: whole, and sharded."""
+    ranks = ranks_of(mesh, "cuda")
+    generator = torch.Generator(ranks.device).manual_seed(0)
+    shape = (3, 1, tokens, heads, 128)
+    q, k, v = torch.randn(shape, generator=generator, device=ranks.device).bfloat16()
+    k += 3  # a mean that FP8 has to take off
+    attend, lse = BACKENDS[backend].load(), find_lse(backend, ranks.mesh)
+    exact = BACKENDS["sdpa"].load()(q.float(), k.float(), v.float())
+    sharded = ShardedAttend(ranks, attend, lse)
+    sharded.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
+    begin = sum(sharded.lengths[: ranks.shard])
+    mine = slice(begin, begin + sharded.lengths[ranks.shard])
+    out = gather_parts(sharded(q[:, mine], k[:, mine], v[:, mine]), sharded.lengths, ranks.sequence, 1)
+    return tuple(float((x.float() - exact).norm() / exact.norm()) for x in (attend(q, k, v), out))
+
+
+@torch.no_grad()
+def gpu_forward(mesh: str, precision: str, attention: str, compile: str = "off") -> tuple[float, float, float]:
+    """As `fp8_forward`, of two blocks at full width with random weights, as a user's options hold and run them."""
+    ranks = ranks_of(mesh, "cuda")
+    config = replace(T2V_A14B, num_layers=2)
+    held = find_quantization(precision, ranks.device)
+    generator = torch.Generator(ranks.device).manual_seed(0)
+    x = torch.randn(1, 16, 5, 30, 52, generator=generator, device=ranks.device)  # 1950 tokens: some ranks have one more
+    text = torch.randn(1, 20, config.text_dim, generator=generator, device=ranks.device).bfloat16()
+    time = torch.tensor([700.0], device=ranks.device)
+    exact_model = random_module(config, device=ranks.device, dtype=torch.bfloat16)
+    exact = optimize(exact_model, attend=BACKENDS["sdpa"].load(), graphs=False)(x, time, text)
+    model = random_module(config, device=ranks.device, dtype=torch.bfloat16, quantization=held)
+    attend, lse = BACKENDS[attention].load(), find_lse(attention, ranks.mesh)
+    whole = optimize(model, attend=attend, compile=compile, graphs=False)(x, time, text)
+    sharded = optimize(model, attend=attend, compile=compile, ranks=ranks, attend_lse=lse)(x, time, text)
+    return tuple(float((a - b).norm() / exact.norm()) for a, b in ((whole, exact), (sharded, exact), (sharded, whole)))
+
+
+@torch.no_grad()
+def traffic(mesh: str, heads: int, tokens: int) -> tuple[int, int]:
+    """Bytes that this rank sends for one attention in float32, heads of 8: counted, and by the formula."""
+    ranks, counts = ranks_of(mesh), {"bytes": 0}
+    attend = ShardedAttend(ranks, BACKENDS["math"].load(), find_lse("math", ranks.mesh))
+    attend.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
+    n, row = attend.lengths[ranks.shard], sum(attend.row_lengths())
+    mine = even_parts(heads, ranks.ulysses.size)[ranks.ulysses.index]
+    with exchanges(counts):
+        attend(*torch.randn(3, 1, n, heads, 8))
+    ulysses = 3 * n * (heads - mine) + (row - n) * mine
+    passed = [
+        length for at, length in enumerate(attend.ring_lengths()) if at != (ranks.ring.index + 1) % ranks.ring.size
+    ]
+    ring = 2 * mine * sum(passed) if ranks.ring.size > 1 else 0  # all parts but the one that the next rank has
+    return counts["bytes"], 8 * 4 * (ulysses + ring)
+
+
+@torch.no_grad()
+def cached_tokens(mesh: str) -> tuple[int, int, bool]:
+    """Tokens whose residual this rank keeps, those of its shard, and whether the blocks are as before afterwards."""
+    ranks = ranks_of(mesh)
+    model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
+    optimize(model, attend=BACKENDS["sdpa"].load(), ranks=ranks, attend_lse=find_lse("sdpa", ranks.mesh))
+    before = model.run_blocks.run_shard
+    cache = ResidualCache({"cond": Program(slots=1, store={0: 0}, use={})})
+    with instead_of_blocks(model, cache.around):
+        cache.expect(0, ("cond",), False)
+        model(torch.randn(1, 16, 5, 10, 14), torch.tensor([500.0]), torch.randn(1, 4, model.config.text_dim))
+    lengths, _ = shard_lengths(5 * 5 * 7, 1, ranks.mesh.shards)
+    return cache.buffers["cond"].shape[2], lengths[ranks.shard], model.run_blocks.run_shard is before

@@ -1,0 +1,85 @@
+"""On several NVIDIA GPUs over NCCL: what gloo shows on a CPU, with the kernels and precisions that only GPUs have."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+import parallel_checks
+from parallel_ranks import Ranks
+
+from wan_core.attention.registry import BACKENDS
+from wan_core.parallel import Mesh
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs or more, {GPUS} are there"),
+]
+ALL = ("1x1x2", "1x2x1", "2x1x1", "1x1x3", "1x2x2", "2x1x2", "1x4x1")
+MESHES = [mesh for mesh in ALL if Mesh.parse(mesh).size <= GPUS]
+SEQUENCES = [mesh for mesh in MESHES if mesh.startswith("1x")]
+BACKENDS_HERE = ("sdpa", "cudnn", "flash4", "cudnn-fp8")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    found = Ranks(min(GPUS, 4))
+    yield found
+    found.close()
+
+
+def why_not(backend: str) -> str | None:
+    return BACKENDS[backend].why_not(torch.device("cuda", 0), torch.bfloat16, 128)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_trajectory_in_fp32_equals_that_of_one_gpu(ranks, mesh):
+    options = {"precision": "fp32", "vae_precision": "fp32", "attention": "sdpa", "device": "cuda"}
+    alone = parallel_checks.trajectory(None, request={"steps": 4}, **options)
+    answers = ranks.ask("trajectory", mesh=mesh, request={"steps": 4}, **options)
+    assert all(torch.equal(latents, answers[0][0]) for latents, _, _ in answers)
+    assert parallel_checks.relative(answers[0][0], alone[0]) < 1e-3
+    assert int((answers[0][1].int() - alone[1].int()).abs().max()) <= 2
+
+
+@pytest.mark.parametrize("mesh", SEQUENCES)
+@pytest.mark.parametrize("backend", BACKENDS_HERE)
+@pytest.mark.parametrize(("heads", "tokens"), [(4, 4096), (5, 3001)])
+def test_attention_is_as_exact_as_the_backend_inside(ranks, mesh, backend, heads, tokens):
+    if reason := why_not(backend):
+        pytest.skip(reason)
+    given = {"backend": backend, "heads": heads, "tokens": tokens}
+    for ways in (mesh, mesh.replace("x2x", "x2bx").replace("x4x", "x4bx")):
+        for whole, sharded in ranks.ask("gpu_attention", mesh=ways, **given):
+            assert sharded < 1.3 * whole + 1e-3
+
+
+@pytest.mark.parametrize("mesh", SEQUENCES)
+@pytest.mark.parametrize(
+    ("precision", "attention", "compile"),
+    [
+        ("bf16", "flash4", "off"),
+        ("fp8", "cudnn-fp8", "off"),
+        ("fp8", "flash4", "blocks"),
+        ("fp8", "cudnn-fp8", "blocks"),
+    ],
+)
+def test_a_forward_is_as_exact_as_on_one_gpu(ranks, mesh, precision, attention, compile):
+    if reason := why_not(attention):
+        pytest.skip(reason)
+    given = {"mesh": mesh, "precision": precision, "attention": attention, "compile": compile}
+    for whole, sharded, _ in ranks.ask("gpu_forward", **given):
+        assert sharded < 1.3 * whole + 2e-3
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in SEQUENCES if mesh in ("1x1x2", "1x2x2")])
+def test_experts_in_parts(ranks, mesh):
+    options = {"precision": "bf16", "attention": "sdpa", "device": "cuda", "residency": "shard"}
+    answers = ranks.ask("trajectory", mesh=mesh, request={"steps": 2}, **options)
+    plain = ranks.ask("trajectory", mesh=mesh, request={"steps": 2}, **{**options, "residency": "resident"})
+    assert parallel_checks.relative(answers[0][0], plain[0][0]) < 1e-2

@@ -1,0 +1,205 @@
+"""Ranks over gloo: every mesh computes what one rank computes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # the ranks import their checks by these names, and so must we
+import parallel_checks
+from parallel_ranks import Ranks
+
+from wan_core.checkpoint import load_dit
+from wan_core.cli import main
+from wan_core.config import LoadOptions, OptionError
+from wan_core.models import TINY, load_models
+from wan_core.parallel import Mesh
+from wan_core.parts import find_models
+from wan_core.report import Report
+
+MESHES = ("1x1x2", "2x1x1", "1x1x3", "1x3x1", "1x1x4", "1x4x1", "1x2x2", "2x1x2", "2x2x1", "2x3x1", "2x1x3")
+ROUNDING = 1e-5
+MAGCACHE = {"threshold": 0.3, "max_skips": 2, "retention": 0.2}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    found = Ranks(6)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one rank makes of a request, made once."""
+    known: dict[str, tuple[torch.Tensor, torch.Tensor, dict]] = {}
+
+    def find(**options):
+        key = repr(options)
+        if key not in known:
+            known[key] = parallel_checks.trajectory(None, **options)
+        return known[key]
+
+    return find
+
+
+def equal_on_all(answers, wanted) -> None:
+    """The same bits on every rank, and one rank's result but for rounding."""
+    for latents, frames, _ in answers:
+        assert torch.equal(latents, answers[0][0]) and torch.equal(frames, answers[0][1])
+    assert parallel_checks.relative(answers[0][0], wanted[0]) < ROUNDING
+    assert int((answers[0][1].int() - wanted[1].int()).abs().max()) <= 1
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
+    """The embedded model has 4 heads, so 3 ranks have 2, 1 and 1; its 180 tokens are 30 to a rank on six."""
+    request = {"steps": 4}
+    answers = ranks.ask("trajectory", mesh=mesh, request=request)
+    equal_on_all(answers, alone(request=request))
+    assert ["text_encoder" in said["held"] for _, _, said in answers] == [False] * (len(answers) - 1) + [True]
+    assert {said["mesh"] for _, _, said in answers} == {mesh}
+
+
+@pytest.mark.parametrize("mesh", ["1x1x3", "2x2x1", "2x1x3"])
+def test_magcache_and_another_size_and_token_counts_that_do_not_divide(ranks, alone, mesh):
+    request = {"steps": 10, "magcache": MAGCACHE, "width": 80, "height": 112, "frames": 9}  # 105 tokens
+    answers = ranks.ask("trajectory", mesh=mesh, request=request)
+    equal_on_all(answers, alone(request=request))
+    forwards = [note for note in alone(request=request)[2]["notes"] if note.startswith("forwards")]
+    assert forwards and all(forwards[0] in notes["notes"] for _, _, notes in answers)
+
+
+@pytest.mark.parametrize("mesh", ["1x1x3", "1x2x2"])
+def test_caches_keep_a_shard(ranks, mesh):
+    assert all(kept == mine and same for kept, mine, same in ranks.ask("cached_tokens", mesh=mesh))
+
+
+@pytest.mark.parametrize("request_", [{"skip": "guidance"}, {"guidance_low": 1.0}], ids=["an interval", "one expert"])
+def test_steps_without_guidance_leave_the_branches_where_they_are(ranks, alone, request_):
+    """Some steps have one branch only; MagCache's residuals of it must be where it runs next."""
+    request = {"steps": 10, "magcache": MAGCACHE, **({"guidance_low": 1.0} if "guidance_low" in request_ else {})}
+    if "skip" in request_:
+        request["guidance"] = {"low": 0.3, "high": 0.95}
+    equal_on_all(ranks.ask("trajectory", mesh="2x1x1", request=request), alone(request=request))
+
+
+def test_an_image_and_its_encoding(ranks, alone, tmp_path):
+    from PIL import Image
+
+    path = tmp_path / "first.png"
+    Image.new("RGB", (96, 96), (40, 90, 200)).save(path)
+    request = {"steps": 2, "image": str(path)}
+    equal_on_all(ranks.ask("trajectory", mesh="1x3x1", request=request), alone(request=request))
+
+
+@pytest.mark.parametrize(("mesh", "backend"), [("2x2x1", "eager"), ("1x1x2", "inductor")])
+def test_compiled_blocks(ranks, alone, mesh, backend):
+    request = {"steps": 2, "guidance_mode": "sequential"}
+    equal_on_all(ranks.ask("trajectory", mesh=mesh, request=request, compile=backend), alone(request=request))
+
+
+@pytest.mark.parametrize("mesh", ["1x1x3", "1x3x1", "1x3bx1", "1x1x4", "1x4bx1", "1x2x2", "1x2bx2"])
+@pytest.mark.parametrize(("heads", "tokens", "batch"), [(5, 17, 1), (4, 13, 2), (40, 19, 1), (8, 16, 2)])
+@pytest.mark.parametrize("backend", ["math", "sdpa"])
+def test_attention_with_any_heads_and_tokens(ranks, mesh, heads, tokens, batch, backend):
+    given = {"mesh": mesh, "heads": heads, "tokens": tokens, "batch": batch, "backend": backend, "seed": tokens}
+    assert max(ranks.ask("attention", **given)) < 2e-6
+
+
+@pytest.mark.parametrize("mesh", ["1x1x3", "1x3x1", "1x2x2"])
+def test_an_attention_moves_no_more_than_it_must(ranks, mesh):
+    """Ulysses: the heads of others, and their tokens of the output. Ring: every part but the receiver's own. Bytes are
+    those that the benchmark counts."""
+    for counted, formula in ranks.ask("traffic", mesh=mesh, heads=5, tokens=17):
+        assert counted == formula > 0
+
+
+@pytest.mark.parametrize("mesh", ["1x1x4", "1x4x1", "1x2x2"])
+def test_fp8_attention_agrees_on_scales_and_means(ranks, mesh):
+    """Without `agree`, the sharded error is ten times the whole one."""
+    for whole, sharded, _ in ranks.ask("fp8_forward", mesh=mesh):
+        assert sharded < 1.6 * whole
+
+
+@pytest.mark.parametrize(("mesh", "grid"), [("1x1x3", (5, 3, 7)), ("1x2x2", (3, 16, 40)), ("1x4x1", (4, 1, 3))])
+def test_frames_with_timesteps_of_their_own(ranks, mesh, grid):
+    assert max(ranks.ask("frames_with_own_timesteps", mesh=mesh, grid=grid)) < 2e-6
+
+
+def test_branches_run_where_they_always_run(ranks):
+    answers = ranks.ask("branches", mesh="2x1x1")
+    assert [answer[0] for answer in answers] == [["cond", "cond"], ["uncond"]]
+    assert all(answer[1:] == [[[1.0, 1.0]], [[2.0, 2.0]], [[1.0, 1.0]]] for answer in answers)
+
+
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x1x3"])
+@pytest.mark.parametrize("how", ["gather", "broadcast"])
+def test_weights_that_a_host_reads_once_are_equal_bit_for_bit(ranks, mesh, how):
+    answers = ranks.ask("weights", mesh=mesh, how=how)
+    assert [changed for changed, _ in answers] == [[]] * len(answers)
+    total = answers[0][1]["stored"]
+    assert sum(read["touched"] for _, read in answers) <= 1.05 * total
+
+
+def test_experts_in_parts(ranks, alone):
+    """Each rank holds its share of the blocks, and no more while nothing runs."""
+    request = {"steps": 2}
+    equal_on_all(ranks.ask("trajectory", mesh="1x1x3", request=request, residency="shard"), alone(request=request))
+    answers = ranks.ask("sharded_weights", mesh="1x1x3")
+    assert [changed for _, changed in answers] == [[]] * 3
+    blocks = sum(value.numel() * 4 for value in load_dit(TINY / "t2v_high.safetensors").blocks.state_dict().values())
+    assert sum(held for held, _ in answers) == blocks and max(held for held, _ in answers) < 0.4 * blocks
+
+
+@pytest.mark.parametrize("options", [{"compile": "blocks"}, {"precision": "fp8-weights"}, {}])
+def test_what_cannot_be_held_in_parts_is_refused(options):
+    ranks = SimpleNamespace(
+        device=torch.device("cpu"), sequence=SimpleNamespace(size=2 if options else 1), agree=float, mesh=Mesh(1, 1, 2)
+    )
+    found = find_models(LoadOptions(model="tiny", device="cpu", residency="shard", **options))
+    with pytest.raises(OptionError, match="residency 'shard' cannot be had: "):
+        load_models(
+            found,
+            LoadOptions(model="tiny", device="cpu", residency="shard", **options),
+            Report(ranks.device),
+            None,
+            ranks,
+        )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "given"),
+    [
+        ("1x1x3", {"config": "2.1", "rows": 5, "columns": 9}),
+        ("1x1x3", {"config": "2.2", "rows": 7, "columns": 4, "frames": 2, "last": True}),
+        ("2x2x1", {"config": "2.1", "rows": 4, "columns": 5, "chunk": None, "last": True}),
+        ("1x1x4", {"config": "2.2", "rows": 6, "columns": 6, "chunk": 2}),
+        ("1x1x4", {"config": "2.1", "rows": 2, "columns": 3}),  # too small to cut
+    ],
+)
+def test_a_picture_in_strips(ranks, mesh, given):
+    """Every value, edges between strips included: a missing or doubled halo is an error of a tenth, not of 1e-5."""
+    for decoded, encoded in ranks.ask("vae", mesh=mesh, **given):
+        assert decoded < ROUNDING and encoded < ROUNDING
+
+
+def test_the_benchmark_measures_several_ranks(tmp_path, monkeypatch):
+    command = ["bench", "--suite", "parallel", "--gpus", "2", "--device", "cpu", "--precision", "fp32", "--runs", "1"]
+    monkeypatch.setattr(sys, "argv", ["wan_core", *command])
+    assert main([*command, "--setting", "forward", "--setting", "load", "--out", str(tmp_path / "rows.json")]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    one, *several = [name for name in rows if name.startswith("plain/sdpa/torch, ")]
+    assert one.endswith("1 GPU") and {rows[name]["mesh"] for name in several} == {"2x1x1", "1x1x2", "1x2x1"}
+    assert all(rows[name]["error"] < 1e-5 and 0 <= rows[name]["exchange_share"] < 1 for name in several)
+    assert {"load both experts, 1 GPU", "load both experts, shared by 2 GPUs"} <= rows.keys()
+
+
+def test_the_benchmark_refuses_gpus_that_are_not_there(capsys):
+    assert main(["bench", "--suite", "parallel", "--gpus", "1", "--device", "cpu"]) != 0
+    assert "it needs 2 or more" in capsys.readouterr().err

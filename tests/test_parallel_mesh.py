@@ -1,0 +1,155 @@
+"""Meshes as numbers: who works with whom, which mesh `auto` takes, how tokens are cut, how parts are merged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wan_core.attention.registry import BACKENDS
+from wan_core.attention.sdpa import math_lse, math_reference
+from wan_core.config import T2V_A14B, TI2V_5B, OptionError
+from wan_core.parallel import Mesh, choose_mesh
+from wan_core.parallel.costs import all_meshes, forward_seconds
+from wan_core.parallel.mesh import even_parts
+from wan_core.parallel.ring import merge
+from wan_core.parallel.sequence import find_lse, shard_lengths
+
+MESHES = st.builds(
+    lambda cfg, ring, ulysses, both: Mesh(cfg, ring, ulysses, both and ring > 1),
+    st.integers(1, 2), st.integers(1, 4), st.integers(1, 4), st.booleans(),
+)  # fmt: skip
+FP8 = {"fp8_linears": True, "fp8_attention": True}
+
+
+@given(MESHES)
+def test_every_rank_is_in_one_row_of_each_dimension(mesh):
+    sizes = {"cfg": mesh.cfg, "ring": mesh.ring, "ulysses": mesh.ulysses, "sequence": mesh.shards}
+    for name, rows in mesh.rows().items():
+        assert sorted(rank for row in rows for rank in row) == list(range(mesh.size))
+        assert {len(row) for row in rows} == {sizes[name]}
+    assert len({mesh.place(rank) for rank in range(mesh.size)}) == mesh.size
+    assert Mesh.parse(str(mesh)) == mesh
+
+
+@given(MESHES)
+def test_neighbours_in_ulysses_are_neighbours_on_the_host(mesh):
+    for row in mesh.rows()["ulysses"] + mesh.rows()["sequence"]:
+        assert row == list(range(row[0], row[0] + len(row)))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2", "2x2", "3x1x1", "0x1x1", "1x0x1", "1x1x-1", "axbxc", "1x1x1x1", "99999x1x1", "1x1bx4", "1bx2x1"]
+)
+def test_what_is_no_mesh_is_refused(text):
+    with pytest.raises(OptionError, match="mesh"):
+        Mesh.parse(text)
+
+
+@given(st.integers(1, 5000), st.integers(1, 16))
+def test_shards_cover_the_tokens_and_differ_by_one(tokens, shards):
+    if tokens < shards:
+        with pytest.raises(OptionError, match="cannot be shared"):
+            shard_lengths(tokens, 1, shards)
+        return
+    lengths, _ = shard_lengths(tokens, 1, shards)
+    assert sum(lengths) == tokens and max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(2, 31), st.integers(1, 900), st.integers(1, 8))
+def test_units_of_a_shard_lie_in_one_frame(frames, inside, shards):
+    tokens = frames * inside
+    if tokens < shards:
+        return
+    lengths, unit = shard_lengths(tokens, frames, shards)
+    assert inside % unit == 0 and sum(lengths) == tokens and all(length % unit == 0 for length in lengths)
+    assert max(lengths) - min(lengths) <= max(1, tokens // shards // 32)  # no rank has much more to do
+
+
+@given(st.integers(1, 100), st.integers(1, 17))
+def test_even_parts(total, parts):
+    found = even_parts(total, parts)
+    assert sum(found) == total and len(found) == parts and found == sorted(found, reverse=True)
+    assert max(found) - min(found) <= 1
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.floats(1, 40), st.integers(0, 99))
+def test_merged_parts_are_the_whole(lengths, spread, seed):
+    """Also where one part's scores are far above another's, which numerators over one maximum survive."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, n, 2, 8, generator=generator) for n in (5, sum(lengths), sum(lengths)))
+    k[:, : lengths[0]] *= spread
+    parts = [math_lse(q, *some) for some in zip(k.split(lengths, 1), v.split(lengths, 1), strict=True)]
+    torch.testing.assert_close(merge(parts), math_reference(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_parts_are_merged_in_float32():
+    """Many equal parts: a sum in bf16 would stop growing."""
+    part = torch.full((1, 2, 1, 8), 1.0, dtype=torch.bfloat16), torch.zeros(1, 1, 2)
+    assert torch.equal(merge([part] * 300), part[0])
+
+
+# ------------------------------------------------------------------------------------------------------------- choosing
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 6, 8])
+def test_guidance_comes_first(gpus):
+    assert choose_mesh(gpus, T2V_A14B, 75_600, **FP8).mesh.cfg == 2
+
+
+def test_without_guidance_or_with_an_odd_number_all_share_the_tokens():
+    assert choose_mesh(4, T2V_A14B, 75_600, paired=0).mesh.cfg == 1
+    assert choose_mesh(3, T2V_A14B, 75_600).mesh.cfg == 1
+
+
+def test_heads_that_divide_are_exchanged_on_one_host():
+    assert choose_mesh(4, T2V_A14B, 75_600, paired=0, **FP8).mesh == Mesh(1, 1, 4)
+
+
+def test_across_hosts_a_ring():
+    """Two hosts of 8: Ulysses over 16 would send everything through the network, and 40 heads do not divide."""
+    mesh = choose_mesh(16, T2V_A14B, 75_600, paired=0, gpus_per_host=8, **FP8).mesh
+    assert mesh.ring >= 2 and mesh.ulysses <= 8
+
+
+def test_what_ulysses_cannot_divide_is_left_to_a_ring_or_its_cost_is_known():
+    seconds = {str(m): forward_seconds(m, T2V_A14B, 75_600) for m in all_meshes(16, T2V_A14B, 75_600) if m.cfg == 1}
+    assert seconds["1x2x8"] < seconds["1x1x16"]  # 3 heads of 40 on the fullest of 16 ranks
+
+
+@pytest.mark.parametrize("tokens", [180, 500])
+def test_a_small_video_on_many_gpus_is_refused_in_numbers(tokens):
+    with pytest.raises(
+        OptionError, match=r"slower than one GPU for \d+ tokens: an estimated \d+ ms a step, \d+ on one"
+    ):
+        choose_mesh(3, T2V_A14B, tokens)
+
+
+def test_nothing_is_refused_where_no_speed_is_known():
+    assert choose_mesh(3, TI2V_5B, 300, speeds=None).mesh == Mesh(1, 1, 3)
+    assert choose_mesh(2, TI2V_5B, 300, speeds=None).mesh == Mesh(2, 1, 1)
+
+
+def test_more_gpus_than_tokens():
+    with pytest.raises(OptionError, match="cannot share"):
+        choose_mesh(7, T2V_A14B, 3)
+
+
+@given(st.integers(1, 16), st.sampled_from([T2V_A14B, TI2V_5B]), st.integers(20_000, 120_000), st.floats(0, 1))
+def test_the_choice_uses_all_gpus_and_no_other_mesh_is_much_faster(gpus, config, tokens, paired):
+    choice = choose_mesh(gpus, config, tokens, paired=paired)
+    assert choice.mesh.size == gpus and choice.seconds is not None and choice.single is not None
+    assert choice.seconds < choice.single or gpus == 1
+    if paired == 0:
+        others = [2 * forward_seconds(m, config, tokens, gpus_per_host=gpus) for m in all_meshes(gpus, config, tokens)]
+        assert choice.seconds <= 1.01 * min(others) + 1e-9
+
+
+def test_a_ring_needs_a_backend_with_a_log_sum_exp():
+    for name, backend in BACKENDS.items():
+        if backend.lse is None:
+            with pytest.raises(OptionError, match="log-sum-exp"):
+                find_lse(name, Mesh(1, 2, 1))
+        assert find_lse(name, Mesh(2, 1, 4)) is None
+    assert all(mesh.ring == 1 for mesh in all_meshes(4, T2V_A14B, 75_600, rings=False))

@@ -1,0 +1,59 @@
+"""`generate --gpus`: the same workers as ComfyUI's launcher node starts."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wan_core.cli.progress import ProgressLine
+from wan_core.config import LoadOptions, OptionError, Request
+
+if TYPE_CHECKING:
+    from wan_core.parallel.options import WorkerOptions
+    from wan_core.parallel.remote import RemoteResult
+
+
+def add_worker_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several GPUs (docs/parallel.md)")
+    group.add_argument("--gpus", metavar="N|LIST", help="how many of this host, which (0,1), or auto for all; cpu,cpu")
+    group.add_argument("--mesh", default="auto", help="GUIDANCExRINGxULYSSES, for example 2x1x2 (default %(default)s)")
+    group.add_argument(
+        "--step-timeout", type=float, default=600.0, metavar="SECONDS", help="end GPUs that hang so long"
+    )
+    group.add_argument("--nnodes", type=int, default=1, metavar="HOSTS", help="how many hosts work together")
+    group.add_argument("--rdzv", metavar="HOST:PORT", help="where they meet: a free port of one of them")
+    group.add_argument("--rdzv-id", default="wancore", help="what they call it (default %(default)s)")
+
+
+def worker_options(options: argparse.Namespace) -> WorkerOptions | None:
+    """None where one process does all. Raises OptionError."""
+    if options.gpus is None:
+        if options.mesh != "auto" or options.nnodes != 1 or options.rdzv is not None:
+            raise OptionError("--mesh, --nnodes and --rdzv are for several GPUs: give --gpus as well")
+        return None
+    import torch
+
+    from wan_core.parallel.options import WorkerOptions, parse_devices
+
+    if options.device != "auto":
+        raise OptionError("--gpus says which devices work: leave out --device")
+    return WorkerOptions(
+        devices=parse_devices(options.gpus, torch.cuda.device_count()),
+        mesh=options.mesh.strip().lower(),
+        step_timeout=options.step_timeout,
+        nodes=options.nnodes,
+        rendezvous=options.rdzv,
+        run_id=None if options.rdzv is None else options.rdzv_id,
+    )
+
+
+def generate_on(
+    workers: WorkerOptions, loaded: LoadOptions, request: Request, progress: ProgressLine, latents: Path
+) -> RemoteResult:
+    """As `Pipeline.load` and `Pipeline.generate`."""
+    from wan_core.parallel.launcher import Workers
+    from wan_core.parallel.remote import generate
+
+    with Workers(workers) as running:
+        return generate(running, loaded, request, on_step=progress.step, on_phase=progress.phase, keep_latents=latents)

@@ -1,0 +1,255 @@
+"""Which rank does what: a mesh cfg x ring x ulysses, as numbers and as the process groups of one rank.
+
+Ranks are numbered with ulysses innermost and cfg outermost: the ranks that exchange most are neighbours, on one host as
+far as they fit. The tokens of a video are cut into ring x ulysses shards, in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wan_core.config import OptionError
+
+if TYPE_CHECKING:  # not in every build of torch
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ways each dimension cuts the work. Pure numbers."""
+
+    cfg: int = 1  # 2: the branches of guidance on different ranks
+    ring: int = 1  # keys and values passed around
+    ulysses: int = 1  # heads exchanged for tokens
+    both_ways: bool = False  # the ring's keys and values go in both directions
+
+    def __post_init__(self) -> None:
+        if self.cfg not in (1, 2) or self.ring < 1 or self.ulysses < 1:
+            raise OptionError(f"mesh {self} given; cfg must be 1 or 2, ring and ulysses at least 1, for example 2x1x4")
+        if self.both_ways and self.ring == 1:
+            raise OptionError(
+                f"mesh {self} given; a ring of 1 goes nowhere, so it cannot go both ways: leave out the b"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.cfg}x{self.ring}{'b' if self.both_ways else ''}x{self.ulysses}"
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """CFGxRINGxULYSSES, for example 2x1x4; with a b behind the ring's number it goes both ways. Raises
+        OptionError."""
+        found = re.fullmatch(r"(\d{1,4})x(\d{1,4})(b?)x(\d{1,4})", text.strip().lower())
+        if found is None:
+            raise OptionError(f"mesh {text!r} given; write CFGxRINGxULYSSES, for example 2x1x4, or auto")
+        return cls(int(found[1]), int(found[2]), int(found[4]), found[3] == "b")
+
+    @property
+    def size(self) -> int:
+        return self.cfg * self.shards
+
+    @property
+    def shards(self) -> int:
+        """Into how many the tokens of a forward are cut."""
+        return self.ring * self.ulysses
+
+    def describe(self) -> str:
+        """`8 GPUs: guidance 2 x ring 2 x ulysses 2`, without what is 1."""
+        ring = "ring both ways" if self.both_ways else "ring"
+        parts = [("guidance", self.cfg), (ring, self.ring), ("ulysses", self.ulysses)]
+        words = " x ".join(f"{name} {count}" for name, count in parts if count > 1)
+        return f"{self.size} GPU{'s' if self.size > 1 else ''}{': ' + words if words else ''}"
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(cfg, ring, ulysses) of a rank."""
+        return rank // self.shards, rank // self.ulysses % self.ring, rank % self.ulysses
+
+    def rows(self) -> dict[str, list[list[int]]]:
+        """The ranks of every group, by dimension. "sequence" is ring and ulysses together."""
+        ranks = range(self.size)
+        places = {rank: self.place(rank) for rank in ranks}
+
+        def grouped(keep: tuple[int, ...]) -> list[list[int]]:
+            found: dict[tuple[int, ...], list[int]] = {}
+            for rank in ranks:
+                found.setdefault(tuple(places[rank][axis] for axis in keep), []).append(rank)
+            return list(found.values())
+
+        return {"cfg": grouped((1, 2)), "ring": grouped((0, 2)), "ulysses": grouped((0, 1)), "sequence": grouped((0,))}
+
+
+def even_parts(total: int, parts: int) -> list[int]:
+    """`total` as `parts` whole numbers that differ by one at most, the larger ones first."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange something: where this one stands among them. `process` is None where it is alone."""
+
+    process: ProcessGroup | None
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class RankMesh:
+    """One rank: its mesh, its device, and its group in each dimension.
+
+    `host` are the ranks on this machine, which read files together. `control` is a group on the CPU (gloo), for flags
+    that must not wait for what is queued on a GPU.
+    """
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+    cfg: Group
+    ring: Group
+    ulysses: Group
+    sequence: Group
+    world: Group
+    host: Group
+    control: ProcessGroup | None
+    made: dict[Any, Any] = field(default_factory=dict, repr=False)  # what is made once for all models of these ranks
+
+    @property
+    def shard(self) -> int:
+        """Which of the mesh's shards of the tokens is this rank's."""
+        return self.sequence.index
+
+    @classmethod
+    def start(
+        cls, mesh: Mesh, device: str | torch.device = "auto", *, timeout: timedelta = timedelta(minutes=10)
+    ) -> RankMesh:
+        """Join the other ranks, as torch's elastic launcher describes them in the environment, and make the groups.
+
+        device: "auto" takes the GPU of the local rank, or the CPU where there is none. timeout: of one exchange, after
+        which the ranks give up. Called on every rank alike. Raises OptionError if the numbers do not fit.
+        """
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if device == "auto":
+            device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+        device = torch.device(device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            nccl = device.type == "cuda"
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=timeout, device_id=device if nccl else None
+            )
+        return cls.create(mesh, device, timeout=timeout)
+
+    @classmethod
+    def create(cls, mesh: Mesh, device: torch.device, *, timeout: timedelta = timedelta(minutes=10)) -> RankMesh:
+        """The same where the process group is initialised already."""
+        if dist.get_world_size() != mesh.size:
+            raise OptionError(
+                f"mesh {mesh} needs {mesh.size} ranks, and {dist.get_world_size()} were started: "
+                "give another mesh or number of GPUs"
+            )
+        made: dict[tuple[int, ...], ProcessGroup | None] = {}
+        rank, everyone = dist.get_rank(), tuple(range(mesh.size))
+
+        def group(rows: list[list[int]]) -> Group:
+            """Of this rank, among `rows`. Every rank makes all of them in the same order, as torch wants."""
+            for row in map(tuple, rows):
+                if row not in made:
+                    alone, whole = len(row) == 1, row == everyone
+                    made[row] = None if alone else dist.group.WORLD if whole else _new_group(row, timeout)
+            mine = next(tuple(row) for row in rows if rank in row)
+            return Group(made[mine], mine, mine.index(rank))
+
+        rows = mesh.rows()
+        control = _new_group(everyone, timeout, "gloo") if mesh.size > 1 else None
+        return cls(
+            mesh=mesh,
+            rank=rank,
+            device=device,
+            cfg=group(rows["cfg"]),
+            ring=group(rows["ring"]),
+            ulysses=group(rows["ulysses"]),
+            sequence=group(rows["sequence"]),
+            world=group([list(everyone)]),
+            host=group(_host_rows(mesh.size, control)),
+            control=control,
+        )
+
+    def agree(self, value: float, *, largest: bool = True) -> float:
+        """The largest (or smallest) value that any rank has: for decisions that all must take alike."""
+        if self.control is None:
+            return value
+        agreed = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN, group=self.control)
+        return float(agreed)
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> ProcessGroup:
+    found: Any = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+    return found
+
+
+def _host_rows(size: int, control: ProcessGroup | None) -> list[list[int]]:
+    """The ranks of each host. The launcher numbers its agents, one for each host, in GROUP_RANK."""
+    if control is None:
+        return [[0]]
+    mine = torch.tensor([int(os.environ.get("GROUP_RANK", "0"))])
+    agents = [torch.zeros_like(mine) for _ in range(size)]
+    dist.all_gather(agents, mine, group=control)
+    rows: dict[int, list[int]] = {}
+    for rank, agent in enumerate(agents):
+        rows.setdefault(int(agent), []).append(rank)
+    return list(rows.values())
+
+
+# ------------------------------------------------------------------------------------- exchanges that every part uses
+
+
+def gather_parts(part: Tensor, lengths: list[int], group: Group, dim: int) -> Tensor:
+    """The parts of all ranks of `group` joined along `dim`, on every one of them. lengths: of each rank's part."""
+    if group.process is None:
+        return part
+    longest = max(lengths)
+    moved = part.movedim(dim, 0)  # [n, ...]
+    if moved.shape[0] == longest:
+        padded = moved.contiguous()
+    else:
+        padded = moved.new_empty(longest, *moved.shape[1:])
+        padded[: moved.shape[0]] = moved
+    joined = padded.new_empty(group.size * longest, *moved.shape[1:])
+    all_gather(as_bytes(joined), as_bytes(padded), group)
+    if len(set(lengths)) > 1:
+        pieces = joined.split(longest)
+        joined = torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
+    return joined.movedim(0, dim)
+
+
+def all_gather(into: Tensor, part: Tensor, group: Group) -> None:
+    """`part` of every rank of `group`, one behind the other, into `into`."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter up to torch 2.12
+    gather(into, part, group=group.process)
+
+
+def as_words(x: Tensor) -> Tensor:
+    """x [..., D] as 8-byte numbers [..., D * itemsize / 8], in the same memory if it is laid out for that: kernels copy
+    those several times as fast as bytes. Whether that many fit into D decides, so that all ranks do the same."""
+    count = 8 // x.element_size()
+    if x.shape[-1] % count:
+        return as_bytes(x)
+    fits = x.stride(-1) == 1 and not any(number % count for number in (x.storage_offset(), *x.stride()[:-1]))
+    return (x if fits else x.clone(memory_format=torch.contiguous_format)).view(torch.int64)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """FP8 as bytes, of which every library knows how to move them; anything else as it is."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

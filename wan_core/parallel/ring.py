@@ -1,0 +1,118 @@
+"""Ring attention: keys and values go around while every rank attends with its own queries to those it has.
+
+A rank sends the keys and values that it holds to its neighbour before it attends to them, so that the next arrive
+meanwhile. What it found with each part is an output and the logarithm of its denominator (log-sum-exp); the parts are
+merged in float32, as numerators over one common maximum and one denominator, and divided once.
+
+Two ways around:
+
+- one way: everything moves to the next rank and wraps around. R - 1 hops, each of one part, each behind the attention
+  of one part.
+- both ways: one stream to the next rank and one to the previous, neither wraps. Also R - 1 hops, and a rank in the
+  middle of the line has everything after half of them. It sends no more in all, but over both directions of its links
+  at once, which pays where a link is a cable to a neighbour. Behind a switch (NVLink of one host) there is no
+  neighbour, and it only makes the exchange uneven. What it does there: docs/parallel.md.
+
+Legend: B batch, N tokens of this rank, h heads of this rank, D head dim, R ranks of the ring.
+Source: Ring Attention, arXiv 2310.01889.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wan_core.parallel.mesh import Group, as_words
+
+Partial = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""q [B, N, h, D] and some k, v [B, S, h, D] -> output [B, N, h, D] and log-sum-exp float32 [B, h, N]."""
+
+
+def ring_attention(
+    qkv: tuple[Tensor, Tensor, Tensor], lengths: list[int], group: Group, partial: Partial, *, both_ways: bool = False
+) -> Tensor:
+    """Attention of q [B, N, h, D] to the keys and values of all ranks of `group`, each of which has `lengths` of them.
+
+    Returns [B, N, h, D] in the dtype of the partial outputs.
+    """
+    q, k, v = qkv
+    around = _both_ways if both_ways else _one_way
+    packed = torch.stack([as_words(k), as_words(v)])
+    return merge([partial(q, *held.view(k.dtype).unbind()) for held in around(packed, lengths, group)])
+
+
+def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Partial outputs [B, N, h, D] with log-sum-exps float32 [B, h, N] -> the output, in their dtype."""
+    if len(parts) == 1:
+        return parts[0][0]
+    # softmax over the parts: exp(lse - largest) / sum, which is numerators over one maximum, divided once
+    weights = torch.stack([lse for _, lse in parts]).softmax(0).transpose(2, 3)[..., None]  # [R, B, N, h, 1]
+    dtype = parts[0][0].dtype
+    outs = [out.to(torch.bfloat16) if dtype.itemsize == 1 else out for out, _ in parts]  # E4M3 is exact in bf16
+    total = outs[0] * weights[0]  # float32, as the weights are
+    for out, weight in zip(outs[1:], weights[1:], strict=True):
+        total.addcmul_(out, weight)
+    return total.to(dtype)
+
+
+def _one_way(held: Tensor, lengths: list[int], group: Group) -> Iterator[Tensor]:
+    """Keys and values [2, B, N, h, D] of this rank, then those of the rank before, and so on around."""
+    R, me = group.size, group.index
+    for hop in range(R):
+        arriving, works = None, []
+        if hop < R - 1:
+            arriving = _room(held, lengths[(me - hop - 1) % R])
+            works = pass_on([(held, group.ranks[(me + 1) % R])], [(arriving, group.ranks[(me - 1) % R])], group)
+        yield held
+        _wait(works)
+        if arriving is not None:
+            held = arriving
+
+
+def _both_ways(held: Tensor, lengths: list[int], group: Group) -> Iterator[Tensor]:
+    """The same parts, the nearest on both sides first."""
+    R, me = group.size, group.index
+    upward: Tensor | None = held  # on its way to higher ranks
+    downward: Tensor | None = held
+    here = [held]
+    for hop in range(1, R + 1):
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
+        from_below = from_above = None
+        if upward is not None and me + 1 < R:
+            sends.append((upward, group.ranks[me + 1]))
+        if downward is not None and me > 0:
+            sends.append((downward, group.ranks[me - 1]))
+        if me - hop >= 0:
+            from_below = _room(held, lengths[me - hop])
+            receives.append((from_below, group.ranks[me - 1]))
+        if me + hop < R:
+            from_above = _room(held, lengths[me + hop])
+            receives.append((from_above, group.ranks[me + 1]))
+        works = pass_on(sends, receives, group)
+        yield from here
+        _wait(works)
+        upward, downward = from_below, from_above
+        here = [part for part in (from_below, from_above) if part is not None]
+
+
+def _room(like: Tensor, tokens: int) -> Tensor:
+    return like.new_empty(*like.shape[:2], tokens, *like.shape[3:])
+
+
+def pass_on(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> list[Any]:
+    """Start sending and receiving, each tensor with the rank at its other end."""
+    process = group.process
+    operations = [dist.P2POp(dist.isend, tensor, peer, process) for tensor, peer in sends]
+    operations += [dist.P2POp(dist.irecv, tensor, peer, process) for tensor, peer in receives]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _wait(works: list[Any]) -> None:
+    """On a GPU this holds the stream, not the host."""
+    for work in works:
+        work.wait()

@@ -1,0 +1,247 @@
+"""A forward on a shard of the tokens: around the blocks, and in the place of every block's attention.
+
+`ShardedBlocks` stands in the place of `WanModel.run_blocks`: it hands the blocks this rank's tokens with their rows of
+the rotation table and of the modulation, and gathers the tokens that come out. Everything in a block works token by
+token but self-attention, which `ShardedAttend` takes: Ulysses inside, a ring around it. No shard is padded, so no token
+is attended to that does not exist; shards differ by a token, or a row of them.
+
+Legend: B batch, L tokens of the video, n tokens of this rank, C channels, H heads, D head dim, F modulation rows per
+sample (1, or one per latent frame).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wan_core.attention.registry import BACKENDS, Attend, AttendLse
+from wan_core.config import OptionError
+from wan_core.kernels.formats import FP8, Quantized
+from wan_core.model.dit import PreparedText, WanModel
+from wan_core.parallel.mesh import Group, Mesh, RankMesh, even_parts, gather_parts
+from wan_core.parallel.ring import ring_attention
+from wan_core.parallel.ulysses import heads_for_tokens, tokens_for_heads
+
+FINE = 64  # shards of a video with a timestep for each frame are cut at units of which each has at least so many
+
+
+def shard_tokens(model: WanModel, ranks: RankMesh, attend: Attend, attend_lse: AttendLse | None = None) -> None:
+    """Make the forward of `model` one of all ranks of a sequence, in place; again, with another backend, too."""
+    ShardedBlocks.remove(model)
+    if ranks.sequence.size == 1:
+        return
+    sharded = find_sharded(ranks, attend, attend_lse)
+    for block in model.blocks:
+        block.self_attn.attend = sharded
+    model.run_blocks = ShardedBlocks(model, ranks, sharded)
+
+
+def find_lse(name: str, mesh: Mesh) -> AttendLse | None:
+    """The form of the backend `name` that a ring needs; None where the mesh has no ring. Raises OptionError."""
+    if mesh.ring == 1:
+        return None
+    load = BACKENDS[name].lse
+    if load is None:
+        able = ", ".join(backend.name for backend in BACKENDS.values() if backend.lse is not None)
+        raise OptionError(
+            f"mesh {mesh} has a ring, and attention {name!r} gives no log-sum-exp to merge its parts by: use a mesh "
+            f"without a ring, or one of {able}"
+        )
+    return load()
+
+
+def shard_lengths(tokens: int, frames: int, shards: int) -> tuple[list[int], int]:
+    """How many of `tokens` each shard has, and the tokens of one unit: a shard is a whole number of units, and a unit
+    lies in one of `frames` parts that have a modulation row each."""
+    if tokens < shards:
+        raise OptionError(f"{tokens} tokens cannot be shared by {shards} ranks: use fewer, or a larger video")
+    if frames == 1:
+        return even_parts(tokens, shards), tokens
+    inside = tokens // frames
+    fits = [size for size in range(1, inside + 1) if inside % size == 0 and tokens // size >= FINE * shards]
+    unit = max(fits, default=1)
+    return [unit * count for count in even_parts(tokens // unit, shards)], unit
+
+
+class ShardedBlocks:
+    """In the place of `WanModel.run_blocks`. What it calls is in `run_shard`: residual caches go there, and keep a
+    shard."""
+
+    def __init__(self, model: WanModel, ranks: RankMesh, attend: ShardedAttend) -> None:
+        self.run_shard: Any = _Plain(model) if "run_blocks" not in vars(model) else model.run_blocks
+        self.ranks = ranks
+        self.attend = attend
+
+    @staticmethod
+    def remove(model: WanModel) -> None:
+        """Put back what stood there before, if one is in place."""
+        blocks = vars(model).get("run_blocks")
+        if isinstance(blocks, ShardedBlocks):
+            del model.run_blocks
+            if not isinstance(blocks.run_shard, _Plain):
+                model.run_blocks = blocks.run_shard
+
+    def __call__(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
+        B, L, _ = tokens.shape
+        frames, index = modulation.shape[1], self.ranks.shard
+        lengths, unit = shard_lengths(L, frames, self.ranks.mesh.shards)
+        begin, end = sum(lengths[:index]), sum(lengths[: index + 1])
+        if frames > 1:  # the rows of this shard's units
+            rows = torch.arange(begin // unit, end // unit, device=modulation.device) * unit // (L // frames)
+            modulation = modulation[:, rows]
+        shard = tokens[:, begin:end]
+        shard = shard.contiguous() if B > 1 else shard  # of one video it is in one piece already
+        self.attend.lengths = lengths
+        out = self.run_shard(shard, modulation, rope[begin:end], text)
+        return gather_parts(out, lengths, self.ranks.sequence, 1)
+
+
+class _Plain:
+    """The model's own loop over its blocks. The model holds this: a reference back would keep its memory."""
+
+    def __init__(self, model: WanModel) -> None:
+        self.model = weakref.ref(model)
+
+    def __call__(self, *given: Any) -> Tensor:
+        model = self.model()
+        assert model is not None
+        return WanModel.run_blocks(model, *given)
+
+
+# ------------------------------------------------------------------------------------------------------- attention
+
+
+class ShardedAttend:
+    """Attention of this rank's tokens to those of all ranks, behind the signature of every backend.
+
+    `lengths` are the tokens of every shard; whoever runs the blocks sets them. A compiler sees one operator with the
+    shape of q, whatever the lengths. No CUDA graph holds it: exchanges of several ranks are not captured.
+    """
+
+    capturable = False
+
+    def __init__(self, ranks: RankMesh, attend: Attend, attend_lse: AttendLse | None) -> None:
+        assert ranks.mesh.ring == 1 or attend_lse is not None, "a ring merges parts by their log-sum-exp"
+        self.ranks, self.attend, self.attend_lse = ranks, attend, attend_lse
+        self.lengths: list[int] = []
+        self.key = f"sharded{next(_COUNT)}"
+        _SHARDED[self.key] = self
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sharded_attend(q, k, v, self.key)
+
+    def row_lengths(self) -> list[int]:
+        """Tokens of the ranks of this rank's Ulysses group."""
+        U, mine = self.ranks.mesh.ulysses, self.ranks.ring.index
+        return self.lengths[mine * U : (mine + 1) * U]
+
+    def ring_lengths(self) -> list[int]:
+        """Tokens of every Ulysses group, around the ring."""
+        U = self.ranks.mesh.ulysses
+        return [sum(self.lengths[i : i + U]) for i in range(0, len(self.lengths), U)]
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v [B, n, H, D] of this shard -> [B, n, H, D], contiguous."""
+        ranks, row = self.ranks, self.row_lengths()
+        assert row[ranks.ulysses.index] == q.shape[1], f"{q.shape[1]} tokens in a shard of {row[ranks.ulysses.index]}"
+        heads = heads_for_tokens((q, k, v), row, ranks.ulysses)
+        if self.attend_lse is None:
+            out = self.attend(*heads)
+        else:
+            out = ring_attention(
+                heads, self.ring_lengths(), ranks.ring, self.attend_lse, both_ways=ranks.mesh.both_ways
+            )
+        return tokens_for_heads(out, q.shape[2], row, ranks.ulysses)
+
+
+class ShardedFp8Attend(ShardedAttend):
+    """The same around an FP8 backend: `quantized` keeps FP8 on the way as well, which halves what is exchanged.
+
+    All ranks must use one scale and take the same vector off their keys, or their numbers would not fit together:
+    `agree` is asked for both before anything is rounded.
+    """
+
+    def quantized(self, q: Quantized, k: Quantized, v: Quantized) -> Quantized:
+        return Quantized(sharded_attend_fp8(q.data, k.data, v.data, q.scale, k.scale, v.scale, self.key), v.scale)
+
+    def agree(self, x: Tensor, how: str) -> Tensor:
+        """float32 x of every rank -> their "mean" or "max"."""
+        return agree(x, how, self.key)
+
+    def run_quantized(self, q: Quantized, k: Quantized, v: Quantized) -> Tensor:
+        ranks, row, backend = self.ranks, self.row_lengths(), self.attend
+        heads = heads_for_tokens((q.data, k.data, v.data), row, ranks.ulysses)
+        scales = (q.scale, k.scale, v.scale)
+
+        def quantized(data: tuple[Tensor, ...]) -> tuple[Quantized, ...]:
+            return tuple(Quantized(x.view(FP8), scale) for x, scale in zip(data, scales, strict=True))
+
+        def partial(*given: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = backend.quantized_lse(*quantized(given))  # pyright: ignore[reportFunctionMemberAccess]
+            return out.data, lse
+
+        if self.attend_lse is None:
+            out = backend.quantized(*quantized(heads)).data  # pyright: ignore[reportFunctionMemberAccess]
+        else:
+            out = ring_attention(heads, self.ring_lengths(), ranks.ring, partial, both_ways=ranks.mesh.both_ways)
+        return tokens_for_heads(out, q.data.shape[2], row, ranks.ulysses)
+
+
+_COUNT = itertools.count()
+_SHARDED: weakref.WeakValueDictionary[str, ShardedAttend] = weakref.WeakValueDictionary()
+
+
+def find_sharded(ranks: RankMesh, attend: Attend, attend_lse: AttendLse | None) -> ShardedAttend:
+    """One object for both experts, which therefore share what is compiled."""
+    key = (attend, attend_lse)
+    if key not in ranks.made:
+        kind = ShardedFp8Attend if hasattr(attend, "quantized") else ShardedAttend
+        ranks.made[key] = kind(ranks, attend, attend_lse)
+    return ranks.made[key]
+
+
+@torch.library.custom_op("wancore::sharded_attend", mutates_args=())
+def sharded_attend(q: Tensor, k: Tensor, v: Tensor, key: str) -> Tensor:
+    return _SHARDED[key].run(q, k, v)
+
+
+@sharded_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, key: str) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@torch.library.custom_op("wancore::sharded_attend_fp8", mutates_args=())
+def sharded_attend_fp8(
+    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, key: str
+) -> Tensor:
+    """FP8 data and scales [1] -> FP8 [B, n, H, D] under v's scale."""
+    sharded = _SHARDED[key]
+    assert isinstance(sharded, ShardedFp8Attend)
+    return sharded.run_quantized(Quantized(q, q_scale), Quantized(k, k_scale), Quantized(v, v_scale))
+
+
+@sharded_attend_fp8.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, key: str) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def reduce(x: Tensor, how: Any, group: Group) -> None:
+    """In place."""
+    dist.all_reduce(x, how, group=group.process)
+
+
+@torch.library.custom_op("wancore::agree", mutates_args=())
+def agree(x: Tensor, how: str, key: str) -> Tensor:
+    group, agreed = _SHARDED[key].ranks.sequence, x.clone()
+    reduce(agreed, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group)
+    return agreed.div_(group.size) if how == "mean" else agreed
+
+
+@agree.register_fake
+def _(x: Tensor, how: str, key: str) -> Tensor:
+    return x.clone()

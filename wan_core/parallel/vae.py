@@ -1,0 +1,114 @@
+"""A picture cut into strips, one for each rank, and put through the VAE as one.
+
+Every layer computes what it would have computed of the whole picture. Norms look at one position; a convolution needs
+the row (or column) of the neighbours beyond its edge, and gets it just before it runs; attention inside a frame lets
+every position of a strip attend to the keys of all strips. So a strip is the strip of the whole result, up to the
+rounding of kernels that see other shapes. The longer side of the picture is cut, in whole latent cells.
+
+Decoded frames are gathered as they are finished, and encoded latents too: every rank has the whole result.
+
+Shapes: B batch, C channels, T/Y/X frames, rows, columns at the layer's own resolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wan_core.parallel.mesh import Group, RankMesh, even_parts, gather_parts
+from wan_core.vae import VideoVAE
+
+CHUNK = 2  # latent frames at a time: a strip leaves room for more than one, and there are fewer exchanges
+
+
+def split_pictures(vae: VideoVAE, ranks: RankMesh) -> None:
+    """Make all ranks share every picture that `vae` encodes or decodes, in place."""
+    group = ranks.world
+    vae.strips = None if group.size == 1 else Strips(group)
+
+
+@dataclass(frozen=True)
+class Strips:
+    """Cuts pictures for the ranks of `group`."""
+
+    group: Group
+    chunk: int = CHUNK
+
+    def cut(self, rows: int, columns: int) -> Strip | None:
+        """This rank's strip of a picture of so many latent cells; None where there are too few for every rank."""
+        axis, cells = (3, rows) if rows > columns else (4, columns)
+        if cells < self.group.size:
+            return None
+        return Strip(self.group, axis, tuple(even_parts(cells, self.group.size)))
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One rank's part of a picture along `axis` of [B, C, T, Y, X]; `cells` are the latent cells of every rank."""
+
+    group: Group
+    axis: int
+    cells: tuple[int, ...]
+
+    def take(self, whole: Tensor, scale: int = 1) -> Tensor:
+        """This rank's strip of a whole picture with `scale` positions in a cell, a view."""
+        begin = sum(self.cells[: self.group.index])
+        return whole.narrow(self.axis, begin * scale, self.cells[self.group.index] * scale)
+
+    def join(self, strip: Tensor, scale: int = 1) -> Tensor:
+        """The whole picture on every rank."""
+        return gather_parts(strip, [count * scale for count in self.cells], self.group, self.axis)
+
+    def widen(self, x: Tensor, before: int, after: int) -> Tensor:
+        """x [..., Y, X] with the neighbours' next positions on both sides; zeros where the picture ends, as a
+        convolution's padding is."""
+        axis, me, last = self.axis - 5, self.group.index, self.group.size - 1
+        n = x.shape[axis]
+        # To the rank before go my first `after` positions, which it has beyond its end; to the next my last `before`.
+        edges = {me - 1: (0, after), me + 1: (n - before, before)}
+        sends = [x.narrow(axis, *edges[r]) if r in edges and edges[r][1] else None for r in range(last + 1)]
+        shape = list(x.shape)
+
+        def size(count: int) -> int:
+            shape[axis] = count
+            return torch.Size(shape).numel()
+
+        arriving = [size({me - 1: before, me + 1: after}.get(r, 0)) for r in range(last + 1)]
+        leaving = [0 if part is None else part.numel() for part in sends]
+        packed = torch.cat([x.new_empty(0), *(part.flatten() for part in sends if part is not None)])
+        arrived = x.new_empty(sum(arriving))
+        dist.all_to_all_single(arrived, packed, arriving, leaving, group=self.group.process)
+
+        def side(rank: int, count: int) -> Tensor:
+            shape[axis] = count
+            if not 0 <= rank <= last:
+                return x.new_zeros(shape)
+            begin = sum(arriving[:rank])
+            return arrived[begin : begin + arriving[rank]].view(shape)
+
+        sides = [side(me - 1, before)] if before else []
+        sides += [x, *([side(me + 1, after)] if after else [])]
+        return _joined(sides, axis)
+
+    def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]:
+        """A convolution's padding of (..., rows, columns) without what `widen` has put there."""
+        at = self.axis - 5 + len(padding)
+        return (*padding[:at], 0, *padding[at + 1 :])
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[P, n, C] of this strip's positions -> [P, all n, C] of all strips'."""
+        lengths = [x.shape[1] // self.cells[self.group.index] * count for count in self.cells]
+        return gather_parts(x, lengths, self.group, 1)
+
+
+def _joined(parts: list[Tensor], axis: int) -> Tensor:
+    """Along `axis` (negative), in the memory layout of the strip itself."""
+    whole = max(parts, key=lambda part: part.shape[axis])
+    video = whole.ndim == 5
+    if whole.is_contiguous(memory_format=torch.channels_last_3d if video else torch.channels_last):
+        # Contiguous tensors along an outer axis: whole blocks are copied
+        return torch.cat([part.movedim(1, -1) for part in parts], axis - 1).movedim(-1, 1)
+    return torch.cat(parts, axis)
