@@ -16,6 +16,7 @@ from .skipping import (
     WanCoreCalibrate,
     WanCoreGuidanceSchedule,
     WanCoreMagCache,
+    WanCoreSparseAttention,
     WanCoreTaylorSeer,
 )
 from .video import WanCoreVAEDecode, WanCoreVAEEncode
@@ -39,6 +40,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreCalibrate,
     WanCoreCompare,
     WanCoreLoRA,
+    WanCoreSparseAttention,
 ]
 
 

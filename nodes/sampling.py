@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 from comfy_api.latest import io, ui
@@ -18,6 +18,7 @@ from wan_core.pipeline import sample_latents
 from wan_core.plan import MAX_STEPS, SCHEDULES, Expert, Plan
 from wan_core.presets import CHOICES, preset_plan
 from wan_core.report import Phase, Report
+from wan_core.sparsity.schedule import with_costs
 
 from . import host
 from .conditioning import join
@@ -123,7 +124,14 @@ def plan_of(
         guidance_low=guidance_low or None,
         solver=None if solver == "unipc" else solver,
     )
-    return skip_forwards(plan, skipping, high, low, image=image, loras=loras)
+    plan = skip_forwards(plan, skipping, high, low, image=image, loras=loras)
+    task, vae, dit = model.experts.task, model.experts.vae, model.experts.dit
+    latents = (
+        (task.frames - 1) // vae.temporal_stride + 1,
+        task.height // vae.spatial_stride,
+        task.width // vae.spatial_stride,
+    )
+    return with_costs(plan, dit, dit.tokens(*latents))  # of the task's own size, until one is known
 
 
 class WanCoreSampler(io.ComfyNode):
@@ -194,6 +202,7 @@ class WanCoreSampler(io.ComfyNode):
         conditioning, text_seconds = join(positive, negative, latent, model.experts, plan)
         shape = tuple(latent["samples"].shape)
         tokens = model.experts.dit.tokens(*shape[2:])
+        plan = with_costs(plan, model.experts.dit, tokens)
         itemsize = 4 if model.precision == "float32" else 2  # quantised blocks work on bf16 tokens
         kept = residual_bytes(plan, shape[0] * tokens, model.experts.dit.dim, itemsize)
         blocks = model.resident_blocks(model.memory(shape[0] * tokens) + kept)
@@ -243,17 +252,17 @@ class WanCoreSampler(io.ComfyNode):
 
 class _Watcher:
     """After every step: the preview, the bar and how long the rest will take. Raises where the user interrupts.
-    `forwards`: that ran, which a plan that decides while running does not know."""
+    `forwards`: that ran, which a plan that decides while running does not know, each as the part that it costs."""
 
     def __init__(self, model: ModelSocket, steps: int) -> None:
-        self.forwards: Counter[Expert] = Counter()
+        self.forwards: dict[Expert, float] = defaultdict(float)
         self.rgb = model.rgb
         self.progress = host.Progress(steps)
 
     def __call__(self, progress: Progress, seconds: float | None) -> None:
         done, total, expert = progress.step.index + 1, progress.total, progress.step.expert
-        self.forwards[expert] += progress.forwards
-        step = 0.0 if seconds is None else seconds * len(progress.step.branches)
+        self.forwards[expert] += progress.forwards * progress.step.cost
+        step = 0.0 if seconds is None else seconds * len(progress.step.branches) * progress.step.cost
         left = "" if seconds is None else f", {step:.3g} s a step, {clock(progress.left(seconds))} left"
         picture = self.rgb.picture(progress.preview()) if self.rgb else None
         self.progress.update(done, total, f"step {done} of {total}, {expert}-noise expert{left}", picture)

@@ -220,7 +220,7 @@ def test_one_technique_a_row_and_all_of_them_known() -> None:
     for setup in setups:
         if setup != REFERENCE:
             others = [o for o in setups if o != setup]
-            fields = ("precision", "attention", "kernels", "compile")
+            fields = ("precision", "attention", "kernels", "compile", "keep")
             assert min(sum(getattr(setup, f) != getattr(o, f) for f in fields) for o in others) == 1, setup.name
     assert REFERENCE.precision == PLAIN and REFERENCE.why_not(CPU, torch.float32, 64) is None
 

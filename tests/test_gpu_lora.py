@@ -77,6 +77,7 @@ def test_captured_graphs_see_another_strength(precision):
         texts = [model.prepare_text(rows) for model in (graphed, launched)]
         for _ in range(3):
             full = graphed(x, time, texts[0])
+            launched(x, time, texts[1])  # delayed scales follow from what a model has seen
         captured = list(blocks.kept.values())
         assert len(captured) == 1
         for strength in (0.5, 0.0, -1.0):

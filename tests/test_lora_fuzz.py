@@ -8,6 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,10 +30,10 @@ quick = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def sound() -> dict[str, Tensor]:
     """A bit of everything."""
     torch.manual_seed(0)
-    pair = lambda name, n, k: {
-        f"{name}.lora_down.weight": torch.randn(2, k),
-        f"{name}.lora_up.weight": torch.randn(n, 2),
-    }  # noqa: E731
+
+    def pair(name: str, n: int, k: int) -> dict[str, Tensor]:
+        return {f"{name}.lora_down.weight": torch.randn(2, k), f"{name}.lora_up.weight": torch.randn(n, 2)}
+
     return {
         **pair("diffusion_model.blocks.0.self_attn.q", 8, 8),
         "diffusion_model.blocks.0.self_attn.q.alpha": torch.tensor(2.0),
@@ -66,10 +67,12 @@ def survives(content: bytes) -> str | None:
         try:
             lora = read_lora(path, SHAPES)
         except CheckpointError as fault:
-            assert "damaged.safetensors" in str(fault) and len(str(fault)) < 3000
-            return str(fault)
-        apply(lora)
-        return None
+            said = str(fault)
+        else:
+            apply(lora)
+            return None
+    assert "damaged.safetensors" in said and len(said) < 3000
+    return said
 
 
 def apply(lora) -> None:
@@ -100,7 +103,8 @@ def test_bytes_changed(data):
 @settings(quick, max_examples=40)
 @given(st.integers(0, len(base()) - 1), st.binary(max_size=40))
 def test_cut_short_and_appended(end, more):
-    assert survives(base()[:end] + more) is not None or not more
+    content = base()[:end] + more
+    assert survives(content) is not None or len(content) == len(base())  # only values changed
 
 
 @settings(quick, max_examples=80)
@@ -163,7 +167,5 @@ def test_a_product_that_claims_to_be_huge_is_not_made():
         "lora_unet_blocks_0_ffn_0.lokr_w2_a": torch.zeros(2_000_000, 1),
         "lora_unet_blocks_0_ffn_0.lokr_w2_b": torch.zeros(1, 2_000_000),
     }
-    try:
+    with pytest.raises(CheckpointError, match="another shape"):
         read_lora(state, SHAPES)
-    except CheckpointError as fault:
-        assert "another shape" in str(fault)

@@ -421,14 +421,50 @@ class GuidanceOptions:
         _check_range("guidance every", self.every, 1, 50, "1 runs the unconditional branch at every guided step")
 
 
+SPARSE_KERNELS = ("auto", "cudnn-fp8", "cudnn", "flex", "math")
+SPARSE_SCORES = ("mean", "spread")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseOptions:
+    """Self-attention that reads a part of the keys: `wan_core.sparsity` has the presets and the schedule,
+    `wan_core.attention.sparse` the arithmetic."""
+
+    sparsity: float  # share of the blocks of keys that a sparse step leaves out
+    dense_steps: float = 0.05  # share of the run, from its first step on, that reads everything
+    ramp: float = 0.3  # share of the run, from its first step on, that leaves out half of the blocks at most
+    dense_layers: int = 0  # so do these first layers, always
+    mass: float | None = None  # stop at this share of the attention as estimated; None: as many blocks for every row
+    floor: float = 0.05  # share of the blocks that is read at least, where `mass` decides
+    score: str = "spread"  # "mean": by the means of blocks alone; "spread": and by how their keys scatter
+    pooled: bool = True  # blocks that are left out stand in by their means
+    reuse: int = 1  # computed steps that use a choice of blocks, the one it was made for included
+    budgets: bool = True  # share out blocks between layers as calibrated, where a file beside the checkpoint says how
+    kernel: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice("sparse kernel", self.kernel, SPARSE_KERNELS)
+        check_choice("score of blocks", self.score, SPARSE_SCORES)
+        _check_range("sparsity", self.sparsity, 0, 0.99, "0.5 is careful, 0.875 fast")
+        _check_range("share of dense steps", self.dense_steps, 0, 1, "a share of the steps")
+        _check_range("ramp", self.ramp, 0, 1, "a share of the steps, 0 has none")
+        _check_range("dense layers", self.dense_layers, 0, 1000, "0 to 2 are usual")
+        _check_range("floor", self.floor, 0, 1, "a share of the blocks")
+        _check_range("steps that use a choice of blocks", self.reuse, 1, 50, "1 chooses anew in every step")
+        if self.mass is not None:
+            _check_range("mass of attention", self.mass, 0.01, 1, "0.9 is usual")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SkipOptions:
-    """Which forwards of a generation need not run. One policy at most decides about whole steps."""
+    """Which forwards of a generation need not run, and how much of attention. One policy at most decides about whole
+    steps."""
 
     magcache: MagCacheOptions | None = None
     taylorseer: TaylorSeerOptions | None = None
     adaptive: AdaptiveOptions | None = None
     guidance: GuidanceOptions | None = None
+    sparse: SparseOptions | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("magcache", "taylorseer", "adaptive") if getattr(self, name) is not None]

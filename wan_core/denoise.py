@@ -25,6 +25,7 @@ from wan_core.config import UserError
 from wan_core.model.dit import WanModel
 from wan_core.plan import Branch, Expert, Plan, Step
 from wan_core.solvers import SOLVERS, History
+from wan_core.sparsity.run import SparseBlocks, sparse_attention
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
 # benchmarks/results/guidance-*.json and docs/performance.md.
@@ -50,8 +51,8 @@ class Progress:
     forwards: int  # runs of all blocks in this step
 
     def left(self, seconds: float) -> float:
-        """Seconds that the rest of the run takes, at so many for one forward."""
-        return seconds * sum(step.forwards for step in self.plan.steps[self.step.index + 1 :])
+        """Seconds that the rest of the run takes, at so many for one forward that reads everything."""
+        return seconds * sum(step.forwards * step.cost for step in self.plan.steps[self.step.index + 1 :])
 
     def preview(self) -> Tensor:
         """The video the model sees behind the remaining noise: normalised latents [B, C, T, Y, X]."""
@@ -86,8 +87,14 @@ def denoise(
         expert, last = phase[0].expert, last_runs(phase, batched)
         again = None if relieve is None else partial(relieve, expert)
         model = retried(partial(acquire, expert), again)
-        with residuals(model, phase) as cache:
-            guided = retried(partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, cache), again)
+        image = conditioning.concat is not None or conditioning.known is not None
+        # Sparse attention orders the tokens around everything else; residuals are kept in that order.
+        with (
+            sparse_attention(model, plan, phase, tuple(x.shape[2:]), image) as sparse,
+            residuals(model, phase) as cache,
+        ):
+            make = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, cache, sparse)
+            guided = retried(make, again)
             for step in phase:
                 if ahead is not None and following is not None and step.index == last[0]:
                     ahead(expert, following[0].expert, last[1])
@@ -97,7 +104,7 @@ def denoise(
                 watch.note(step.index, x)
                 if on_step is not None:
                     on_step(Progress(step, len(plan.steps), x, velocity, plan, forwards))
-        del guided, cache, model  # frees the expert's text state and residuals before the next is made
+        del make, guided, cache, sparse, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
     return x
 
@@ -143,7 +150,9 @@ class Guided:
         batch: int,
         batched: bool,
         cache: ResidualCache | None,
+        sparse: SparseBlocks | None = None,
     ) -> None:
+        self.sparse = sparse
         self.model = model
         self.conditioning = conditioning
         self.batched = batched
@@ -197,6 +206,8 @@ class Guided:
     def _expect(self, step: Step, branches: tuple[Branch, ...], skip: bool) -> None:
         if self.cache is not None:
             self.cache.expect(step.index, branches, skip)
+        if self.sparse is not None:
+            self.sparse.expect(step, branches)
 
 
 def stack_text(rows: list[Tensor], batch: int) -> Tensor:

@@ -15,6 +15,7 @@ from wan_core.denoise import choose_batched
 from wan_core.memory.budget import TRANSFER_TOKENS
 from wan_core.plan import Plan
 from wan_core.presets import preset_plan
+from wan_core.sparsity.schedule import with_costs
 from wan_core.video import load_image
 
 
@@ -100,6 +101,7 @@ def make_job(
     check_size(width, height, frames, multiple=multiple, temporal=vae.temporal_stride)
     T, Y, X = (frames - 1) // vae.temporal_stride + 1, height // vae.spatial_stride, width // vae.spatial_stride
     tokens = dit.tokens(T, Y, X)
+    plan = with_costs(plan, dit, tokens)
     batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
     return Job(
         request=request,

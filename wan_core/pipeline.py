@@ -33,6 +33,7 @@ from wan_core.optimize import begin_run
 from wan_core.parts import find_models, own_loras
 from wan_core.plan import Expert, Plan
 from wan_core.report import Report, StepClock
+from wan_core.sparsity.run import check_kernel
 from wan_core.vae.statistics import denormalise
 from wan_core.video import load_image
 
@@ -118,6 +119,8 @@ class Pipeline:
             self.report.settings["memory"] = memory.as_dict()
         self.report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
         self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
+        if job.plan.sparse is not None:
+            check_kernel(job.plan.sparse, models.attention, models.device, models.dit_config.head_dim, job.tokens)
         return job
 
     @torch.no_grad()
@@ -228,7 +231,7 @@ def sample_latents(
     def note(progress: Progress) -> None:
         nonlocal forwards
         forwards += progress.forwards
-        clock.step(progress.step.expert, progress.forwards)
+        clock.step(progress.step.expert, progress.forwards, progress.step.cost)
         if on_step is not None:
             on_step(progress, clock.seconds_per_forward())
 

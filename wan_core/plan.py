@@ -12,7 +12,7 @@ from itertools import groupby
 from math import isfinite
 from typing import Any, Literal
 
-from wan_core.config import AdaptiveOptions, OptionError, find_task
+from wan_core.config import AdaptiveOptions, OptionError, SparseOptions, find_task
 from wan_core.schedules import dpmpp_schedule, euler_schedule, unipc_schedule
 
 Expert = Literal["high", "low"]
@@ -43,6 +43,8 @@ class Step:
     skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": need not; decided while running)
     order: int = 0  # of a forecast
     delta: bool = False  # guided by the last difference of the branches: the conditional one alone runs
+    sparsity: float = 0.0  # share of the blocks of keys that attention leaves out
+    cost: float = 1.0  # seconds of a forward over those of one that reads everything, as estimated
 
     @property
     def forwards(self) -> int:
@@ -52,7 +54,8 @@ class Step:
     def words(self) -> str:
         """What the step does, for people: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
         apart = f" {'+'.join(self.skipped)}" if self.skipped not in ((), self.branches) else ""
-        return f"{self.action}{apart}{', last guidance' if self.delta else ''}"
+        part = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
+        return f"{self.action}{apart}{', last guidance' if self.delta else ''}{part}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,8 @@ class Plan:
     unskipped: int | None = None  # forwards of the same plan with nothing left out; None: nothing is
     notes: tuple[str, ...] = ()  # what was decided about leaving forwards out
     adaptive: AdaptiveOptions | None = None  # how steps marked "adaptive" are decided
+    sparse: SparseOptions | None = None  # how steps with a sparsity choose what they read
+    keeps: tuple[tuple[Expert, tuple[float, ...]], ...] = ()  # by expert: share of the blocks that each layer reads
 
     @property
     def phases(self) -> tuple[tuple[Step, ...], ...]:
@@ -104,10 +109,11 @@ class Plan:
         return any("uncond" in s.branches for s in self.steps)
 
     def estimate(self, seconds: Mapping[Expert, float]) -> float | None:
-        """Seconds of the whole run, from those of one forward of each expert; None if one of them is not known."""
+        """Seconds of the whole run, from those of one forward of each expert that reads everything; None if one of them
+        is not known."""
         if not set(self.experts) <= seconds.keys():
             return None
-        return sum(s.forwards * seconds[s.expert] for s in self.steps)
+        return sum(s.forwards * s.cost * seconds[s.expert] for s in self.steps)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, as `plan --json` prints them."""
@@ -120,6 +126,8 @@ class Plan:
             "unskipped": self.forwards if self.unskipped is None else self.unskipped,
             "saved": round(self.saved, 4),
             "adaptive": None if self.adaptive is None else asdict(self.adaptive),
+            "sparse": None if self.sparse is None else asdict(self.sparse),
+            "keeps": {expert: list(keeps) for expert, keeps in self.keeps},
             "notes": list(self.notes),
             "steps": [{**asdict(s), "branches": list(s.branches), "skipped": list(s.skipped)} for s in self.steps],
         }

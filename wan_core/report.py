@@ -133,7 +133,7 @@ class StepClock:
     def __init__(self, report: Report) -> None:
         self.report = report
         self.cuda = report.device.type == "cuda"
-        self.marks: list[tuple[str, int, Any, Any]] = []  # (expert, forwards, before, after)
+        self.marks: list[tuple[str, float, Any, Any]] = []  # (expert, forwards' worth, before, after)
         self.last: Any = None
         self.memory: dict[str, int] = {}
 
@@ -143,10 +143,10 @@ class StepClock:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.report.device)
 
-    def step(self, expert: str, forwards: int) -> None:
-        """A step of `expert` with so many forwards has been launched."""
+    def step(self, expert: str, forwards: int, cost: float = 1.0) -> None:
+        """A step of `expert` with so many forwards has been launched, each at `cost` of one that reads everything."""
         mark = self._mark()
-        self.marks.append((expert, forwards, self.last, mark))
+        self.marks.append((expert, forwards * cost, self.last, mark))
         self.last = mark
         if self.cuda:
             self.memory[expert] = torch.cuda.max_memory_allocated(
@@ -154,7 +154,7 @@ class StepClock:
             )  # the allocator's count: no waiting
 
     def seconds_per_forward(self) -> float | None:
-        """Of the newest step that has finished and ran any; None before the first has."""
+        """Of one that reads everything, by the newest step that has finished and ran any; None before the first has."""
         for _, forwards, before, after in reversed(self.marks):
             if forwards and (not self.cuda or after.query()):
                 return self._between(before, after) / forwards

@@ -41,6 +41,12 @@ SUITES: dict[str, Suite] = {
         ("832x480x81", "1280x720x81"),
         takes=("setup", "layers", "precision", "steps"),
     ),
+    "sparse": Suite(
+        "sparse attention by its parts, and whole videos with it against ComfyUI's own forwards",
+        ("1280x720x81",),
+        ("kernels", "native", "magcache:balanced+sparse:balanced", "magcache:fast+sparse:fast", "sparse:0.875/0@4"),
+        takes=("setting", "setup", "layers", "precision", "runs", "steps"),
+    ),
     "profile": Suite(
         "the kernels of one forward by class",
         ("1280x720x81",),

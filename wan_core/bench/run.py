@@ -22,6 +22,7 @@ from wan_core.bench.results import Row, envelope, table, write_result
 from wan_core.bench.settings import check_setting
 from wan_core.bench.setups import find_setup
 from wan_core.bench.single import single_rows
+from wan_core.bench.sparse import sparse_rows
 from wan_core.bench.startup import startup_rows
 from wan_core.bench.streaming import streaming_rows
 from wan_core.bench.switch import switch_rows
@@ -38,6 +39,7 @@ MEASURES: dict[str, Rows] = {
     "trajectory": trajectory_rows,
     "switch": switch_rows,
     "caches": caches_rows,
+    "sparse": sparse_rows,
     "profile": profile_rows,
     "startup": startup_rows,
     "streaming": streaming_rows,
@@ -75,7 +77,7 @@ def check_options(options: argparse.Namespace) -> None:
     """Raise OptionError for what would fail after the model was made."""
     for size in options.size or ():
         parse_size(size)
-    for setting in options.setting or ():
+    for setting in options.setting or () if options.suite != "sparse" else ():
         check_setting(setting)
     for setup in options.setup or ():
         if options.suite != "single" or setup not in PEERS:

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from wan_core.attention.registry import BACKENDS, resolve_attention
+from wan_core.attention.sparse.kernels import KERNELS
 from wan_core.config import QUANTIZED, LoadOptions, OptionError
 from wan_core.kernels import fused
 from wan_core.model import WanModel
@@ -19,6 +20,7 @@ from wan_core.models import find_quantization
 from wan_core.optimize import optimize
 from wan_core.quant.schemes import SCHEMES
 from wan_core.quant.swap import Quantization
+from wan_core.sparsity.run import always_sparse
 
 PLAIN = "plain"  # the precision of a setup that quantises nothing: that of the model
 
@@ -33,12 +35,15 @@ class Setup:
     attention: str = "sdpa"
     kernels: Literal["triton", "torch"] = "triton"
     compile: Literal["off", "blocks"] = "off"
+    keep: float = 1.0  # share of the blocks of keys that self-attention reads, in every layer and step
 
     def __post_init__(self) -> None:
         if self.precision not in (PLAIN, *QUANTIZED):
             raise OptionError(f"precision {self.precision!r} given; use one of {', '.join((PLAIN, *QUANTIZED))}")
         if self.attention not in BACKENDS:
             raise OptionError(f"attention {self.attention!r} given; use one of {', '.join(BACKENDS)}")
+        if not 0 < self.keep <= 1:
+            raise OptionError(f"keep {self.keep} given; it is a share of the blocks of keys, above 0 and up to 1")
 
     @property
     def fp8_linears(self) -> bool:
@@ -57,6 +62,10 @@ class Setup:
             return f"{self.attention}: {reason}"
         if self.kernels == "triton" and (reason := fused.why_not(device)):
             return f"fused kernels: {reason}"
+        if self.keep < 1 and device.type == "cuda":
+            kernel = KERNELS["cudnn-fp8" if self.fp8_attention else "cudnn"]
+            if reason := kernel.why_not(device, dtype, head_dim):
+                return f"sparse {kernel.name}: {reason}"
         return None
 
     def quantization(self, device: torch.device) -> Quantization | None:
@@ -67,10 +76,11 @@ class Setup:
         """Make `model`, which holds its weights as `quantization` says, run so, in place."""
         weight, config = model.patch_embedding.weight, model.config
         attend = resolve_attention(self.attention, weight.device, weight.dtype, config.head_dim)[1]
-        return optimize(model, attend=attend, compile=self.compile, graphs=self.kernels == "triton")
+        optimize(model, attend=attend, compile=self.compile, graphs=self.kernels == "triton")
+        return always_sparse(model, self.keep) if self.keep < 1 else model
 
     def load_options(self, model: str, device: torch.device) -> LoadOptions:
-        """The same for a whole pipeline, all of it resident."""
+        """The same for a whole pipeline, all of it resident; how much is read is then up to its requests."""
         return LoadOptions(
             model=model,
             device=str(device),
@@ -104,6 +114,10 @@ SETUPS: dict[str, Setup] = {
         Setup("fp8 + te-fp8", "fp8", "te-fp8"),
         Setup("fp8 + cudnn-fp8", "fp8", "cudnn-fp8"),
         Setup("fp8 + cudnn-fp8 + compile", "fp8", "cudnn-fp8", compile="blocks"),
+        Setup("fp8 + sparse 50 %", "fp8", "cudnn-fp8", keep=0.5),
+        Setup("fp8 + sparse 25 %", "fp8", "cudnn-fp8", keep=0.25),
+        Setup("fp8 + sparse 12.5 %", "fp8", "cudnn-fp8", keep=0.125),
+        Setup("fp8 + sparse bf16 25 %", "fp8", BEST, keep=0.25),
     )
 }
 REFERENCE = SETUPS["plain torch"]  # what errors are measured against

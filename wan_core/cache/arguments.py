@@ -13,6 +13,8 @@ from wan_core.config import (
     SkipOptions,
     TaylorSeerOptions,
 )
+from wan_core.sparsity.schedule import PRESETS as SPARSE_PRESETS
+from wan_core.sparsity.schedule import parse_sparse
 
 
 def add_skip_options(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +46,13 @@ def add_skip_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--guidance-every", type=int, metavar="N", help="run the unconditional branch at every N-th guided step only"
     )
+    group.add_argument(
+        "--sparse",
+        metavar="S/D/L",
+        help=f"self-attention over a part of the keys: {', '.join(SPARSE_PRESETS)}, or sparsity/share of dense steps/"
+        "dense layers: 0.75/0.05/0; after a colon ramp0.3, mass0.9, reuse2, even, alone, mean or a kernel "
+        "(docs/sparse.md)",
+    )
 
 
 def skip_options(options: argparse.Namespace) -> SkipOptions | None:
@@ -62,6 +71,7 @@ def skip_options(options: argparse.Namespace) -> SkipOptions | None:
         taylorseer=None if seer is None else parse_taylorseer(seer),
         adaptive=None if adaptive is None else parse_adaptive(adaptive),
         guidance=guidance,
+        sparse=None if options.sparse is None else parse_sparse(options.sparse),
     )
     return None if found == SkipOptions() else found
 
@@ -86,8 +96,8 @@ def parse_adaptive(text: str) -> AdaptiveOptions:
 
 def parse_setting(text: str) -> SkipOptions | None:
     """Options in one word, joined by `+`, as the quality harness takes them: `magcache:balanced`,
-    `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`, `adaptive:0.1`, `guidance:0.2-0.9`, `every:2`; `full`
-    leaves nothing out. Raises OptionError."""
+    `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`, `adaptive:0.1`, `guidance:0.2-0.9`, `every:2`,
+    `sparse:balanced:reuse2`; `full` leaves nothing out. Raises OptionError."""
     if text == "full":
         return None
     parser = argparse.ArgumentParser()
@@ -108,7 +118,7 @@ def parse_setting(text: str) -> SkipOptions | None:
                     given.magcache_order = int(word[-1])
                 else:
                     raise _unknown(text)
-        elif name in ("taylorseer", "adaptive"):
+        elif name in ("taylorseer", "adaptive", "sparse"):
             setattr(given, name, value)
         elif name == "guidance":
             given.guidance_interval = value
@@ -124,7 +134,7 @@ def parse_setting(text: str) -> SkipOptions | None:
 def _unknown(text: str) -> OptionError:
     return OptionError(
         f"setting {text!r} is not known, or says one thing twice; write magcache:balanced, magcache:0.12/2/0.2:order1, "
-        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.2-0.9, every:2, or several joined by +"
+        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.2-0.9, every:2, sparse:balanced, or several joined by +"
     )
 
 

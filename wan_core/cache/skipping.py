@@ -15,6 +15,8 @@ from wan_core.cache.magcache import skip_magcache
 from wan_core.cache.taylorseer import skip_taylorseer
 from wan_core.config import OptionError, SkipOptions
 from wan_core.plan import Plan
+from wan_core.sparsity.budgets import find_keeps
+from wan_core.sparsity.schedule import sparse_words, sparsify
 
 MIN_STEPS = 10
 # What the authors of step-distilled weights call them. The weights themselves look like any others. A number of steps
@@ -39,10 +41,15 @@ def skip_forwards(
     loras: Sequence[Path] = (),
 ) -> Plan:
     """`leave_out` with what is known of a model: the curve beside its checkpoint or published for its task, and whether
-    it is step-distilled. checkpoint: of the high-noise expert, or of the only transformer; low: of the other expert.
-    image: TI2V starts from one. loras: files on either expert."""
+    it is step-distilled; before it, sparse attention with the budgets beside its checkpoints.
+
+    checkpoint: of the high-noise expert, or of the only transformer; low: of the other expert. image: TI2V starts from
+    one. loras: files on either expert."""
     if options is None:
         return plan
+    if options.sparse is not None:
+        keeps = find_keeps(plan, options.sparse, checkpoint, low) if options.sparse.budgets else {}
+        plan = sparsify(plan, options.sparse, keeps)
     curve = find_curve(checkpoint, plan.task, image=image) if options.magcache else None
     distilled = [path.name for path in (checkpoint, low, *loras) if path is not None and looks_distilled(path)]
     return leave_out(plan, options, curve, distilled="".join(distilled[:1]))
@@ -96,4 +103,5 @@ def skip_words(options: SkipOptions) -> str:
     if guidance := options.guidance:
         words += [f"guidance in {guidance.low:g}-{guidance.high:g}"] * ((guidance.low, guidance.high) != (0, 1))
         words += [f"guidance every {guidance.every}"] * (guidance.every > 1)
+    words += [] if options.sparse is None else [f"sparse {sparse_words(options.sparse)}"]
     return ", ".join(words) or "nothing"

@@ -23,7 +23,7 @@ class ProgressLine:
 
     def step(self, progress: Any, seconds: float | None) -> None:
         done, total = progress.step.index + 1, progress.total
-        step = 0.0 if seconds is None else seconds * len(progress.step.branches)
+        step = 0.0 if seconds is None else seconds * len(progress.step.branches) * progress.step.cost
         pace = f"{step:.3f} s/step, {_clock(progress.left(seconds))} left" if seconds is not None else ""
         line = f"step {done:>3}/{total}  {progress.step.expert}-noise expert  {pace}"
         print(

@@ -90,6 +90,16 @@ def _fast(x: Tensor, fmt: Format | None = None) -> bool:
     return _Choice.devices[x.device] is None and (fmt != "block" or x.shape[-1] >= 2 * BLOCK)
 
 
+def uses_kernels() -> bool:
+    """Whether kernels are not turned off."""
+    return _Choice.kernels == "triton"
+
+
+def runs_kernel(x: Tensor, fmt: Format | None = None) -> bool:
+    """Whether a kernel takes x [..., C] and makes `fmt` of it, for passes that stand elsewhere."""
+    return _fast(x, fmt)
+
+
 def triton_runs(device: torch.device) -> bool:
     """Whether kernels of this package run on `device` now, for operations of other files."""
     if device not in _Choice.devices:
@@ -147,12 +157,13 @@ def head_norm(x: Tensor, weight: Tensor, heads: int, eps: float, rope: Tensor | 
 
 
 def head_norm_fp8(
-    x: Tensor, weight: Tensor, heads: int, eps: float, rope: Tensor, *, centre: bool = False
+    x: Tensor, weight: Tensor, heads: int, eps: float, rope: Tensor, *, centre: bool = False, block: int = 0
 ) -> Quantized:
     """`head_norm` in FP8 with one scale, known beforehand from the norm's weight: queries and keys of FP8 attention.
 
     centre: take off a mean over tokens. Under softmax any constant vector may be taken off the keys, and their mean is
     what FP8 would waste its bits on; that of every 32nd token does as well as the whole.
+    block: lay the result out for block-sparse attention, see `blocked`; 0: as it comes.
     """
     mean = None
     if centre:
@@ -161,11 +172,16 @@ def head_norm_fp8(
     if _fast(x, "tensor") and _splits(x, heads):
         from wan_core.kernels import triton_ops
 
-        return triton_ops.head_norm_fp8(x, weight, eps, rope, heads, mean)
+        return triton_ops.head_norm_fp8(x, weight, eps, rope, heads, mean, block)
     turned = reference.rotate(reference.rms_norm(x, weight, eps).unflatten(-1, (heads, -1)), rope).float()
     if mean is not None:
         turned = turned - mean.unflatten(0, (heads, -1))
-    return reference.to_scale(turned, reference.bound_scale(weight, 2.0 if centre else 1.0))
+    found = reference.to_scale(turned, reference.bound_scale(weight, 2.0 if centre else 1.0))
+    if not block:
+        return found
+    from wan_core.kernels.blocked import heads_first
+
+    return Quantized(heads_first(found.data, block), found.scale)
 
 
 def gelu(x: Tensor, fmt: Format | None = None) -> Tensor | Quantized:

@@ -48,6 +48,16 @@ def _store(a, b, target, row, C, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
+def _store_heads(a, b, target, row, tokens, padded, C, HEAD: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """A row into [B, H, padded, D]."""
+    first, second, mask = _columns(C, A, B)
+    at = target + (row // tokens).to(tl.int64) * C * padded + (row % tokens).to(tl.int64) * HEAD
+    far = padded.to(tl.int64) * HEAD
+    tl.store(at + (first // HEAD) * far + first % HEAD, a.to(target.dtype.element_ty))
+    tl.store(at + (second // HEAD) * far + second % HEAD, b.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _groups_to_fp8(part, scales, row, group, count, rows, WIDTH: tl.constexpr, LIMIT: tl.constexpr):
     """`part` in units of one scale for every 128 of its numbers; writes the scales of groups `group` + 0, 1, ..."""
     values = tl.reshape(part, (WIDTH // 128, 128))
@@ -115,9 +125,9 @@ def _rotate(part, cos, sin, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _head_norm_kernel(
-    x, weight, rope, mean, out, scale, rows, tokens, C, eps, factor,
+    x, weight, rope, mean, out, scale, rows, tokens, padded, C, eps, factor,
     ROPE: tl.constexpr, CENTRE: tl.constexpr, FP8_OUT: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
-    A: tl.constexpr, B: tl.constexpr,
+    HEAD: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
     weight_a, weight_b = _load(weight, first * 0, C, A, B)
@@ -146,7 +156,10 @@ def _head_norm_kernel(
             if FP8_OUT:
                 a = a / unit
                 b = b / unit
-            _store(a, b, out, row, C, A, B)
+            if HEAD > 0:
+                _store_heads(a, b, out, row, tokens, padded, C, HEAD, A, B)
+            else:
+                _store(a, b, out, row, C, A, B)
 
 
 @triton.jit
@@ -264,8 +277,16 @@ def _(x: Tensor, update: Tensor, gate: Tensor | None) -> None:
 
 
 def _launch_head_norm(
-    x: Tensor, out: Tensor, weight: Tensor, eps: float, rope: Tensor | None, mean: Tensor | None, factor: float
+    x: Tensor,
+    out: Tensor,
+    weight: Tensor,
+    eps: float,
+    rope: Tensor | None,
+    mean: Tensor | None,
+    factor: float,
+    head: int = 0,
 ) -> Tensor:
+    """head: D, where `out` is [B, H, S, D]; 0 where it lies like x."""
     assert x.is_contiguous()
     C = x.shape[-1]
     rows = x.numel() // C
@@ -274,9 +295,9 @@ def _launch_head_norm(
     table = weight if rope is None else rope.contiguous()
     with _on(x):
         _head_norm_kernel[(triton.cdiv(rows, 4),)](
-            x, weight, table, scale if mean is None else mean, out, scale, rows, x.shape[-2], C, eps, factor,
-            ROPE=rope is not None, CENTRE=mean is not None, FP8_OUT=fp8, PAIRS=1 if rope is None else rope.shape[-2],
-            ROWS=4, **_parts(C),
+            x, weight, table, scale if mean is None else mean, out, scale, rows, x.shape[-2], out.shape[-2], C, eps,
+            factor, ROPE=rope is not None, CENTRE=mean is not None, FP8_OUT=fp8,
+            PAIRS=1 if rope is None else rope.shape[-2], ROWS=4, HEAD=head, **_parts(C),
         )  # fmt: skip
     return scale
 
@@ -301,6 +322,26 @@ def _head_norm_fp8(x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Te
 @_head_norm_fp8.register_fake
 def _(x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=FP8), x.new_empty(1, dtype=torch.float32)
+
+
+@torch.library.custom_op("wancore::head_norm_fp8_blocks", mutates_args=())
+def _head_norm_fp8_blocks(
+    x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None, head: int, padded: int
+) -> tuple[Tensor, Tensor]:
+    """FP8 [B, H, padded, D], zeros after the tokens."""
+    batch, tokens, C = x.shape
+    out = torch.empty((batch, C // head, padded, head), dtype=FP8, device=x.device)
+    out[:, :, tokens:].view(torch.uint8).zero_()
+    factor = (1.0 if mean is None else 2.0) * math.sqrt(C) / FP8_MAX
+    return out, _launch_head_norm(x, out, weight, eps, rope, mean, factor, head)
+
+
+@_head_norm_fp8_blocks.register_fake
+def _(
+    x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None, head: int, padded: int
+) -> tuple[Tensor, Tensor]:
+    out = x.new_empty((x.shape[0], x.shape[2] // head, padded, head), dtype=FP8)
+    return out, x.new_empty(1, dtype=torch.float32)
 
 
 def _launch_activate(x: Tensor, out: Tensor, scales: Tensor, fmt: str, gelu: bool) -> None:
@@ -377,7 +418,13 @@ def head_norm(x: Tensor, weight: Tensor, eps: float, rope: Tensor | None, heads:
     return x.unflatten(-1, (heads, -1))
 
 
-def head_norm_fp8(x: Tensor, weight: Tensor, eps: float, rope: Tensor, heads: int, mean: Tensor | None) -> Quantized:
+def head_norm_fp8(
+    x: Tensor, weight: Tensor, eps: float, rope: Tensor, heads: int, mean: Tensor | None, block: int = 0
+) -> Quantized:
+    if block:
+        tokens, size = x.shape[1], -(-x.shape[1] // block) * block
+        data, scale = _head_norm_fp8_blocks(x.contiguous(), weight, eps, rope, mean, x.shape[-1] // heads, size)
+        return Quantized(data[:, :, :tokens].transpose(1, 2), scale)
     data, scale = _head_norm_fp8(x.contiguous(), weight, eps, rope, mean)
     return Quantized(data.unflatten(-1, (heads, -1)), scale)
 

@@ -47,7 +47,7 @@ class WanModel(nn.Module):
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(config.dim, 6 * config.dim))
         self.blocks = cast("list[Block]", nn.ModuleList(Block(config) for _ in range(config.num_layers)))
         self.head = Head(config)
-        self._rope: tuple[object, Tensor] | None = None
+        self._rope: tuple[tuple[tuple[int, int, int], torch.device], Tensor] | None = None
 
     def forward(self, x: Tensor, timestep: Tensor, context: Tensor | PreparedText) -> Tensor:
         """Predict the velocity.
@@ -125,6 +125,12 @@ class WanModel(nn.Module):
         """[B, L, pt * py * px * C] -> [B, C, T, Y, X]."""
         x = tokens.reshape(tokens.shape[0], *grid, *self.config.patch_size, self.config.out_channels)
         return x.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Token frames, rows, columns of the forward that is going on, or was last."""
+        assert self._rope is not None, "before the first forward"
+        return self._rope[0][0]
 
     def rope(self, grid: tuple[int, int, int], device: torch.device) -> Tensor:
         """The rotation table of `grid`, kept until another grid is asked for (39 MB at 720p)."""

@@ -21,6 +21,7 @@ from wan_core.attention.registry import Attend
 from wan_core.attention.sdpa import sdpa
 from wan_core.config import DiTConfig
 from wan_core.kernels import fused
+from wan_core.kernels.blocked import quantize_values
 from wan_core.kernels.formats import Format, Quantized
 from wan_core.kernels.reference import scaled_norm
 
@@ -74,15 +75,27 @@ class SelfAttention(nn.Module):
         return self.o(out)
 
     def fp8(self, attend: Fp8Attend, h: Any, rope: Tensor, dtype: torch.dtype) -> Tensor:
-        """Norm, rotation and quantisation in one pass; the FP8 that comes out is the output projection's input."""
-        q = fused.head_norm_fp8(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope)
-        k = fused.head_norm_fp8(self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True)
-        v = fused.quantize(self.v(h), "tensor")
+        """Norm, rotation and quantisation in one pass; the FP8 that comes out is the output projection's input.
+
+        An `attend` that wants its inputs in memory by heads, in whole blocks of tokens, says the length of a block in
+        its attribute `block` (`wan_core.kernels.blocked`)."""
+        block = getattr(self.attend, "block", 0)
+        q = fused.head_norm_fp8(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope, block=block)
+        k = fused.head_norm_fp8(
+            self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True, block=block
+        )
+        v = self.fp8_values(self.v(h), block)
         del h
-        out = attend(q, k, Quantized(v.data.unflatten(-1, (self.heads, -1)), v.scale))
+        out = attend(q, k, v)
         del q, k, v
         joined = Quantized(out.data.flatten(-2), out.scale)
         return self.o(joined if getattr(self.o, "takes_fp8", False) else joined.dequantize(dtype))
+
+    def fp8_values(self, v: Tensor, block: int) -> Quantized:
+        if block:
+            return quantize_values(v, self.heads, block)
+        found = fused.quantize(v, "tensor")
+        return Quantized(found.data.unflatten(-1, (self.heads, -1)), found.scale)
 
 
 class CrossAttention(nn.Module):

@@ -22,6 +22,10 @@ SETTINGS = (
     "guidance:0.3-1",
     "magcache:fast+every:2",
     "adaptive:0.1",
+    "sparse:quality",
+    "sparse:balanced",
+    "sparse:fast",
+    "magcache:balanced+sparse:balanced",
 )
 
 
@@ -29,6 +33,12 @@ def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     _add_sample_options(parser, count=4)
     parser.add_argument("--out", type=Path, help="the curve (default: beside the checkpoint, where it is found again)")
     parser.add_argument("--plot", type=Path, help="also draw it, with what each preset would skip (.png)")
+    parser.add_argument(
+        "--sparsity",
+        action="store_true",
+        help="measure how much attention chosen blocks cover by layer and head, in place of the MagCache curve; --out: "
+        "a folder, or a name",
+    )
 
 
 def add_quality_options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +47,8 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
         "--setting",
         action="append",
         help="what to compare with the full run, repeatable: magcache:balanced, magcache:0.12/2/0.2:order1, "
-        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.3-1, every:2, several joined by + (default: one of each kind)",
+        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.3-1, every:2, sparse:balanced, several joined by + "
+        "(default: one of each kind)",
     )
     parser.add_argument("--out", type=Path, help="JSON file, or a folder for one named after device and day")
     parser.add_argument("--plot", type=Path, help="quality over forwards saved, with the Pareto front (.png)")

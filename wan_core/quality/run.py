@@ -26,7 +26,10 @@ from wan_core.quality.calibrate import measure, plain
 from wan_core.quality.compare import Comparison, Distance, compare, find_perceptual, pareto, summary, truth
 from wan_core.quality.pictures import draw_curve, draw_quality, preset_plans, side_by_side
 from wan_core.quality.samples import Batch, Sample, batches, choose_samples, one_by_one
+from wan_core.quality.sparsity import coverage_places, draw_coverage, measure_coverage
+from wan_core.quality.sparsity import words as coverage_words
 from wan_core.report import Report
+from wan_core.sparsity.budgets import coverage_path, write_coverage
 from wan_core.video import check_output, write_mp4
 
 FULL = "full"
@@ -35,6 +38,8 @@ ALONE = "full, one video at a time"
 
 def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request) -> int:
     """Measure the curve of `pipe`'s model, write it beside the checkpoint or to `options.out`."""
+    if options.sparsity:
+        return calibrate_sparsity(options, pipe, base)
     models = pipe.models
     out = options.out or beside(models.checkpoint, models.task.name, image=base.image is not None)
     for path in (out, options.plot):
@@ -49,6 +54,44 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request) ->
         draw_curve(curve, plans).save(options.plot)
     print(out)
     return 0
+
+
+def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Request) -> int:
+    """Measure what chosen blocks cover in each layer of `pipe`'s experts, and write it beside their checkpoints or to
+    `options.out`."""
+    models = pipe.models
+    experts: list[Expert] = ["high", "low"] if models.task.two_experts else ["high"]
+    if options.out is not None:
+        places = coverage_places(options.out, experts)
+    else:
+        files = {"high": models.checkpoint, "low": models.low_checkpoint}
+        beside(models.checkpoint, models.task.name, image=False)  # raises for a model without a place of its own
+        places = {e: coverage_path(path, models.task.name, e) for e in experts if (path := files[e]) is not None}
+    for path in (*places.values(), options.plot):
+        check_folder(path)
+    samples = chosen(options, pipe)
+    plan = plain(first_plan(pipe, base, samples))
+    name = "the embedded model" if models.task.name.endswith("-tiny") else pipe.report.settings["models"]["high"]
+
+    def videos() -> Iterator[tuple[Conditioning, Tensor]]:
+        for n, batch in enumerate(batches(pipe, base, samples, options.batch)):
+            show(f"calibrate: {n * options.batch + len(batch.samples)} of {len(samples)} videos")
+            yield batch.conditioning, batch.noise
+
+    with torch.no_grad():
+        found = measure_coverage(plan, acquirer(pipe), videos(), source=f"measured on {name}")
+    for expert, coverage in found.items():
+        if expert in places:
+            print(write_coverage(coverage, places[expert]))
+    print(coverage_words(found))
+    if options.plot is not None:
+        draw_coverage(found).save(options.plot)
+    return 0
+
+
+def first_plan(pipe: Pipeline, base: Request, samples: Sequence[Sample]) -> Plan:
+    """The plan of all samples, which differ in caption and seed only."""
+    return next(iter(batches(pipe, base, samples[:1], 1))).job.plan
 
 
 def beside(checkpoint: Path | None, task: str, *, image: bool) -> Path:

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""How much attention a choice of blocks keeps, and how far its output is off, over the share of blocks that is read.
+
+    python tools/sparse_recall.py [docs/images/sparse_recall.png]
+
+On q, k and v drawn with the structure of trained video models (`wan_core.attention.sparse.structured`) and on those of
+the embedded model's layers in a clip of 81 frames. Ways to choose: by the same number of blocks for every row or by
+mass, with tokens in tiles or as they come, by means alone or with their scatter, with and without the means of the
+rest. Prints a table, draws the picture.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from wan_core.attention.sdpa import math_reference, sdpa  # noqa: E402
+from wan_core.attention.sparse.reference import sparse_reference  # noqa: E402
+from wan_core.attention.sparse.routing import Rule, mass_kept, route  # noqa: E402
+from wan_core.attention.sparse.structured import structured  # noqa: E402
+from wan_core.attention.sparse.tiles import Grid, make_tiles  # noqa: E402
+from wan_core.checkpoint import load_dit, load_text_encoder  # noqa: E402
+from wan_core.drawing import FAINT, INK, LINE, Canvas  # noqa: E402
+from wan_core.kernels.blocked import Pooled, finish, pool  # noqa: E402
+from wan_core.models import TINY  # noqa: E402
+
+CPU = torch.device("cpu")
+KEEPS, MASSES = (0.0625, 0.125, 0.25, 0.5, 0.75), (0.3, 0.5, 0.7, 0.85)
+WAYS = {  # name -> (tokens as they come, by mass, scatter counts, the rest by its means), colour
+    "tiles, spread, pooled": ((False, False, True, True), "#7bc47f"),
+    "tiles, spread": ((False, False, True, False), "#5aa9e6"),
+    "tiles, mean": ((False, False, False, False), "#c58af9"),
+    "by mass, tiles, pooled": ((False, True, True, True), "#f2a65a"),
+    "raster, spread, pooled": ((True, False, True, True), "#8a93a6"),
+}
+Point = tuple[float, float, float]  # share of blocks read, mass kept, relative error of the output
+
+
+def study(q: Tensor, k: Tensor, v: Tensor, grid: Grid, block: int) -> dict[str, list[Point]]:
+    """The points of every way, for q, k, v [1, L, H, D] in raster order."""
+    found: dict[str, list[Point]] = {}
+    for name, ((raster, by_mass, spread, pooled), _) in WAYS.items():
+        tiles = make_tiles(grid, block, CPU, raster=raster)
+        laid = [t[:, tiles.order] for t in (q, k, v)]
+        exact = math_reference(*laid)
+        for number in MASSES if by_mass else KEEPS:
+            score = "spread" if spread else "mean"
+            rule = Rule(0.9, number, 0.03, score) if by_mass else Rule(number, score=score)
+            chosen = route(laid[0], laid[1], block, rule, tiles.forced)
+            kept = chosen.kept(tiles.blocks)
+            out, lse = sparse_reference(*laid, chosen, block)
+            means = Pooled(pool(laid[1], block)[0], pool(laid[2], block)[0], kept) if pooled else None
+            out = finish(out, lse, laid[0], block, pooled=means)
+            mass = mass_kept(laid[0], laid[1], kept, block).mean()
+            error = (out - exact).norm() / exact.norm()
+            found.setdefault(name, []).append((float(kept.float().mean()), float(mass), float(error)))
+    return found
+
+
+def embedded(grid: Grid) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k, v of every layer of the embedded model's high-noise expert, at a video of that many tokens."""
+    model = load_dit(TINY / "t2v_high.safetensors", device=CPU, dtype=torch.float32)
+    text = load_text_encoder(TINY / "text_encoder.safetensors", device=CPU, dtype=torch.float32)
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def look(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen.append((q, k, v))
+        return sdpa(q, k, v)
+
+    for block in model.blocks:
+        block.self_attn.attend = look
+    x = torch.randn(1, 16, grid[0], 2 * grid[1], 2 * grid[2], generator=torch.Generator().manual_seed(0))
+    model(x, torch.tensor([850.0]), text.encode(["a red circle moving right on a blue background"]))
+    return seen
+
+
+def mean_of(studies: list[dict[str, list[Point]]]) -> dict[str, list[Point]]:
+    def mean(name: str, place: int) -> Point:
+        a, b, c = (sum(s[name][place][i] for s in studies) / len(studies) for i in range(3))
+        return a, b, c
+
+    return {name: [mean(name, place) for place in range(len(studies[0][name]))] for name in WAYS}
+
+
+def draw(studies: dict[str, dict[str, list[Point]]], size: tuple[int, int] = (960, 620)) -> Image.Image:
+    """A row for each source: mass kept on the left, error of the output on the right."""
+    canvas = Canvas(*size)
+    canvas.text(24, 14, "Sparse attention: what a choice of blocks keeps", size=17)
+    x = 24.0
+    for name, (_, colour) in WAYS.items():
+        canvas.box(x, 42, x + 12, 54, colour)
+        canvas.text(x + 17, 41, name, FAINT, 12)
+        x += 190
+    width, height = (size[0] - 48) / 2, (size[1] - 80) / len(studies)
+    for row, (source, found) in enumerate(studies.items()):
+        for column, label in ((1, "attention kept"), (2, "relative error of the output")):
+            left, right = 24 + (column - 1) * width + 36, 24 + column * width - 12
+            top, bottom = 104 + row * height, 80 + (row + 1) * height - 26
+            limit = 1.0 if column == 1 else max(p[2] for points in found.values() for p in points)
+            canvas.text(left, top - 8, f"{source}: {label}", INK, 12, "ls")
+            for mark in (0, 0.25, 0.5, 0.75, 1):
+                y = bottom - mark * (bottom - top)
+                canvas.line([(left, y), (right, y)], LINE)
+                canvas.text(left - 6, y, f"{mark * limit:.2g}", FAINT, 11, "rm")
+                canvas.text(left + mark * (right - left), bottom + 12, f"{100 * mark:g} %", FAINT, 11, "mm")
+            for name, points in found.items():
+                line = [(left + p[0] * (right - left), bottom - p[column] / limit * (bottom - top)) for p in points]
+                canvas.line(line, WAYS[name][1], 1.5)
+                for at in line:
+                    canvas.dot(*at, 2.5, WAYS[name][1], WAYS[name][1])
+    return canvas.finish()
+
+
+@torch.no_grad()
+def main(path: str = "docs/images/sparse_recall.png") -> None:
+    drawn, clip = (6, 16, 20), (21, 6, 6)
+    studies = {
+        "drawn with structure, blocks of 32 of 1,920": study(*structured(drawn, 6, 64), drawn, 32),
+        "embedded model, all layers, blocks of 8 of 756": mean_of([study(*layer, clip, 8) for layer in embedded(clip)]),
+    }
+    for source, found in studies.items():
+        print(f"\n{source}\n{'':<26}{'read':>8}{'mass':>8}{'error':>8}")
+        for name, points in found.items():
+            for read, mass, error in points:
+                print(f"{name:<26}{read:>8.3f}{mass:>8.3f}{error:>8.3f}")
+    draw(studies).save(path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

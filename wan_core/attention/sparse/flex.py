@@ -1,0 +1,75 @@
+"""Block-sparse attention through torch's FlexAttention, compiled: any NVIDIA GPU from Ampere on, and slower than the
+kernels that are made for one.
+
+Legend: B batch, L tokens, H heads, D head dim, n blocks, K blocks kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan_core.attention.sparse.routing import Route
+
+
+def sparse_flex(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) -> tuple[Tensor, Tensor]:
+    """q, k, v [B, L, H, D] -> [B, L, H, D] and log-sum-exp float32 [B, H, L]."""
+    heads = (t.transpose(1, 2) for t in (q, k, v))
+    found = _flex(q.device.type)(*heads, block_mask=block_mask(route, q.shape[1], k.shape[1], block), **_wanted())
+    out, more = found
+    return out.transpose(1, 2).contiguous(), more if isinstance(more, Tensor) else more.lse
+
+
+def block_mask(route: Route, queries: int, keys: int, block: int) -> Any:
+    """`route` as FlexAttention reads it: all blocks whole, none to be masked inside."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    blocks = route.blocks
+    counts = route.counts
+    if counts is None:
+        counts = torch.full(blocks.shape[:-1], blocks.shape[-1], dtype=torch.int32, device=blocks.device)
+    width = -(-keys // block)
+    whole = F.pad(blocks, (0, width - blocks.shape[-1])).contiguous()
+    kept = route.kept(width)
+
+    def inside(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:  # only where it is not compiled
+        return kept[b, h, row // block, column // block]
+
+    return BlockMask(
+        seq_lengths=(queries, keys),
+        kv_num_blocks=torch.zeros_like(counts),
+        kv_indices=torch.zeros_like(whole),
+        full_kv_num_blocks=counts.contiguous(),
+        full_kv_indices=whole,
+        q_num_blocks=None,
+        q_indices=None,
+        full_q_num_blocks=None,
+        full_q_indices=None,
+        BLOCK_SIZE=(block, block),
+        mask_mod=inside,
+    )
+
+
+@functools.cache
+def _flex(device: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Sizes are fixed when it is compiled: a few lengths of video are seen, and kernels for any length are slower.
+    return torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
+
+
+@functools.cache
+def _wanted() -> dict[str, Any]:
+    """How this torch is asked for the log-sum-exp."""
+    import inspect
+
+    from torch.nn.attention import flex_attention
+
+    parameters = inspect.signature(flex_attention.flex_attention).parameters
+    if "return_aux" in parameters:
+        return {"return_aux": flex_attention.AuxRequest(lse=True)}
+    return {"return_lse": True}
