@@ -83,18 +83,18 @@ def denoise(
     solver, history, x = SOLVERS[plan.solver], History(), hold_known(noise.float(), conditioning)
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device)
+    image = conditioning.concat is not None or conditioning.known is not None
     for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
         expert, last = phase[0].expert, last_runs(phase, batched)
         again = None if relieve is None else partial(relieve, expert)
         model = retried(partial(acquire, expert), again)
-        image = conditioning.concat is not None or conditioning.known is not None
         # Sparse attention orders the tokens around everything else; residuals are kept in that order.
         with (
             sparse_attention(model, plan, phase, tuple(x.shape[2:]), image) as sparse,
             residuals(model, phase) as cache,
         ):
-            make = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, cache, sparse)
-            guided = retried(make, again)
+            prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, cache, sparse)
+            guided = retried(prepare, again)
             for step in phase:
                 if ahead is not None and following is not None and step.index == last[0]:
                     ahead(expert, following[0].expert, last[1])
@@ -104,7 +104,7 @@ def denoise(
                 watch.note(step.index, x)
                 if on_step is not None:
                     on_step(Progress(step, len(plan.steps), x, velocity, plan, forwards))
-        del make, guided, cache, sparse, model  # frees the expert's text state and residuals before the next is made
+        del prepare, guided, cache, sparse, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
     return x
 
