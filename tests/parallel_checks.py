@@ -24,6 +24,7 @@ from wan_core.config import (
     MagCacheOptions,
     Request,
     SkipOptions,
+    SparseOptions,
 )
 from wan_core.model.dit import WanModel
 from wan_core.models import TINY, find_quantization
@@ -75,9 +76,11 @@ def trajectory(mesh: str | None, compile: str | None = None, **options) -> tuple
     request = dict(options.pop("request", {}))
     skip = request.pop("magcache", None)
     guided = request.pop("guidance", None)
+    sparse = request.pop("sparse", None)
     request["skip"] = SkipOptions(
         magcache=None if skip is None else MagCacheOptions(**skip),
         guidance=None if guided is None else GuidanceOptions(**guided),
+        sparse=None if sparse is None else SparseOptions(**sparse),
     )
     asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})
     given = LoadOptions(**{"model": "tiny", "device": "cpu", **options})

@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +26,7 @@ from wan_core.config import (
     OptionError,
     Request,
     SkipOptions,
+    SparseOptions,
     TaylorSeerOptions,
 )
 from wan_core.parallel.control import (
@@ -46,6 +47,7 @@ from wan_core.parallel.options import WorkerOptions, parse_devices
 from wan_core.parallel.wire import plan_from, report_data, report_from, request_from
 from wan_core.plan import make_plan
 from wan_core.report import Phase, Report
+from wan_core.sparsity.schedule import sparsify
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float16)
 
@@ -241,6 +243,8 @@ def test_a_header_that_is_none_is_refused(text: bytes) -> None:
 )
 def test_a_plan_comes_back_exactly(task: str, steps: int, shift: float, solver: str) -> None:
     plan = make_plan(task=task, steps=steps, shift=shift, solver=solver)
+    assert plan_from(again(asdict(plan))) == plan
+    plan = replace(sparsify(plan, SparseOptions(sparsity=0.5)), keeps=(("high", (0.5, 0.25)),))
     assert plan_from(again(asdict(plan))) == plan
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +74,36 @@ def test_magcache_and_another_size_and_token_counts_that_do_not_divide(ranks, al
     equal_on_all(answers, alone(request=request))
     forwards = [note for note in alone(request=request)[2]["notes"] if note.startswith("forwards")]
     assert forwards and all(forwards[0] in notes["notes"] for _, _, notes in answers)
+
+
+SPARSE = {"sparsity": 0.75, "dense_steps": 0.25, "ramp": 0.0}
+
+
+@pytest.mark.parametrize("mesh", ["1x1x3", "2x1x2"])
+def test_sparse_attention_chooses_the_same_blocks(ranks, alone, mesh):
+    """A rank has all tokens of its heads, in the order of the tiles; residuals are kept beneath that order."""
+    request = {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE}
+    equal_on_all(ranks.ask("trajectory", mesh=mesh, request=request), alone(request=request))
+
+
+def test_sparse_fp8_attention_takes_numbers_as_they_arrive(ranks, alone):
+    """They arrive in FP8, which on a CPU one rank would not use: no further from the truth than both changes together,
+    and the same on every rank."""
+    request, options = {"steps": 4, "sparse": SPARSE}, {"attention": "math-fp8"}
+    answers = ranks.ask("trajectory", mesh="1x1x2", request=request, **options)
+    assert all(torch.equal(answer[0], answers[0][0]) for answer in answers)
+    dense = alone(request={"steps": 4})[0]
+    changes = alone(request=request)[0], alone(request={"steps": 4}, **options)[0]
+
+    def distance(latents: torch.Tensor) -> float:
+        return float((latents - dense).norm() / dense.norm())
+
+    assert distance(answers[0][0]) < 1.2 * math.hypot(*map(distance, changes))
+
+
+def test_a_ring_has_no_sparse_attention(ranks):
+    with pytest.raises(AssertionError, match="1x1x2"):
+        ranks.ask("trajectory", mesh="1x2x1", request={"steps": 4, "sparse": SPARSE})
 
 
 @pytest.mark.parametrize("mesh", ["1x1x3", "1x2x2"])

@@ -226,7 +226,7 @@ class Jobs:
             fp8_attention=backend.endswith("fp8"),
             gpus_per_host=self.rank.on_host,
             speeds=H200 if device.type == "cuda" else None,
-            rings=BACKENDS[backend].lse is not None,
+            rings=BACKENDS[backend].lse is not None and plan.sparse is None,  # blocks are chosen among all keys
         )
 
     def mesh(self, mesh: Mesh) -> RankMesh:

@@ -18,6 +18,7 @@ from wan_core.config import (
     MagCacheOptions,
     Request,
     SkipOptions,
+    SparseOptions,
     TaylorSeerOptions,
 )
 from wan_core.plan import Plan, Step
@@ -28,6 +29,7 @@ SKIPS = {
     "taylorseer": TaylorSeerOptions,
     "adaptive": AdaptiveOptions,
     "guidance": GuidanceOptions,
+    "sparse": SparseOptions,
 }
 
 
@@ -38,7 +40,10 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
         for step in data["steps"]
     )
     adaptive = None if data["adaptive"] is None else AdaptiveOptions(**data["adaptive"])
-    return Plan(**{**data, "steps": steps, "notes": tuple(data["notes"]), "adaptive": adaptive})
+    sparse = None if data["sparse"] is None else SparseOptions(**data["sparse"])
+    keeps = tuple((expert, tuple(shares)) for expert, shares in data["keeps"])
+    made = {"steps": steps, "notes": tuple(data["notes"]), "adaptive": adaptive, "sparse": sparse, "keeps": keeps}
+    return Plan(**{**data, **made})
 
 
 def request_from(data: Mapping[str, Any]) -> Request:

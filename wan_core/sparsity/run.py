@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from wan_core.attention.registry import BACKENDS, Attend
-from wan_core.attention.sparse.forward import Forward, Observer, SparseAttention, SparseFp8Attention, forward
+from wan_core.attention.sparse.forward import (
+    Forward,
+    Observer,
+    SparseAttention,
+    SparseBehindFp8,
+    SparseFp8Attention,
+    forward,
+)
 from wan_core.attention.sparse.kernels import SparseKernel, block_length, resolve_kernel
 from wan_core.attention.sparse.routing import Route, Rule
 from wan_core.attention.sparse.tiles import Grid, Tiles, make_tiles
-from wan_core.config import SparseOptions
+from wan_core.config import OptionError, SparseOptions
 from wan_core.model.dit import PreparedText, WanModel
 from wan_core.plan import Branch, Plan, Step
 
@@ -47,12 +54,20 @@ class SparseBlocks:
         self.run_shard: Callable[..., Tensor] = getattr(before, "inner", before)
         self.options, self.grid, self.image, self.observe = options, grid, image, observe
         self.seams = [attend_seam(block.self_attn) for block in model.blocks]
+        ranks = getattr(self.seams[0][0], "ranks", None)  # of what exchanges tokens for heads around it
+        if ranks is not None and ranks.mesh.ring > 1:
+            raise OptionError(
+                f"mesh {ranks.mesh} has a ring, and sparse attention chooses blocks among all keys, of which a rank of "
+                f"a ring sees a part: use a mesh without one, such as {ranks.mesh.cfg}x1x{ranks.mesh.shards}"
+            )
         self.dense: list[Attend] = [getattr(holder, name) for holder, name in self.seams]
         weight, tokens = model.patch_embedding.weight, grid[0] * grid[1] * grid[2]
         self.kernel = find_kernel(options, self.dense[0], weight.device, weight.dtype, model.config.head_dim, tokens)
         self.block = block_length(self.kernel, tokens)
         fp8 = self.kernel.fp8 and observe is None  # who looks on wants to see numbers
-        self.attend = SparseFp8Attention(self.block) if fp8 else SparseAttention()
+        behind_fp8 = ranks is not None and hasattr(self.dense[0], "quantized")
+        plain = SparseBehindFp8() if behind_fp8 else SparseAttention()
+        self.attend = SparseFp8Attention(self.block) if fp8 else plain
         self.keeps = keeps
         self.routes: dict[Any, tuple[int, Route]] = {}
         self.table: tuple[Tensor, Tiles, Tensor] | None = None

@@ -27,12 +27,15 @@ from wan_core.attention.sparse.tiles import Tiles
 from wan_core.kernels.blocked import (
     Pooled,
     block_sizes,
+    channels_first,
     finish,
+    heads_first,
     pool,
     quantize_heads_first,
     quantize_values,
+    whole,
 )
-from wan_core.kernels.formats import Quantized
+from wan_core.kernels.formats import FP8, FP8_MAX, Quantized
 
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tiles], None]
 """(layer, q, k, v [B, L, H, D] in the order of the tiles, tiles)"""
@@ -64,6 +67,8 @@ class Forward:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, L, H, D] -> contiguous [B, L, H, D]."""
         layer, rule = self.next_rule()
+        if not q.numel():  # of fewer heads than devices, some have none
+            return torch.empty_like(q, memory_format=torch.contiguous_format)
         if self.observe is not None:
             self.observe(layer, q, k, v, self.tiles)
         if rule is None:
@@ -88,6 +93,8 @@ class Forward:
     def attend_fp8(self, q: Quantized, k: Quantized, v: Quantized) -> Tensor:
         """FP8 [B, L, H, D] in units of v's scale."""
         layer, rule = self.next_rule()
+        if not q.data.numel():
+            return torch.empty_like(q.data, memory_format=torch.contiguous_format)
         if rule is None:
             dense: Any = self.dense[layer]
             return dense.quantized(q, k, v).data.contiguous()
@@ -95,6 +102,11 @@ class Forward:
 
     def _fp8(self, layer: int, rule: Rule, q: Quantized, k: Quantized, v: Quantized) -> Tensor:
         block, tokens = self.tiles.block, q.data.shape[1]
+        # What moved tokens between devices gives them as they arrived.
+        q, k = (
+            x if whole(x.data, block) is not None else Quantized(heads_first(x.data, block), x.scale) for x in (q, k)
+        )
+        v = v if whole(v.data, block) is not None else Quantized(channels_first(v.data, block), v.scale)
         pools = pool(q.data, block, q.scale)[0], *pool(k.data, block, k.scale)
         route = self.route(layer, rule, *pools)
         out, lse = self.kernel.load()(q, k, v, route, block)
@@ -179,3 +191,13 @@ class SparseFp8Attention(SparseAttention):
 
     def quantized(self, q: Quantized, k: Quantized, v: Quantized) -> Quantized:
         return Quantized(sparse_attention_fp8(q.data, k.data, v.data, q.scale, k.scale, v.scale), v.scale)
+
+
+class SparseBehindFp8(SparseAttention):
+    """Behind what exchanges FP8 between devices, where the kernel is none of FP8: widens what arrives, and gives FP8
+    back in units of v's scale."""
+
+    def quantized(self, q: Quantized, k: Quantized, v: Quantized) -> Quantized:
+        wide = torch.bfloat16 if q.data.is_cuda else torch.float32
+        out = sparse_attention(*(x.dequantize(wide) for x in (q, k, v)))
+        return Quantized((out.float() / v.scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), v.scale)
