@@ -4,6 +4,7 @@ system."""
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import signal
@@ -347,7 +348,11 @@ PROGRAM = """
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_a_program_that_is_killed_leaves_nothing(sign: signal.Signals) -> None:
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    program = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    # What runs in the background of a shell ignores SIGINT, and its children would inherit that.
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    program = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=heeds
+    )
     assert program.stdout is not None
     assert program.stdout.readline() == "0\n"
     processes = below(program.pid)

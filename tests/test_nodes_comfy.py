@@ -37,11 +37,11 @@ import torch
 
 class Short:
     def __init__(self, vae, always):
-        self.vae, self.config, self.always = vae, vae.config, always
-    def decode_stream(self, latents, tile=None):
+        self.vae, self.config, self.strips, self.always = vae, vae.config, vae.strips, always
+    def decode_stream(self, latents, tile=None, **how):
         if tile is None or self.always:
             raise torch.cuda.OutOfMemoryError("no memory left, says the test")
-        return self.vae.decode_stream(latents, tile=tile)
+        return self.vae.decode_stream(latents, tile=tile, **how)
 
 class ShortOfMemory:
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("VAE",)

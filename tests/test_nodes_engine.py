@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,12 +107,12 @@ class Short:
     """A VAE that runs out of memory unless it may tile."""
 
     def __init__(self, vae: VideoVAE) -> None:
-        self.vae, self.config = vae, vae.config
+        self.vae, self.config, self.strips = vae, vae.config, vae.strips
 
-    def decode_stream(self, latents: Tensor, *, tile: TileSpec | None = None) -> Iterator[Tensor]:
+    def decode_stream(self, latents: Tensor, *, tile: TileSpec | None = None, **how: Any) -> Iterator[Tensor]:
         if tile is None:
             raise torch.cuda.OutOfMemoryError("no memory")
-        return self.vae.decode_stream(latents, tile=tile)
+        return self.vae.decode_stream(latents, tile=tile, **how)
 
 
 def test_decoding_gives_pictures_of_all_videos_and_says_how_far_it_is(vae: VideoVAE) -> None:
