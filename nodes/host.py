@@ -25,10 +25,12 @@ from torch import Tensor, nn
 
 from wan_core.checkpoint.staged import Reading, reading
 from wan_core.config import DiTConfig, OptionError
+from wan_core.lora import AppliedLoras
 from wan_core.memory.budget import CONTEXT, unit_bytes
 from wan_core.memory.shelf import Shelf, tensors_of
 from wan_core.memory.stream import Stage, StreamedBlocks, stage_bytes
 from wan_core.model.dit import WanModel
+from wan_core.models import is_packed, packed_units
 from wan_core.parts import Part
 from wan_core.quant.swap import Quantization
 
@@ -181,15 +183,25 @@ class Held(ModelPatcher):
     def units(self) -> tuple[int, ...]:
         """Bytes of a transformer's parts that travel as one, the rest first, then every block."""
         assert isinstance(self.part.config, DiTConfig)
+        if is_packed(self.quantization):
+            return packed_units(self.part, self.dtype, self.quantization)
         kept = 0 if self.quantization is None else self.quantization.keep_blocks
         return unit_bytes(self.part.config, self.dtype.itemsize, self.quantization is not None, kept)
 
-    def stream(self, resident_blocks: int) -> None:
-        """Have so many blocks stay when it is loaded next, and the others stream."""
+    def stream(self, resident_blocks: int | None) -> None:
+        """Have so many blocks stay when it is loaded next, and the others stream. None: it is loaded as a whole again,
+        from its file."""
         if resident_blocks == self.resident_blocks:
             return
+        if resident_blocks is None:
+            self.detach()
+            self.shelf = self.resident_blocks = None
+            self.size = self.part.bytes(self.dtype, self.quantization)
+            return
         if self.is_loaded and self.shelf is None:  # the module stays the same one: a run may be in the middle of it
-            self.shelf = Shelf(cast(WanModel, self.model.content), lock=self.load_device.type == "cuda")
+            module = cast(WanModel, self.model.content)
+            AppliedLoras.of(module).clear()  # another branch's: none are put on what streams
+            self.shelf = Shelf(module, lock=self.load_device.type == "cuda", device=self.load_device)
         self.detach()
         self.resident_blocks = resident_blocks
         self.size = stage_bytes(list(self.units), resident_blocks)
@@ -204,7 +216,7 @@ class Held(ModelPatcher):
         if self.shelf is None:
             with _weights(Reading(on_bytes=_interrupted, mapped=False)):
                 module = self.finish(self.part.load(self.offload_device, self.dtype, self.quantization))
-            self.shelf = Shelf(module, lock=self.load_device.type == "cuda")
+            self.shelf = Shelf(module, lock=self.load_device.type == "cuda", device=self.load_device)
         module = cast(WanModel, self.shelf.model)
         self.stage = Stage(self.load_device, self.resident_blocks)
         self.stream_blocks(module)

@@ -18,6 +18,7 @@ from wan_core.pipeline import sample_latents
 from wan_core.plan import MAX_STEPS, SCHEDULES, Expert, Plan
 from wan_core.presets import CHOICES, preset_plan
 from wan_core.report import Phase, Report
+from wan_core.sparsity.run import check_kernel
 from wan_core.sparsity.schedule import with_costs
 
 from . import host
@@ -203,6 +204,8 @@ class WanCoreSampler(io.ComfyNode):
         shape = tuple(latent["samples"].shape)
         tokens = model.experts.dit.tokens(*shape[2:])
         plan = with_costs(plan, model.experts.dit, tokens)
+        if plan.sparse is not None and model.workers is None:
+            check_kernel(plan.sparse, model.attention, host.device(), model.experts.dit.head_dim, tokens)
         itemsize = 4 if model.precision == "float32" else 2  # quantised blocks work on bf16 tokens
         kept = residual_bytes(plan, shape[0] * tokens, model.experts.dit.dim, itemsize)
         blocks = model.resident_blocks(model.memory(shape[0] * tokens) + kept)

@@ -15,6 +15,7 @@ from typing import Any, cast
 from comfy_api.latest import io
 from torch import Tensor
 
+from wan_core.checkpoint.load import StoredValues
 from wan_core.config import QUANTIZED, OptionError, VAEConfig
 from wan_core.images import decode_images, encode_images
 from wan_core.kernels import fused
@@ -65,11 +66,12 @@ class ModelSocket:
         """The expert, on the device; a load is timed as a phase of `report`. kept: bytes of residuals beside it."""
         if self.workers is not None:
             raise OptionError("workers hold this model, and this node needs it here: use a loader without workers")
-        loras = self.loras.get(expert if self.experts.low else "high", ())
+        self.check_loras(tokens, kept)
+        loras = self.loras_of(expert)
         held, memory = self.held[expert], self.memory(tokens) + kept + lora_bytes(loras)
         together = list(dict.fromkeys(self.held.values())) if self.residency == "resident" else [held]
         blocks = self.resident_blocks(memory)
-        if blocks is not None:
+        if blocks is not None or any(self.loras.values()):
             for one in self.held.values():
                 one.stream(blocks)
         if (self.residency == "swap" or blocks is not None) and not held.is_loaded:
@@ -83,13 +85,24 @@ class ModelSocket:
         model = cast(WanModel, held.model.content)
         held.stream_blocks(model)
         if held.resident_blocks is None:
-            AppliedLoras.of(model).apply(loras)  # also none: another branch of the workflow may have left some
-        elif loras:
-            raise OptionError(
-                f"the {held.name} streams its blocks, and LoRAs are not put on weights that stream: use a smaller size "
-                "or an FP8 precision, so that it fits as a whole, or merge the LoRA into the file"
-            )
+            original = None if held.part.path is None else StoredValues(held.part.path)
+            # Also none: another branch of the workflow may have left some.
+            AppliedLoras.of(model).apply(loras, original=original)
         return model
+
+    def loras_of(self, expert: Expert) -> tuple[Wanted, ...]:
+        return self.loras.get(expert if self.experts.low else "high", ())
+
+    def check_loras(self, tokens: int, kept: int = 0) -> None:
+        """Raise OptionError where LoRAs are wanted on weights that stream: of either expert, before any is loaded."""
+        for expert, held in self.held.items() if any(self.loras.values()) else ():
+            memory = self.memory(tokens) + kept + lora_bytes(self.loras_of(expert))
+            if self.resident_blocks(memory) is not None:
+                raise OptionError(
+                    f"the {held.name} streams its blocks, and LoRAs are not put on weights that stream: choose "
+                    "residency 'resident' in the loader, with a smaller size or an FP8 precision so that it fits as a "
+                    "whole, or merge the LoRA into the file"
+                )
 
     def memory(self, tokens: int) -> int:
         """What a forward of so many tokens takes beside the weights."""
@@ -107,7 +120,8 @@ class ModelSocket:
         held = self.held["high"]
         if self.residency not in ("auto", "stream"):
             return None
-        before, room = held.resident_blocks, host.room()
+        # LoRAs need a whole expert: that it streamed before, for a larger size, is no reason to go on so.
+        before, room = None if any(self.loras.values()) else held.resident_blocks, host.room()
         if before is not None and stage_bytes(list(held.units), before) + memory <= room:
             return before  # it fits as it is
         sizes = Sizes(units=held.units, experts=1, text_encoder=0, vae=0)

@@ -148,6 +148,8 @@ def test_damage_is_said(tmp_path: Path) -> None:
     other, _ = scaled("number", "weight_scale")
     unknown = torch.tensor(list(json.dumps({"format": "int8_tensorwise"}).encode()), dtype=torch.uint8)
     assert "quantised" in refusal(other | {f"{one}.comfy_quant": unknown}, tmp_path)
+    nested = torch.full((4096,), ord("["), dtype=torch.uint8)  # deeper than a parser goes
+    assert "quantised" in refusal(other | {f"{one}.comfy_quant": nested}, tmp_path)
     nvfp4 = torch.tensor(list(json.dumps({"format": "nvfp4"}).encode()), dtype=torch.uint8)
     assert "weight_scale_2 is missing" in refusal(other | {f"{one}.comfy_quant": nvfp4}, tmp_path)
     assert "quantised" in refusal(other | {f"{one}.weight_scale_2": torch.ones(())}, tmp_path)

@@ -58,6 +58,19 @@ def test_loras(tmp_path: Path, dim: int, family: str) -> None:
     assert found["problems"] == ["1 tensors of no known form: odd.tensor"]
 
 
+def test_a_lora_of_both_experts(tmp_path: Path) -> None:
+    down, up = torch.zeros(8, 5120), torch.zeros(5120, 8)
+    state = {
+        f"{prefix}.blocks.{n}.attn1.to_q.lora_{r}.weight": t
+        for n, prefix in enumerate(("transformer", "transformer_2"))
+        for r, t in (("A", down), ("B", up))
+    }
+    write_safetensors(state, tmp_path / "both.safetensors", {})
+    found = inspect(tmp_path / "both.safetensors")
+    assert found["experts"] == ["high", "low"] and not found["problems"]
+    assert "A14B" in found["family"] and found["changes"] == {"LoRA": 2} and found["blocks"] == 2
+
+
 def test_problems(tmp_path: Path) -> None:
     (tmp_path / "cut.safetensors").write_bytes((TINY / "t2v_high.safetensors").read_bytes()[:5000])
     assert "truncated" in inspect(tmp_path / "cut.safetensors")["problems"][0]

@@ -29,6 +29,7 @@ from wan_core.config import (
     SparseOptions,
     TaylorSeerOptions,
 )
+from wan_core.parallel import control
 from wan_core.parallel.control import (
     MAX_BODY,
     AuthenticationError,
@@ -168,6 +169,32 @@ def test_a_wrong_key_is_refused_and_the_right_one_still_comes_through() -> None:
     thread.join(10)
     worker.send({"n": 1})
     assert ends[0].receive()[0] == {"n": 1}
+
+
+def test_a_stranger_that_says_little_by_little_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte begins no new wait: or one stranger would keep the workers out until they give up."""
+    monkeypatch.setattr(control, "_HELLO_SECONDS", 0.5)
+    key, ends, done = new_key(), [], threading.Event()
+    listener = Listener(key)
+    stranger = socket.create_connection(("127.0.0.1", listener.port))
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            while not done.wait(0.1):
+                stranger.sendall(b"x")
+
+    threading.Thread(target=trickle, daemon=True).start()
+    thread = threading.Thread(target=lambda: ends.append(listener.accept(10)))
+    thread.start()
+    try:
+        begin = time.monotonic()
+        connect(listener.port, key).close()
+        assert time.monotonic() - begin < 3
+    finally:
+        done.set()
+        thread.join(10)
+        stranger.close()
+        listener.close()
 
 
 def test_a_program_that_does_not_know_the_key_is_refused_too() -> None:

@@ -131,6 +131,47 @@ def test_a_file_that_shrinks_is_an_error_of_the_file(file, tmp_path):
         list(map(feed.read, names))
 
 
+@pytest.mark.parametrize("fault", [AssertionError(), KeyError("x"), MemoryError(), SystemExit(1)], ids=repr)
+def test_a_thread_that_dies_of_anything_wakes_who_reads(file, fault):
+    def fail(*_):
+        raise fault
+
+    checkpoint, said = open_checkpoint(file), []
+
+    def ask():
+        with Feed(checkpoint, list(checkpoint.tensors), CPU, Reading(threads=2)) as feed:
+            try:
+                feed.read("head.modulation")
+            except CheckpointError as error:
+                said.append(str(error))
+
+    with patch.object(staged, "_read_into", fail):
+        reader = threading.Thread(target=ask, daemon=True)
+        reader.start()
+        reader.join(20)
+    assert not reader.is_alive() and "head.modulation cannot be read" in said[0]
+
+
+@pytest.mark.parametrize("where", ["_go_on", "start"])
+def test_a_feed_that_cannot_begin_leaves_no_thread_behind(file, where):
+    checkpoint, begin, begun = open_checkpoint(file), threading.Thread.start, []
+
+    def start(thread):
+        begun.append(thread)
+        if len(begun) == 2:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    fails = patch.object(Feed, "_go_on", side_effect=torch.cuda.OutOfMemoryError("as a test wants it"))
+    with (
+        patch.object(staged, "PIECE", 1000),
+        fails if where == "_go_on" else patch.object(threading.Thread, "start", start),
+        pytest.raises(RuntimeError),
+    ):
+        Feed(checkpoint, list(checkpoint.tensors), CPU, Reading(threads=3))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
+
+
 def test_who_maps_and_who_reads(file):
     checkpoint = open_checkpoint(file)
     names = list(checkpoint.tensors)

@@ -19,11 +19,22 @@ from torch import Tensor, nn
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.layouts import diffusers_dit_modules
+from wan_core.checkpoint.load import StoredValues
 from wan_core.checkpoint.lora import Change, read_lora
 from wan_core.checkpoint.save import save, write_safetensors
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.kernels.formats import Quantized
-from wan_core.lora import AppliedLoras, Wanted, attachable, check_packed, choose_mode, expert_of, merging, read_loras
+from wan_core.lora import (
+    AppliedLoras,
+    Wanted,
+    attachable,
+    check_packed,
+    choose_mode,
+    expert_of,
+    lora_bytes,
+    merging,
+    read_loras,
+)
 from wan_core.model.dit import WanModel
 from wan_core.models import find_quantization
 from wan_core.parts import TINY
@@ -276,6 +287,36 @@ def lora_of(modules: list[str], seed: int, rank: int = RANK, scale: float = 0.1)
     return state
 
 
+@pytest.mark.parametrize(
+    ("noted", "scale"),
+    [
+        ({}, 1.0),
+        ({"r": 6, "lora_alpha": 3}, 0.5),
+        ({"r": 6, "lora_alpha": 3, "use_rslora": True}, 3 / 6**0.5),
+        ({"r": 6, "lora_alpha": 3, "alpha_pattern": {"blocks.1.attn1.to_q": 12, "blocks.0.attn1.to_q": 1}}, 2.0),
+    ],
+)
+def test_the_alpha_that_diffusers_notes_for_a_file(noted, scale, tmp_path):
+    """Of the transformer that it is for: one file may hold two."""
+    draw = torch.Generator().manual_seed(4)
+    down, up = torch.randn(6, CONFIG.dim, generator=draw), torch.randn(CONFIG.dim, 6, generator=draw)
+    one = "blocks.1.attn1.to_q"
+    state = {
+        f"{p}.{one}.lora_{r}.weight": t
+        for p in ("transformer", "transformer_2")
+        for r, t in zip("AB", (down, up), strict=True)
+    }
+    note = {"lora_adapter_metadata": json.dumps({f"transformer_2.{key}": value for key, value in noted.items()})}
+    write_safetensors(state, tmp_path / "both.safetensors", note)
+    for expert, factor in (("high", 1.0), ("low", scale)):
+        (change,) = read_lora(tmp_path / "both.safetensors", shapes(), expert).changes["blocks.1.self_attn.q.weight"]
+        torch.testing.assert_close(change.delta(CPU), factor * up @ down)
+    for broken in ("[", "[1]", '{"transformer.lora_alpha": "much"}', '{"transformer.lora_alpha": Infinity}'):
+        write_safetensors(state, tmp_path / "both.safetensors", {"lora_adapter_metadata": broken})
+        with pytest.raises(CheckpointError, match="lora_adapter_metadata"):
+            read_lora(tmp_path / "both.safetensors", shapes(), "high")
+
+
 def test_several_share_one_pair_of_products():
     first, second = lora_of(LINEARS, 1, 4), lora_of(LINEARS[::2], 2, 8)
     net = model()
@@ -373,6 +414,39 @@ def test_merged_before_quantisation(precision):
     other = load_dit(checkpoint, dtype=torch.float32, quantization=quantization(precision))
     for name, value in other.state_dict().items():
         torch.testing.assert_close(net.state_dict()[name].float(), value.float(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["DoRA", "LoKr", "difference"])
+def test_sums_into_encoded_weights_begin_at_the_file(form, tmp_path):
+    """Afterwards as while it is loaded, at every strength: rounded once."""
+    module = "blocks.1.ffn.2"
+    n, k = shapes()[f"{module}.weight"]
+    torch.manual_seed(3)
+    state = {f"diffusion_model.{module}.diff": torch.randn(n, k) * 0.05} if form == "difference" else None
+    state = state or kohya(module, **FORMS[form](n, k))
+    net = model("fp8")
+    for strength in (1.0, 0.4, 1.0):
+        one = wanted(state, strength)
+        AppliedLoras.of(net).apply([one], original=StoredValues(SOURCE))
+        exact = load_dit(
+            SOURCE, dtype=torch.float32, quantization=quantization("fp8"), loras=merging([one], CPU)
+        ).get_submodule(module)
+        assert torch.equal(net.get_submodule(module).weight.float(), exact.weight.float())
+        assert torch.equal(net.get_submodule(module).weight_scale, exact.weight_scale)
+    write_safetensors(state, tmp_path / "style.safetensors", {})
+    options = {"loras": (LoraOptions(path=str(tmp_path / "style.safetensors")),), "precision": "fp8"}
+    assert torch.equal(latents(**options, lora_mode="attach")[0], latents(**options, lora_mode="merge")[0])
+
+
+@pytest.mark.parametrize("form", ["LoHa", "LoRA"])
+def test_the_memory_of_what_is_attached_is_counted(form):
+    module = "blocks.2.ffn.0"
+    n, k = shapes()[f"{module}.weight"]
+    one = wanted(kohya(module, **(loha(n, k, 4) if form == "LoHa" else kohya_pair(n, k))))
+    net = model()
+    AppliedLoras.of(net).apply([one])
+    buffers = list(net.buffers())
+    assert len(buffers) == 2 and lora_bytes([one], 4) == sum(buffer.nbytes for buffer in buffers)
 
 
 def test_scaled_fp8_files_take_both(tmp_path):
@@ -573,6 +647,16 @@ def test_one_file_for_both_experts_is_split():
     state |= {n.replace("diffusion_model.", "transformer_2."): t for n, t in low.items()}
     assert set(read_lora(state, shapes(), "high").changes) == {"blocks.0.ffn.0.weight"}
     assert set(read_lora(state, shapes(), "low").changes) == {"blocks.1.ffn.0.weight"}
+
+
+def test_a_file_of_the_second_expert_alone_is_its(tmp_path):
+    state = {n.replace("diffusion_model.", "transformer_2."): t for n, t in lora_of(["blocks.1.ffn.0"], 2).items()}
+    write_safetensors(state, tmp_path / "style.safetensors", {})
+    for expert in ("auto", "low"):
+        found = read_loras([LoraOptions(path=str(tmp_path / "style.safetensors"), expert=expert)], CONFIG, True)
+        assert not found["high"] and set(found["low"][0].lora.changes) == {"blocks.1.ffn.0.weight"}
+    with pytest.raises(CheckpointError, match="for the other expert"):
+        read_loras([LoraOptions(path=str(tmp_path / "style.safetensors"), expert="high")], CONFIG, True)
 
 
 @pytest.mark.parametrize(

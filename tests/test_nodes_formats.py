@@ -78,6 +78,7 @@ def test_gguf_files_of_both_experts_and_the_text_encoder(comfy: ComfyUI) -> None
     assert_comes_true(comfy.output_file(run, "save"))
     assert "Q8_0" in run.outputs["model"]["text"][0] and "as they are stored" in run.outputs["model"]["text"][0]
     assert facts["told"] == facts["loaded"] == facts["bytes"]
+    assert facts["units"] == pytest.approx(facts["bytes"], abs=100)  # by which it is decided how many blocks fit
     matrices = 2 * 6 * (8 * 128 * 128 + 2 * 128 * 384)
     assert facts["bytes"] < 4 * matrices, "in float32 they would be more"
     text = comfy.get("/object_info/WanCoreTextEncoderLoader")["WanCoreTextEncoderLoader"]

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.comfy
 # A second pack: a node that looks at the models and the latents of a run.
 LOOK = """
 import json
+import sys
 
 class Look:
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
@@ -35,12 +36,30 @@ class Look:
         facts = {
             "sum": float(latent["samples"].double().abs().sum()),
             "modules": [id(content) for content in contents],
-            "attached": [sum(hasattr(m, "lora_up") for m in content.modules()) for content in contents],
+            "attached": [content and sum(hasattr(m, "lora_up") for m in content.modules()) for content in contents],
+            "resident_blocks": model.held["high"].resident_blocks,
         }
         return (json.dumps(facts),)
 
-NODE_CLASS_MAPPINGS = {"Look": Look}
+class Room:  # the pack believes in a device of so many MB; 0: in the one that is here
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("WANCORE_MODEL",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("WANCORE_MODEL",), "mb": ("FLOAT", {"default": 0})}}
+    @classmethod
+    def IS_CHANGED(cls, **inputs):
+        return float("nan")
+    def run(self, model, mb):
+        host = sys.modules[type(model.held["high"]).__module__]
+        host.true_room = getattr(host, "true_room", host.room)
+        host.room = (lambda: int(mb * 1e6)) if mb else host.true_room
+        return (model,)
+
+NODE_CLASS_MAPPINGS = {"Look": Look, "Room": Room}
 """
+
+
+NARROW = 555.0  # MB: half a GiB is kept in reserve, and the rest is less than one of the embedded model's experts
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +155,29 @@ def test_what_is_no_lora_is_refused_by_name(comfy: ComfyUI) -> None:
     assert not run.ok and "not a LoRA" in str(run.status)
     with pytest.raises(Refused):
         comfy.run(graph(lora(high="absent.safetensors")))
+
+
+def with_room(made: Graph, mb: float) -> Graph:
+    """The graph, its sampler on a device of so many MB."""
+    model = made["sampler"]["inputs"]["model"]
+    made["room"] = node("Room", model=model, mb=mb)
+    made["sampler"]["inputs"]["model"] = ["room", 0]
+    return made
+
+
+def test_weights_that_stream_take_no_lora_and_keep_none(comfy: ComfyUI) -> None:
+    """Refused before anything is loaded; what was on them before goes; and with room for a whole expert it is one."""
+    with_one = facts(comfy.run(with_room(graph(lora(), seed=21), 0)))
+    plain = facts(comfy.run(with_room(graph(seed=21), 0)))
+    assert facts(comfy.run(with_room(graph(lora(), seed=21, steps=3), 0)))["attached"] == [60, 60]
+    streamed = facts(comfy.run(with_room(graph(seed=21), NARROW)))
+    assert streamed["resident_blocks"] is not None and streamed["attached"] == [None, 0]
+    assert streamed["sum"] == pytest.approx(plain["sum"], rel=1e-9)
+    comfy.post("/free", {"unload_models": True, "free_memory": True})
+    before = len(comfy.log())
+    run = comfy.run(with_room(graph(lora(), seed=22), NARROW))
+    assert not run.ok and "LoRAs are not put on weights that stream" in str(run.status)
+    log = comfy.log()[before:]
+    assert not any(f"WanCore {did} the high-noise expert" in log for did in ("loaded", "streams"))
+    again = facts(comfy.run(with_room(graph(lora(), seed=21), 0)))
+    assert again["resident_blocks"] is None and again["attached"] == [60, 60] and again["sum"] == with_one["sum"]

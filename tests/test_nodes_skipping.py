@@ -88,6 +88,15 @@ def test_every_policy_runs_and_only_one_may_decide(comfy: ComfyUI) -> None:
     assert not run.ok and "choose one" in run.message("execution_error")["exception_message"]
 
 
+def test_a_sparse_kernel_that_cannot_run_is_refused_before_any_step(comfy: ComfyUI) -> None:
+    sparse = {"preset": "custom", "sparsity": 0.5, "dense_steps": 1.0, "ramp": 0.0, "dense_layers": 0, "mass": 0.0}
+    sparse |= {"pooled": True, "reuse": 1, "kernel": "cudnn"}  # whose plan has no sparse step: no forward would notice
+    graph = small(skipping=["sparse", 0]) | {"sparse": node("WanCoreSparseAttention", **sparse)}
+    graph["show"] = node("WanCoreReport", report=["decode", 1])
+    run = comfy.run(graph)
+    assert not run.ok and "sparse kernel 'cudnn' cannot run" in run.message("execution_error")["exception_message"]
+
+
 def test_calibration_is_kept_beside_the_model_and_used(comfy: ComfyUI) -> None:
     graph = loaders("mine_high.safetensors", "mine_low.safetensors") | {
         "size": node("WanCoreEmptyLatent", **SMALL, latent_type="Wan 2.1 VAE (A14B, tiny)"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ from parallel_ranks import Ranks
 from wan_core.checkpoint import load_dit
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
-from wan_core.models import TINY, load_models
+from wan_core.models import TINY, load_models, load_parts
 from wan_core.parallel import Mesh
 from wan_core.parts import find_models
 from wan_core.report import Report
@@ -186,6 +188,27 @@ def test_experts_in_parts(ranks, alone):
     assert [changed for _, changed in answers] == [[]] * 3
     blocks = sum(value.numel() * 4 for value in load_dit(TINY / "t2v_high.safetensors").blocks.state_dict().values())
     assert sum(held for held, _ in answers) == blocks and max(held for held, _ in answers) < 0.4 * blocks
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_threads_that_load_work_on_the_device_of_the_rank(monkeypatch, in_order):
+    """A new thread's current device is the first GPU: what is launched or drawn without naming one would go there."""
+    here = threading.local()
+
+    @contextmanager
+    def current(device):
+        here.device = device
+        yield
+        del here.device
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    residency, main = SimpleNamespace(device=torch.device("cuda", 1)), threading.get_ident()
+
+    def load(name):  # the rank's main thread has its device already
+        return threading.get_ident() == main or getattr(here, "device", None) == residency.device
+
+    found = load_parts(["high", "text_encoder", "vae"], load, residency, in_order=in_order)
+    assert found == {"high": True, "text_encoder": True, "vae": True}
 
 
 @pytest.mark.parametrize("options", [{"compile": "blocks"}, {"precision": "fp8-weights"}, {}])

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,12 +14,14 @@ from hypothesis import strategies as st
 
 from wan_core.attention.registry import BACKENDS
 from wan_core.attention.sdpa import math_lse, math_reference
-from wan_core.config import T2V_A14B, TI2V_5B, OptionError
+from wan_core.config import T2V_A14B, TI2V_5B, OptionError, SparseOptions, UserError
 from wan_core.parallel import Mesh, choose_mesh
 from wan_core.parallel.costs import all_meshes, forward_seconds
+from wan_core.parallel.jobs import Jobs
 from wan_core.parallel.mesh import even_parts
 from wan_core.parallel.ring import merge
 from wan_core.parallel.sequence import find_lse, shard_lengths
+from wan_core.plan import make_plan
 
 MESHES = st.builds(
     lambda cfg, ring, ulysses, both: Mesh(cfg, ring, ulysses, both and ring > 1),
@@ -153,3 +160,39 @@ def test_a_ring_needs_a_backend_with_a_log_sum_exp():
                 find_lse(name, Mesh(1, 2, 1))
         assert find_lse(name, Mesh(2, 1, 4)) is None
     assert all(mesh.ring == 1 for mesh in all_meshes(4, T2V_A14B, 75_600, rings=False))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tokens", "sparse", "attention", "words"),
+    [
+        ("1x2x1", 1000, {}, "sdpa", "sees a part: use a mesh without one, such as 1x1x2"),
+        ("1x1x2", 1000, {"kernel": "cudnn"}, "sdpa", "sparse kernel 'cudnn' cannot run"),
+        ("1x1x2", 1, None, "sdpa", "1 tokens cannot be shared by 2 ranks"),
+        ("1x2x1", 1000, None, "math", None),
+        ("1x1x2", 1000, {}, "sdpa", None),
+    ],
+)
+def test_a_mesh_that_cannot_run_a_request_is_refused_before_anything_is_loaded(mesh, tokens, sparse, attention, words):
+    """A mesh that was named, as workers take it from a request, too."""
+    jobs = Jobs(SimpleNamespace(size=2, device=torch.device("cpu"), on_host=2))
+    plan = replace(make_plan(steps=2), sparse=None if sparse is None else SparseOptions(sparsity=0.5, **sparse))
+    if words is None:
+        assert str(jobs.choose(mesh, T2V_A14B, tokens, plan, "fp32", attention).mesh) == mesh
+        return
+    with pytest.raises(UserError, match=words):
+        jobs.choose(mesh, T2V_A14B, tokens, plan, "fp32", attention)
+
+
+def test_the_estimate_is_what_was_measured():
+    """Every mesh on four H200s, but for a ring both ways, which `auto` never takes."""
+    path = Path(__file__).parents[1] / "benchmarks" / "results" / "parallel-h200-20261120.json"
+    measured = {}
+    for row in json.loads(path.read_text())["rows"]:
+        if row["name"].startswith("fp8 + cudnn-fp8") and "b" not in row.get("mesh", ""):
+            mesh = Mesh.parse(row.get("mesh", "1x1x1"))
+            estimate = forward_seconds(mesh, T2V_A14B, row["tokens"], **FP8) / mesh.cfg
+            assert 0.92 < estimate / row["seconds"] < 1.08, row["name"]
+            measured[row["size"], mesh] = row["seconds"]
+    for tokens, size in ((75_600, "1280x720x81"), (32_760, "832x480x81")):
+        chosen = measured[size, choose_mesh(4, T2V_A14B, tokens, **FP8).mesh]
+        assert chosen <= 1.01 * min(seconds for (of, _), seconds in measured.items() if of == size)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from wan_core.attention.registry import AttentionError
 from wan_core.attention.sdpa import math_lse, math_reference
+from wan_core.attention.sparse import reference
 from wan_core.attention.sparse.flex import block_mask, sparse_flex
 from wan_core.attention.sparse.kernels import KERNELS, block_length, resolve_kernel
 from wan_core.attention.sparse.reference import sparse_reference
@@ -173,6 +174,21 @@ def test_the_reference_is_attention_under_a_mask(tokens: int, block: int, seed: 
     dense, dense_lse = math_lse(q, k, v)
     torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, dense_lse, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [4, 7])
+def test_the_reference_holds_some_rows_at_a_time(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = drawn(60, 3)
+    chosen = random_route(60, block, 3)
+    whole = sparse_reference(q, k, v, chosen, block)
+    sizes: list[int] = []
+    masks = reference.spread
+    monkeypatch.setattr(reference, "SCORES", 2 * 60 * 2 * block)  # two blocks of queries of both samples
+    monkeypatch.setattr(reference, "spread", lambda *given: sizes.append(given[2]) or masks(*given))
+    parts = sparse_reference(q, k, v, chosen, block)
+    assert max(sizes) == 2 * block
+    for a, b in zip(parts, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("tokens", "block"), [(60, 16), (64, 16), (33, 8)])

@@ -16,10 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan_core.attention.registry import resolve_attention
+from wan_core.checkpoint.detect import expected_shapes
+from wan_core.checkpoint.lora import read_lora
 from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import write_safetensors
 from wan_core.conditioning import Conditioning, draw_noise
-from wan_core.config import DiTConfig, LoadOptions, MagCacheOptions, OptionError, Request, SkipOptions
+from wan_core.config import DiTConfig, LoadOptions, LoraOptions, MagCacheOptions, OptionError, Request, SkipOptions
 from wan_core.denoise import denoise, last_runs
+from wan_core.lora import AppliedLoras, Wanted, attachable
 from wan_core.memory.residency import Residency
 from wan_core.memory.shelf import Shelf, tensors_of
 from wan_core.memory.stream import Stage, StreamedBlocks
@@ -212,6 +216,65 @@ def test_weights_that_cannot_be_locked_stream_from_where_they_are(monkeypatch):
     assert len(residency.notes) == 2 and "would not fit" in residency.notes[0]
     assert all(unit.pages is None for shelf in residency.shelves.values() for unit in shelf.units)
     assert torch.equal(run(residency.use, plan), run(experts().__getitem__, plan))
+
+
+# ----------------------------------------------------------------------------------------------------------- LoRAs
+
+RANKS = {"high": 2, "low": 5}
+
+
+def lora_state(config: DiTConfig, rank: int) -> dict[str, torch.Tensor]:
+    """On every linear that takes one, and a difference in full on a norm."""
+    draw, shapes, state = torch.Generator().manual_seed(rank), expected_shapes(config), {}
+    for module in sorted(attachable(config)):
+        n, k = shapes[f"{module}.weight"]
+        state[f"diffusion_model.{module}.lora_A.weight"] = torch.randn(rank, k, generator=draw) * k**-0.5
+        state[f"diffusion_model.{module}.lora_B.weight"] = torch.randn(n, rank, generator=draw) * 0.2
+    state["diffusion_model.blocks.1.norm3.diff"] = torch.randn(config.dim, generator=draw) * 0.1
+    return state
+
+
+def with_loras(held: Quantization | None, ranks: dict[str, int]) -> dict[str, WanModel]:
+    models = experts(held)
+    for name, model in models.items():
+        lora = read_lora(lora_state(SMALL, ranks[name]), expected_shapes(SMALL))
+        AppliedLoras.of(model, CPU).apply([Wanted(lora, 0.7, (name, 0, 0))])
+    return models
+
+
+@pytest.mark.parametrize(("resident", "ranks"), [(None, RANKS), (2, RANKS), (2, {"high": 3, "low": 3})], ids=str)
+def test_loras_beside_weights_stream_with_them(held, resident, ranks):
+    """Experts whose LoRAs are of different ranks differ in layout: each has a stage of its own then."""
+    plan = make_plan(steps=4)
+    plain = with_loras(held, ranks)
+    exact = run(plain.__getitem__, plan)
+    assert not torch.equal(exact, run(experts(held).__getitem__, plan))
+    residency = Residency(CPU, "swap" if resident is None else "stream", resident_blocks=resident or 0)
+    for name, model in with_loras(held, ranks).items():
+        residency.add(name, model)
+    assert len(residency.stages) == (1 if len(set(ranks.values())) == 1 else 2)
+    for _ in range(2):
+        assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
+    for shelf in residency.shelves.values():
+        homes = [unit.pages.bytes for unit in shelf.units]
+        residency.release("high"), residency.release("low")
+        found = [t for name, t in tensors_of(shelf.model).items() if "lora_" in name]
+        assert len(found) == 2 * len(attachable(SMALL))
+        assert all(any(h.data_ptr() <= t.data_ptr() < h.data_ptr() + len(h) for h in homes) for t in found)
+
+
+@pytest.mark.parametrize("mode", ["attach", "merge"])
+def test_a_pipeline_that_streams_with_loras_of_different_ranks(tmp_path, mode):
+    config = Pipeline.load(LoadOptions(model="tiny", device="cpu")).models.dit_config
+    for name, rank in RANKS.items():
+        write_safetensors(lora_state(config, rank), tmp_path / f"{name}.safetensors", {})
+    loras = tuple(LoraOptions(path=str(tmp_path / f"{name}.safetensors"), expert=name) for name in RANKS)
+    request = Request(prompt=CAPTION, steps=4, seed=3, guidance_mode="sequential")
+    found = []
+    for where in ({}, {"residency": "stream", "resident_blocks": 2}):
+        pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", loras=loras, lora_mode=mode, **where))
+        found += [latents_of(pipe, request)[0] for _ in range(2)]
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 # --------------------------------------------------------------------------------------------------- out of memory

@@ -74,6 +74,47 @@ def test_the_oldest_go_first(tmp_path):
     prune(tmp_path / "absent", 0)
 
 
+def test_only_our_folders_are_pruned(tmp_path):
+    """`WANCORE_CACHE` may name a folder that has other things in it."""
+    for name in ("models/large.safetensors", "compiled/a.bin"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(bytes(100))
+    prune(tmp_path, 0)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["large.safetensors"]
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError("not serialisable")], ids=repr)
+def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path, monkeypatch, fault):
+    """Saving comes after a video was sampled, and must not be what ends it."""
+    (tmp_path / "cache").write_bytes(b"a file where the folder should be")
+    artifacts = Artifacts.open(CPU, {})
+    assert "cannot be read" in artifacts.load()
+
+    def made():
+        if fault is not None:
+            raise fault
+        return b"payload", None
+
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", made)
+    assert artifacts.save(1) is False
+
+
+def test_a_folder_that_may_only_be_read_is_used(monkeypatch):
+    artifacts = Artifacts.open(CPU, {})
+    artifacts.path.parent.mkdir(parents=True)
+    artifacts.path.write_bytes(pack(b"payload"))
+
+    def forbidden(*_, **__):
+        raise PermissionError("read only")
+
+    monkeypatch.setattr(os, "utime", forbidden)
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda _: object())
+    assert "used again" in artifacts.load() and artifacts.loaded
+    monkeypatch.setattr(type(artifacts.path), "unlink", forbidden)
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda _: None)
+    assert "damaged" in artifacts.load()
+
+
 @pytest.mark.slow
 def test_the_second_process_uses_what_the_first_made(tmp_path):
     """torch finds the graph in our file alone: its own cache folder is another one each time."""
@@ -114,6 +155,21 @@ def test_both_experts_are_warm_and_nothing_changes():
     assert {"warm up high", "warm up low"} <= pipe.report.phases.keys()
     job = pipe.prepare(request)
     assert torch.equal(pipe.sample(job, pipe.encode(job)), exact)
+
+
+def test_a_warm_up_that_runs_out_of_memory_goes_on():
+    request = Request(prompt=CAPTION, steps=4, seed=3)
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
+    failed = []
+
+    def fail(*_):
+        if not failed:
+            failed.append(1)
+            raise torch.cuda.OutOfMemoryError("as a test wants it")
+
+    pipe.models.residency.models["low"].blocks[2].self_attn.register_forward_pre_hook(fail)
+    warm_up(pipe, request)
+    assert failed and any("out of memory, going on" in note for note in pipe.report.notes)
 
 
 def test_where_it_is_kept(monkeypatch, tmp_path):

@@ -64,6 +64,17 @@ CHOSEN = {
         "widen_ms",
         "error",
     ),
+    "parallel": (
+        "name",
+        "size",
+        "seconds",
+        "ratio",
+        "times_diffusers",
+        "exchange_share",
+        "peak_gib",
+        "error",
+        "layers",
+    ),
     "caches": ("name", "size", "seconds", "share", "forwards", "estimate", "off", "peak_gib"),
     "quality": (
         "name",
@@ -78,6 +89,8 @@ CHOSEN = {
         "seconds",
         "ratio",
     ),
+    "four-step": ("name", "size", "seconds", "seconds_per_step", "ratio", "ratio_to", "peak_gib", "file_gib"),
+    "sparse": ("name", "size", "seconds", "error"),
     "switch": ("name", "size", "steps", "seconds", "step_spread", "switch_ms", "peak_gib", "weights_gib"),
 }
 REASONS = ("why_not", "failed")  # in a row that was not measured

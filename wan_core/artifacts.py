@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +33,7 @@ OWN_CACHES = {  # of libraries that compile; values are folders in ours, or what
     "TRITON_CACHE_DIR": "triton",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
 }
+COMPILED = "compiled"  # our own files
 SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
 
 
@@ -59,7 +61,7 @@ class Artifacts:
             os.environ.setdefault(variable, str(folder / name))
         for variable, value in SWITCHES.items():
             os.environ.setdefault(variable, value)
-        return cls(folder / "compiled" / f"{artifact_key(device, options)}.bin")
+        return cls(folder / COMPILED / f"{artifact_key(device, options)}.bin")
 
     def load(self) -> str:
         """Give torch what is on disk, and say what came of it."""
@@ -77,31 +79,35 @@ class Artifacts:
                 raise ValueError("torch does not know its form")
         except Exception as fault:  # noqa: BLE001  (unpickling a foreign blob may raise anything, and all are one: useless)
             log.warning("what was compiled before is damaged (%s): %s", fault, self.path)
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.path.unlink()
             return "compiling anew: what was kept is damaged"
         self.loaded = True
-        os.utime(self.path)  # what is used stays longest
+        with suppress(OSError):  # a folder that is another's, or read only
+            os.utime(self.path)  # what is used stays longest
         return "what was compiled before is used again"
 
     def save(self, graphs: int) -> bool:
-        """Keep what this process compiled, `graphs` graphs so far; False where there is nothing new or no room."""
+        """Keep what this process compiled, `graphs` graphs so far; False where there is nothing new or no room. Never
+        raises: a video that is made waits to be decoded."""
         if graphs <= self.saved:
             return False
-        found = torch.compiler.save_cache_artifacts()
         self.saved = graphs
-        if found is None:
-            return False
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
+            found = torch.compiler.save_cache_artifacts()
+            if found is None:
+                return False
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_bytes(pack(found[0]))
             temporary.replace(self.path)
             prune(cache_folder())
-        except OSError as fault:
+        except Exception as fault:  # noqa: BLE001  (torch serialises what other libraries registered, too)
             log.warning("what was compiled could not be kept: %s", fault)
             return False
         finally:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # where writing is forbidden, deleting what is not there is as well
+                temporary.unlink(missing_ok=True)
         return True
 
 
@@ -150,12 +156,12 @@ def sources_hash() -> str:
 
 
 def prune(folder: Path, limit: int = LIMIT) -> None:
-    """Delete what was used longest ago until `folder` holds at most `limit` bytes. An entry is a file of ours, or one
-    of the folders that a compiler keeps."""
+    """Delete what was used longest ago until our folders in `folder` hold at most `limit` bytes; other things in
+    it stay. An entry is a file of ours, or one of the folders that a compiler keeps."""
     entries: list[tuple[float, int, Path]] = []
-    for path in folder.glob("*/*"):
-        files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    for path in (path for name in (COMPILED, *OWN_CACHES.values()) for path in (folder / name).glob("*")):
         try:
+            files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
             stats = [file.stat() for file in files]
         except OSError:  # another process is writing or deleting it
             continue
@@ -168,5 +174,6 @@ def prune(folder: Path, limit: int = LIMIT) -> None:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
         total -= size

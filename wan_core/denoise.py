@@ -90,7 +90,7 @@ def denoise(
     split = SplitBranches(ranks) if ranks is not None and ranks.cfg.size == 2 else None
     image = conditioning.concat is not None or conditioning.known is not None
     for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
-        expert, last = phase[0].expert, last_runs(phase, batched)
+        expert, last = phase[0].expert, last_runs(phase, batched or split is not None)  # each rank runs one branch
         again = None if relieve is None else partial(relieve, expert)
         model = retried(partial(acquire, expert), again)
         # Sparse attention orders the tokens around everything else; residuals are kept in that order.
@@ -218,7 +218,7 @@ class Guided:
         if self.cache is not None:
             self.cache.expect(step.index, branches, skip)
         if self.sparse is not None:
-            self.sparse.expect(step, branches)
+            self.sparse.expect(step, branches, skip)
 
 
 def stack_text(rows: list[Tensor], batch: int) -> Tensor:

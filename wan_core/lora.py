@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import expected_shapes
-from wan_core.checkpoint.lora import Change, Lora, read_lora
+from wan_core.checkpoint.load import StoredValues
+from wan_core.checkpoint.lora import Change, Lora, read_lora, told_experts
 from wan_core.checkpoint.merge import Merge, dense
+from wan_core.checkpoint.reader import open_checkpoint
 from wan_core.config import DiTConfig, LoraOptions, OptionError
 from wan_core.graphs import GraphedBlocks
 from wan_core.kernels.formats import Quantized
@@ -82,10 +84,14 @@ def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: boo
         path = Path(options.path)
         if not two_experts and options.expert == "low":
             raise OptionError(f"{path.name} is given for the low-noise expert, and this model has one transformer only")
+        checkpoint = open_checkpoint(path)
+        meant = expert_of(options, checkpoint.metadata)
+        if options.expert == "auto" and told_experts(checkpoint.tensors) == ("low",):
+            meant = "low"
         for expert, wanted in found.items():
-            lora = read_lora(path, shapes, expert if two_experts else None)
-            if two_experts and expert_of(options, lora.metadata) not in (None, expert):
+            if two_experts and meant not in (None, expert):
                 continue
+            lora = read_lora(checkpoint, shapes, expert if two_experts else None)
             stat = path.stat()
             wanted.append(Wanted(lora, options.strength, (str(path), stat.st_mtime_ns, stat.st_size)))
     return found
@@ -159,14 +165,12 @@ class AppliedLoras:
         return found
 
     @torch.no_grad()
-    def apply(
-        self, wanted: Sequence[Wanted], mode: str = "attach", original: Callable[[str], Tensor | None] | None = None
-    ) -> None:
+    def apply(self, wanted: Sequence[Wanted], mode: str = "attach", original: StoredValues | None = None) -> None:
         """Have just these on the model, at their strengths. The same files again with other strengths change numbers in
         place and nothing else. The model's weights must be where it computes.
 
-        original: the parameter of an official name in the precision of its file, or None; without it, quantised weights
-        that have to be summed into are widened. Raises OptionError where they cannot take a sum.
+        original: the parameters in the precision of their file; without it, quantised weights that have to be summed
+        into are widened, and so rounded twice.
         """
         files = (mode, *(one.key for one in wanted))
         if files != self.files:
@@ -205,6 +209,7 @@ class AppliedLoras:
         model = self._model()
         pairs: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
         linears = attachable(model.config) if mode == "attach" else frozenset()
+        dtype = model.patch_embedding.weight.dtype
         for which, one in enumerate(wanted):
             for name, changes in one.lora.changes.items():
                 module = name.removesuffix(".weight")
@@ -214,8 +219,10 @@ class AppliedLoras:
                     if pair is None:
                         self.patched.setdefault(name, []).append((which, change))
                     else:
-                        pairs.setdefault(module, []).append((which, *pair))
-        dtype = model.patch_embedding.weight.dtype
+                        up, down = (
+                            side.to(dtype) for side in pair
+                        )  # all wait here: in float32 they need twice the room
+                        pairs.setdefault(module, []).append((which, up, down))
         for module, several in pairs.items():
             ranks = tuple((which, up.shape[1]) for which, up, _ in several)
             if ranks not in self.strengths:
@@ -226,9 +233,7 @@ class AppliedLoras:
             self.attached.append(linear)
         GraphedBlocks.clear(model)
 
-    def _patch(
-        self, name: str, changes: list[tuple[Change, float]], original: Callable[[str], Tensor | None] | None
-    ) -> None:
+    def _patch(self, name: str, changes: list[tuple[Change, float]], original: StoredValues | None) -> None:
         """Write parameter `name` with `changes` summed in; the first time, keep what it was."""
         model = self._model()
         module = model.get_submodule(name.rpartition(".")[0])
@@ -241,7 +246,7 @@ class AppliedLoras:
         if name not in self.before:
             self.before[name] = {n: model.get_parameter(n).detach().to("cpu", copy=True) for n in names}
         kept = self.before[name]
-        stored = None if quantized is None or original is None else original(name)
+        stored = None if quantized is None or original is None else original.read(name)
         if stored is None:
             stored = kept[name] if quantized is None else Quantized(kept[names[0]], kept[names[1]])
         home = model.get_parameter(name).device
@@ -261,4 +266,4 @@ def attachable(config: DiTConfig) -> frozenset[str]:
 def lora_bytes(wanted: Iterable[Wanted], itemsize: int = 2) -> int:
     """Device memory of attached LoRAs."""
     changes = (change for one in wanted for several in one.lora.changes.values() for change in several)
-    return sum(itemsize * factor.numel() for change in changes for factor in change.factors)
+    return sum(itemsize * change.attached_numbers for change in changes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from wan_core.artifacts import Artifacts
 from wan_core.attention.registry import resolve_attention
 from wan_core.cache.residual import residual_bytes
 from wan_core.checkpoint import find_parts, load_vae
+from wan_core.checkpoint.load import StoredValues
 from wan_core.checkpoint.staged import THREADS, current_reading, reading
 from wan_core.config import QUANTIZED, DiTConfig, LoadOptions, OptionError, Task, VAEConfig
 from wan_core.job import Job
@@ -206,7 +208,9 @@ def load_models(
         model, applied = loaded.pop(name), wanted.get(name, [])
         if isinstance(model, WanModel):
             if applied and how == "attach":
-                AppliedLoras.of(model, report.device).apply(applied)
+                path = parts.of[name].path
+                original = None if path is None else StoredValues(path)
+                AppliedLoras.of(model, report.device).apply(applied, original=original)
             report.notes += [
                 f"{name}: {one.words('merged' if how == 'merge' else f'attached: {why}')}" for one in applied
             ]
@@ -256,7 +260,9 @@ def load_parts(
         how = how if in_order else replace(how, mapped=False)
 
         def within(name: str) -> nn.Module:
-            with reading(how):
+            # A thread's current device is the first one, whatever its maker's is.
+            here = torch.cuda.device(residency.device) if residency.device.type == "cuda" else nullcontext()
+            with here, reading(how):
                 return load(name)
 
         if in_order:
@@ -325,10 +331,9 @@ def plan_models(
     quantized, itemsize = precision in QUANTIZED, dtypes["high"].itemsize
     held_as = held_as or {}
     units = unit_bytes(parts.dit, itemsize, quantized, options.keep_blocks)
-    if is_packed(held_as.get("high")):
-        rest, blocks = unit_bytes(parts.dit, itemsize, False)[0], parts.dit.num_layers
-        packed = parts.of["high"].bytes(dtypes["high"], held_as["high"])
-        units = (rest, *[max(0, packed - rest) // blocks] * blocks)
+    kept = held_as.get("high")
+    if is_packed(kept):
+        units = packed_units(parts.of["high"], dtypes["high"], kept)
     sizes = Sizes(
         units=units,
         experts=1 + ("low" in parts.of),
@@ -347,6 +352,13 @@ def plan_models(
         if same.denoises:
             return same
     return plan_memory(sizes, beside, available, mode, options.resident_blocks)
+
+
+def packed_units(part: Part, dtype: torch.dtype, quantization: Quantization | None) -> tuple[int, ...]:
+    """As `unit_bytes`, of a transformer that stays as its file packs it."""
+    config = cast(DiTConfig, part.config)
+    rest, blocks = unit_bytes(config, dtype.itemsize, False)[0], config.num_layers
+    return (rest, *[max(0, part.bytes(dtype, quantization) - rest) // blocks] * blocks)
 
 
 def beside_job(parts: Parts, job: Job | None, per_token: float, itemsize: int) -> Beside:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wan_core.attention.registry import resolve_attention
 from wan_core.conditioning import Conditioning, draw_noise, first_latent, image_channels
 from wan_core.config import LoadOptions, Request, VAEConfig
 from wan_core.denoise import Progress, denoise, retried
@@ -28,7 +29,7 @@ from wan_core.job import Job, make_job
 from wan_core.latents import save_latents
 from wan_core.lora import lora_files
 from wan_core.model import WanModel
-from wan_core.models import Models, choose_device, load_models
+from wan_core.models import Models, choose_device, compute_dtype, load_models
 from wan_core.optimize import begin_run
 from wan_core.parallel.conditioning import rows_of_all, text_rank
 from wan_core.parallel.mesh import RankMesh
@@ -71,7 +72,7 @@ class Pipeline:
         """Recognise the files, then load them. A `request` given here is checked in between, before any weights are
         read, and picks the embedded model's image variant if it has an image. ranks: those that do all of it together,
         each calling this and everything after it alike, on its own device; all have the same results. Raises
-        CheckpointError or OptionError."""
+        CheckpointError, OptionError or AttentionError."""
         report = Report(choose_device(options.device) if ranks is None else ranks.device)
         image = request is not None and bool(request.image or request.last_image)
         if request is not None:
@@ -82,6 +83,11 @@ class Pipeline:
             if request is not None:
                 files = found.of["high"].path, found.low_path, lora_files(options.loras)
                 job = make_job(request, found.task, found.dit, found.vae, *files)
+                if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
+                    device, head_dim = report.device, found.dit.head_dim
+                    dtype = compute_dtype(options.precision, device)
+                    attention, _ = resolve_attention(options.attention, device, dtype, head_dim)
+                    check_kernel(job.plan.sparse, attention, device, head_dim, job.tokens)
             models = load_models(found, options, report, job, ranks)
         return cls(models, report)
 

@@ -158,6 +158,27 @@ def read_values(
     return _plain(_values(checkpoint, found, device, dtype, frozenset(), {}, checkpoint.read))
 
 
+class StoredValues:
+    """The parameters of a transformer as a file holds them, whatever a model in memory made of them. Nothing is opened
+    before the first is asked for."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.found: tuple[Checkpoint, Detected] | None = None
+
+    def read(self, name: str) -> Tensor | Quantized | Packed:
+        """The parameter of an official name, on the CPU. Raises `CheckpointError`: the file is there no longer."""
+        if self.found is None:
+            checkpoint = open_checkpoint(self.source)
+            self.found = checkpoint, detect(checkpoint, "dit")
+        checkpoint, found = self.found
+        theirs = found.names[name]
+        if checkpoint.tensors[theirs].packing is not None:
+            return checkpoint.read_packed(theirs)
+        stored = checkpoint.read(theirs)
+        return Quantized(stored, checkpoint.read(found.scales[name]).float()) if name in found.scales else stored
+
+
 def _values(
     checkpoint: Checkpoint,
     found: Detected,

@@ -17,7 +17,8 @@ A file names a module and what it has for it: `PREFIX MODULE . ROLE`. All spelli
 | diff, w_norm; diff_b, b_norm; diff_m | itself, to weight; bias; modulation | differences in full |
 | dora_scale, lora_magnitude_vector | afterwards the rows (or columns) get these lengths | DoRA |
 
-Without an alpha the factor is 1. A LoRA that changes a convolution (the patch embedding) has kernels for matrices.
+Without an alpha the factor is 1, or what Diffusers notes for the whole file. A LoRA that changes a convolution (the
+patch embedding) has kernels for matrices.
 
 Source: Hu et al., arXiv:2106.09685; Hyeon-Woo et al., arXiv:2108.06098 (LoHa); Yeh et al., arXiv:2309.14859 (LoKr);
 Liu et al., arXiv:2402.09353 (DoRA). The last three are compared with LyCORIS's own code in the tests.
@@ -25,6 +26,7 @@ Liu et al., arXiv:2402.09353 (DoRA). The last three are compared with LyCORIS's 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -42,6 +44,7 @@ from wan_core.checkpoint.reader import Source, open_checkpoint
 Shapes = Mapping[str, tuple[int, ...]]
 
 MAX_RANK = 4096
+NOTED = "lora_adapter_metadata"
 
 # Taken off the front, one after the other, until a module of the model is left.
 PREFIXES = (
@@ -132,6 +135,14 @@ class Change:
         first, second = self.factors[0].shape[1], self.factors[-2].shape[1]
         return self.kind == "LoRA" or first * second <= min(self.shape) // 4
 
+    @property
+    def attached_numbers(self) -> int:
+        """How many numbers it holds beside the weights: those of the pair that `low_rank` makes, or of its factors."""
+        if not self.has_low_rank:
+            return sum(factor.numel() for factor in self.factors)
+        rank = self.factors[0].shape[1] * (1 if self.kind == "LoRA" else self.factors[2].shape[1])
+        return rank * sum(self.shape)
+
     def low_rank(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """(up [N, R], down [R, K]) in float32 whose product is the change of a matrix; None where `has_low_rank` is
         not."""
@@ -199,6 +210,13 @@ def is_lora(names: Collection[str]) -> bool:
     return any(
         (match := _NAME.fullmatch(name)) and match["role"] not in ("alpha", "a1", "a2", "b1", "b2") for name in names
     )
+
+
+def told_experts(names: Collection[str]) -> tuple[str, ...]:
+    """The experts whose changes a file with tensors of these names tells apart; none where its names are for any."""
+    if not any(name.startswith(_LOW) for name in names):
+        return ()
+    return ("high", "low") if any(name.startswith(_HIGH) for name in names) else ("low",)
 
 
 def read_lora(source: Source, shapes: Shapes, expert: str | None = None) -> Lora:
@@ -362,7 +380,7 @@ def _changes(
     alpha = _alpha(checkpoint, roles["alpha"]) if "alpha" in roles else None
     if "up" in roles or "down" in roles:
         up, down = pair("up", "down")
-        scale = 1.0 if alpha is None else alpha / up[1]
+        scale = _noted_scale(checkpoint, roles["up"], up[1]) if alpha is None else alpha / up[1]
         add(weight, "LoRA", "up", "down", scale=scale, fits=fits(up[0], down[1]))
         if "up_bias" in roles:
             add(f"{module}.bias", "difference", "up_bias", scale=scale)
@@ -437,6 +455,25 @@ def _alpha(checkpoint: Checkpoint, name: str) -> float:
     if not math.isfinite(value):
         raise CheckpointError(f"{name} is no number, and an alpha is expected. Download it again.")
     return value
+
+
+def _noted_scale(checkpoint: Checkpoint, name: str, rank: int) -> float:
+    """alpha / rank by PEFT's configuration, which Diffusers writes into the file's metadata, for the tensor `name`."""
+    prefix, _, rest = name.partition(".")
+    try:
+        noted = json.loads(checkpoint.metadata.get(NOTED, "{}"))
+        alpha = noted.get(f"{prefix}.lora_alpha")
+        for module, own in (noted.get(f"{prefix}.alpha_pattern") or {}).items():
+            if f".{rest}".rpartition(".lora_")[0].endswith(f".{module}"):
+                alpha = own
+        if alpha is None:
+            return 1.0
+        scale = float(alpha) / (math.sqrt(rank) if noted.get(f"{prefix}.use_rslora") else rank)
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        scale = math.nan
+    if not math.isfinite(scale):
+        raise CheckpointError(f"its note {NOTED} gives no alpha that could be used. Save it again.")
+    return scale
 
 
 def _squeezed(shape: tuple[int, ...]) -> list[int]:

@@ -80,6 +80,6 @@ def _is_plain_fp8(checkpoint: Checkpoint, name: str) -> bool:
         return False
     try:
         found = json.loads(bytes(checkpoint.read(name).flatten().tolist()))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and str(found.get("format", "")).startswith("float8_e")

@@ -16,7 +16,7 @@ import io
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,15 +129,19 @@ class Feed:
         self.pieces: deque[Piece] = deque()
         self.changed = threading.Condition()
         self.closed, self.ended = False, False
-        self.fault: Exception | None = None
+        self.fault: BaseException | None = None
         total = sum(wanted.nbytes for wanted in self.order)
         self.threads = [
             threading.Thread(target=self._work, name=f"read-{i}", daemon=True)
-            for i in range(min(how.threads, -(-total // PIECE)))
+            for i in range(min(max(1, how.threads), -(-total // PIECE)))
         ]
-        for thread in self.threads:
-            thread.start()
-        self._go_on()
+        try:
+            for thread in self.threads:
+                thread.start()
+            self._go_on()
+        except BaseException:  # no memory, no more threads: those that have begun would wait for ever
+            self.close()
+            raise
 
     def __enter__(self) -> Feed:
         return self
@@ -155,8 +159,9 @@ class Feed:
             return self.checkpoint.read(name).to(self.device)
         with self.changed:
             self.changed.wait_for(lambda: wanted.left == 0 or self.fault is not None)
-            if self.fault is not None:
-                raise CheckpointError(f"{name} cannot be read ({self.fault})", where=self.checkpoint.describe())
+            if (fault := self.fault) is not None:
+                words = str(fault) or type(fault).__name__
+                raise CheckpointError(f"{name} cannot be read ({words})", where=self.checkpoint.describe()) from fault
         del self.under_way[name]
         self.bytes_ahead -= wanted.nbytes
         self._go_on()
@@ -172,7 +177,8 @@ class Feed:
             self.pieces.clear()
             self.changed.notify_all()
         for thread in self.threads:
-            thread.join()
+            if thread.ident is not None:  # it has begun
+                thread.join()
         for wanted in self.under_way.values():
             for event in wanted.ready:
                 event.synchronize()
@@ -202,6 +208,15 @@ class Feed:
     # ------------------------------------------------------------------------------------------------ in the threads
 
     def _work(self) -> None:
+        try:
+            with torch.cuda.device(self.device) if self.cuda else nullcontext():  # threads begin on the first GPU
+                self._read_pieces()
+        except BaseException as fault:  # noqa: BLE001  (whatever it is: whoever reads would wait for ever)
+            with self.changed:
+                self.fault = self.fault or fault
+                self.changed.notify_all()
+
+    def _read_pieces(self) -> None:
         files: dict[Path, io.FileIO] = {}
         buffers: list[tuple[Tensor, Any]] = []
         try:
@@ -237,10 +252,6 @@ class Feed:
                     wanted.left -= 1
                     if wanted.left == 0:
                         self.changed.notify_all()
-        except (OSError, RuntimeError, ValueError) as fault:  # shown to whoever reads
-            with self.changed:
-                self.fault = self.fault or fault
-                self.changed.notify_all()
         finally:
             for _, event in buffers:
                 event.synchronize()

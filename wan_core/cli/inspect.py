@@ -92,26 +92,32 @@ def _model(checkpoint: Any, path: Path) -> dict[str, Any]:
 def _lora(checkpoint: Any) -> dict[str, Any]:
     """Of a LoRA, by the shapes that its factors have: those of the model that it was made for are not at hand."""
     from wan_core.checkpoint.detect import expected_shapes
-    from wan_core.checkpoint.lora import read_lora
+    from wan_core.checkpoint.lora import OTHER_EXPERT, read_lora, told_experts
 
+    told = told_experts(checkpoint.tensors)
+    experts = told if len(told) > 1 else (None,)
     faults = []
     for family, config in _families().items():
         try:
-            lora = read_lora(checkpoint, expected_shapes(config))
+            parts = [read_lora(checkpoint, expected_shapes(config), expert) for expert in experts]
         except UserError as fault:
             faults.append(str(fault))
             continue
-        targets = Counter(re.sub(r"blocks\.\d+\.", "", name.removesuffix(".weight")) for name in lora.changes)
-        layers = {int(match[1]) for name in lora.changes if (match := _LAYER.match(name))}
+        names = [name for lora in parts for name in lora.changes]
+        targets = Counter(re.sub(r"blocks\.\d+\.", "", name.removesuffix(".weight")) for name in names)
+        layers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
+        ranks = sorted({rank for lora in parts for rank in lora.ranks})
+        ignored = {(why, n) for lora in parts for why, n in lora.ignored.items() if why != OTHER_EXPERT}
         return {
-            "kind": "a LoRA" if lora.ranks else "a set of differences",
+            "kind": "a LoRA" if ranks else "a set of differences",
             "family": f"for {family}",
-            "layout": lora.spelling,
-            "changes": lora.kinds,
-            "rank": list(lora.ranks),
+            **({"experts": list(told)} if told else {}),
+            "layout": " and ".join(dict.fromkeys(lora.spelling for lora in parts)),
+            "changes": dict(sum((Counter(lora.kinds) for lora in parts), Counter[str]())),
+            "rank": ranks,
             "blocks": len(layers),
             "targets": dict(targets.most_common()),
-            "problems": [f"{len(names)} tensors {why}: {', '.join(names[:3])}" for why, names in lora.ignored.items()],
+            "problems": [f"{len(names)} tensors {why}: {', '.join(names[:3])}" for why, names in sorted(ignored)],
         }
     return {"kind": "a LoRA", "problems": [f"of no known model: {faults[0]}"]}
 

@@ -132,7 +132,8 @@ def finish(
 
     pads, tail: so many keys of zeros, with values of zeros, were read by the blocks of queries that `tail` bool
     [B, H, n] names; their weight is taken out. pooled: other blocks stand in by their means, with queries q
-    [B, L, H, D] (times q_scale [1]). scale: [1], the result is FP8 in its units. -> contiguous [B, L, H, D].
+    [B, L, H, D] (times q_scale [1]). scale: [1], the result is FP8 in its units. Takes over `out`. -> contiguous
+    [B, L, H, D].
     """
     if out.is_cuda and fused.uses_kernels() and fused.why_not(out.device) is None:
         from wan_core.kernels import triton_blocked

@@ -158,7 +158,7 @@ class Residency:
                 f"{name}: weights stay in the file's pages, {needed / GIB:.1f} GiB of locked memory would not fit into "
                 f"{(available or 0) / GIB:.1f} GiB: copies to the device are slower"
             )
-        shelf = Shelf(model, lock=self.device.type == "cuda", copy=copy)
+        shelf = Shelf(model, lock=self.device.type == "cuda", copy=copy, device=self.device)
         self.shelves[name] = shelf
         if shelf.layout not in self.stages:
             self.stages[shelf.layout] = self._stage()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -115,11 +116,11 @@ def _is_dense(tensor: Tensor) -> bool:
 class Shelf:
     """The weights of `model`: its units, the rest first, then the blocks of a transformer.
 
-    lock: for a GPU to read at full speed. copy: False leaves the weights where they are (a file's pages), where there
-    is not enough memory to lock.
+    lock: for a GPU to read at full speed, from the context of `device` (None: the current one). copy: False leaves the
+    weights where they are (a file's pages), where there is not enough memory to lock.
     """
 
-    def __init__(self, model: nn.Module, *, lock: bool, copy: bool = True) -> None:
+    def __init__(self, model: nn.Module, *, lock: bool, copy: bool = True, device: torch.device | None = None) -> None:
         self.model = model
         named = tensors_of(model)
         assert not any(tensor.is_inference() for tensor in named.values()), "weights made in inference mode stay there"
@@ -129,8 +130,14 @@ class Shelf:
             groups = [[n for n in named if not n.startswith("blocks.")]]
             groups += [[n for n in named if n.startswith(prefix)] for prefix in prefixes]
         self.units = [Unit(names, [named[n] for n in names]) for names in groups]
+        here = (torch.cuda.current_device() if device is None else device) if lock else None
+
+        def shelve(unit: Unit) -> None:  # threads begin on the first GPU, and locking there would take memory of it
+            with nullcontext() if here is None else torch.cuda.device(here):
+                unit.shelve(lock, copy)
+
         with ThreadPoolExecutor(THREADS if len(self.units) > 1 else 1) as pool:
-            list(pool.map(lambda unit: unit.shelve(lock, copy), self.units))
+            list(pool.map(shelve, self.units))
 
     @property
     def layout(self) -> tuple[Layout, ...]:

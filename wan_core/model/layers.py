@@ -63,10 +63,10 @@ class SelfAttention(nn.Module):
 
         Here, not in the block, so that the normed tokens are gone before attention needs the room.
         """
-        h = shared_input(self.q, fused.norm(x, mul, add, eps, input_format(self.q)))
         quantized = getattr(self.attend, "quantized", None)
         if quantized is not None:
-            return self.fp8(quantized, h, rope, x.dtype)
+            return self.fp8(quantized, x, mul, add, eps, rope)
+        h = self.normed(x, mul, add, eps)
         q = fused.head_norm(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope)
         k = fused.head_norm(self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope)
         v = self.v(h).unflatten(-1, (self.heads, -1))
@@ -75,12 +75,17 @@ class SelfAttention(nn.Module):
         del q, k, v
         return self.o(out)
 
-    def fp8(self, attend: Fp8Attend, h: Any, rope: Tensor, dtype: torch.dtype) -> Tensor:
+    def normed(self, x: Tensor, mul: Tensor, add: Tensor, eps: float) -> Any:
+        """What q, k and v multiply."""
+        return shared_input(self.q, fused.norm(x, mul, add, eps, input_format(self.q)))
+
+    def fp8(self, attend: Fp8Attend, x: Tensor, mul: Tensor, add: Tensor, eps: float, rope: Tensor) -> Tensor:
         """Norm, rotation and quantisation in one pass; the FP8 that comes out is the output projection's input.
 
         An `attend` that wants its inputs in memory by heads, in whole blocks of tokens, says the length of a block in
         its attribute `block` (`wan_core.kernels.blocked`); one that sees a shard of the tokens brings `agree`."""
         block, agree = getattr(self.attend, "block", 0), getattr(self.attend, "agree", None)
+        h = self.normed(x, mul, add, eps)  # made here, so that nobody else holds it while attention needs the room
         q = fused.head_norm_fp8(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope, block=block)
         k = fused.head_norm_fp8(
             self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True, block=block, agree=agree
@@ -90,7 +95,7 @@ class SelfAttention(nn.Module):
         out = attend(q, k, v)
         del q, k, v
         joined = Quantized(out.data.flatten(-2), out.scale)
-        return self.o(joined if getattr(self.o, "takes_fp8", False) else joined.dequantize(dtype))
+        return self.o(joined if getattr(self.o, "takes_fp8", False) else joined.dequantize(x.dtype))
 
     def fp8_values(self, v: Tensor, block: int, agree: fused.Agree | None) -> Quantized:
         if block:

@@ -141,10 +141,13 @@ class Channel:
         self._socket.close()
 
 
-def _read(connection: socket.socket, count: int) -> bytearray:
+def _read(connection: socket.socket, count: int, deadline: float | None = None) -> bytearray:
+    """deadline: of all of it by the monotonic clock, whatever arrives meanwhile; TimeoutError after it."""
     data = bytearray(count)
     view, done = memoryview(data), 0
     while done < count:
+        if deadline is not None:
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
         try:
             got = connection.recv_into(view[done:])
         except TimeoutError:
@@ -195,10 +198,11 @@ class Listener:
         raise TimeoutError(f"nobody who knows the key connected within {timeout:g} s")
 
     def _challenge(self, connection: socket.socket) -> None:
+        deadline = time.monotonic() + _HELLO_SECONDS
         connection.settimeout(_HELLO_SECONDS)
         nonce = secrets.token_bytes(_NONCE)
         connection.sendall(_MAGIC + nonce)
-        answer = bytes(_read(connection, _NONCE + 32))
+        answer = bytes(_read(connection, _NONCE + 32, deadline))
         theirs, proof = answer[:_NONCE], answer[_NONCE:]
         if not hmac.compare_digest(proof, _proof(self._key, b"worker", nonce, theirs)):
             raise AuthenticationError("wrong key")

@@ -33,7 +33,8 @@ class Speeds:
     attention: float = 655e12
     attention_fp8: float = 830e12
     memory: float = 4.26e12
-    ring: float = 1.04  # of attention in parts, with keys on the move beside it; to be measured
+    ring: float = 1.04  # of attention in parts, with keys on the move beside it
+    part: float = 1.1e-3  # of every part of a ring but the first, in a block: what does not shrink with it
     passes: float = 49.0  # of one bf16 [L, C] tensor through memory that a block makes between its products
     link: float = 290e9  # out of one GPU, to GPUs of its host
     network: float = 45e9  # to another host; a 400 Gbit/s card for each GPU, not measured
@@ -42,7 +43,9 @@ class Speeds:
     ends: float = 1.6e-11  # of a forward, for each token and channel: what is not sharded
 
 
-H200 = Speeds()  # measured there, but for `network` and `ring`
+H200 = (
+    Speeds()
+)  # measured on up to four of them, but for `network`; `part` from benchmarks/results/parallel-h200-*.json
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ def forward_seconds(
         one_round *= speeds.ring
         link = speeds.link if gpus_per_host >= mesh.shards else speeds.network
         hop = 2 * -(-L // R) * channels * wide / link + speeds.latency
-        merge = R * 10 * -(-L // R) * channels / speeds.memory
+        merge = R * 10 * -(-L // R) * channels / speeds.memory + (R - 1) * speeds.part
     attention = one_round + (R - 1) * max(one_round, hop) + merge
     block = linears + passes + exchange + attention
     if mesh.shards > 1:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from wan_core.attention.registry import resolve_attention
+from wan_core.checkpoint.load import StoredValues
 from wan_core.config import LoraOptions, OptionError
 from wan_core.lora import AppliedLoras, check_packed, choose_mode, lora_bytes, merging, read_loras
 from wan_core.memory.budget import device_room
@@ -82,7 +83,8 @@ class LoadedExperts:
                 merge = merging(mine, device) if how == "merge" else None
                 model = part.load(self.residency.load_device, dtype, quantization, merge, share)
             if mine and how == "attach":
-                AppliedLoras.of(cast(WanModel, model), device).apply(mine)
+                original = None if part.path is None else StoredValues(part.path)
+                AppliedLoras.of(cast(WanModel, model), device).apply(mine, original=original)
             self.residency.add(name, model)
 
     def fits(self, ranks: RankMesh) -> bool:

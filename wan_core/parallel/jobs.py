@@ -33,12 +33,14 @@ from wan_core.parallel.conditioning import rows_of_all, text_rank
 from wan_core.parallel.costs import H200, MeshChoice, choose_mesh
 from wan_core.parallel.experts import LoadedExperts
 from wan_core.parallel.mesh import Mesh, RankMesh
+from wan_core.parallel.sequence import check_mesh
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.parallel.wire import load_options_from, plan_from, report_data, request_from
 from wan_core.parts import find_experts, find_models, own_loras, recognise
 from wan_core.pipeline import OnStep, Pipeline, sample_latents
 from wan_core.plan import Plan
 from wan_core.report import Report
+from wan_core.sparsity.run import check_kernel
 from wan_core.text.umt5 import TextEncoder
 from wan_core.vae import TileSpec, VideoVAE
 
@@ -209,13 +211,16 @@ class Jobs:
 
     def choose(self, name: str, dit: DiTConfig, tokens: int, plan: Plan, precision: str, attention: str) -> MeshChoice:
         """The mesh that was named, or for "auto" the best one. Raises OptionError."""
-        if name != "auto":
-            mesh = Mesh.parse(name)
-            if mesh.size != self.rank.size:
-                raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
-            return MeshChoice(mesh)
+        mesh = None if name == "auto" else Mesh.parse(name)
+        if mesh is not None and mesh.size != self.rank.size:
+            raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
         device = self.rank.device
         backend, _ = resolve_attention(attention, device, compute_dtype(precision, device), dit.head_dim)
+        if plan.sparse is not None:
+            check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
+        if mesh is not None:
+            check_mesh(mesh, backend, tokens, sparse=plan.sparse is not None)
+            return MeshChoice(mesh)
         paired = sum(step.forwards for step in plan.steps if step.forwards == 2)
         return choose_mesh(
             self.rank.size,

@@ -55,6 +55,18 @@ def find_lse(name: str, mesh: Mesh) -> AttendLse | None:
     return load()
 
 
+def check_mesh(mesh: Mesh, attention: str, tokens: int, *, sparse: bool) -> None:
+    """Raise OptionError now, before anything is loaded, where `mesh` cannot run a video of so many tokens with the
+    backend `attention`, its steps `sparse` or not."""
+    find_lse(attention, mesh)
+    if mesh.ring > 1 and sparse:
+        raise OptionError(
+            f"mesh {mesh} has a ring, and sparse attention chooses blocks among all keys, of which a rank of a ring "
+            f"sees a part: use a mesh without one, such as {mesh.cfg}x1x{mesh.shards}"
+        )
+    shard_lengths(tokens, 1, mesh.shards)
+
+
 def shard_lengths(tokens: int, frames: int, shards: int) -> tuple[list[int], int]:
     """How many of `tokens` each shard has, and the tokens of one unit: a shard is a whole number of units, and a unit
     lies in one of `frames` parts that have a modulation row each."""

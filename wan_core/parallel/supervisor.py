@@ -88,6 +88,8 @@ def run(orders: Orders) -> dict[str, Any]:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from wan_core.parallel.rendezvous import register  # not at the top: torch.distributed takes a second
+
     environment = {CONTROL: orders.control(), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
     if "cpu" in orders.devices and "OMP_NUM_THREADS" not in os.environ:
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(orders.devices)))
@@ -102,7 +104,7 @@ def run(orders: Orders) -> dict[str, Any]:
         max_nodes=orders.nodes,
         nproc_per_node=len(orders.devices),
         run_id=orders.run_id,
-        rdzv_backend="c10d",
+        rdzv_backend=register(orders.run_id, min(60, seconds)) if alone else "c10d",
         rdzv_endpoint=orders.rendezvous or "localhost:0",
         # join: how long to wait for other hosts; read: for an answer of the rendezvous' store
         rdzv_configs={"join_timeout": seconds, "timeout": seconds, "read_timeout": min(60, seconds)},

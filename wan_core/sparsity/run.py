@@ -69,16 +69,16 @@ class SparseBlocks:
         plain = SparseBehindFp8() if behind_fp8 else SparseAttention()
         self.attend = SparseFp8Attention(self.block) if fp8 else plain
         self.keeps = keeps
-        self.routes: dict[Any, tuple[int, Route]] = {}
+        self.routes: dict[Any, tuple[int, Rule, Route]] = {}
         self.table: tuple[Tensor, Tiles, Tensor] | None = None
         self.step: Step | None = None
         self.branches: tuple[Branch, ...] = ()
         self.computed: list[int] = []  # sparse steps so far
 
-    def expect(self, step: Step, branches: tuple[Branch, ...]) -> None:
-        """What the next forward is."""
+    def expect(self, step: Step, branches: tuple[Branch, ...], skip: bool = False) -> None:
+        """What the next forward is. skip: its blocks do not run."""
         self.step, self.branches = step, branches
-        if step.sparsity and step.index not in self.computed:
+        if step.sparsity and not skip and step.index not in self.computed:
             self.computed.append(step.index)
         self.install(step.sparsity > 0)
 
@@ -102,7 +102,7 @@ class SparseBlocks:
         return rules
 
     def __call__(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
-        """tokens [B, L, C] -> [B, L, C]."""
+        """tokens [B, L, C], which are overwritten -> [B, L, C]."""
         if self.observe is not None:
             self.install(sparse=True)
         tiles = make_tiles(self.grid, self.block, tokens.device, frames_apart=modulation.shape[1] > 1, image=self.image)
@@ -118,8 +118,10 @@ class SparseBlocks:
             routes=self.routes,
             observe=self.observe,
         )
+        # In the memory that they came in, which whoever calls holds on to: a copy beside it would stay for all blocks.
+        tokens.copy_(tokens[:, tiles.order])
         with forward(state):
-            result = self.run_shard(tokens[:, tiles.order], modulation, self.turned(rope, tiles), text)
+            result = self.run_shard(tokens, modulation, self.turned(rope, tiles), text)
         return result[:, tiles.inverse]
 
     def turned(self, rope: Tensor, tiles: Tiles) -> Tensor:

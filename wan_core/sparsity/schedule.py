@@ -21,9 +21,10 @@ PRESETS: dict[str, SparseOptions] = {
     "fast": SparseOptions(sparsity=0.875, dense_steps=0.0),
 }
 HALF = 0.5  # the sparsity of a ramp
-# Measured on an H200 at 75,600 tokens: attention over a share of the blocks takes this share of the time and more,
-# because the block-sparse kernel is slower on what it reads, and blocks must be chosen.
-KERNEL, CHOICE = 1.1, 0.02
+# Measured on an H200 at 75,600 tokens (benchmarks/results/sparse-*.json): attention over a share of the blocks takes
+# this share of dense FP8 attention's time and more, because the block-sparse kernel is slower on what it reads, blocks
+# must be chosen, and means stand in for the rest. Between 12.5 and 50 % it is off by 1 % of a forward at most.
+KERNEL, CHOICE = 1.075, 0.06
 FORM = "quality, balanced, fast, or sparsity/dense steps/dense layers such as 0.75/0.05/0, then options after a colon: "
 WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, even, alone, mean, or a kernel"
 
@@ -49,10 +50,18 @@ def sparsify(
 
 
 def with_costs(plan: Plan, config: DiTConfig, tokens: int) -> Plan:
-    """`plan` with what its sparse steps cost, for its estimate. tokens: of one video."""
+    """`plan` with what its sparse steps cost, for its estimate. tokens: of one video. Raises OptionError for budgets of
+    another number of layers."""
     if plan.sparse is None:
         return plan
-    share = attention_share(config, tokens)
+    for expert, keeps in plan.keeps:
+        if len(keeps) != config.num_layers:
+            raise OptionError(
+                f"the coverage of the {expert}-noise expert has {len(keeps)} layers, and the model has "
+                f"{config.num_layers}: calibrate it again, or leave it out with the word even"
+            )
+    sparse_layers = max(0, config.num_layers - plan.sparse.dense_layers) / config.num_layers
+    share = attention_share(config, tokens) * sparse_layers
     return replace(plan, steps=tuple(replace(s, cost=step_cost(s.sparsity, share)) for s in plan.steps))
 
 
@@ -65,7 +74,7 @@ def attention_share(config: DiTConfig, tokens: int) -> float:
 
 
 def step_cost(sparsity: float, share: float) -> float:
-    """Of a forward that reads everything, whose attention takes `share`."""
+    """Of a forward that reads everything, whose sparse layers' attention takes `share`."""
     if sparsity == 0:
         return 1.0
     return round(1 - share + share * min(1.0, KERNEL * (1 - sparsity) + CHOICE), 4)

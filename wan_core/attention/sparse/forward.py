@@ -45,7 +45,8 @@ Observer = Callable[[int, Tensor, Tensor, Tensor, Tiles], None]
 class Forward:
     """One forward of a model: `rules` of its layers (None: dense), and where routes are kept for later steps.
 
-    routes: (branches, layer) -> the step it was made for, and the route; used again up to `reuse` - 1 steps later.
+    routes: (branches, layer) -> the step and the rule it was made for, and the route; used again by the same rule, up
+    to `reuse` - 1 steps later.
     """
 
     kernel: SparseKernel
@@ -56,7 +57,7 @@ class Forward:
     step: int = 0
     branches: Hashable = None
     reuse: int = 1
-    routes: dict[Any, tuple[int, Route]] = field(default_factory=dict)
+    routes: dict[Any, tuple[int, Rule, Route]] = field(default_factory=dict)
     observe: Observer | None = None
     layer: int = 0
 
@@ -124,12 +125,14 @@ class Forward:
 
         Where keys are spread over devices (a ring), this is where their means would be gathered."""
         key = self.branches, layer
-        if key in self.routes and self.step - self.routes[key][0] < self.reuse:
-            return self.routes[key][1]
+        if key in self.routes:
+            step, made_by, found = self.routes[key]
+            if made_by == rule and self.step - step < self.reuse:
+                return found
         sizes = block_sizes(len(self.tiles.order), self.tiles.block, queries.device)
         found = choose(estimate(queries, keys, variance, sizes, rule.score), rule, self.tiles.forced, sizes)
         if self.reuse > 1:
-            self.routes[key] = self.step, found
+            self.routes[key] = self.step, rule, found
         return found
 
 

@@ -1,0 +1,82 @@
+"""Where the ranks of one host meet: a store of torch's on the loopback interface.
+
+torch's own rendezvous (`c10d`) listens on every interface of the host and unpickles what it finds there, so whoever
+reaches its port runs code in the supervisor. The ranks of one host need neither: they are known beforehand, and the
+store is all that they share. Several hosts have to use torch's (docs/parallel.md says on which networks).
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+BACKEND = "wancore-loopback"
+LOOPBACK = "127.0.0.1"
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """Of one launcher alone, which hosts the store."""
+
+    def __init__(self, run_id: str, timeout: timedelta) -> None:
+        self.run_id = run_id
+        listening = socket.create_server((LOOPBACK, 0), backlog=128)
+        self.port: int = listening.getsockname()[1]
+        self.store = TCPStore(
+            LOOPBACK,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listening.detach(),  # the store's own socket would listen on every interface
+        )
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks use this store as well."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        where = RendezvousStoreInfo(LOOPBACK, self.port)
+        return RendezvousInfo(PrefixStore(f"agent/{self.run_id}", self.store), 0, 1, where)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else would come."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self.run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def register(run_id: str, timeout: float) -> str:
+    """Have torch's launcher know the meeting `run_id`. Returns the name of its kind there: torch's own where its store
+    takes no open socket (older versions)."""
+    try:
+        made = LoopbackRendezvous(run_id, timedelta(seconds=timeout))
+    except NotImplementedError:
+        return "c10d"
+
+    def create(_: RendezvousParameters) -> RendezvousHandler:
+        return made
+
+    rendezvous_handler_registry.register(BACKEND, create)
+    return BACKEND
