@@ -358,5 +358,5 @@ def test_a_program_that_is_killed_leaves_nothing(sign: signal.Signals) -> None:
     processes = below(program.pid)
     assert len(processes) == 3
     os.kill(program.pid, sign)
-    program.wait(10)
+    program.wait(30)
     wait_until_gone(processes)
