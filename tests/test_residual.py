@@ -317,8 +317,11 @@ def test_two_videos_in_a_row_equal_fresh_processes(tmp_path):
 
 
 def test_one_pipeline_makes_the_same_video_again(tiny_assets):
-    """The models stay loaded: a cached video, one of another size and prompt, one in full, and the first again."""
-    from wan_core.config import LoadOptions, Request
+    """The models stay loaded: a cached video, one of another size and prompt, one in full, one with a LoRA, and the
+    first again."""
+    from wan_core.config import LoadOptions, LoraOptions, Request
+    from wan_core.lora import AppliedLoras, read_loras
+    from wan_core.parts import TINY_LORAS
     from wan_core.pipeline import Pipeline
 
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
@@ -330,6 +333,14 @@ def test_one_pipeline_makes_the_same_video_again(tiny_assets):
         dataclasses.replace(cached, width=48, height=64, prompt="a green square standing still on a white background")
     )
     full = pipe.generate(dataclasses.replace(cached, skip=None))
+    experts = {name: pipe.models.expert(name) for name in ("high", "low")}
+    loras = [LoraOptions(path=str(path), expert=expert, strength=0.5) for expert, path in TINY_LORAS.items()]
+    for name, wanted in read_loras(loras, pipe.models.dit_config, two_experts=True).items():
+        AppliedLoras.of(experts[name]).apply(wanted)
+    changed = pipe.generate(cached)
+    for model in experts.values():
+        AppliedLoras.of(model).clear()
+    assert not torch.equal(first.latents, changed.latents)
     again = pipe.generate(cached)
     assert torch.equal(first.latents, again.latents) and not torch.equal(first.latents, full.latents)
     fresh = Pipeline.load(LoadOptions(model="tiny", device="cpu")).generate(cached)
