@@ -178,6 +178,7 @@ def package(tmp_path, monkeypatch):
         ("assert False", "AssertionError"),
         ("def attend(:", "SyntaxError"),
         ("import not_installed_at_all", r"cannot be imported .*not_installed_at_all"),
+        ("def __getattr__(name): import not_installed_at_all", r"cannot be imported .*not_installed_at_all"),
         ("attends = print", r"too old or incomplete, it has no attend"),
     ],
 )

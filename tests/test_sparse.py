@@ -201,15 +201,20 @@ def test_flex_is_the_reference(tokens: int, block: int) -> None:
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
 
 
-def test_what_flex_is_handed_are_the_blocks_of_the_route() -> None:
-    chosen = random_route(60, 16, 3)
-    mask = block_mask(chosen, 60, 60, 16)
+@pytest.mark.parametrize("tokens", [60, 64])
+@pytest.mark.parametrize("counted", [False, True])
+def test_what_flex_is_handed_are_the_blocks_of_the_route(tokens: int, counted: bool) -> None:
+    """All of them once, and the last one as a part where it is not full: whole blocks are not looked into."""
+    chosen = random_route(tokens, 16, 3)
+    if not counted:
+        chosen = Route(chosen.blocks)
+    mask = block_mask(chosen, tokens, tokens, 16)
     kept = chosen.kept(4)
-    assert torch.equal(mask.full_kv_num_blocks.long(), kept.sum(-1))
     for b, h, row in itertools.product(range(2), range(3), range(4)):
-        listed = mask.full_kv_indices[b, h, row, : mask.full_kv_num_blocks[b, h, row]]
-        assert set(listed.tolist()) == set(kept[b, h, row].nonzero()[:, 0].tolist())
-    assert not mask.kv_num_blocks.any()
+        whole = mask.full_kv_indices[b, h, row, : mask.full_kv_num_blocks[b, h, row]].tolist()
+        part = mask.kv_indices[b, h, row, : mask.kv_num_blocks[b, h, row]].tolist()
+        assert sorted(whole + part) == kept[b, h, row].nonzero()[:, 0].tolist()
+        assert part == ([3] if tokens % 16 and kept[b, h, row, 3] else [])
 
 
 @pytest.mark.parametrize("run", [sparse_reference, sparse_flex])

@@ -8,7 +8,10 @@ graph would only cost memory; below that, the host is the bottleneck, and a grap
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -102,16 +105,30 @@ class GraphedBlocks:
         return found.out.clone()  # the next replay writes there again
 
     def capture(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Captured:
-        """Other threads (ComfyUI's server) may go on using CUDA meanwhile."""
+        """Other threads (ComfyUI's server) may go on using CUDA meanwhile. Garbage is not collected: this thread might
+        then free locked memory of a model that is gone, which ends a capture."""
         tokens, modulation = tokens.clone(), modulation.clone()
         graph = torch.cuda.CUDAGraph()
         stream = capture_stream(tokens.device)
         with (
             torch.cuda.device(tokens.device),
+            uncollected(),
             torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
         ):
             out = self.inner(tokens, modulation, rope, text)
         return Captured(graph, tokens, modulation, out)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected inside."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @functools.cache

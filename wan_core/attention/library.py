@@ -50,6 +50,8 @@ def probe(library: Library) -> str | None:
         if library.module.startswith("transformer_engine"):
             load_torchs_cudnn()
         found = importlib.import_module(library.module)
+        for part in library.attribute.split("."):  # some libraries import what belongs to a name when it is asked for
+            found = getattr(found, part, None)
     except IMPORT_FAULTS as fault:
         if isinstance(fault, ModuleNotFoundError) and f"{library.module}.".startswith(f"{fault.name}."):
             return f"{library.name} is not installed: {library.install}"
@@ -58,8 +60,6 @@ def probe(library: Library) -> str | None:
             f"{library.name} is installed but cannot be imported ({type(fault).__name__}: {reason}); install a build "
             f"for this torch: {library.install}"
         )
-    for part in library.attribute.split("."):
-        found = getattr(found, part, None)
     if found is None:
         return f"{library.name} is too old or incomplete, it has no {library.attribute}: {library.install}"
     return None

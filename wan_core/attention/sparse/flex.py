@@ -25,7 +25,10 @@ def sparse_flex(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) -> tu
 
 
 def block_mask(route: Route, queries: int, keys: int, block: int) -> Any:
-    """`route` as FlexAttention reads it: all blocks whole, none to be masked inside."""
+    """`route` as FlexAttention reads it: blocks that are whole, and a last one that is not, to be masked inside.
+
+    Inside a whole block it looks at nothing: there, keys behind the last one would count as zeros.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     blocks = route.blocks
@@ -33,18 +36,23 @@ def block_mask(route: Route, queries: int, keys: int, block: int) -> Any:
     if counts is None:
         counts = torch.full(blocks.shape[:-1], blocks.shape[-1], dtype=torch.int32, device=blocks.device)
     width = -(-keys // block)
-    whole = F.pad(blocks, (0, width - blocks.shape[-1])).contiguous()
+    parts, part = torch.zeros_like(counts), torch.zeros_like(counts)
+    if keys % block:
+        blocks, counts, parts = without_last(blocks, counts, width - 1)
+        part = torch.full_like(counts, width - 1)
     kept = route.kept(width)
+    compiled = blocks.is_cuda
 
-    def inside(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:  # only where it is not compiled
-        return kept[b, h, row // block, column // block]
+    def inside(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        # What is not compiled asks for every pair, what is compiled only in the last block.
+        return column < keys if compiled else kept[b, h, row // block, column // block]
 
     return BlockMask(
         seq_lengths=(queries, keys),
-        kv_num_blocks=torch.zeros_like(counts),
-        kv_indices=torch.zeros_like(whole),
+        kv_num_blocks=parts.contiguous(),
+        kv_indices=F.pad(part[..., None], (0, width - 1)).contiguous(),
         full_kv_num_blocks=counts.contiguous(),
-        full_kv_indices=whole,
+        full_kv_indices=F.pad(blocks, (0, width - blocks.shape[-1])).contiguous(),
         q_num_blocks=None,
         q_indices=None,
         full_q_num_blocks=None,
@@ -52,6 +60,15 @@ def block_mask(route: Route, queries: int, keys: int, block: int) -> Any:
         BLOCK_SIZE=(block, block),
         mask_mod=inside,
     )
+
+
+def without_last(blocks: Tensor, counts: Tensor, last: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of blocks, the first `counts` of which count, with block `last` taken out: the others, how many they are,
+    and 1 where it was there. blocks: int32 [..., K]; counts: int32 [...]."""
+    there = (blocks == last) & (torch.arange(blocks.shape[-1], device=blocks.device) < counts[..., None])
+    found = there.any(-1).to(counts.dtype)
+    final = blocks.gather(-1, (counts[..., None] - 1).long())  # takes its place
+    return torch.where(there, final, blocks), counts - found, found
 
 
 @functools.cache
