@@ -4,7 +4,8 @@ while it runs."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,17 +28,60 @@ class Merge:
     def apply(self, values: Iterable[tuple[str, Any]], encoded: Collection[str]) -> Iterator[tuple[str, Any]]:
         """(official name, value) pairs with the changes summed in. The weights of the linears `encoded` stay float32,
         so that they are rounded once; others get their dtype back."""
-        for name, value in values:
-            changes = self.changes.get(name)
-            if changes is None:
-                yield name, value
-                continue
-            home = _home(value)
-            total = dense(value, self.device)
-            for change, strength in changes:
-                total = change.apply(total, strength)
-            keep = name.removesuffix(".weight") in encoded or not isinstance(value, Tensor)
-            yield name, total.to(home) if keep else total.to(value.dtype).to(home)
+        with Ahead(self.changes, self.device) as ahead:
+            for name, value in values:
+                if name not in self.changes:
+                    yield name, value
+                    continue
+                home = _home(value)
+                total = dense(value, self.device)
+                for change, strength in ahead.take(name):
+                    total = change.apply(total, strength)
+                keep = name.removesuffix(".weight") in encoded or not isinstance(value, Tensor)
+                yield name, total.to(home) if keep else total.to(value.dtype).to(home)
+
+
+class Ahead:
+    """Brings changes to a GPU in a thread, while the weights that they belong to are read: a LoRA's tensors lie in the
+    pages of its file, and a copy from there holds up whoever asks for it. At most a LoRA's size of device memory."""
+
+    def __init__(self, changes: Mapping[str, tuple[tuple[Change, float], ...]], device: torch.device) -> None:
+        self.changes, self.device = changes, device
+        self.moving: dict[str, Future[Any]] = {}
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+            self.pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
+            self.moving = {name: self.pool.submit(self._move, several) for name, several in changes.items()}
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda":
+            self.pool.shutdown(cancel_futures=True)
+        self.moving.clear()
+
+    def take(self, name: str) -> tuple[tuple[Change, float], ...]:
+        """The changes of one parameter, where they are summed in."""
+        if name not in self.moving:
+            return self.changes[name]
+        several, event = self.moving.pop(name).result()
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(event)
+        for tensor in (factor for change, _ in several for factor in change.factors):
+            tensor.record_stream(stream)  # the memory is the other stream's, which may want it again
+        return several
+
+    @torch.no_grad()
+    def _move(self, several: tuple[tuple[Change, float], ...]) -> tuple[tuple[tuple[Change, float], ...], Any]:
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            moved = tuple(
+                (replace(change, factors=tuple(factor.to(self.device) for factor in change.factors)), strength)
+                for change, strength in several
+            )
+            event = torch.cuda.Event()
+            event.record(self.stream)
+        return moved, event
 
 
 def _home(value: Any) -> torch.device:
