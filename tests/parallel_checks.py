@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import functools
+import io
+import math
+import os
+import threading
+import time
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan_core.attention.registry import BACKENDS
 from wan_core.bench.parallel import exchanges
 from wan_core.cache.residual import Program, ResidualCache, instead_of_blocks
-from wan_core.checkpoint import load_dit, open_checkpoint
+from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint, staged
 from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import (
     T2V_A14B,
     VAE_21,
@@ -35,7 +45,7 @@ from wan_core.parallel.mesh import even_parts, gather_parts
 from wan_core.parallel.sequence import ShardedAttend, find_lse, shard_lengths
 from wan_core.parallel.sharded import load_sharded_dit
 from wan_core.parallel.vae import split_pictures
-from wan_core.parallel.weights import shared_checkpoint
+from wan_core.parallel.weights import SMALL, shared_checkpoint
 from wan_core.pipeline import Pipeline
 from wan_core.vae import VideoVAE
 from wan_core.vae.layers import AttentionBlock
@@ -111,6 +121,86 @@ def weights(mesh: str, how: str) -> tuple[list[str], dict[str, int]]:
     return changed, counts
 
 
+def write_odd(path: Path) -> dict[str, Tensor]:
+    """A file of tensors whose sizes go into no number of parts, and around the size that is not cut; what it holds."""
+    generator, values = torch.Generator().manual_seed(5), {}
+    shapes = {
+        "large": ((1237, 331), torch.bfloat16),
+        "small": ((7,), torch.float32),
+        "uncut": ((SMALL,), torch.uint8),
+        "cut": ((SMALL + 1,), torch.uint8),
+        "empty": ((0, 3), torch.float32),
+        "wide": ((3, 65537), torch.float8_e4m3fn),
+        "number": ((), torch.float32),
+        "last": ((401, 613), torch.float32),
+    }
+    for name, (shape, dtype) in shapes.items():
+        count = math.prod(shape) * dtype.itemsize
+        raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+        values[name] = raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+    write_safetensors(values, path, {})
+    return values
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8).cpu()
+
+
+def staged_weights(
+    mesh: str, path: str, ahead: int = staged.AHEAD, piece: int = staged.PIECE, device: str = "cpu", taken: int = 99
+) -> tuple[list[str], int, int]:
+    """What `Feed` gives where ranks read together: names of `taken` tensors that are not the file's, bytes that this
+    rank read, and threads that are left."""
+    ranks, changed, read = ranks_of(mesh, device), [], []
+    plain = open_checkpoint(path)
+    names, inner = list(plain.tensors), staged._read_into
+
+    def counted(file: io.FileIO, at: int, place: Tensor) -> None:
+        read.append(place.numel())
+        inner(file, at, place)
+
+    with (
+        torch.inference_mode(),
+        patch.multiple(staged, AHEAD=ahead, PIECE=piece, _read_into=counted),
+        staged.Feed(shared_checkpoint(plain, ranks), names, ranks.device, staged.Reading(threads=3)) as feed,
+    ):
+        for name in names[:taken]:
+            found, stored = feed.read(name), plain.read(name)
+            same = found.dtype == stored.dtype and found.shape == stored.shape and found.device == ranks.device
+            if not same or not torch.equal(bytes_of(found), bytes_of(stored)):
+                changed.append(name)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
+    return changed, sum(read), len(threads)
+
+
+def staged_model(mesh: str, device: str = "cpu") -> list[str]:
+    """Names of parameters that are not those of a model that one rank loads."""
+    ranks, path = ranks_of(mesh, device), TINY / "t2v_high.safetensors"
+    with staged.reading(staged.Reading(mapped=False)):
+        found = load_dit(shared_checkpoint(open_checkpoint(path), ranks), device=ranks.device).state_dict()
+    alone = load_dit(path).state_dict()
+    return [name for name, value in alone.items() if not torch.equal(bytes_of(value), bytes_of(found[name]))]
+
+
+def truncated(mesh: str, path: str, keep: int, timeout: float) -> str:
+    """The kind of exception, and its words, of reading a file that ends after `keep` bytes of its only tensor, which
+    it did not when it was opened. The group of those who read gives up after `timeout` seconds."""
+    ranks = ranks_of(mesh)
+    process = dist.new_group(list(ranks.host.ranks), timeout=timedelta(seconds=timeout), backend="gloo")
+    plain = open_checkpoint(path)
+    dist.barrier()
+    with open(path, "r+b") as file:
+        file.truncate(plain.places["values"][1] + keep)
+    dist.barrier()
+    checkpoint = shared_checkpoint(plain, replace(ranks, host=replace(ranks.host, process=process)))
+    with staged.Feed(checkpoint, ["values"], CPU, staged.Reading()) as feed:
+        try:
+            feed.read("values")
+        except (CheckpointError, RuntimeError) as fault:
+            return f"{type(fault).__name__}: {fault}"
+    return "nothing"
+
+
 class CountedCopies(TorchDispatchMode):
     """Counts the bytes that are copied: on a CPU, those that leave the mapping of a file."""
 
@@ -139,6 +229,18 @@ def vae(mesh: str, config: str, rows: int, columns: int, frames: int = 3, chunk:
     split_moments = torch.cat(model.encode_moments(video, chunk=chunk), 1)
     assert split_video.shape == video.shape and split_moments.shape == moments.shape
     return relative(split_video, video), relative(split_moments, moments)
+
+
+def fails(mesh: str, rank: int, how: str) -> None:
+    """Raise, die or hang on one rank, while the others wait for it."""
+    if ranks_of(mesh).rank != rank:
+        dist.barrier()
+    elif how == "raise":
+        raise ValueError("as a test wants it")
+    elif how == "die":
+        os._exit(3)
+    else:
+        time.sleep(60)
 
 
 def small_vae(config: str) -> VideoVAE:
@@ -233,9 +335,9 @@ def sharded_weights(mesh: str) -> tuple[int, list[str]]:
 
 
 @torch.no_grad()
-def gpu_attention(mesh: str, backend: str, heads: int, tokens: int) -> tuple[float, float]:
+def gpu_attention(mesh: str, backend: str, heads: int, tokens: int, device: str = "cuda") -> tuple[float, float]:
     """Mean errors against fp32 of a backend in bf16 over one sequence: whole, and sharded."""
-    ranks = ranks_of(mesh, "cuda")
+    ranks = ranks_of(mesh, device)
     generator = torch.Generator(ranks.device).manual_seed(0)
     shape = (3, 1, tokens, heads, 128)
     q, k, v = torch.randn(shape, generator=generator, device=ranks.device).bfloat16()
