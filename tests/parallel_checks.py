@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import functools
-import io
-import math
 import os
-import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wan_core.attention.registry import BACKENDS
 from wan_core.bench.parallel import exchanges
 from wan_core.cache.residual import Program, ResidualCache, instead_of_blocks
-from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint, staged
+from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.random import random_module
-from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import (
     T2V_A14B,
     VAE_21,
@@ -45,7 +38,7 @@ from wan_core.parallel.mesh import even_parts, gather_parts
 from wan_core.parallel.sequence import ShardedAttend, find_lse, shard_lengths
 from wan_core.parallel.sharded import load_sharded_dit
 from wan_core.parallel.vae import split_pictures
-from wan_core.parallel.weights import SMALL, shared_checkpoint
+from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline import Pipeline
 from wan_core.vae import VideoVAE
 from wan_core.vae.layers import AttentionBlock
@@ -119,86 +112,6 @@ def weights(mesh: str, how: str) -> tuple[list[str], dict[str, int]]:
             if stored.dtype != found[name].dtype or not torch.equal(stored, found[name]):
                 changed.append(f"{path.name} {name}")
     return changed, counts
-
-
-def write_odd(path: Path) -> dict[str, Tensor]:
-    """A file of tensors whose sizes go into no number of parts, and around the size that is not cut; what it holds."""
-    generator, values = torch.Generator().manual_seed(5), {}
-    shapes = {
-        "large": ((1237, 331), torch.bfloat16),
-        "small": ((7,), torch.float32),
-        "uncut": ((SMALL,), torch.uint8),
-        "cut": ((SMALL + 1,), torch.uint8),
-        "empty": ((0, 3), torch.float32),
-        "wide": ((3, 65537), torch.float8_e4m3fn),
-        "number": ((), torch.float32),
-        "last": ((401, 613), torch.float32),
-    }
-    for name, (shape, dtype) in shapes.items():
-        count = math.prod(shape) * dtype.itemsize
-        raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-        values[name] = raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
-    write_safetensors(values, path, {})
-    return values
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8).cpu()
-
-
-def staged_weights(
-    mesh: str, path: str, ahead: int = staged.AHEAD, piece: int = staged.PIECE, device: str = "cpu", taken: int = 99
-) -> tuple[list[str], int, int]:
-    """What `Feed` gives where ranks read together: names of `taken` tensors that are not the file's, bytes that this
-    rank read, and threads that are left."""
-    ranks, changed, read = ranks_of(mesh, device), [], []
-    plain = open_checkpoint(path)
-    names, inner = list(plain.tensors), staged._read_into
-
-    def counted(file: io.FileIO, at: int, place: Tensor) -> None:
-        read.append(place.numel())
-        inner(file, at, place)
-
-    with (
-        torch.inference_mode(),
-        patch.multiple(staged, AHEAD=ahead, PIECE=piece, _read_into=counted),
-        staged.Feed(shared_checkpoint(plain, ranks), names, ranks.device, staged.Reading(threads=3)) as feed,
-    ):
-        for name in names[:taken]:
-            found, stored = feed.read(name), plain.read(name)
-            same = found.dtype == stored.dtype and found.shape == stored.shape and found.device == ranks.device
-            if not same or not torch.equal(bytes_of(found), bytes_of(stored)):
-                changed.append(name)
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
-    return changed, sum(read), len(threads)
-
-
-def staged_model(mesh: str, device: str = "cpu") -> list[str]:
-    """Names of parameters that are not those of a model that one rank loads."""
-    ranks, path = ranks_of(mesh, device), TINY / "t2v_high.safetensors"
-    with staged.reading(staged.Reading(mapped=False)):
-        found = load_dit(shared_checkpoint(open_checkpoint(path), ranks), device=ranks.device).state_dict()
-    alone = load_dit(path).state_dict()
-    return [name for name, value in alone.items() if not torch.equal(bytes_of(value), bytes_of(found[name]))]
-
-
-def truncated(mesh: str, path: str, keep: int, timeout: float) -> str:
-    """The kind of exception, and its words, of reading a file that ends after `keep` bytes of its only tensor, which
-    it did not when it was opened. The group of those who read gives up after `timeout` seconds."""
-    ranks = ranks_of(mesh)
-    process = dist.new_group(list(ranks.host.ranks), timeout=timedelta(seconds=timeout), backend="gloo")
-    plain = open_checkpoint(path)
-    dist.barrier()
-    with open(path, "r+b") as file:
-        file.truncate(plain.places["values"][1] + keep)
-    dist.barrier()
-    checkpoint = shared_checkpoint(plain, replace(ranks, host=replace(ranks.host, process=process)))
-    with staged.Feed(checkpoint, ["values"], CPU, staged.Reading()) as feed:
-        try:
-            feed.read("values")
-        except (CheckpointError, RuntimeError) as fault:
-            return f"{type(fault).__name__}: {fault}"
-    return "nothing"
 
 
 class CountedCopies(TorchDispatchMode):

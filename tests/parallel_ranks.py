@@ -1,9 +1,9 @@
 """Ranks for tests: processes that import everything once, join over gloo in worlds of any size up to their number, and
 answer one question after another.
 
-A check is a function of `parallel_checks`, called by name with plain arguments, one of which is the mesh. It runs on
-every rank of that mesh and returns what pickles; an exception of any rank is raised in the test. All ranks of a world
-leave it before any of them enters another.
+A check is a function of `parallel_checks` or `parallel_loading`, called by name with plain arguments, one of which is
+the mesh. It runs on every rank of that mesh and returns what pickles; an exception of any rank is raised in the test.
+All ranks of a world leave it before any of them enters another.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def _rank(rank: int, pipe: Connection, trace: str) -> None:
 
     torch.set_num_threads(1)
     import parallel_checks
+    import parallel_loading
 
     stands = open(trace, "w")  # noqa: SIM115 - for as long as this process lives
     faulthandler.register(signal.SIGUSR1, file=stands, all_threads=True)
@@ -52,12 +53,13 @@ def _rank(rank: int, pipe: Connection, trace: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    checks = {**vars(parallel_checks), **vars(parallel_loading)}
     while (asked := pipe.recv()) is not None:
         name, arguments, environment = asked
         try:
             if environment is not None:
                 os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0")
-            pipe.send((True, leave() if name == LEAVE else getattr(parallel_checks, name)(**arguments)))
+            pipe.send((True, leave() if name == LEAVE else checks[name](**arguments)))
         except Exception:  # noqa: BLE001 - whatever a check raises belongs to the test
             pipe.send((False, traceback.format_exc()))
     leave()
@@ -73,7 +75,7 @@ class Ranks:
 
     def start(self) -> None:
         context = mp.get_context("forkserver")  # its server imports everything, and every rank begins as a copy of it
-        context.set_forkserver_preload(["parallel_checks"])
+        context.set_forkserver_preload(["parallel_checks", "parallel_loading"])
         pairs = [context.Pipe() for _ in range(self.most)]
         self.size = 0  # of the world that they form
         self.pipes = [ours for ours, _ in pairs]
@@ -91,7 +93,7 @@ class Ranks:
 
     def ask(self, check: str, *, mesh: str, seconds: float = SECONDS, **arguments: Any) -> list[Any]:
         """What every rank of `mesh` answers. Fails with what each of them raised, died of or hangs in; where one gave
-        no answer in `seconds`, or in `GRACE` after another's fault, all are ended, and the next question starts anew."""
+        no answer in `seconds`, or in `GRACE` after a fault of another, all are ended; the next question starts anew."""
         if not self.processes:
             self.start()
         cfg, ring, ulysses = (int(count.rstrip("b")) for count in mesh.split("x"))

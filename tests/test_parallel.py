@@ -17,6 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the ranks import their checks by these names, and so must we
 import parallel_checks
+import parallel_loading
 import parallel_ranks
 from parallel_ranks import Ranks
 
@@ -189,7 +190,7 @@ def test_weights_that_a_host_reads_once_are_equal_bit_for_bit(ranks, mesh, how):
 def odd(tmp_path_factory):
     """A file of tensors of odd sizes, the bytes of those that are cut, and of those that are not."""
     path = tmp_path_factory.mktemp("odd") / "odd.safetensors"
-    sizes = [value.numel() * value.element_size() for value in parallel_checks.write_odd(path).values()]
+    sizes = [value.numel() * value.element_size() for value in parallel_loading.write_odd(path).values()]
     return str(path), sum(n for n in sizes if n > SMALL), sum(n for n in sizes if n <= SMALL)
 
 
