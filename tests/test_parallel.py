@@ -233,8 +233,9 @@ def test_a_rank_that_fails_is_reported_and_the_next_question_answered(how):
     ranks = Ranks(2)
     try:
         words = {"raise": "rank 1: .*as a test wants it", "die": "rank 1: .*exit code 3", "hang": "rank 1 .*in fails"}
+        ranks.ask("places", mesh="1x1x2")
         with mock.patch.object(parallel_ranks, "GRACE", 1.0), pytest.raises(AssertionError) as fault:
-            ranks.ask("fails", mesh="1x1x2", rank=1, how=how, seconds=60.0 if how != "hang" else 20.0)
+            ranks.ask("fails", mesh="1x1x2", rank=1, how=how, seconds=60.0 if how != "hang" else 3.0)
         assert re.search(words[how], str(fault.value), re.DOTALL)
         assert ranks.ask("places", mesh="1x1x2") == [(0, 0, 0, 0, 2), (0, 0, 1, 1, 2)]
     finally:
