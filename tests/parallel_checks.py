@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -141,6 +144,18 @@ def vae(mesh: str, config: str, rows: int, columns: int, frames: int = 3, chunk:
     return relative(split_video, video), relative(split_moments, moments)
 
 
+def fails(mesh: str, rank: int, how: str) -> None:
+    """Raise, die or hang on one rank, while the others wait for it."""
+    if ranks_of(mesh).rank != rank:
+        dist.barrier()
+    elif how == "raise":
+        raise ValueError("as a test wants it")
+    elif how == "die":
+        os._exit(3)
+    else:
+        time.sleep(60)
+
+
 def small_vae(config: str) -> VideoVAE:
     """Random weights everywhere, also where a new model has zeros."""
     base = {"2.1": VAE_21, "2.2": VAE_22}[config]
@@ -233,9 +248,9 @@ def sharded_weights(mesh: str) -> tuple[int, list[str]]:
 
 
 @torch.no_grad()
-def gpu_attention(mesh: str, backend: str, heads: int, tokens: int) -> tuple[float, float]:
+def gpu_attention(mesh: str, backend: str, heads: int, tokens: int, device: str = "cuda") -> tuple[float, float]:
     """Mean errors against fp32 of a backend in bf16 over one sequence: whole, and sharded."""
-    ranks = ranks_of(mesh, "cuda")
+    ranks = ranks_of(mesh, device)
     generator = torch.Generator(ranks.device).manual_seed(0)
     shape = (3, 1, tokens, heads, 128)
     q, k, v = torch.randn(shape, generator=generator, device=ranks.device).bfloat16()

@@ -10,10 +10,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import parallel_checks
+import parallel_loading
 from parallel_ranks import Ranks
 
 from wan_core.attention.registry import BACKENDS
 from wan_core.parallel import Mesh
+from wan_core.parallel.weights import SMALL
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -56,7 +58,39 @@ def test_attention_is_as_exact_as_the_backend_inside(ranks, mesh, backend, heads
     given = {"backend": backend, "heads": heads, "tokens": tokens}
     for ways in (mesh, mesh.replace("x2x", "x2bx").replace("x4x", "x4bx")):
         for whole, sharded in ranks.ask("gpu_attention", mesh=ways, **given):
-            assert sharded < 1.3 * whole + 1e-3
+            assert sharded < 1.3 * whole + 1e-3, f"{ways} {given}: relative errors, {whole=:.3g} {sharded=:.3g}"
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """400 MB of tensors of odd sizes; the bytes of those that are cut, and of those that are not."""
+    path = tmp_path_factory.mktemp("odd") / "odd.safetensors"
+    values = parallel_loading.write_odd(path, times=20, copies=10).values()
+    sizes = [value.numel() * value.element_size() for value in values]
+    yield str(path), sum(n for n in sizes if n > SMALL), sum(n for n in sizes if n <= SMALL)
+    path.unlink()
+
+
+@pytest.mark.parametrize("mesh", [f"1x1x{n}" for n in (4, 2, 3, 2) if n <= GPUS])  # worlds that grow and shrink
+@pytest.mark.parametrize("limits", [{}, {"ahead": 1}, {"ahead": 50_000_000, "piece": 1_000_003}], ids=repr)
+def test_ranks_read_a_part_each_by_threads_and_have_what_one_reads(ranks, odd, mesh, limits):
+    path, cut, uncut = odd
+    answers = ranks.ask("staged_weights", mesh=mesh, path=path, device="cuda", **limits)
+    assert [(changed, left) for changed, _, left in answers] == [([], 0)] * len(answers)
+    read = [count for _, count, _ in answers]
+    assert sum(read) == cut + len(read) * uncut
+    assert max(read) - min(read) <= 40 * 16 * len(read)
+
+
+def test_ranks_that_read_by_threads_may_stop_early(ranks, odd):
+    for taken in (0, 3, 99):
+        given = {"path": odd[0], "device": "cuda", "ahead": 100_000_000, "piece": 1_000_003, "taken": taken}
+        answers = ranks.ask("staged_weights", mesh="1x1x2", **given)
+        assert [(changed, left) for changed, _, left in answers] == [([], 0)] * 2
+
+
+def test_a_model_that_ranks_read_by_threads_is_that_of_one(ranks):
+    assert ranks.ask("staged_model", mesh="1x1x2", device="cuda") == [[], []]
 
 
 @pytest.mark.parametrize("mesh", SEQUENCES)

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the ranks import their checks by these names, and so must we
 import parallel_checks
+import parallel_loading
+import parallel_ranks
 from parallel_ranks import Ranks
 
 from wan_core.checkpoint import load_dit
+from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
 from wan_core.models import TINY, load_models, load_parts
 from wan_core.parallel import Mesh
+from wan_core.parallel.weights import SMALL
 from wan_core.parts import find_models
 from wan_core.report import Report
 
@@ -178,6 +184,72 @@ def test_weights_that_a_host_reads_once_are_equal_bit_for_bit(ranks, mesh, how):
     assert [changed for changed, _ in answers] == [[]] * len(answers)
     total = answers[0][1]["stored"]
     assert sum(read["touched"] for _, read in answers) <= 1.05 * total
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """A file of tensors of odd sizes, the bytes of those that are cut, and of those that are not."""
+    path = tmp_path_factory.mktemp("odd") / "odd.safetensors"
+    sizes = [value.numel() * value.element_size() for value in parallel_loading.write_odd(path).values()]
+    return str(path), sum(n for n in sizes if n > SMALL), sum(n for n in sizes if n <= SMALL)
+
+
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x1x3"])
+@pytest.mark.parametrize("limits", [{}, {"ahead": 1}, {"ahead": 300_000, "piece": 10_007}], ids=repr)
+def test_ranks_read_a_part_each_by_threads_and_have_what_one_reads(ranks, odd, mesh, limits):
+    path, cut, uncut = odd
+    answers = ranks.ask("staged_weights", mesh=mesh, path=path, **limits)
+    assert [(changed, left) for changed, _, left in answers] == [([], 0)] * len(answers)
+    read = [count for _, count, _ in answers]
+    assert sum(read) == cut + len(read) * uncut  # nothing twice but what is small
+    assert max(read) - min(read) <= 4 * 16 * len(read)  # of four tensors, up to the rounding of parts
+
+
+def test_ranks_that_read_by_threads_may_stop_early(ranks, odd):
+    """Whatever is on its way, none waits for another, and the next reading is sound."""
+    for taken in (0, 1, 4):
+        answers = ranks.ask("staged_weights", mesh="1x1x2", path=odd[0], ahead=1_000_000, piece=9_001, taken=taken)
+        assert [(changed, left) for changed, _, left in answers] == [([], 0)] * 2
+    answers = ranks.ask("staged_weights", mesh="1x1x2", path=odd[0])
+    assert [changed for changed, _, _ in answers] == [[]] * 2
+
+
+def test_a_model_that_ranks_read_by_threads_is_that_of_one(ranks):
+    assert ranks.ask("staged_model", mesh="1x1x3") == [[]] * 3
+
+
+@pytest.mark.parametrize("missing", ["all parts", "the last part"])
+def test_a_rank_whose_part_is_missing_says_so_and_no_other_waits_for_ever(ranks, tmp_path, missing):
+    path = tmp_path / "short.safetensors"
+    write_safetensors({"values": torch.zeros(300_000, dtype=torch.uint8)}, path, {})
+    given = {"path": str(path), "keep": 1000 if missing == "all parts" else 200_000, "timeout": 2.0}
+    first, last = ranks.ask("truncated", mesh="1x1x2", **given)
+    assert last.startswith("CheckpointError") and "become shorter" in last
+    assert first.startswith("CheckpointError" if missing == "all parts" else "RuntimeError")
+
+
+@pytest.mark.parametrize("how", ["raise", "die", "hang"])
+def test_a_rank_that_fails_is_reported_and_the_next_question_answered(how):
+    ranks = Ranks(2)
+    try:
+        words = {"raise": "rank 1: .*as a test wants it", "die": "rank 1: .*exit code 3", "hang": "rank 1 .*in fails"}
+        ranks.ask("places", mesh="1x1x2")
+        with mock.patch.object(parallel_ranks, "GRACE", 1.0), pytest.raises(AssertionError) as fault:
+            ranks.ask("fails", mesh="1x1x2", rank=1, how=how, seconds=60.0 if how != "hang" else 3.0)
+        assert re.search(words[how], str(fault.value), re.DOTALL)
+        assert ranks.ask("places", mesh="1x1x2") == [(0, 0, 0, 0, 2), (0, 0, 1, 1, 2)]
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(4, 256), (5, 199)])
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x2"])
+def test_attention_in_bf16_is_as_exact_as_whole(ranks, mesh, heads, tokens):
+    """The check of the GPUs' tests."""
+    for whole, sharded in ranks.ask(
+        "gpu_attention", mesh=mesh, backend="sdpa", heads=heads, tokens=tokens, device="cpu"
+    ):
+        assert sharded < 1.3 * whole + 1e-3
 
 
 def test_experts_in_parts(ranks, alone):

@@ -9,7 +9,7 @@ SETUP, 1 GPU                    what `ratio` refers to, on the first GPU while t
 SETUP, ulysses N, ring N, ...   one forward on that mesh
 SETUP, guidance 2 x ...         both branches at once, divided by two
 decode, encode                  the 2.1 VAE in bf16, on one GPU and in strips
-load both experts               bf16 from files in the page cache, on one GPU and shared
+load both experts               bf16 from files in the page cache, read by threads: whole by one GPU, a part by each
 
 seconds, spread   as everywhere; of the first rank, which waits for the others in every exchange
 moved_gib         what the first rank sends in one forward
@@ -344,7 +344,7 @@ class Together:
                 loaded.append(load_dit(checkpoint, device=self.device, dtype=self.dtype))
             return loaded[0].patch_embedding.weight[:1].clone()
 
-        measured = measure(lambda: both, self.device, 1)
+        measured = measure(lambda: both, self.device, min(self.runs, 3))
         return {**measured.numbers(), "file_gib": round(path.stat().st_size / GIB, 2)}
 
 

@@ -27,6 +27,27 @@ class TensorInfo:
     packing: str | None = None
 
 
+@dataclass(frozen=True)
+class Readers:
+    """Processes that read the same tensors in the same order, each a part of every large one.
+
+    count, index: how many they are, and which one is this. device: where parts are gathered. small: tensors of at most
+    so many bytes everyone reads whole. gather(whole, own): `whole` is uint8 [count * n] on the device, `own` the view
+    of it [n] that this process has filled; work that is queued on the current stream afterwards finds all of it.
+    """
+
+    count: int
+    index: int
+    device: torch.device
+    small: int
+    gather: Callable[[Tensor, Tensor], None]
+
+    def part(self, nbytes: int) -> int:
+        """Bytes of each one's part of a tensor; that of the last ones may reach beyond its end. A multiple of 16, as
+        copies and exchanges like their addresses."""
+        return -(-nbytes // (self.count * 16)) * 16
+
+
 class Checkpoint:
     """Named tensors that have been found but not read.
 
@@ -48,11 +69,14 @@ class Checkpoint:
         read_packed: Callable[[str], Packed] | None = None,
         tokenizer: Callable[[], bytes] | None = None,
         places: Mapping[str, tuple[Path, int]] | None = None,
+        readers: Readers | None = None,
     ) -> None:
-        """places: file and offset of the tensors whose bytes lie in a file as they are."""
+        """places: file and offset of the tensors whose bytes lie in a file as they are. readers: who reads these
+        tensors together with this process."""
         self.path = path
         self.tensors = tensors
         self.places = {} if places is None else places
+        self.readers = readers
         self.metadata = metadata
         self._where = where
         self._read: Callable[[str], Tensor] | None = read
@@ -97,6 +121,7 @@ class Checkpoint:
             self._read_packed if read_packed is None else read_packed,
             self.tokenizer,
             self.places if tensors is None else None,
+            self.readers,
         )
 
     def close(self) -> None:
