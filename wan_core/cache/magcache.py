@@ -35,7 +35,7 @@ Ratios = Mapping[Branch, Sequence["float | None"]]
 # keeps three residuals of each branch.
 PRESETS: dict[str, MagCacheOptions] = {
     "quality": MagCacheOptions(threshold=0.06, max_skips=1, retention=0.2, order=2),
-    "balanced": MagCacheOptions(threshold=0.24, max_skips=1, retention=0.2, order=2),
+    "balanced": MagCacheOptions(threshold=0.24, max_skips=1, retention=0.1, order=2),
     "fast": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=2),
 }
 _NUMBERS = re.compile(r"([\d.]+)/(\d+)/([\d.]+)")

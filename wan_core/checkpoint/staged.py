@@ -36,7 +36,8 @@ from wan_core.checkpoint.opened import Checkpoint, Readers
 THREADS = 16  # read 21 GB/s out of a warm page cache where one reads 1.5 to 3
 PIECE = 16 << 20
 BUFFERS = 2  # of a thread: one is filled while the other travels
-AHEAD = 1 << 30  # bytes that may be on the device, or on their way, before they are taken
+AHEAD = 1 << 30  # bytes that may be on the device, or on their way, before they are taken; twice that for processes
+# that read together, each of which has a part of them to read
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class Feed:
         self.order = deque(_wanted(name, checkpoint.tensors[name].nbytes, self.readers) for name in placed)
         self.under_way: dict[str, Wanted] = {}
         self.bytes_ahead = 0
+        self.ahead = AHEAD * (1 if checkpoint.readers is None else 2)
         self.pieces: deque[Piece] = deque()
         self.changed = threading.Condition()
         self.closed, self.ended = False, False
@@ -211,7 +213,7 @@ class Feed:
 
     def _go_on(self) -> None:
         """Make places for the next tensors, as far as there may be."""
-        while self.order and (not self.under_way or self.bytes_ahead + self.order[0].nbytes <= AHEAD):
+        while self.order and (not self.under_way or self.bytes_ahead + self.order[0].nbytes <= self.ahead):
             wanted = self.order.popleft()
             with torch.inference_mode(False):  # other threads write into it, in a mode of their own
                 whole = wanted.nbytes if self.readers is None else max(wanted.nbytes, self.readers.count * wanted.part)
