@@ -5,21 +5,19 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
+from .calibration import WanCoreCalibrate
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
-from .loaders import WanCoreModelLoader, WanCoreTextEncoderLoader, WanCoreVAELoader
+from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
+from .model_loader import WanCoreModelLoader
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
 from .sampling import WanCoreSampler
-from .skipping import (
-    WanCoreAdaptiveCache,
-    WanCoreCalibrate,
-    WanCoreGuidanceSchedule,
-    WanCoreMagCache,
-    WanCoreSparseAttention,
-    WanCoreTaylorSeer,
-)
+from .sparse import WanCoreSparseAttention
+from .text_encoder_loader import WanCoreTextEncoderLoader
+from .vae_loader import WanCoreVAELoader
 from .video import WanCoreVAEDecode, WanCoreVAEEncode
 
 NODES: list[type[io.ComfyNode]] = [

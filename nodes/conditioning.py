@@ -24,7 +24,7 @@ from wan_core.plan import Plan
 from wan_core.video import fit_image
 
 from . import host
-from .loaders import refusal
+from .files import refusal
 from .sockets import CONDITIONING, TextSocket
 
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}

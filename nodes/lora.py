@@ -13,7 +13,7 @@ from wan_core.parts import TINY_LORAS
 from wan_core.quant.packed import PRECISION as PACKED
 
 from . import host
-from .loaders import fingerprint, locate, refusal
+from .files import fingerprint, locate, refusal
 from .sockets import MODEL, ModelSocket
 
 NONE, SAME = "none", "the file above"

@@ -7,7 +7,7 @@ from comfy_api.latest import io, ui
 from wan_core.parallel.options import WorkerOptions, parse_devices
 
 from . import host
-from .loaders import refusal
+from .files import refusal
 from .workers import WORKERS, WorkersSocket
 
 

@@ -27,6 +27,14 @@ from .sockets import ModelSocket, TextSocket, VAESocket
 WORKERS = io.Custom("WANCORE_WORKERS")  # WorkersSocket
 
 
+def workers_input() -> Any:
+    return WORKERS.Input(
+        "workers",
+        optional=True,
+        tooltip="From the WanCore Launcher: several GPUs hold and run it together. Nothing connected: it runs here.",
+    )
+
+
 class WorkersSocket:
     """Workers, and what ComfyUI's memory manager sees of them. When nothing refers to them any more, they end."""
 

@@ -16,7 +16,7 @@ from tools.tiny.clips import held_out_scenes
 from tools.tiny.distill import merge_lora, student_plan, teacher_plan
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.detect import expected_shapes
-from wan_core.checkpoint.lora import read_lora
+from wan_core.checkpoint.lora.read import read_lora
 from wan_core.config import LoadOptions, LoraOptions, Request
 from wan_core.metrics import judge
 from wan_core.parts import TINY_LORAS, own_loras

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.detect import expected_shapes
-from wan_core.checkpoint.lora import read_lora
+from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import DiTConfig
 

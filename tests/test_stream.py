@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from wan_core.attention.registry import resolve_attention
 from wan_core.checkpoint.detect import expected_shapes
-from wan_core.checkpoint.lora import read_lora
+from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.conditioning import Conditioning, draw_noise

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint.lora import Change
+from wan_core.checkpoint.lora.change import Change
 from wan_core.kernels.formats import Quantized, spread_scale
 from wan_core.quant.packed import Packed
 

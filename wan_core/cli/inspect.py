@@ -36,7 +36,7 @@ def inspect(path: Path) -> dict[str, Any]:
     Only headers are read.
     """
     from wan_core.checkpoint import open_checkpoint
-    from wan_core.checkpoint.lora import is_lora
+    from wan_core.checkpoint.lora.names import is_lora
 
     found: dict[str, Any] = {"file": str(path), "problems": []}
     try:
@@ -92,7 +92,8 @@ def _model(checkpoint: Any, path: Path) -> dict[str, Any]:
 def _lora(checkpoint: Any) -> dict[str, Any]:
     """Of a LoRA, by the shapes that its factors have: those of the model that it was made for are not at hand."""
     from wan_core.checkpoint.detect import expected_shapes
-    from wan_core.checkpoint.lora import OTHER_EXPERT, read_lora, told_experts
+    from wan_core.checkpoint.lora.names import OTHER_EXPERT, told_experts
+    from wan_core.checkpoint.lora.read import read_lora
 
     told = told_experts(checkpoint.tensors)
     experts = told if len(told) > 1 else (None,)

@@ -1,84 +1,35 @@
-"""Loaders: names of files -> what they are, held by ComfyUI's memory manager. Weights are read when first used."""
+"""The experts of a model, held by ComfyUI's memory manager. Weights are read when first used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from comfy_api.latest import io, ui
 from torch import nn
 
 from wan_core.attention.registry import BACKENDS, Attend, resolve_attention
-from wan_core.checkpoint import load_text_encoder, load_vae
+from wan_core.checkpoint import load_vae
 from wan_core.checkpoint.detect import empty_module
 from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, DiTConfig, OptionError, check_choice
 from wan_core.model import WanModel
-from wan_core.models import compute_dtype, find_quantization, holding, precision_of
-from wan_core.optimize import check_compile, optimize, optimize_vae
-from wan_core.parts import TINY, Experts, Part, find_experts, recognise
+from wan_core.models import compute_dtype, find_quantization, precision_of
+from wan_core.optimize import check_compile, optimize
+from wan_core.parts import TINY, Experts, find_experts
 from wan_core.preview import RGBMap, fit_map, map_of_channels
 from wan_core.quant.packed import PRECISION as PACKED
 from wan_core.quant.swap import Quantization, quantized_names, swap_linears
 from wan_core.vae import VideoVAE
 
 from . import host
-from .sockets import MODEL, ModelSocket, TextSocket, VAESocket
-from .workers import WORKERS, RemoteText, RemoteVAE, WorkersSocket
+from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, refusal, words_of
+from .sockets import MODEL, ModelSocket
+from .workers import WorkersSocket, workers_input
 
-TINY_T2V, TINY_I2V = "tiny (embedded)", "tiny i2v (embedded)"
 ALONE = "none"  # no second file
-PLAIN = tuple(name for name in PRECISIONS if name not in QUANTIZED)
-VAE_PRECISIONS = ("auto", "bf16", "fp32")
 MAX_KEPT = 20  # half the blocks of the largest model
-
-
-def workers_input() -> Any:
-    return WORKERS.Input(
-        "workers",
-        optional=True,
-        tooltip="From the WanCore Launcher: several GPUs hold and run it together. Nothing connected: it runs here.",
-    )
-
-
-def embedded(name: str) -> dict[str, Path]:
-    return {TINY_T2V: TINY / f"{name}.safetensors"}
-
-
-def embedded_expert(expert: str) -> dict[str, Path]:
-    return {TINY_T2V: TINY / f"t2v_{expert}.safetensors", TINY_I2V: TINY / f"i2v_{expert}.safetensors"}
-
-
-def locate(folder: str, name: str, inside: Mapping[str, Path]) -> Path:
-    """The file behind a name of a widget. Raises OptionError."""
-    return inside[name] if name in inside else host.model_path(folder, name)
-
-
-def fingerprint(*paths: Path) -> list[tuple[str, int]]:
-    """Changes when a file does, so that a file replaced under its old name is loaded again."""
-    return [(str(path), path.stat().st_mtime_ns) for path in paths]
-
-
-def words_of(part: Part, computing: str) -> str:
-    size = f"{part.parameters / 1e9:.1f} billion" if part.parameters >= 1e9 else f"{part.parameters / 1e6:.2f} million"
-    stored = name_of(part.stored) if part.packed is None else part.packed.fmt
-    return f"{part.source}: {size} parameters, {stored}, computing in {computing}"
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def refusal(check: Callable[[], object]) -> bool | str:
-    """What `validate_inputs` answers: True, or why `check` raised."""
-    try:
-        check()
-    except (ValueError, OSError) as fault:
-        return str(fault)
-    return True
 
 
 class WanCoreModelLoader(io.ComfyNode):
@@ -269,11 +220,6 @@ def _optimized(module: nn.Module, attend: Attend, compile: str) -> nn.Module:
     return optimize(module, attend=attend, compile=compile, device=host.device())
 
 
-def _optimized_vae(module: nn.Module) -> nn.Module:
-    assert isinstance(module, VideoVAE)
-    return optimize_vae(module, host.device())
-
-
 def _tiny_map() -> RGBMap:
     vae = load_vae(TINY / "vae.safetensors")
     assert isinstance(vae, VideoVAE)
@@ -301,112 +247,3 @@ def _info(found: Experts, computing: str, attention: str, compile: str) -> str:
         f"{task.guidance_high:g} high and {task.guidance_low:g} low, {task.width}x{task.height}, {task.frames} frames",
     ]
     return "\n".join(lines)
-
-
-class WanCoreTextEncoderLoader(io.ComfyNode):
-    """UMT5 with its tokenizer, on a CLIP socket."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreTextEncoderLoader",
-            display_name="WanCore Text Encoder Loader",
-            category="WanCore",
-            description="A UMT5 text encoder. Its output also feeds ComfyUI's own CLIP Text Encode.",
-            inputs=[
-                io.Combo.Input(
-                    "text_encoder",
-                    options=[*embedded("text_encoder"), *host.model_names("text_encoders")],
-                    default=TINY_T2V,
-                    tooltip="UMT5 in models/text_encoders, in the official, Diffusers or ComfyUI layout, or GGUF. "
-                    "Files without a tokenizer inside need spiece.model beside them.",
-                ),
-                io.Combo.Input(
-                    "precision",
-                    options=list(PLAIN),
-                    default="checkpoint",
-                    tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and packed "
-                    "weights (GGUF, FP8 with scales) stay packed in memory.",
-                ),
-                workers_input(),
-            ],
-            outputs=[io.Clip.Output("clip", display_name="clip", tooltip="The text encoder.")],
-        )
-
-    @classmethod
-    def validate_inputs(cls, text_encoder: str = "") -> bool | str:
-        return not text_encoder or refusal(lambda: cls._part(text_encoder))
-
-    @classmethod
-    def fingerprint_inputs(
-        cls, text_encoder: str = "", precision: str = "", workers: None = None
-    ) -> list[tuple[str, int]]:
-        return fingerprint(locate("text_encoders", text_encoder, embedded("text_encoder"))) if text_encoder else []
-
-    @classmethod
-    def execute(cls, text_encoder: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
-        part = cls._part(text_encoder)
-        device = host.device() if workers is None else workers.device
-        dtype = compute_dtype(precision, device)
-        kept, words = holding(part, None, precision == "checkpoint", device), words_of(part, name_of(dtype))
-        held = host.Held("text encoder", part, dtype, quantization=kept)
-        if workers is None:
-            return io.NodeOutput(TextSocket(held), ui=ui.PreviewText(words))
-        spec = {"path": str(part.path), "precision": precision}
-        return io.NodeOutput(RemoteText(held, workers, spec), ui=ui.PreviewText(words))
-
-    @staticmethod
-    def _part(name: str) -> Part:
-        path = locate("text_encoders", name, embedded("text_encoder"))
-        return recognise(path, "text_encoder", load_text_encoder)
-
-
-class WanCoreVAELoader(io.ComfyNode):
-    """The causal video VAE, 2.1 or 2.2, on a VAE socket."""
-
-    @classmethod
-    def define_schema(cls) -> io.Schema:
-        return io.Schema(
-            node_id="WanCoreVAELoader",
-            display_name="WanCore VAE Loader",
-            category="WanCore",
-            description="A Wan video VAE. Its output also feeds ComfyUI's own VAE Decode and WanImageToVideo.",
-            inputs=[
-                io.Combo.Input(
-                    "vae",
-                    options=[*embedded("vae"), *host.model_names("vae")],
-                    default=TINY_T2V,
-                    tooltip="Wan 2.1 VAE (for A14B) or Wan 2.2 VAE (for TI2V-5B) in models/vae.",
-                ),
-                io.Combo.Input(
-                    "precision",
-                    options=list(VAE_PRECISIONS),
-                    default="auto",
-                    tooltip="What the VAE computes in. 'auto': bf16 on a GPU, fp32 on a CPU.",
-                ),
-                workers_input(),
-            ],
-            outputs=[io.Vae.Output("vae_out", display_name="vae", tooltip="The VAE.")],
-        )
-
-    @classmethod
-    def validate_inputs(cls, vae: str = "") -> bool | str:
-        return not vae or refusal(lambda: cls._part(vae))
-
-    @classmethod
-    def fingerprint_inputs(cls, vae: str = "", precision: str = "", workers: None = None) -> list[tuple[str, int]]:
-        return fingerprint(locate("vae", vae, embedded("vae"))) if vae else []
-
-    @classmethod
-    def execute(cls, vae: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
-        part = cls._part(vae)
-        dtype = compute_dtype(precision, host.device() if workers is None else workers.device)
-        held, words = host.Held("VAE", part, dtype, _optimized_vae), words_of(part, name_of(dtype))
-        if workers is None:
-            return io.NodeOutput(VAESocket(held), ui=ui.PreviewText(words))
-        spec = {"path": str(part.path), "precision": precision}
-        return io.NodeOutput(RemoteVAE(held, workers, spec), ui=ui.PreviewText(words))
-
-    @staticmethod
-    def _part(name: str) -> Part:
-        return recognise(locate("vae", name, embedded("vae")), "vae", load_vae)

@@ -1,0 +1,171 @@
+"""Steps that use what the blocks added before: by a measured curve, at intervals, or decided while running."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from comfy_api.latest import io
+
+from wan_core.cache.curves import SUFFIX
+from wan_core.cache.magcache import PRESETS
+from wan_core.config import MAGCACHE_RULES, AdaptiveOptions, MagCacheOptions, SkipOptions, TaylorSeerOptions
+
+from . import host
+from .skipping import CUSTOM, joined, skipping_input, skipping_output
+
+
+def retention_input() -> Any:
+    return io.Float.Input(
+        "retention",
+        default=0.2,
+        min=0.0,
+        max=1.0,
+        step=0.05,
+        round=0.001,
+        tooltip="Share of each expert's steps, from its first on, that always computes.",
+    )
+
+
+class WanCoreMagCache(io.ComfyNode):
+    """Reuse the blocks' last residual where its magnitude is known to change little."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreMagCache",
+            display_name="WanCore MagCache",
+            category="WanCore",
+            description="Skips steps by a curve measured for the model, decided before the run. The plan preview shows "
+            "every skipped step.",
+            inputs=[
+                io.Combo.Input(
+                    "preset",
+                    options=[*PRESETS, CUSTOM],
+                    default="balanced",
+                    tooltip="quality, balanced or fast; custom takes the numbers below (but for the rule), which count "
+                    "only then.",
+                ),
+                io.Float.Input(
+                    "threshold",
+                    default=0.12,
+                    min=0.0,
+                    max=10.0,
+                    step=0.01,
+                    round=0.0001,
+                    tooltip="For custom: the error of magnitude that may add up before a step computes again. 0.04 is "
+                    "careful, 0.24 fast.",
+                ),
+                io.Int.Input("max_skips", default=2, min=0, max=50, tooltip="For custom: most steps skipped in a row."),
+                retention_input(),
+                io.Combo.Input(
+                    "rule",
+                    options=list(MAGCACHE_RULES),
+                    default="joint",
+                    tooltip="joint: both branches of guidance skip together. published: each decides for itself, as in "
+                    "the publication, for comparison.",
+                ),
+                io.Int.Input(
+                    "order",
+                    default=1,
+                    min=0,
+                    max=2,
+                    tooltip="For custom: what a skipped step uses. 0 is the last residual, as published; 1 or 2 a "
+                    "forecast from the last ones, which is nearer to the full run and holds more memory.",
+                ),
+                skipping_input(),
+            ],
+            outputs=[skipping_output()],
+        )
+
+    @classmethod
+    def fingerprint_inputs(
+        cls,
+        preset: str = "",
+        threshold: float = 0,
+        max_skips: int = 0,
+        retention: float = 0,
+        rule: str = "",
+        order: int = 0,
+        skipping: None = None,
+    ) -> list[tuple[str, int]]:
+        return host.stamps("diffusion_models", SUFFIX)  # what goes by a curve runs again when a curve changes
+
+    @classmethod
+    def execute(
+        cls,
+        preset: str,
+        threshold: float,
+        max_skips: int,
+        retention: float,
+        rule: str,
+        order: int,
+        skipping: SkipOptions | None = None,
+    ) -> io.NodeOutput:
+        own = MagCacheOptions(threshold=threshold, max_skips=max_skips, retention=retention, order=order)
+        chosen = own if preset == CUSTOM else PRESETS[preset]
+        return joined(skipping, magcache=replace(chosen, rule=rule))
+
+
+class WanCoreTaylorSeer(io.ComfyNode):
+    """Compute every n-th step, forecast between."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreTaylorSeer",
+            display_name="WanCore TaylorSeer",
+            category="WanCore",
+            description="Computes every n-th step and forecasts what the blocks would add in between. Needs no curve.",
+            inputs=[
+                io.Int.Input(
+                    "interval", default=2, min=1, max=50, tooltip="Every how many steps one computes; 1 is all of them."
+                ),
+                io.Int.Input(
+                    "order", default=1, min=0, max=2, tooltip="0 reuses the last residual, 1 and 2 extrapolate."
+                ),
+                retention_input(),
+                skipping_input(),
+            ],
+            outputs=[skipping_output()],
+        )
+
+    @classmethod
+    def execute(cls, interval: int, order: int, retention: float, skipping: SkipOptions | None = None) -> io.NodeOutput:
+        return joined(skipping, taylorseer=TaylorSeerOptions(interval=interval, order=order, retention=retention))
+
+
+class WanCoreAdaptiveCache(io.ComfyNode):
+    """Decide while running."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreAdaptiveCache",
+            display_name="WanCore Adaptive Cache",
+            category="WanCore",
+            description="Skips steps by how fast the result is seen to change while it runs. The plan can only show "
+            "which steps may be skipped.",
+            inputs=[
+                io.Float.Input(
+                    "threshold",
+                    default=0.1,
+                    min=0.0,
+                    max=10.0,
+                    step=0.01,
+                    round=0.0001,
+                    tooltip="Estimated relative change of the velocity up to which a step is skipped.",
+                ),
+                io.Int.Input("max_skips", default=3, min=0, max=50, tooltip="Most steps skipped in a row."),
+                retention_input(),
+                skipping_input(),
+            ],
+            outputs=[skipping_output()],
+        )
+
+    @classmethod
+    def execute(
+        cls, threshold: float, max_skips: int, retention: float, skipping: SkipOptions | None = None
+    ) -> io.NodeOutput:
+        options = AdaptiveOptions(threshold=threshold, max_skips=max_skips, retention=retention)
+        return joined(skipping, adaptive=options)

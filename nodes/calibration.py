@@ -1,0 +1,120 @@
+"""A model's own curve for MagCache, measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from comfy_api.latest import io
+
+from wan_core.cache.curves import Curve, curve_path, is_embedded, write_curve
+from wan_core.conditioning import draw_noise
+from wan_core.config import OptionError, check_folder
+from wan_core.plan import Plan
+from wan_core.quality.calibrate import measure
+from wan_core.quality.pictures import draw_curve, preset_plans
+from wan_core.report import Report
+
+from . import host
+from .conditioning import join
+from .pictures import as_image, shown
+from .sampling import plan_inputs, plan_of
+from .sockets import CONDITIONING, MODEL, ModelSocket
+
+BESIDE, SHOW = "save beside the model", "only show"
+
+
+class WanCoreCalibrate(io.ComfyNode):
+    """Measure a model's own MagCache curve."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreCalibrate",
+            display_name="WanCore Calibrate MagCache",
+            category="WanCore",
+            description="Runs a few videos in full and keeps how the model's residual changes from step to step: the "
+            "curve that MagCache goes by. It is found beside the model from then on.",
+            inputs=[
+                MODEL.Input("model", tooltip="From the WanCore Model Loader."),
+                io.Conditioning.Input("positive", tooltip="An encoded prompt; the curve hardly depends on which."),
+                io.Conditioning.Input("negative", tooltip="The encoded negative prompt."),
+                io.Latent.Input("latent", tooltip="The size to measure at."),
+                io.Int.Input("seed", default=0, min=0, max=2**64 - 1, tooltip="Of the first video."),
+                io.Int.Input("videos", default=2, min=1, max=64, tooltip="How many videos to average over."),
+                *plan_inputs(),
+                io.Combo.Input(
+                    "keep",
+                    options=[BESIDE, SHOW],
+                    default=BESIDE,
+                    tooltip="Where the curve goes: beside the model's file, where the sampler finds it, or nowhere.",
+                ),
+            ],
+            outputs=[
+                MODEL.Output("model_out", display_name="model", tooltip="The same model, after calibration."),
+                io.Image.Output("image", display_name="image", tooltip="The curve, and what each preset would skip."),
+                io.String.Output("text", display_name="text", tooltip="What each preset saves with it."),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: ModelSocket,
+        positive: CONDITIONING,
+        negative: CONDITIONING,
+        latent: dict[str, Any],
+        seed: int,
+        videos: int,
+        steps: int,
+        shift: float,
+        boundary: float,
+        guidance_high: float,
+        guidance_low: float,
+        solver: str,
+        keep: str,
+    ) -> io.NodeOutput:
+        place = cls._place(model, image="noise_mask" in latent) if keep == BESIDE else None
+        check_folder(place)  # before the videos, not after
+        plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver)
+        curve = cls._measure(model, plan, positive, negative, latent, seed, videos)
+        if place is not None:
+            write_curve(curve, place)
+        plans = preset_plans(plan, curve)
+        words = "\n".join(f"{name}: {skipping.forward_words()}" for name, skipping in plans.items())
+        words += "" if place is None else f"\nkept in {place}"
+        image = as_image(draw_curve(curve, plans))
+        return io.NodeOutput(model, image, words, ui=shown(image, words, cls))
+
+    @staticmethod
+    def _place(model: ModelSocket, image: bool) -> Path:
+        """Where the curve goes. Raises OptionError for a model that has no file of the user's own."""
+        path = model.experts.high.path
+        if path is None:
+            raise OptionError("this model has no file to keep a curve beside: choose 'only show'")
+        if is_embedded(path):
+            raise OptionError("the embedded model comes with its curve, which stays: choose 'only show'")
+        return curve_path(path, model.experts.task.name, image=image)
+
+    @staticmethod
+    def _measure(
+        model: ModelSocket,
+        plan: Plan,
+        positive: CONDITIONING,
+        negative: CONDITIONING,
+        latent: dict[str, Any],
+        seed: int,
+        videos: int,
+    ) -> Curve:
+        conditioning, _ = join(positive, negative, latent, model.experts, plan)
+        shape = (1, *latent["samples"].shape[1:])
+        tokens, report = model.experts.dit.tokens(*shape[2:]), Report(host.device())
+        bar, total = host.Progress(videos * len(plan.steps)), videos * len(plan.steps)
+        return measure(
+            plan,
+            lambda expert: model.acquire(expert, tokens, report),
+            ((conditioning, draw_noise(seed + n, shape).to(host.device())) for n in range(videos)),
+            source=f"measured on {model.experts.high.source}",
+            on_step=lambda done: bar.update(done, total, f"calibrating: step {done} of {total}"),
+        )

@@ -1,0 +1,51 @@
+"""From a name in a widget to the file behind it, and whether that file is what it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from wan_core.parts import TINY, Part
+
+from . import host
+
+TINY_T2V, TINY_I2V = "tiny (embedded)", "tiny i2v (embedded)"
+
+
+def embedded(name: str) -> dict[str, Path]:
+    return {TINY_T2V: TINY / f"{name}.safetensors"}
+
+
+def embedded_expert(expert: str) -> dict[str, Path]:
+    return {TINY_T2V: TINY / f"t2v_{expert}.safetensors", TINY_I2V: TINY / f"i2v_{expert}.safetensors"}
+
+
+def locate(folder: str, name: str, inside: Mapping[str, Path]) -> Path:
+    """The file behind a name of a widget. Raises OptionError."""
+    return inside[name] if name in inside else host.model_path(folder, name)
+
+
+def fingerprint(*paths: Path) -> list[tuple[str, int]]:
+    """Changes when a file does, so that a file replaced under its old name is loaded again."""
+    return [(str(path), path.stat().st_mtime_ns) for path in paths]
+
+
+def words_of(part: Part, computing: str) -> str:
+    size = f"{part.parameters / 1e9:.1f} billion" if part.parameters >= 1e9 else f"{part.parameters / 1e6:.2f} million"
+    stored = name_of(part.stored) if part.packed is None else part.packed.fmt
+    return f"{part.source}: {size} parameters, {stored}, computing in {computing}"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def refusal(check: Callable[[], object]) -> bool | str:
+    """What `validate_inputs` answers: True, or why `check` raised."""
+    try:
+        check()
+    except (ValueError, OSError) as fault:
+        return str(fault)
+    return True

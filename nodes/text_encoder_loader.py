@@ -1,0 +1,75 @@
+"""The text encoder of a prompt: UMT5, held by ComfyUI's memory manager. Weights are read when first used."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io, ui
+
+from wan_core.checkpoint import load_text_encoder
+from wan_core.config import PRECISIONS, QUANTIZED
+from wan_core.models import compute_dtype, holding
+from wan_core.parts import Part, recognise
+
+from . import host
+from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of
+from .sockets import TextSocket
+from .workers import RemoteText, WorkersSocket, workers_input
+
+PLAIN = tuple(name for name in PRECISIONS if name not in QUANTIZED)
+
+
+class WanCoreTextEncoderLoader(io.ComfyNode):
+    """UMT5 with its tokenizer, on a CLIP socket."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreTextEncoderLoader",
+            display_name="WanCore Text Encoder Loader",
+            category="WanCore",
+            description="A UMT5 text encoder. Its output also feeds ComfyUI's own CLIP Text Encode.",
+            inputs=[
+                io.Combo.Input(
+                    "text_encoder",
+                    options=[*embedded("text_encoder"), *host.model_names("text_encoders")],
+                    default=TINY_T2V,
+                    tooltip="UMT5 in models/text_encoders, in the official, Diffusers or ComfyUI layout, or GGUF. "
+                    "Files without a tokenizer inside need spiece.model beside them.",
+                ),
+                io.Combo.Input(
+                    "precision",
+                    options=list(PLAIN),
+                    default="checkpoint",
+                    tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and packed "
+                    "weights (GGUF, FP8 with scales) stay packed in memory.",
+                ),
+                workers_input(),
+            ],
+            outputs=[io.Clip.Output("clip", display_name="clip", tooltip="The text encoder.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, text_encoder: str = "") -> bool | str:
+        return not text_encoder or refusal(lambda: cls._part(text_encoder))
+
+    @classmethod
+    def fingerprint_inputs(
+        cls, text_encoder: str = "", precision: str = "", workers: None = None
+    ) -> list[tuple[str, int]]:
+        return fingerprint(locate("text_encoders", text_encoder, embedded("text_encoder"))) if text_encoder else []
+
+    @classmethod
+    def execute(cls, text_encoder: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
+        part = cls._part(text_encoder)
+        device = host.device() if workers is None else workers.device
+        dtype = compute_dtype(precision, device)
+        kept, words = holding(part, None, precision == "checkpoint", device), words_of(part, name_of(dtype))
+        held = host.Held("text encoder", part, dtype, quantization=kept)
+        if workers is None:
+            return io.NodeOutput(TextSocket(held), ui=ui.PreviewText(words))
+        spec = {"path": str(part.path), "precision": precision}
+        return io.NodeOutput(RemoteText(held, workers, spec), ui=ui.PreviewText(words))
+
+    @staticmethod
+    def _part(name: str) -> Part:
+        path = locate("text_encoders", name, embedded("text_encoder"))
+        return recognise(path, "text_encoder", load_text_encoder)

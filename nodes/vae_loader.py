@@ -1,0 +1,75 @@
+"""The VAE, held by ComfyUI's memory manager. Weights are read when first used."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io, ui
+from torch import nn
+
+from wan_core.checkpoint import load_vae
+from wan_core.models import compute_dtype
+from wan_core.optimize import optimize_vae
+from wan_core.parts import Part, recognise
+from wan_core.vae import VideoVAE
+
+from . import host
+from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of
+from .sockets import VAESocket
+from .workers import RemoteVAE, WorkersSocket, workers_input
+
+PRECISIONS = ("auto", "bf16", "fp32")
+
+
+class WanCoreVAELoader(io.ComfyNode):
+    """The causal video VAE, 2.1 or 2.2, on a VAE socket."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreVAELoader",
+            display_name="WanCore VAE Loader",
+            category="WanCore",
+            description="A Wan video VAE. Its output also feeds ComfyUI's own VAE Decode and WanImageToVideo.",
+            inputs=[
+                io.Combo.Input(
+                    "vae",
+                    options=[*embedded("vae"), *host.model_names("vae")],
+                    default=TINY_T2V,
+                    tooltip="Wan 2.1 VAE (for A14B) or Wan 2.2 VAE (for TI2V-5B) in models/vae.",
+                ),
+                io.Combo.Input(
+                    "precision",
+                    options=list(PRECISIONS),
+                    default="auto",
+                    tooltip="What the VAE computes in. 'auto': bf16 on a GPU, fp32 on a CPU.",
+                ),
+                workers_input(),
+            ],
+            outputs=[io.Vae.Output("vae_out", display_name="vae", tooltip="The VAE.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, vae: str = "") -> bool | str:
+        return not vae or refusal(lambda: cls._part(vae))
+
+    @classmethod
+    def fingerprint_inputs(cls, vae: str = "", precision: str = "", workers: None = None) -> list[tuple[str, int]]:
+        return fingerprint(locate("vae", vae, embedded("vae"))) if vae else []
+
+    @classmethod
+    def execute(cls, vae: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
+        part = cls._part(vae)
+        dtype = compute_dtype(precision, host.device() if workers is None else workers.device)
+        held, words = host.Held("VAE", part, dtype, _optimized), words_of(part, name_of(dtype))
+        if workers is None:
+            return io.NodeOutput(VAESocket(held), ui=ui.PreviewText(words))
+        spec = {"path": str(part.path), "precision": precision}
+        return io.NodeOutput(RemoteVAE(held, workers, spec), ui=ui.PreviewText(words))
+
+    @staticmethod
+    def _part(name: str) -> Part:
+        return recognise(locate("vae", name, embedded("vae")), "vae", load_vae)
+
+
+def _optimized(module: nn.Module) -> nn.Module:
+    assert isinstance(module, VideoVAE)
+    return optimize_vae(module, host.device())

@@ -1,0 +1,128 @@
+"""A whole LoRA file, matched with a model: `read_lora`, and the line that says what it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from wan_core.checkpoint.errors import CheckpointError, listing
+from wan_core.checkpoint.lora.change import Change
+from wan_core.checkpoint.lora.names import (
+    OTHER_EXPERT,
+    TEXT_ENCODER,
+    UNKNOWN_FORM,
+    UNKNOWN_MODULE,
+    UNSUPPORTED,
+    Finder,
+    for_other_expert,
+    for_text_encoder,
+    is_lora,
+    parse_name,
+    spelling_words,
+)
+from wan_core.checkpoint.lora.pairing import ModuleParts, Shapes
+from wan_core.checkpoint.opened import Checkpoint
+from wan_core.checkpoint.reader import Source, open_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lora:
+    """A LoRA file, matched with a model. `changes`: official parameter name -> what happens to it, in order.
+    `ignored`: reason -> the file's names that have no effect."""
+
+    where: str
+    spelling: str  # "diffusion_model., lora_down/lora_up"
+    changes: Mapping[str, tuple[Change, ...]]
+    ignored: Mapping[str, tuple[str, ...]]
+    metadata: Mapping[str, str]
+
+    @cached_property
+    def kinds(self) -> dict[str, int]:
+        """How many changes there are of each kind."""
+        found: dict[str, int] = {}
+        for change in (c for several in self.changes.values() for c in several):
+            found[change.words] = found.get(change.words, 0) + 1
+        return found
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of its LoRAs, each once."""
+        found = {c.rank for several in self.changes.values() for c in several if c.rank is not None}
+        return tuple(sorted(found))
+
+    def words(self) -> str:
+        """What it changes and what it does not, on one line."""
+        ranks = f" of rank {'/'.join(map(str, self.ranks))}" if self.ranks else ""
+        kinds = ", ".join(
+            f"{count} {kind}{ranks if kind.startswith('LoRA') else ''}" for kind, count in self.kinds.items()
+        )
+        ignored = "; ".join(
+            f"{len(names)} tensors ignored, {why} ({listing(names, 2)})" for why, names in self.ignored.items()
+        )
+        return f"{kinds} on {len(self.changes)} parameters ({self.spelling}){'; ' + ignored if ignored else ''}"
+
+
+def read_lora(source: Source, shapes: Shapes, expert: str | None = None) -> Lora:
+    """The LoRA in `source`, for a model with the official parameters `shapes`; their values are mapped, not read.
+
+    expert: "high" or "low", which matters where one file holds the changes of both. What does not fit is in `ignored`.
+    Raises `CheckpointError`: no LoRA, a damaged one, or one that changes nothing of this model.
+    """
+    checkpoint = open_checkpoint(source)
+    try:
+        return _read(checkpoint, shapes, expert)
+    except CheckpointError as fault:
+        raise fault if fault.where else CheckpointError(str(fault), where=checkpoint.describe()) from None
+
+
+def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
+    find = Finder(shapes)
+    ignored: dict[str, list[str]] = {}
+    modules: dict[str, dict[str, str]] = {}  # official module -> role -> name in the file
+    others = for_other_expert(checkpoint.tensors.keys(), expert)
+    unsupported: set[str] = set()  # modules of which a part says that the whole means something else
+    spellings: dict[str, None] = {}
+    for name in checkpoint.tensors:
+        parsed = parse_name(name)
+        module = None if parsed is None else find.module(parsed.module)
+        if name in others:
+            ignored.setdefault(OTHER_EXPERT, []).append(name)
+        elif for_text_encoder(name):
+            ignored.setdefault(TEXT_ENCODER, []).append(name)
+        elif parsed is None:
+            ignored.setdefault(UNKNOWN_FORM, []).append(name)
+        elif module is None:
+            ignored.setdefault(UNKNOWN_MODULE, []).append(name)
+        elif parsed.role == "other":
+            ignored.setdefault(UNSUPPORTED, []).append(name)
+            unsupported.add(module)
+        else:
+            twin = modules.setdefault(module, {}).setdefault(parsed.role, name)
+            if twin != name:
+                raise CheckpointError(f"{twin} and {name} both change {module}. Download it again.")
+            spelled = parsed.spelled if parsed.role != "alpha" else ""
+            spellings.setdefault(f"{find.prefix(parsed.module)} {spelled}".strip())
+    changes: dict[str, tuple[Change, ...]] = {}
+    for module, roles in modules.items():
+        if module in unsupported:
+            ignored[UNSUPPORTED] += roles.values()
+            continue
+        for parameter, change in ModuleParts(checkpoint, module, roles, shapes, ignored).changes():
+            changes[parameter] = (*changes.get(parameter, ()), change)
+    if not changes:
+        raise CheckpointError(_nothing(checkpoint, ignored))
+    return Lora(
+        where=checkpoint.describe(),
+        spelling=spelling_words(spellings),
+        changes=changes,
+        ignored={why: tuple(names) for why, names in ignored.items()},
+        metadata=checkpoint.metadata,
+    )
+
+
+def _nothing(checkpoint: Checkpoint, ignored: Mapping[str, list[str]]) -> str:
+    if not is_lora(checkpoint.tensors):
+        return f"not a LoRA: its tensors are {listing(sorted(checkpoint.tensors), 3)}. Give the file of a LoRA."
+    reasons = "; ".join(f"{len(names)} are {why} ({listing(names, 2)})" for why, names in ignored.items())
+    return f"it changes nothing of this model: {reasons or 'it is empty'}. It was made for another one."

@@ -1,0 +1,55 @@
+"""The errors of this project's own, and the checks of options that several places make.
+
+A refusal says what was given, what is allowed and what to do, before any work.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class UserError(ValueError):
+    """What went wrong is the input, and the message says so to people. The base of every error of this kind."""
+
+
+class OptionError(UserError):
+    """A user's option is out of range: the message says what was given, what is allowed and what to do."""
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise OptionError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise OptionError(f"{name} {value!r} is not known; use one of: {', '.join(allowed)}")
+
+
+def check_range(name: str, value: float, low: float, high: float, advice: str) -> None:
+    """Raise OptionError unless `value` is from `low` to `high`, both included; `advice` says what is usual."""
+    if not low <= value <= high:
+        raise OptionError(f"{name} {value:g} given; allowed are {low:g} to {high:g} ({advice})")
+
+
+def check_folder(path: Path | None) -> None:
+    """Raise OptionError now if a file could not be written there: before hours of work, not after."""
+    if path is None:
+        return
+    parent = path.absolute().parent
+    taken = path.is_dir() or (path.exists() and not os.access(path, os.W_OK))
+    if taken or not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise OptionError(f"cannot write {path}: its folder must exist and be writable, and the name must be a file's")
+
+
+def check_size(width: int, height: int, frames: int, *, multiple: int, temporal: int = 4) -> None:
+    """Raise OptionError unless width and height are multiples of `multiple` pixels and frames is temporal * n + 1."""
+    if width < multiple or height < multiple or width % multiple or height % multiple:
+        near = [max(multiple, round(v / multiple) * multiple) for v in (width, height)]
+        raise OptionError(
+            f"size {width}x{height} given; width and height must be multiples of {multiple}. "
+            f"The nearest is {near[0]}x{near[1]}."
+        )
+    if frames < 1 or (frames - 1) % temporal:
+        near_frames = max(0, round((frames - 1) / temporal)) * temporal + 1
+        raise OptionError(
+            f"{frames} frames given; the count must be {temporal}n + 1 (1, {temporal + 1}, ..., 81). "
+            f"The nearest is {near_frames}."
+        )
