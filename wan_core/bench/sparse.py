@@ -83,6 +83,7 @@ class Trial:
         self.name, self.device, self.dtype, self.runs, self.layers = name, device, dtype, runs, layers
         self.native_forward: dict[str, float] = {}
         self.pipes: dict[str, Pipeline] = {}
+        self.warm: set[tuple[str, bool]] = set()
 
     # ----------------------------------------------------------------------------------------------------- kernels
 
@@ -207,10 +208,14 @@ class Trial:
             make_room(self.device)
             load = setup.load_options(self.name, self.device)
             self.pipes[setup.name] = Pipeline.load(load, request=request)
+            self.warm.clear()
         pipe = self.pipes[setup.name]
         # What is compiled and tuned on first use is no part of a video: two steps, one of each expert, come before.
-        warm = Request(**{**vars(request), "steps": 2, "boundary": 0.9, "skip": parse_setting("sparse:0.875/0")})
-        pipe.generate(warm)
+        kind = size, bool(request.skip and request.skip.sparse)
+        if kind not in self.warm:
+            skip = parse_setting("sparse:0.875/0") if kind[1] else None
+            pipe.generate(Request(**{**vars(request), "steps": 2, "boundary": 0.9, "skip": skip}))
+            self.warm.add(kind)
         result = pipe.generate(request)
         found = result.report.as_dict()
         name = f"{entry}, {setup.name}"
