@@ -74,6 +74,11 @@ class PackedSize(NamedTuple):
     parameters: int
 
 
+def is_packed(quantization: Quantization | None) -> bool:
+    """Whether it keeps weights as their file packs them."""
+    return quantization is not None and issubclass(quantization.kind, PackedLinear)
+
+
 @dataclass(frozen=True)
 class Part:
     """One model before it is loaded: what it is, and how to get it."""
@@ -90,7 +95,7 @@ class Part:
 
     def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
         """Of its weights in memory."""
-        if quantization is not None and issubclass(quantization.kind, PackedLinear):
+        if is_packed(quantization):
             size = self.packed or PackedSize("", 0, 0)
             return size.bytes + (self.parameters - size.parameters) * dtype.itemsize
         if quantization is None or not isinstance(self.config, DiTConfig):
