@@ -25,7 +25,7 @@ from wan_core.lora import AppliedLoras, check_packed, choose_mode, lora_bytes, l
 from wan_core.memory.budget import MemoryPlan, cap_memory
 from wan_core.memory.residency import Residency
 from wan_core.model.dit import WanModel
-from wan_core.optimize import check_compile, compilations, optimize, optimize_vae
+from wan_core.optimize import check_compile, compilations, compiled_anew, optimize, optimize_vae
 from wan_core.parallel.conditioning import text_rank
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import find_lse
@@ -74,7 +74,7 @@ class Models:
 
     def keep_compiled(self) -> bool:
         """Write what this process compiled to disk, for the next; whether there was anything new."""
-        return self.artifacts is not None and self.artifacts.save(compilations())
+        return self.artifacts is not None and self.artifacts.save(compilations(), compiled_anew())
 
     def prefetch(self, name: str, other: str, runs: int) -> None:
         """The next `runs` runs of the blocks of expert `name` are the last before `other` is asked for."""
