@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from wan_core.bench.startup import Loading, host_peak, reset_host_peak, write_experts
+from wan_core.bench.process import host_peak, reset_host_peak
+from wan_core.bench.startup import Loading, write_experts
 from wan_core.cli import main
 
 CPU = torch.device("cpu")

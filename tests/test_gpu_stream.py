@@ -218,7 +218,7 @@ def test_whole_pipelines_make_the_same_video(residency, compile):
 
 def test_thirty_videos_hold_memory_flat():
     """Two sizes in turn, streamed: device and host stay where they were after the first of each."""
-    from wan_core.bench.startup import _status
+    from wan_core.bench.process import resident_bytes
 
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cuda", residency="stream", resident_blocks=2))
     held_bytes, host = [], []
@@ -226,7 +226,7 @@ def test_thirty_videos_hold_memory_flat():
         size = ((96, 96), (128, 64))[seed % 2]
         pipe.generate(Request(prompt=CAPTION, seed=seed, width=size[0], height=size[1], frames=9, steps=4))
         held_bytes.append(torch.cuda.memory_allocated())
-        host.append(_status("VmRSS"))
+        host.append(resident_bytes())
     assert max(held_bytes[4:]) - held_bytes[4] < 2 << 20
     assert host[-1] - host[6] < 64 << 20
 
