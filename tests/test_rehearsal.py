@@ -49,6 +49,11 @@ def latents(pipe: Pipeline) -> torch.Tensor:
     return pipe.sample(job, pipe.encode(job))
 
 
+def noted(made: list[weakref.ref], model):
+    made.append(weakref.ref(model))
+    return model
+
+
 def exact(monkeypatch, **options) -> torch.Tensor:
     with monkeypatch.context() as patch:
         patch.setattr(Rehearsal, "worthwhile", property(lambda self: False))
@@ -63,16 +68,10 @@ def exact(monkeypatch, **options) -> torch.Tensor:
 def test_the_same_video_bit_for_bit(options, on_cpu, monkeypatch):
     monkeypatch.setattr("wan_core.quant.transformer_engine.why_not", lambda *_: None)
     made, interval, numbers = [], sys.getswitchinterval(), torch.get_rng_state()
-
-    def noted(*given):
-        model = stand_in(*given)
-        made.append(weakref.ref(model))
-        return model
-
-    monkeypatch.setattr(rehearsing, "stand_in", noted)
+    monkeypatch.setattr(rehearsing, "stand_in", lambda *given: noted(made, stand_in(*given)))
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", **options), request=REQUEST)
     assert any("the first step was prepared" in note for note in pipe.loaded.notes)
-    assert len(made) == 1 and made[0]() is None  # its weights and its calibration are gone
+    assert [gone() for gone in made] == [None]  # its weights and its calibration
     assert torch.equal(torch.get_rng_state(), numbers) and sys.getswitchinterval() == interval
     assert torch.equal(latents(pipe), exact(monkeypatch, **options))
 
@@ -83,9 +82,11 @@ def test_the_first_step_compiles_nothing_that_was_prepared(precision, monkeypatc
     monkeypatch.setattr(optimizing, "compile_blocks", partial(optimizing.compile_blocks, backend="aot_eager"))
     torch.compiler.reset()
     options = {"compile": "blocks", "precision": precision}
-    before = compilations()
+    made, before = [], compilations()
+    monkeypatch.setattr(rehearsing, "stand_in", lambda *given: noted(made, stand_in(*given)))
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", **options), request=REQUEST)
     assert compilations() - before == 1 and not pipe.models.compiles
+    assert [gone() for gone in made] == [None]  # a compiled module refers to itself
     ours = latents(pipe)
     assert compilations() - before == 1
     torch.compiler.reset()

@@ -119,7 +119,7 @@ def compilations() -> int:
 
 
 def compiled_anew() -> int:
-    """Graphs that torch found in none of its caches in this process so far, and compiled."""
+    """Entries that torch did not find in its caches in this process so far, of graphs and of what is around them."""
     from torch._dynamo.utils import counters
 
     return counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"]

@@ -10,7 +10,7 @@ back again       at the size of before
 
 seconds          from the call of `generate` to the launch of its first forward: checks, text encoding and preparing
                  the prompt in it
-compilations     graphs that torch compiled in it and in the first step; `compiled_anew` those that it found in no cache
+compilations     graphs that torch traced in it and in the first step; `compiled_anew`: entries that no cache had
 load_seconds     of loading, with what was prepared meanwhile (in the first row)
 """
 

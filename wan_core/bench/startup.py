@@ -24,7 +24,7 @@ phases                 of it, one after the other. "import wan_core" ends with `
                        imports; "first forward" whatever was not prepared
 prepared               seconds of the parts beside the loading: importing torch's compiler, artifacts, a forward of one
                        block; `read` until the last weight was there
-first_forward          graphs that the first forward still asked torch for, and how many of them were compiled anew
+first_forward          graphs that the first forward still asked torch for, and how many entries no cache had for them
 process_seconds        as its parent sees it, with the second forward and the end
 
 Rows of `ready` follow: a pipeline from its first prompt on.
