@@ -30,8 +30,8 @@ from wan_core.memory.budget import CONTEXT, unit_bytes
 from wan_core.memory.shelf import Shelf, tensors_of
 from wan_core.memory.stream import Stage, StreamedBlocks, stage_bytes
 from wan_core.model.dit import WanModel
-from wan_core.models import is_packed, packed_units
-from wan_core.parts import Part
+from wan_core.parts import Part, is_packed
+from wan_core.placement import packed_units
 from wan_core.quant.swap import Quantization
 
 log = logging.getLogger("WanCore")

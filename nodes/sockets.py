@@ -23,8 +23,8 @@ from wan_core.lora import AppliedLoras, Wanted, lora_bytes
 from wan_core.memory.budget import Beside, Sizes, factor, plan_memory
 from wan_core.memory.stream import stage_bytes
 from wan_core.model import WanModel
-from wan_core.models import decode_bytes, forward_bytes
 from wan_core.parts import Experts
+from wan_core.placement import decode_bytes, forward_bytes
 from wan_core.plan import Expert
 from wan_core.preview import RGBMap
 from wan_core.report import Report

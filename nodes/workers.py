@@ -13,10 +13,10 @@ from torch import Tensor
 
 from wan_core.conditioning import Conditioning
 from wan_core.config import LoraOptions
-from wan_core.models import decode_bytes
 from wan_core.parallel import remote
 from wan_core.parallel.launcher import Workers
 from wan_core.parallel.options import WorkerOptions
+from wan_core.placement import decode_bytes
 from wan_core.plan import Plan
 from wan_core.report import Report
 from wan_core.vae import TileSpec

@@ -7,15 +7,33 @@ import json
 import pytest
 import torch
 
-from wan_core.bench.startup import Loading, host_peak, reset_host_peak, write_experts
+from wan_core.bench.process import host_peak, reset_host_peak
+from wan_core.bench.ready import ready_rows
+from wan_core.bench.startup import Loading, cold_rows, write_experts
+from wan_core.bench.turns import turns_rows
 from wan_core.cli import main
+from wan_core.config import LoadOptions, OptionError
+from wan_core.parts import find_models
 
 CPU = torch.device("cpu")
 
 
 def test_streaming_rows(tmp_path):
     path = tmp_path / "streaming.json"
-    arguments = ["--device", "cpu", "--suite", "streaming", "--size", "48x48x5", "--runs", "1"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--suite",
+        "streaming",
+        "--size",
+        "48x48x5",
+        "--runs",
+        "1",
+        "--setting",
+        "cards",
+        "--setting",
+        "switch",
+    ]
     assert main(["bench", *arguments, "--out", str(path)]) == 0
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     for precision in ("bf16", "fp8"):
@@ -37,6 +55,35 @@ def test_loading_rows(tmp_path):
     assert rows["ours, bf16"]["ratio_to"] == "load_file" and rows["load_file"]["ratio"] == 1
 
 
+def test_pipelines_that_take_turns_hold_memory_flat():
+    """Text to video and image to video, two sizes, eight videos: no tensor stays behind."""
+    (row,) = turns_rows("tiny", ["64x32x9"], CPU, None, 8)
+    assert "failed" not in row and len(row["device_mib"]) == 8
+    assert row["device_growth_mib"] < 0.05 and row["compilations"] == 0
+    assert row["seconds"] > 0 and row["switch_ms"] > 0
+
+
+def test_prompts_after_the_first():
+    rows = {row["name"]: row for row in ready_rows("tiny", ["64x64x17"], CPU, None)}
+    assert list(rows) == ["first prompt", "second prompt", "changed size", "back again"]
+    assert all("failed" not in row and row["compilations"] == row["compiled_anew"] == 0 for row in rows.values())
+    assert rows["changed size"]["size"] == "32x32x9" and all(row["seconds"] < 10 for row in rows.values())
+
+
+@pytest.mark.slow
+def test_a_cold_process(tmp_path):
+    files, profile = write_experts("tiny", tmp_path, CPU, None), tmp_path / "profile.txt"
+    rows = list(cold_rows(files, "48x48x5", CPU, tmp_path, profile))
+    assert [row.get("failed") for row in rows] == [None] * 4
+    first, second, third, _ = rows
+    assert "used again" in second["note"] and "first time" in first["note"]
+    for row in (first, second):
+        assert row["first_forward"] == {"graphs": 0, "compiled anew": 0}  # nothing was left to it
+        assert set(row["prepared"]) == {"import the compiler", "artifacts", "forward"} and row["read"] > 0
+    assert third["first_forward"]["graphs"] == 1 and not third["prepared"]
+    assert "cumulative" in profile.read_text()
+
+
 def test_the_peak_of_host_memory_begins_anew():
     before = reset_host_peak()
     if not before:
@@ -50,3 +97,14 @@ def test_the_peak_of_host_memory_begins_anew():
 def test_options_belong_to_their_suites(capsys):
     assert main(["bench", "--device", "cpu", "--suite", "streaming", "--scratch", "/tmp"]) == 2
     assert "--scratch means nothing" in capsys.readouterr().err
+    assert main(["bench", "--device", "cpu", "--suite", "streaming", "--profile", "x.txt"]) == 2
+    assert "--profile means nothing" in capsys.readouterr().err
+    assert main(["bench", "--device", "cpu", "--suite", "streaming", "--setting", "vae"]) == 2
+    assert "the suite streaming has cards, switch, turns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["random:t2v-A14B:0", "random:t2v-A14B:41", "random:t2v-A14B:two"])
+def test_random_models_have_as_many_blocks_as_there_are(model):
+    assert find_models(LoadOptions(model="random:t2v-A14B:3")).dit.num_layers == 3
+    with pytest.raises(OptionError, match="1 to 40 are possible"):
+        find_models(LoadOptions(model=model))

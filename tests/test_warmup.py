@@ -115,6 +115,47 @@ def test_a_folder_that_may_only_be_read_is_used(monkeypatch):
     assert "damaged" in artifacts.load()
 
 
+def test_torch_naming_its_own_folder_is_no_wish(monkeypatch, tmp_path):
+    """Importing its compiler does, and an import is not what decides where files lie."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    Artifacts.open(CPU, {})
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "inductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    Artifacts.open(CPU, {})
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+
+
+def test_what_is_unpacked_already_is_not_unpacked_again(monkeypatch, tmp_path):
+    calls, folder = [], tmp_path / "TORCHINDUCTOR_CACHE_DIR"
+
+    def unpacking(payload):
+        calls.append(payload)
+        for name in ("fxgraph", "aotautograd"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        return object()
+
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", unpacking)
+    artifacts = Artifacts.open(CPU, {})
+    artifacts.path.parent.mkdir(parents=True)
+    artifacts.path.write_bytes(pack(b"one"))
+    for _ in range(2):
+        assert "used again" in artifacts.load() and calls == [b"one"]
+    artifacts.path.write_bytes(pack(b"two"))  # another process kept more
+    assert "used again" in artifacts.load() and calls == [b"one", b"two"]
+    for file in (folder / "fxgraph").iterdir():  # torch's folder was emptied
+        file.unlink()
+    assert "used again" in artifacts.load() and calls == [b"one", b"two", b"two"]
+
+
+def test_nothing_is_written_where_everything_was_found(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: pytest.fail("serialised for nothing"))
+    artifacts = Artifacts.open(CPU, {})
+    artifacts.loaded = True
+    assert artifacts.save(2, missed=0) is False and artifacts.saved == 2
+
+
 @pytest.mark.slow
 def test_the_second_process_uses_what_the_first_made(tmp_path):
     """torch finds the graph in our file alone: its own cache folder is another one each time."""

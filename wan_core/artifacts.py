@@ -3,7 +3,8 @@
 A file holds what `torch.compiler.save_cache_artifacts` gives, behind a checksum. Its name is a hash of everything that
 the code depends on: torch, Triton, the device, this package's own sources and the options. A file that is damaged is
 deleted, one of other versions is never looked at; either way compiling starts anew. Compilers that keep files of their
-own (Triton, flash-attn-4) are pointed to the same folder, unless the environment names another.
+own (Inductor, Triton, flash-attn-4) are pointed to the same folder, unless the environment names another. Where
+Inductor's still has what our file was unpacked to, the file is not unpacked again.
 
 The folder is `$WANCORE_CACHE`, else `wancore` in the user's cache folder. What was used longest ago goes when it grows
 beyond `LIMIT`.
@@ -28,11 +29,14 @@ import torch
 log = logging.getLogger(__name__)
 LIMIT = 2 << 30  # bytes on disk
 MAGIC = b"wancore artifacts 1\n"
+HEAD = len(MAGIC) + 32  # bytes before the payload: the checksum's are last
 OWN_CACHES = {  # of libraries that compile; values are folders in ours, or what turns theirs on
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
 }
+INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+UNPACKED = ("fxgraph", "aotautograd")  # folders of Inductor's with the graphs
 COMPILED = "compiled"  # our own files
 SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
 
@@ -58,7 +62,8 @@ class Artifacts:
         """Point compilers to our folder and name the file for `options`."""
         folder = cache_folder()
         for variable, name in OWN_CACHES.items():
-            os.environ.setdefault(variable, str(folder / name))
+            if not named(variable):
+                os.environ[variable] = str(folder / name)
         for variable, value in SWITCHES.items():
             os.environ.setdefault(variable, value)
         return cls(folder / COMPILED / f"{artifact_key(device, options)}.bin")
@@ -66,7 +71,8 @@ class Artifacts:
     def load(self) -> str:
         """Give torch what is on disk, and say what came of it."""
         try:
-            payload = unpack(self.path.read_bytes())
+            data = self.path.read_bytes()
+            payload = unpack(data)
         except FileNotFoundError:
             return "compiling for the first time: what is compiled will be kept"
         except OSError as fault:
@@ -74,9 +80,11 @@ class Artifacts:
         try:
             if payload is None:
                 raise ValueError("its checksum is wrong")
-            info = torch.compiler.load_cache_artifacts(payload)
-            if info is None:
-                raise ValueError("torch does not know its form")
+            if not self._is_unpacked(data):
+                info = torch.compiler.load_cache_artifacts(payload)
+                if info is None:
+                    raise ValueError("torch does not know its form")
+                self._mark_unpacked(data)
         except Exception as fault:  # noqa: BLE001  (unpickling a foreign blob may raise anything, and all are one: useless)
             log.warning("what was compiled before is damaged (%s): %s", fault, self.path)
             with suppress(OSError):
@@ -87,20 +95,24 @@ class Artifacts:
             os.utime(self.path)  # what is used stays longest
         return "what was compiled before is used again"
 
-    def save(self, graphs: int) -> bool:
-        """Keep what this process compiled, `graphs` graphs so far; False where there is nothing new or no room. Never
-        raises: a video that is made waits to be decoded."""
+    def save(self, graphs: int, missed: int | None = None) -> bool:
+        """Keep what this process compiled, `graphs` graphs so far, of which `missed` were found nowhere (None: not
+        known); False where there is nothing new or no room. Never raises: a video that is made waits to be decoded."""
         if graphs <= self.saved:
             return False
         self.saved = graphs
+        if self.loaded and missed == 0:
+            return False
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             found = torch.compiler.save_cache_artifacts()
             if found is None:
                 return False
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(pack(found[0]))
+            data = pack(found[0])
+            temporary.write_bytes(data)
             temporary.replace(self.path)
+            self._mark_unpacked(data)
             prune(cache_folder())
         except Exception as fault:  # noqa: BLE001  (torch serialises what other libraries registered, too)
             log.warning("what was compiled could not be kept: %s", fault)
@@ -110,6 +122,33 @@ class Artifacts:
                 temporary.unlink(missing_ok=True)
         return True
 
+    def _marks(self) -> list[Path]:
+        """One file in each of the folders that torch unpacks to: what deletes one deletes the mark with it."""
+        return [Path(os.environ[INDUCTOR]) / name / f"wancore-{self.path.stem}" for name in UNPACKED]
+
+    def _is_unpacked(self, data: bytes) -> bool:
+        """Whether torch's own folders have what the file `data` holds."""
+        try:
+            return all(mark.read_bytes() == data[:HEAD] for mark in self._marks())
+        except OSError:
+            return False
+
+    def _mark_unpacked(self, data: bytes) -> None:
+        marks = self._marks()
+        if all(mark.parent.is_dir() for mark in marks):  # a torch that keeps them elsewhere unpacks each time
+            with suppress(OSError):
+                for mark in marks:
+                    mark.write_bytes(data[:HEAD])
+
+
+def named(variable: str) -> bool:
+    """Whether the environment names a compiler's folder. torch puts its default there itself once its compiler is
+    imported: that is nobody's wish."""
+    value = os.environ.get(variable)
+    inductor = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    default = None if inductor is None or variable != INDUCTOR else inductor.default_cache_dir()
+    return value is not None and value != default
+
 
 def pack(payload: bytes) -> bytes:
     return MAGIC + hashlib.sha256(payload).digest() + payload
@@ -117,8 +156,8 @@ def pack(payload: bytes) -> bytes:
 
 def unpack(data: bytes) -> bytes | None:
     """The payload; None if `data` is anything but what `pack` made."""
-    payload = data[len(MAGIC) + 32 :]
-    whole = data[: len(MAGIC)] == MAGIC and hashlib.sha256(payload).digest() == data[len(MAGIC) : len(MAGIC) + 32]
+    payload = data[HEAD:]
+    whole = data[: len(MAGIC)] == MAGIC and hashlib.sha256(payload).digest() == data[len(MAGIC) : HEAD]
     return payload if whole else None
 
 

@@ -2,61 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from threading import Event
+from typing import cast
 
 import torch
 from torch import nn
 
 from wan_core.artifacts import Artifacts
 from wan_core.attention.registry import resolve_attention
-from wan_core.cache.residual import residual_bytes
 from wan_core.checkpoint import find_parts, load_vae
 from wan_core.checkpoint.load import StoredValues
 from wan_core.checkpoint.staged import THREADS, current_reading, reading
-from wan_core.config import QUANTIZED, DiTConfig, LoadOptions, OptionError, Task, VAEConfig
+from wan_core.config import DiTConfig, LoadOptions, OptionError, Task, UserError, VAEConfig
 from wan_core.job import Job
 from wan_core.lora import AppliedLoras, check_packed, choose_mode, lora_bytes, lora_files, merging, read_loras
-from wan_core.memory.budget import (
-    FACTORS,
-    LATENTS,
-    Beside,
-    MemoryPlan,
-    Sizes,
-    beside_weights,
-    cap_memory,
-    device_room,
-    factor,
-    plan_memory,
-    unit_bytes,
-)
+from wan_core.memory.budget import MemoryPlan, cap_memory
 from wan_core.memory.residency import Residency
 from wan_core.model.dit import WanModel
-from wan_core.optimize import check_compile, compilations, optimize, optimize_vae
+from wan_core.optimize import check_compile, compilations, compiled_anew, optimize, optimize_vae
 from wan_core.parallel.conditioning import text_rank
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import find_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
-from wan_core.parts import TINY, Part, Parts, recognise
+from wan_core.parts import TINY, Part, Parts, is_packed, recognise
+from wan_core.placement import Planned, make_residency, plan_models
 from wan_core.quant.packed import PRECISION as PACKED
 from wan_core.quant.packed import PackedLinear
 from wan_core.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.quant.swap import Quantization
+from wan_core.rehearsal import Rehearsal, why_not_beside
 from wan_core.report import Report
 from wan_core.text.umt5 import TextEncoder
 from wan_core.vae import VideoVAE
-
-
-class Planned(Protocol):
-    """The memory plan for a job (None: the task's own size), with what is held already, if anything is."""
-
-    def __call__(self, job: Job | None, held: Residency | None = None) -> MemoryPlan: ...
 
 
 @dataclass(frozen=True)
@@ -72,6 +56,7 @@ class Models:
     loras: tuple[Path, ...] = ()  # of either expert
     planned: Planned | None = None  # None on a CPU
     artifacts: Artifacts | None = None  # where blocks are compiled
+    rehearsed: bool = False  # the first step was prepared while weights were read
     ranks: RankMesh | None = None  # that run it together
 
     @property
@@ -85,11 +70,11 @@ class Models:
     @property
     def compiles(self) -> bool:
         """Whether the next forward compiles its block, as far as is known."""
-        return self.artifacts is not None and not self.artifacts.saved
+        return self.artifacts is not None and not self.artifacts.saved and not self.rehearsed
 
     def keep_compiled(self) -> bool:
         """Write what this process compiled to disk, for the next; whether there was anything new."""
-        return self.artifacts is not None and self.artifacts.save(compilations())
+        return self.artifacts is not None and self.artifacts.save(compilations(), compiled_anew())
 
     def prefetch(self, name: str, other: str, runs: int) -> None:
         """The next `runs` runs of the blocks of expert `name` are the last before `other` is asked for."""
@@ -174,7 +159,6 @@ def load_models(
     if options.compile != "off":
         what = {"precision": precision, "keep_blocks": options.keep_blocks, "attention": attention, "dit": parts.dit}
         artifacts = Artifacts.open(report.device, what)
-        report.notes.append(f"compile: {artifacts.load()}")
     attend_lse = None if ranks is None else find_lse(attention, ranks.mesh)
     high = parts.of["high"]
     why_not = why_not_shard(
@@ -203,7 +187,30 @@ def load_models(
         return part.load(residency.load_device, dtypes[name], held_as[name], merges[name], together)
 
     names = [name for name in parts.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
-    loaded = load_parts(names, load, residency, in_order=share is not None)
+    rehearsal = Rehearsal(
+        config=parts.dit,
+        device=report.device,
+        dtype=dtypes["high"],
+        quantization=quantization,
+        attend=attend,
+        compile=options.compile,
+        job=job,
+        artifacts=artifacts,
+    )
+    if ranks is not None:
+        rehearsal.why_not = "the ranks make it together"
+    elif loras and how == "attach":
+        rehearsal.why_not = "LoRAs are attached to its linears"
+    elif is_packed(quantization):
+        rehearsal.why_not = "what is packed differs from matrix to matrix"
+    elif job is None:
+        rehearsal.why_not = "the size of the video was not known while weights were read"
+    else:
+        memory = None if planned is None else planned(job)
+        given = {"compile": options.compile, "precision": precision, "files": len(names)}
+        rehearsal.why_not = why_not_beside(memory, job, parts.dit, dtypes["high"], quantization, **given)
+    loaded = load_parts(names, load, residency, in_order=share is not None, rehearsal=rehearsal)
+    report.notes += rehearsal.notes
     for name in names:
         model, applied = loaded.pop(name), wanted.get(name, [])
         if isinstance(model, WanModel):
@@ -242,142 +249,68 @@ def load_models(
     checkpoint, low = high.path, parts.low_path
     # Ranks stay where they were loaded: another place for another size would have to be agreed on by all of them.
     later = planned if ranks is None else None
-    return Models(parts.task, residency, attention, checkpoint, low, files, later, artifacts, ranks)
+    return Models(parts.task, residency, attention, checkpoint, low, files, later, artifacts, rehearsal.ready, ranks)
+
+
+class LoadingEnded(UserError):
+    """Another model could not be loaded, or whoever waited was interrupted: the rest is not wanted."""
 
 
 def load_parts(
-    names: Sequence[str], load: Callable[[str], nn.Module], residency: Residency, *, in_order: bool
+    names: Sequence[str],
+    load: Callable[[str], nn.Module],
+    residency: Residency,
+    *,
+    in_order: bool,
+    rehearsal: Rehearsal | None = None,
 ) -> dict[str, nn.Module]:
     """All models. For a GPU at once: reading one, converting another and setting up a third use different hardware.
+
     in_order: ranks that exchange what they read must all read alike, so only the text encoder, which one of them reads
-    alone, is read beside the others."""
-    if residency.device.type != "cuda" and not in_order:
-        return {name: load(name) for name in names}
-    threads = 2 if in_order else len(names)
-    with ThreadPoolExecutor(threads) as pool:
-        # What moves to locked memory is read, not mapped: pages of a mapping would count beside the copy.
-        how = replace(current_reading(), threads=max(1, THREADS * 2 // len(names)))
-        how = how if in_order else replace(how, mapped=False)
+    alone, is read beside the others. rehearsal: runs in this thread while others read, or before, where none do. What
+    fails or interrupts one ends the others within a tensor."""
+    on_gpu = residency.device.type == "cuda"
+    rehearsed = rehearsal is not None and rehearsal.worthwhile
+    if in_order or not (on_gpu or rehearsed):
+        if rehearsal is not None and rehearsed:
+            rehearsal.run()
+        if not in_order:
+            return {name: load(name) for name in names}
+    # What moves to locked memory is read, not mapped: pages of a mapping would count beside the copy.
+    now, ended = current_reading(), Event()
+    how = replace(now, threads=max(1, THREADS * 2 // len(names)), mapped=now.mapped and (in_order or not on_gpu))
 
-        def within(name: str) -> nn.Module:
-            # A thread's current device is the first one, whatever its maker's is.
-            here = torch.cuda.device(residency.device) if residency.device.type == "cuda" else nullcontext()
-            with here, reading(how):
-                return load(name)
+    def on_bytes(count: int) -> None:
+        if ended.is_set():
+            raise LoadingEnded("loading has ended")
+        if now.on_bytes is not None:
+            now.on_bytes(count)
 
-        if in_order:
-            alone = pool.submit(within, "text_encoder") if "text_encoder" in names else None
-            found = {name: load(name) for name in names if name != "text_encoder"}
-            return found if alone is None else found | {"text_encoder": alone.result()}
-        return dict(zip(names, pool.map(within, names), strict=True))
+    def within(name: str) -> nn.Module:
+        # A thread's current device is the first one, whatever its maker's is.
+        with torch.cuda.device(residency.device) if on_gpu else nullcontext(), reading(replace(how, on_bytes=on_bytes)):
+            return load(name)
 
-
-def make_residency(
-    parts: Parts,
-    options: LoadOptions,
-    report: Report,
-    job: Job | None,
-    planned: Planned | None,
-    ranks: RankMesh | None,
-    *,
-    shards: bool,
-) -> tuple[Residency, bool]:
-    """Where the weights will be, by the memory plan; on a CPU they stay, unless streaming is asked for. And whether
-    ranks hold the experts in parts, which they may if `shards`."""
-    device = report.device
-    if options.residency == "shard":
-        report.notes.append("residency: shard (asked for)")
-        return Residency(device, "resident"), True
-    if planned is None:
-        blocks = parts.dit.num_layers if options.resident_blocks is None else options.resident_blocks
-        if blocks > parts.dit.num_layers or blocks < 0:
-            raise OptionError(f"{blocks} resident blocks given; the transformer has {parts.dit.num_layers}")
-        streams = options.residency == "stream" or options.resident_blocks is not None
-        blocks = blocks if options.resident_blocks is not None else 0
-        report.notes.append(f"residency: {'stream' if streams else 'resident'} (weights are in host memory on a CPU)")
-        return Residency(device, "stream" if streams else "resident", resident_blocks=blocks), False
-    plan = planned(job)
-    if ranks is not None:
-        # By the fullest device, for all of them: what one rank has no room for, none may count on.
-        places = ("resident", "swap", "stream")
-        worst = places[int(ranks.agree(places.index(plan.policy)))]
-        blocks = int(ranks.agree(plan.resident_blocks if plan.policy == "stream" else 1 << 20, largest=False))
-        if worst != "resident" and options.residency == "auto" and shards:
-            report.notes.append(f"residency: shard ({plan.why}; the ranks of a sequence hold the experts in parts)")
-            return Residency(device, "resident"), True
-        if worst != plan.policy:
-            report.notes.append(f"residency: {worst} (another rank has no room for more)")
-            return Residency(device, worst, resident_blocks=blocks if worst == "stream" else 0), False
-    report.notes += [f"residency: {plan.policy} ({plan.why})", plan.table()]
-    room = plan.room if plan.together else None
-    made = Residency(device, plan.policy, resident_blocks=plan.resident_blocks, room=room, beside=plan.beside)
-    return made, False
+    with ThreadPoolExecutor(2 if in_order else len(names)) as pool:
+        try:
+            if in_order:
+                alone = pool.submit(within, "text_encoder") if "text_encoder" in names else None
+                found = {name: load(name) for name in names if name != "text_encoder"}
+                return found if alone is None else found | {"text_encoder": alone.result()}
+            futures = {name: pool.submit(within, name) for name in names}
+            if rehearsal is not None and rehearsed:
+                rehearsal.run(wanted=lambda: not any(failed(future) for future in futures.values()))
+            done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()  # raises what the first that failed did
+            return {name: future.result() for name, future in futures.items()}
+        except BaseException:
+            ended.set()
+            raise
 
 
-def plan_models(
-    parts: Parts,
-    options: LoadOptions,
-    dtypes: Mapping[str, torch.dtype],
-    precision: str,
-    device: torch.device | int,
-    job: Job | None,
-    held: Residency | None = None,
-    held_as: Mapping[str, Quantization | None] | None = None,
-    extra: int = 0,
-) -> MemoryPlan:
-    """The memory plan of `parts` for `job` (None: the task's own size). device: a GPU, or the bytes that one has. held:
-    what a plan made before has put there; it stays as it is while `job` fits. held_as: how each part is held. extra:
-    bytes of LoRAs."""
-    quantized, itemsize = precision in QUANTIZED, dtypes["high"].itemsize
-    held_as = held_as or {}
-    units = unit_bytes(parts.dit, itemsize, quantized, options.keep_blocks)
-    kept = held_as.get("high")
-    if is_packed(kept):
-        units = packed_units(parts.of["high"], dtypes["high"], kept)
-    sizes = Sizes(
-        units=units,
-        experts=1 + ("low" in parts.of),
-        text_encoder=parts.of["text_encoder"].bytes(dtypes["text_encoder"], held_as.get("text_encoder")),
-        vae=parts.of["vae"].bytes(dtypes["vae"]),
-    )
-    per_token = factor(parts.dit, itemsize=itemsize, device="cuda", compile=options.compile, precision=precision)
-    beside = beside_job(parts, job, per_token, itemsize)
-    beside = replace(beside, denoise=beside.denoise + extra)
-    mode = cast(Literal["auto", "resident", "swap", "stream"], options.residency)
-    available = device if isinstance(device, int) else device_room(device, options.memory_limit)
-    if held is not None:
-        available += held.weights_on_device()
-        blocks = held.resident_blocks if held.policy == "stream" else None
-        same = plan_memory(sizes, beside, available, held.policy, blocks, together=held.room is not None)
-        if same.denoises:
-            return same
-    return plan_memory(sizes, beside, available, mode, options.resident_blocks)
-
-
-def packed_units(part: Part, dtype: torch.dtype, quantization: Quantization | None) -> tuple[int, ...]:
-    """As `unit_bytes`, of a transformer that stays as its file packs it."""
-    config = cast(DiTConfig, part.config)
-    rest, blocks = unit_bytes(config, dtype.itemsize, False)[0], config.num_layers
-    return (rest, *[max(0, part.bytes(dtype, quantization) - rest) // blocks] * blocks)
-
-
-def beside_job(parts: Parts, job: Job | None, per_token: float, itemsize: int) -> Beside:
-    """What runs beside the weights."""
-    if job is None:
-        stride, task = parts.vae.spatial_stride, parts.task
-        T, Y, X = (task.frames - 1) // parts.vae.temporal_stride + 1, task.height // stride, task.width // stride
-        return beside_weights(parts.dit, parts.vae, (1, parts.vae.z_dim, T, Y, X), per_token=per_token)
-    return beside_weights(
-        parts.dit,
-        parts.vae,
-        job.latent_shape,
-        per_token=per_token,
-        itemsize=itemsize,
-        guided=job.plan.guided,
-        residuals=residual_bytes(job.plan, job.tokens, parts.dit.dim, itemsize),
-        batched=job.batched,
-        image=job.request.image is not None or job.request.last_image is not None,
-    )
+def failed(future: Future[nn.Module]) -> bool:
+    return future.done() and future.exception() is not None
 
 
 def precision_of(precision: str, part: Part, device: torch.device, other: Part | None = None) -> str:
@@ -398,10 +331,6 @@ def holding(part: Part, quantization: Quantization | None, stored: bool, device:
     return Quantization(PackedLinear, device) if stored and part.packed is not None else None
 
 
-def is_packed(quantization: Quantization | None) -> bool:
-    return quantization is not None and issubclass(quantization.kind, PackedLinear)
-
-
 def find_quantization(
     precision: str, device: torch.device, keep_blocks: int = 0, *, as_stored: bool = False
 ) -> Quantization | None:
@@ -413,20 +342,6 @@ def find_quantization(
     if scheme is None and keep_blocks:
         raise OptionError(f"{keep_blocks} blocks to keep were given, but precision {precision!r} quantises nothing")
     return None if scheme is None else Quantization(scheme.load(), device, keep_blocks, as_stored)
-
-
-def forward_bytes(config: DiTConfig, tokens: int, per_token: float = FACTORS["torch"]) -> int:
-    """What a forward of so many tokens needs besides weights, bf16, both branches' text included. per_token: of
-    `budget.factor`; by default what is most."""
-    text = 2 * 2 * 2 * config.num_layers * config.text_len * config.dim
-    return int(per_token * 2 * tokens * config.dim + text + LATENTS * min(1.0, tokens / 32760))
-
-
-def decode_bytes(config: VAEConfig, rows: int, columns: int) -> int:
-    """A generous estimate of what decoding or encoding latents of `rows` x `columns` takes besides weights, bf16: 10.5
-    GiB for the 2.1 VAE at 720p, where 7.5 were measured, and 6.9 for the 2.2 VAE, where 6.5 were."""
-    pixels = rows * columns * config.spatial_stride**2 // config.patch**2
-    return 16 * 2 * pixels * config.temporal_stride * max(config.encoder_dim, config.decoder_dim)
 
 
 def load_vae_only(model: str | None, vae: str | None, device: str, precision: str) -> tuple[VideoVAE, torch.device]:

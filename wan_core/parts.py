@@ -1,7 +1,8 @@
 """What a user's `LoadOptions` name: the parts of a model, where each comes from and what it is, before it is loaded.
 
-Sources: the embedded model ("tiny"), random weights at full size ("random:TASK", for measuring), the folder of a
-release, or single files. Every file is recognised by its contents before any weights are read.
+Sources: the embedded model ("tiny"), random weights at full size ("random:TASK", or "random:TASK:LAYERS" with fewer
+blocks, for measuring), the folder of a release, or single files. Every file is recognised by its contents before any
+weights are read.
 """
 
 from __future__ import annotations
@@ -74,6 +75,11 @@ class PackedSize(NamedTuple):
     parameters: int
 
 
+def is_packed(quantization: Quantization | None) -> bool:
+    """Whether it keeps weights as their file packs them."""
+    return quantization is not None and issubclass(quantization.kind, PackedLinear)
+
+
 @dataclass(frozen=True)
 class Part:
     """One model before it is loaded: what it is, and how to get it."""
@@ -90,7 +96,7 @@ class Part:
 
     def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
         """Of its weights in memory."""
-        if quantization is not None and issubclass(quantization.kind, PackedLinear):
+        if is_packed(quantization):
             size = self.packed or PackedSize("", 0, 0)
             return size.bytes + (self.parameters - size.parameters) * dtype.itemsize
         if quantization is None or not isinstance(self.config, DiTConfig):
@@ -285,10 +291,15 @@ def random_parts(options: LoadOptions) -> Parts:
     given = [part for part in (*PARTS, "tokenizer") if getattr(options, part) is not None]
     if given:
         raise OptionError(f"{options.model} makes every part itself: leave out {', '.join(given)}")
-    task = find_task(options.model.removeprefix("random:"))
+    name, _, layers = options.model.removeprefix("random:").partition(":")
+    task = find_task(name)
     if task.name not in RANDOM:
         raise OptionError(f"random weights are made for {', '.join(RANDOM)}; for {task.name} use --model tiny")
     dit, vae = RANDOM[task.name]
+    if layers:
+        if not layers.isdecimal() or not 0 < int(layers) <= dit.num_layers:
+            raise OptionError(f"{options.model}: {layers!r} blocks given; 1 to {dit.num_layers} are possible")
+        dit = replace(dit, num_layers=int(layers))
     configs: dict[str, DiTConfig | TextConfig | VAEConfig] = {
         "high": dit,
         "low": dit,

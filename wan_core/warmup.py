@@ -12,13 +12,12 @@ from functools import partial
 
 import torch
 
-from wan_core.conditioning import draw_noise
 from wan_core.config import Request
 from wan_core.denoise import retried
 from wan_core.job import Job
-from wan_core.optimize import begin_run
 from wan_core.pipeline import Pipeline
 from wan_core.plan import Expert
+from wan_core.rehearsal import forward_once
 
 
 @torch.no_grad()
@@ -39,15 +38,4 @@ def warm_up(pipe: Pipeline, request: Request, on_phase: Callable[[str], None] = 
 
 
 def _forward(pipe: Pipeline, job: Job, expert: Expert) -> None:
-    model, config, batch = pipe.models.expert(expert), pipe.models.dit_config, 2 if job.batched else 1
-    begin_run(model)
-    noise = draw_noise(0, job.latent_shape).to(pipe.models.device)
-    shape = (batch, config.in_channels, *job.latent_shape[2:])
-    x = noise.new_zeros(shape)
-    x[:, : noise.shape[1]] = noise
-    text = model.prepare_text(draw_noise(1, (1, 8, config.text_dim)).to(noise.device).expand(batch, -1, -1))
-    step = next(step for step in job.plan.steps if step.expert == expert)
-    known = config.out_channels == 48 and job.request.image is not None  # each latent frame has its own timestep
-    timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=noise.device)
-    model(x, timestep, text)
-    begin_run(model)
+    forward_once(pipe.models.expert(expert), job, expert, pipe.models.device)

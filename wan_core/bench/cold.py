@@ -1,18 +1,26 @@
 """One cold process, timed by phase: `python -m wan_core.bench.cold DEVICE SIZE HIGH LOW` prints JSON.
 
-Imports, loads both experts in FP8 where the device multiplies it, compiles the block, makes the first forward of the
-high-noise expert at SIZE, and a second one, which is what a warm forward takes.
+It imports, loads both experts in FP8 where the device multiplies it and prepares the first step meanwhile, by the
+same functions as `Pipeline.load`, makes the first forward of the high-noise expert at SIZE, and a second one, which is
+what a warm forward takes.
+
+--one-by-one: nothing is prepared while the experts load. --profile FILE: what the main thread did after the imports
+goes there, by cProfile, which slows it.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import os
-import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     begin = float(os.environ.get("WANCORE_BEGIN", time.time()))
     phases: dict[str, float] = {}
 
@@ -22,53 +30,124 @@ def main(arguments: list[str]) -> None:
         phases[name] = round(now - begin, 3)
         begin = now
 
-    from concurrent.futures import ThreadPoolExecutor
-    from pathlib import Path
+    options = arguments()
+    lap("start Python")
+    import torch
 
+    lap("import torch")
+    importlib.import_module("wan_core.models")  # and with it nearly all of the package
+
+    lap("import wan_core")
+    if options.device.startswith("cuda"):
+        torch.zeros(1, device=options.device)
+    lap("CUDA context")
+    with profiled(options.profile) if options.profile else nullcontext():
+        found = run(options, lap)
+    print(json.dumps({"phases": phases, **found}))
+
+
+def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, Any]:
+    """Load, and make the first forwards. What comes back is for `startup.cold`."""
     import torch
 
     from wan_core.artifacts import Artifacts
     from wan_core.attention.registry import resolve_attention
-    from wan_core.bench.cases import make_case
-    from wan_core.checkpoint import load_dit
-    from wan_core.models import choose_device, find_quantization
-    from wan_core.optimize import compilations, optimize
+    from wan_core.bench.cases import parse_size
+    from wan_core.bench.measure import compile_counts, settle
+    from wan_core.config import Request
+    from wan_core.job import make_job
+    from wan_core.memory.residency import Residency
+    from wan_core.models import choose_device, find_quantization, load_parts
+    from wan_core.optimize import check_compile, compilations, compiled_anew, optimize
+    from wan_core.parts import find_experts
     from wan_core.quant.schemes import SCHEMES
+    from wan_core.rehearsal import Rehearsal, forward_once
 
-    device = choose_device(arguments[0])
-    torch.zeros(1, device=device)
-    lap("import, CUDA")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    fp8 = find_quantization("fp8", device) if device.type == "cuda" and SCHEMES["fp8"].why_not(device) is None else None
+    device = choose_device(options.device)
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    fp8 = find_quantization("fp8", device) if cuda and SCHEMES["fp8"].why_not(device) is None else None
+    experts = find_experts(options.high, options.low)
+    assert experts.low is not None
+    width, height, frames = parse_size(options.size)
+    request = Request(prompt="", width=width, height=height, frames=frames, guidance_mode="sequential")
+    job = make_job(request, experts.task, experts.dit, experts.vae)
+    check_compile("blocks", device)
+    lap("headers, Triton")
+    attend = resolve_attention("auto", device, dtype, experts.dit.head_dim)[1]
+    lap("attention's library")
     artifacts = Artifacts.open(device, {"precision": "fp8" if fp8 else str(dtype)})
-    note = artifacts.load()
-    lap("artifacts")
+    rehearsal = Rehearsal(
+        config=experts.dit,
+        device=device,
+        dtype=dtype,
+        quantization=fp8,
+        attend=attend,
+        compile="blocks",
+        job=job,
+        artifacts=artifacts,
+    )
+    if options.one_by_one:
+        rehearsal.notes.append(artifacts.load())
+        lap("artifacts")
+    parts = {"high": experts.high, "low": experts.low}
+    read: dict[str, float] = {}
+    started = time.time()
 
-    def settle() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    def load(name: str) -> torch.nn.Module:
+        model = parts[name].load(device, dtype, fp8)
+        settle(device)
+        read[name] = round(time.time() - started, 3)
+        return model
 
-    with ThreadPoolExecutor(2) as pool, torch.no_grad():
-        paths = [Path(path) for path in arguments[2:]]
-        loading = [pool.submit(load_dit, path, device=device, dtype=dtype, quantization=fp8) for path in paths]
-        models = [future.result() for future in loading]
-        settle()
-        lap("load both experts")
-        attend = resolve_attention("auto", device, dtype, models[0].config.head_dim)[1]
-        for model in models:
-            optimize(model, attend=attend, compile="blocks", device=device, graphs=False)
-        case = make_case(models[0], arguments[1], 16 if models[0].config.in_channels == 48 else 8)
-        text = models[0].prepare_text(case.contexts[0])
-        models[0](case.x, case.timestep, text)
-        settle()
-        lap("first forward, compiling")
+    ahead = None if options.one_by_one else rehearsal
+    with torch.no_grad():
+        models = load_parts(list(parts), load, Residency(device, "resident"), in_order=False, rehearsal=ahead)
+        settle(device)
+        lap("load both experts" if options.one_by_one else "load both experts, prepare")
+        for model in models.values():
+            optimize(model, attend=attend, compile="blocks", device=device, graphs=False)  # type: ignore
+        before, (graphs, _) = compiled_anew(), compile_counts()
+        forward_once(models["high"], job, "high", device)  # type: ignore
+        settle(device)
+        lap("first forward")
+        left = {"graphs": compile_counts()[0] - graphs, "compiled anew": compiled_anew() - before}
         start = time.time()
-        models[0](case.x, case.timestep, text)
-        settle()
+        forward_once(models["high"], job, "high", device)  # type: ignore
+        settle(device)
         warm = round(time.time() - start, 3)
-    artifacts.save(compilations())
-    print(json.dumps({"phases": phases, "warm_forward": warm, "note": note}))
+    artifacts.save(compilations(), compiled_anew())
+    ahead_seconds = {name: round(seconds, 3) for name, seconds in rehearsal.phases.items()}
+    return {
+        "warm_forward": warm,
+        "read": max(read.values()),
+        "prepared": ahead_seconds,
+        "first_forward": left,
+        "note": "; ".join(rehearsal.notes),
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    for name in ("device", "size", "high", "low"):
+        parser.add_argument(name)
+    parser.add_argument("--one-by-one", action="store_true")
+    parser.add_argument("--profile")
+    return parser.parse_args()
+
+
+@contextmanager
+def profiled(path: str) -> Iterator[None]:
+    """What this thread does inside, to a file: the 60 calls that took longest, with what they called."""
+    import cProfile
+    import pstats
+
+    profile = cProfile.Profile()
+    with profile:
+        yield
+    with open(path, "w") as file:
+        pstats.Stats(profile, stream=file).sort_stats("cumulative").print_stats(60)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -53,14 +53,14 @@ SUITES: dict[str, Suite] = {
         takes=("setup", "layers", "precision"),
     ),
     "startup": Suite(
-        "loading both experts, and a cold process up to its first step",
+        "loading both experts, a cold process up to its first step, and other prompts and sizes after it",
         ("1280x720x81",),
-        takes=("layers", "runs", "scratch"),
+        takes=("layers", "runs", "scratch", "profile"),
     ),
     "streaming": Suite(
-        "blocks that stream on emulated smaller cards, and the change of experts",
+        "blocks that stream on emulated smaller cards, the change of experts, and pipelines that take turns",
         ("832x480x81", "1280x720x81"),
-        takes=("layers", "runs"),
+        takes=("setting", "layers", "runs"),
     ),
     "parallel": Suite(
         "several GPUs: every mesh, diffusers' context parallelism, VAE in strips, loading",
@@ -91,6 +91,7 @@ SUITES: dict[str, Suite] = {
     ),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
+STREAMING_PARTS = ("cards", "switch", "turns")
 PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")
 SETTINGS = {
     "forward": "one forward of one branch",
@@ -133,6 +134,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder for files that a suite writes and removes again (default: the system's); startup writes 57 GB",
     )
+    parser.add_argument("--profile", type=Path, help="text file for what took long in a cold process (suite startup)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="of what is not quantised")
     add_skip_options(parser)

@@ -125,6 +125,8 @@ COLUMNS = {  # of numbers, with how they are printed
     "planned_gib": ".2f",
     "plan_error": "+.3f",
     "resident_blocks": "d",
+    "device_growth_mib": ".2f",
+    "host_growth_mib": ".1f",
 }
 
 

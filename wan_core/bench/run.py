@@ -15,7 +15,7 @@ from wan_core.bench.forwards import forward_rows
 from wan_core.bench.four_step import four_step_rows
 from wan_core.bench.generation import generation_rows
 from wan_core.bench.gguf import gguf_rows
-from wan_core.bench.options import CPU_SIZE, PARALLEL_PARTS, SUITES
+from wan_core.bench.options import CPU_SIZE, PARALLEL_PARTS, STREAMING_PARTS, SUITES
 from wan_core.bench.parallel import parallel_rows
 from wan_core.bench.peers import PEERS
 from wan_core.bench.profiling import profile_rows, profile_table
@@ -52,6 +52,8 @@ MEASURES: dict[str, Rows] = {
     "guidance": forward_rows,
 }
 
+PARTS = {"parallel": PARALLEL_PARTS, "streaming": STREAMING_PARTS}  # what `--setting` names there
+
 
 def run_bench(options: argparse.Namespace) -> int:
     """0, or 1 if a row failed. Raises OptionError before any work for what cannot be measured."""
@@ -80,9 +82,10 @@ def check_options(options: argparse.Namespace) -> None:
     for size in options.size or ():
         parse_size(size)
     for setting in options.setting or ():
-        if options.suite == "parallel" and setting not in PARALLEL_PARTS:
-            raise OptionError(f"setting {setting!r} given; the suite parallel has {', '.join(PARALLEL_PARTS)}")
-        if options.suite not in ("parallel", "sparse"):
+        parts = PARTS.get(options.suite, ())
+        if parts and setting not in parts:
+            raise OptionError(f"setting {setting!r} given; the suite {options.suite} has {', '.join(parts)}")
+        if not parts and options.suite != "sparse":
             check_setting(setting)
     for setup in options.setup or ():
         if options.suite != "single" or setup not in PEERS:
@@ -94,7 +97,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.suite != "generate" and skip_options(options) is not None:
         raise OptionError("what leaves forwards out, --magcache and its like, belongs to the suite generate")
     takes = SUITES[options.suite].takes if options.suite else ("setting", "layers", "precision", "runs")
-    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "gpus", "scratch"):
+    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "gpus", "scratch", "profile"):
         if getattr(options, option) is not None and option not in takes:
             raise OptionError(
                 f"--{option} means nothing to the suite {options.suite or 'of single forwards'}; "

@@ -1,4 +1,5 @@
-"""Suite `startup`: how long until something happens. Loading both experts, and a cold process up to its first step.
+"""Suite `startup`: how long until something happens. Loading both experts, a cold process up to its first step,
+and a pipeline that is warm.
 
 Both experts are written to `--scratch` first, random values in bf16, 28.6 GB each at full size (`--layers` for less),
 and are in the page cache then. Rows, by name:
@@ -14,9 +15,19 @@ gb_s              bytes of the files over that time
 host_gib          the largest resident size of the process meanwhile, less what it had before; mapped pages count
 identical         whether every tensor is bit for bit that of load_file (fp8: of the plain path)
 
-cold process           a new process that imports, loads both experts in FP8, compiles and makes one forward at the
-                       largest size, `phases` of it in seconds; `seconds` without that forward's own time when warm.
-                       "nothing kept": with empty caches. "artifacts kept": what that process left is there.
+cold process           a new process that imports, loads both experts in FP8 while it prepares the first step, and makes
+                       one forward at the largest size. "nothing kept": with empty caches. "artifacts kept": what that
+                       process left is there. "one by one": so it is, and nothing is prepared while the experts load.
+
+seconds                until that forward has run, without its own time when warm
+phases                 of it, one after the other. "import wan_core" ends with `models`; "attention's library" has its
+                       imports; "first forward" whatever was not prepared
+prepared               seconds of the parts beside the loading: importing torch's compiler, artifacts, a forward of one
+                       block; `read` until the last weight was there
+first_forward          graphs that the first forward still asked torch for, and how many entries no cache had for them
+process_seconds        as its parent sees it, with the second forward and the end
+
+Rows of `ready` follow: a pipeline from its first prompt on.
 """
 
 from __future__ import annotations
@@ -40,6 +51,8 @@ from torch import Tensor
 
 from wan_core.artifacts import OWN_CACHES
 from wan_core.bench.measure import make_room, settle
+from wan_core.bench.process import host_peak, reset_host_peak
+from wan_core.bench.ready import ready_rows
 from wan_core.bench.results import Row, guarded
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.random import random_module
@@ -63,7 +76,8 @@ def startup_rows(
         details |= {"layers": options.layers, "bytes": sum(file.stat().st_size for file in files)}
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         yield from Loading(files, device, dtype, options.runs or 2).rows()
-        yield from cold_rows(files, sizes[-1], device, Path(folder))
+        yield from cold_rows(files, sizes[-1], device, Path(folder), options.profile)
+    yield from ready_rows(name, sizes, device, options.layers)
 
 
 def write_experts(name: str, folder: Path, device: torch.device, layers: int | None) -> list[Path]:
@@ -200,50 +214,33 @@ def _missing(module: str) -> str | None:
     return None if find_spec(module) else f"{module} is not installed"
 
 
-def reset_host_peak() -> int:
-    """Begin anew, and what is resident now; 0 where the system does not let us."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return 0
-    return _status("VmRSS")
-
-
-def host_peak() -> int:
-    return _status("VmHWM")
-
-
-def _status(field: str) -> int:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), 0)
-
-
 # --------------------------------------------------------------------------------------------------------- cold process
 
 
-def cold_rows(files: list[Path], size: str, device: torch.device, folder: Path) -> Iterator[Row]:
-    """Two processes, the second with what the first one kept."""
+def cold_rows(
+    files: list[Path], size: str, device: torch.device, folder: Path, profile: Path | None = None
+) -> Iterator[Row]:
+    """Processes, from the second on with what the first one kept. profile: where another one writes what took long."""
     kept = folder / "kept"
-    rows: dict[str, Row] = {}
-    for name in ("nothing kept", "artifacts kept"):
-        row = guarded(f"cold process, {name}", size, None, lambda: cold(files, size, device, kept))
-        rows[name] = row
-        first = rows["nothing kept"].get("seconds")
+    first = None
+    for name, more in (("nothing kept", []), ("artifacts kept", []), ("artifacts kept, one by one", ["--one-by-one"])):
+        row = guarded(f"cold process, {name}", size, None, lambda m=more: cold(files, size, device, kept, m))
+        first = first or row.get("seconds")
         if first and "seconds" in row:
             row |= {"ratio": round(first / row["seconds"], 4), "ratio_to": "cold process, nothing kept"}
         yield row
+    if profile is not None:
+        more = ["--profile", str(profile.absolute())]
+        yield guarded("cold process, profiled", size, None, lambda: cold(files, size, device, kept, more))
 
 
-def cold(files: list[Path], size: str, device: torch.device, kept: Path) -> Row:
+def cold(files: list[Path], size: str, device: torch.device, kept: Path, more: list[str]) -> Row:
     environment = os.environ | {"WANCORE_CACHE": str(kept)}
     for name in OWN_CACHES:
         environment.pop(name, None)  # in ours then
     begin = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "wan_core.bench.cold", str(device), size, *map(str, files)],
+        [sys.executable, "-m", "wan_core.bench.cold", str(device), size, *map(str, files), *more],
         env=environment | {"WANCORE_BEGIN": repr(time.time())},
         capture_output=True,
         text=True,
@@ -253,12 +250,5 @@ def cold(files: list[Path], size: str, device: torch.device, kept: Path) -> Row:
     if done.returncode:
         raise RuntimeError(f"the process failed: {done.stderr.strip().splitlines()[-1:]}")
     found = json.loads(done.stdout.splitlines()[-1])
-    warm = found.pop("warm_forward")
     to_step = sum(found["phases"].values())
-    return {
-        "seconds": round(to_step - warm, 3),
-        "phases": found["phases"],
-        "warm_forward": warm,
-        "process_seconds": round(whole, 3),
-        "note": found["note"],
-    }
+    return {"seconds": round(to_step - found["warm_forward"], 3), **found, "process_seconds": round(whole, 3)}

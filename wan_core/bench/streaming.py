@@ -29,7 +29,9 @@ import torch
 from wan_core.attention.registry import resolve_attention
 from wan_core.bench.cases import Case, make_case, plain_model
 from wan_core.bench.measure import make_room, measure, settle
+from wan_core.bench.options import STREAMING_PARTS
 from wan_core.bench.results import Row, guarded
+from wan_core.bench.turns import turns_rows
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.random import random_module
 from wan_core.config import UMT5_XXL, VAE_21, VAE_22
@@ -60,15 +62,19 @@ def streaming_rows(
 ) -> Iterator[Row]:
     """Rows of the suite. On a CPU, numbers of resident blocks stand for cards."""
     details["emulated"] = "cards are limits on what the process may allocate of this device"
-    runs = options.runs or 1
-    for precision in PRECISIONS:
+    runs, wanted = options.runs or 1, options.setting or STREAMING_PARTS
+    for precision in PRECISIONS if set(wanted) & {"cards", "switch"} else ():
         bench = Streaming(name, sizes, device, precision, options.layers, runs)
         details["layers"] = len(bench.model.blocks)
-        yield from bench.rows()
-        yield from bench.switch_rows()
+        if "cards" in wanted:
+            yield from bench.rows()
+        if "switch" in wanted:
+            yield from bench.switch_rows()
         bench.close()
         del bench
         make_room(device)
+    if "turns" in wanted:
+        yield from turns_rows(name, sizes, device, options.layers)
 
 
 class Streaming:

@@ -11,10 +11,11 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from wan_core.checkpoint import foreign
 from wan_core.checkpoint.errors import CheckpointError, counted, listing
@@ -239,9 +240,21 @@ def _shape(shapes: Shapes, name: str, axes: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------------------- is it whole
 
 
+class _Unfilled(TorchFunctionMode):
+    """Parameters are made without drawing values. On the meta device torch draws them in Python, and the first such
+    call imports its whole compiler, for seconds."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return (torch.empty if func is torch.randn else func)(*args, **(kwargs or {}))
+
+
 def empty_module(config: Config) -> nn.Module:
     """The module that `config` describes, on the meta device: shapes and names without values."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         if isinstance(config, DiTConfig):
             return WanModel(config)
         return UMT5Encoder(config) if isinstance(config, TextConfig) else VideoVAE(config)

@@ -51,8 +51,9 @@ def run_memory_plan(options: argparse.Namespace) -> int:
 
     from wan_core.job import make_job
     from wan_core.memory.budget import device_room, limited
-    from wan_core.models import compute_dtype, plan_models
+    from wan_core.models import compute_dtype
     from wan_core.parts import find_models
+    from wan_core.placement import plan_models
 
     cuda = torch.device("cuda", 0)
     if options.memory_limit is None and not torch.cuda.is_available():

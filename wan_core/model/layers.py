@@ -141,7 +141,7 @@ class Block(nn.Module):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.eps = config.eps
-        self.modulation = nn.Parameter(torch.randn(1, 6, config.dim) / config.dim**0.5)
+        self.modulation = nn.Parameter(torch.randn(1, 6, config.dim).mul_(config.dim**-0.5))
         self.self_attn = SelfAttention(config)
         self.norm3 = nn.LayerNorm(config.dim, config.eps)  # the official name: it stands before cross-attention
         self.cross_attn = CrossAttention(config)
@@ -216,7 +216,7 @@ class Head(nn.Module):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.eps = config.eps
-        self.modulation = nn.Parameter(torch.randn(1, 2, config.dim) / config.dim**0.5)
+        self.modulation = nn.Parameter(torch.randn(1, 2, config.dim).mul_(config.dim**-0.5))
         self.head = nn.Linear(config.dim, math.prod(config.patch_size) * config.out_channels)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:

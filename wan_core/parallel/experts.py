@@ -15,13 +15,14 @@ from wan_core.lora import AppliedLoras, check_packed, choose_mode, lora_bytes, m
 from wan_core.memory.budget import device_room
 from wan_core.memory.residency import GIB, Policy, Residency
 from wan_core.model.dit import WanModel
-from wan_core.models import compute_dtype, find_quantization, forward_bytes, is_packed, precision_of
+from wan_core.models import compute_dtype, find_quantization, precision_of
 from wan_core.optimize import check_compile, optimize
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import find_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
-from wan_core.parts import Experts
+from wan_core.parts import Experts, is_packed
+from wan_core.placement import forward_bytes
 from wan_core.plan import Expert
 
 
