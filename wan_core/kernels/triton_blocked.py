@@ -1,7 +1,7 @@
 """The passes of `blocked` in Triton.
 
-Legend: B batch, L tokens, S tokens rounded up to whole blocks, H heads, D head dim (a power of two), n blocks (of keys),
-r blocks of queries.
+Legend: B batch, L tokens, S tokens rounded up to whole blocks, H heads, D head dim (a power of two), n blocks (of
+keys), r blocks of queries.
 """
 
 from __future__ import annotations

@@ -122,9 +122,7 @@ def _both_ways(held: Tensor, lengths: list[int], group: Group) -> Iterator[tuple
         yield from here
         _wait(works)
         upward, downward = from_below, from_above
-        here = [
-            (rank, part) for rank, part in ((me - hop, from_below), (me + hop, from_above)) if part is not None
-        ]
+        here = [(rank, part) for rank, part in ((me - hop, from_below), (me + hop, from_above)) if part is not None]
 
 
 def _room(like: Tensor, tokens: int) -> Tensor:

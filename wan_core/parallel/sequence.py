@@ -65,25 +65,23 @@ def check_mesh(mesh: Mesh, attention: str, tokens: int, sparse: SparseOptions | 
     find_lse(attention, mesh)
     block = 1
     if mesh.ring > 1 and sparse is not None:
-        check_ring_kernel(sparse, mesh)
+        if not reads_parts(sparse):
+            able = ", ".join(kernel.name for kernel in KERNELS.values() if kernel.counts)
+            raise OptionError(
+                f"mesh {mesh} has a ring, of whose parts rows read different numbers of blocks, and sparse kernel "
+                f"{sparse.kernel!r} reads as many for every row: use one of auto, {able}, or a mesh without a ring, "
+                f"such as {mesh.cfg}x1x{mesh.shards}"
+            )
         block = expected_block(sparse.kernel, tokens)
     shard_lengths(tokens, 1, mesh.shards, rings=mesh.ring, block=block)
 
 
-def check_ring_kernel(sparse: SparseOptions, mesh: Mesh) -> None:
-    """Raise OptionError where the kernel that `sparse` names cannot read what a row chose part by part."""
-    if mesh.ring > 1 and sparse.kernel in KERNELS and not KERNELS[sparse.kernel].counts:
-        able = ", ".join(kernel.name for kernel in KERNELS.values() if kernel.counts)
-        raise OptionError(
-            f"mesh {mesh} has a ring, of whose parts a row reads different numbers of blocks, and sparse kernel "
-            f"{sparse.kernel!r} reads the same number for every row: use one of auto, {able}, or a mesh without a "
-            f"ring, such as {mesh.cfg}x1x{mesh.shards}"
-        )
+def reads_parts(sparse: SparseOptions | None) -> bool:
+    """Whether `sparse` leaves the choice to a kernel that can read what a row chose from the parts of a ring."""
+    return sparse is None or sparse.kernel not in KERNELS or KERNELS[sparse.kernel].counts
 
 
-def shard_lengths(
-    tokens: int, frames: int, shards: int, *, rings: int = 1, block: int = 1
-) -> tuple[list[int], int]:
+def shard_lengths(tokens: int, frames: int, shards: int, *, rings: int = 1, block: int = 1) -> tuple[list[int], int]:
     """How many of `tokens` each shard has, and the tokens of one unit: a shard is a whole number of units, and a unit
     lies in one of `frames` parts that have a modulation row each.
 

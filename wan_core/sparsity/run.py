@@ -24,7 +24,7 @@ from wan_core.attention.sparse.forward import (
 from wan_core.attention.sparse.kernels import SparseKernel, block_length, resolve_kernel
 from wan_core.attention.sparse.routing import Route, Rule
 from wan_core.attention.sparse.tiles import Grid, Tiles, make_tiles
-from wan_core.config import OptionError, SparseOptions
+from wan_core.config import SparseOptions
 from wan_core.model.dit import PreparedText, WanModel
 from wan_core.plan import Branch, Plan, Step
 
@@ -56,8 +56,7 @@ class SparseBlocks:
         self.seams = [attend_seam(block.self_attn) for block in model.blocks]
         ranks = getattr(self.seams[0][0], "ranks", None)  # of what exchanges tokens for heads around it
         ring = ranks is not None and ranks.mesh.ring > 1
-        if ring and observe is not None:
-            raise OptionError(f"mesh {ranks.mesh} has a ring, of which a rank sees some of the keys: measure without")
+        assert not ring or observe is None, "what is measured must see all keys"
         self.dense: list[Attend] = [getattr(holder, name) for holder, name in self.seams]
         weight, tokens = model.patch_embedding.weight, grid[0] * grid[1] * grid[2]
         head_dim = model.config.head_dim
@@ -186,6 +185,25 @@ def check_kernel(options: SparseOptions, attention: str, device: torch.device, h
     if options.kernel != "auto":
         half, fp8, counts = torch.bfloat16, not BACKENDS[attention].exact, options.mass is not None
         resolve_kernel(options.kernel, device, half, head_dim, tokens, fp8=fp8, counts=counts)
+
+
+def ring_note(options: SparseOptions, attention: str, device: torch.device, head_dim: int, tokens: int) -> str:
+    """What a mesh with a ring changes about the kernel that `auto` takes beside the backend `attention`, in words; ""
+    where it changes nothing."""
+    if options.kernel != "auto":
+        return ""
+    alone, ring = (
+        resolve_kernel(
+            "auto", device, torch.bfloat16, head_dim, tokens, fp8=not BACKENDS[attention].exact, counts=counts
+        ).name
+        for counts in (options.mass is not None, True)
+    )
+    if alone == ring:
+        return ""
+    return (
+        f"sparse attention: kernel {ring} in place of {alone}, which reads as many blocks for every row, and rows read "
+        "different numbers of the parts of a ring"
+    )
 
 
 @contextmanager

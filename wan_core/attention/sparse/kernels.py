@@ -148,4 +148,6 @@ def block_length(kernel: SparseKernel, tokens: int) -> int:
 
 def expected_block(name: str, tokens: int) -> int:
     """The block length of the kernel that `name` stands for, whatever runs here."""
-    return block_length(KERNELS["math" if name == "auto" else name], tokens)  # auto: as `math`, also where there are many
+    return block_length(
+        KERNELS["math" if name == "auto" else name], tokens
+    )  # auto: as `math`, also where there are many

@@ -42,11 +42,13 @@ class Route(NamedTuple):
         return torch.arange(self.blocks.shape[-1], device=self.blocks.device) < self.counts[..., None]
 
     def part(self, first: int, count: int) -> tuple[Route, Tensor]:
-        """What is read of `count` blocks from `first` on, numbered from 0, rows in rising order; and bool [B, H, r], the
-        rows that read none of them. Those are given block 0, because kernels want a block for every row: whoever uses
-        what they find there gives it no weight."""
+        """What is read of `count` blocks from `first` on, numbered from 0, rising; and bool [B, H, r], the rows
+        that read none of them. Those are given block 0, because kernels want a block for every row: whoever uses what
+        they find there gives it no weight."""
         there = self.valid() & (self.blocks >= first) & (self.blocks < first + count)
-        blocks = torch.where(there, self.blocks - first, count).sort(-1).values[..., : min(self.blocks.shape[-1], count)]
+        blocks = (
+            torch.where(there, self.blocks - first, count).sort(-1).values[..., : min(self.blocks.shape[-1], count)]
+        )
         found = there.sum(-1)
         return Route(torch.where(blocks < count, blocks, 0), found.clamp(min=1).int()), found == 0
 
@@ -106,7 +108,9 @@ def choose(
     share = weight.softmax(-1)
     sinks = average(share).topk(min(SINKS, count), dim=-1).indices
     bonus = (2 * forced.to(share.dtype)).expand(share.shape[0], share.shape[1], -1, -1)
-    ranked = (share + bonus).scatter_add(-1, sinks.expand(-1, -1, share.shape[2], -1), torch.ones_like(share[..., :SINKS]))
+    ranked = (share + bonus).scatter_add(
+        -1, sinks.expand(-1, -1, share.shape[2], -1), torch.ones_like(share[..., :SINKS])
+    )
     best = ranked.topk(rule.most(count), dim=-1, sorted=rule.mass is not None)
     if rule.mass is None:
         return Route(best.indices.int())
