@@ -338,3 +338,42 @@ def test_the_estimate_is_of_the_mean_score() -> None:
     torch.testing.assert_close(
         found, scores.unflatten(3, (4, 8)).unflatten(2, (4, 8)).mean((3, 5)), rtol=1e-4, atol=1e-5
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+@few
+@given(st.integers(1, 40), st.integers(1, 5), SEEDS, st.booleans())
+def test_a_route_falls_into_parts(n: int, parts: int, seed: int, counted: bool) -> None:
+    """Together they are what the route names; a row of which a part has nothing is said to have nothing."""
+    chosen = random_route(n * 4, 4, seed)
+    chosen = chosen if counted else Route(chosen.blocks[..., : max(1, n // 3)])
+    kept = chosen.kept(n)
+    cuts = sorted({0, n, *torch.randint(0, n + 1, (parts,), generator=torch.Generator().manual_seed(seed)).tolist()})
+    for first, end in itertools.pairwise(cuts):
+        some, none = chosen.part(first, end - first)
+        assert some.blocks.dtype == torch.int32
+        assert some.counts is not None
+        assert some.counts.dtype == torch.int32
+        assert 0 <= int(some.blocks.min()) <= int(some.blocks.max()) < end - first
+        found, expected = some.kept(end - first), kept[..., first:end]
+        assert torch.equal(none, ~expected.any(-1))
+        assert torch.equal(found & ~none[..., None], expected)
+        assert (found[none].sum(-1) == 1).all()  # something to read, to be given no weight
+
+
+def test_rows_apart_choose_what_they_choose_together() -> None:
+    """Where others have the rest of the rows, their sinks are those of all."""
+    scores = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+    scores[:, :, :10, 5] += 2  # what most of the first rows look at
+    scores[:, :, 10:, 17] += 3  # and what most of all do
+    sizes, forced, rule = torch.full((24,), 4), torch.eye(24, dtype=torch.bool), Rule(0.1)
+    share = (scores + sizes.log()).softmax(-1)
+    together = choose(scores, rule, forced, sizes).kept(24)
+    assert together[..., 17].all()
+    for rows in (slice(0, 10), slice(10, 24)):
+        apart = choose(scores[:, :, rows], rule, forced[rows], sizes, lambda _: share.mean(2, keepdim=True))
+        assert torch.equal(apart.kept(24), together[:, :, rows])
+    alone = choose(scores[:, :, :10], rule, forced[:10], sizes).kept(24)
+    assert not torch.equal(alone, together[:, :, :10])
