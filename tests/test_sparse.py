@@ -16,13 +16,16 @@ from wan_core.attention.registry import AttentionError
 from wan_core.attention.sdpa import math_lse, math_reference
 from wan_core.attention.sparse import reference
 from wan_core.attention.sparse.flex import block_mask, sparse_flex
-from wan_core.attention.sparse.kernels import KERNELS, block_length, resolve_kernel
+from wan_core.attention.sparse.kernels import KERNELS, Run, block_length, resolve_kernel
 from wan_core.attention.sparse.reference import sparse_reference
+from wan_core.attention.sparse.ring import read_around
 from wan_core.attention.sparse.routing import Route, Rule, choose, coverage, estimate, gain, mass_kept, route
 from wan_core.attention.sparse.structured import structured
 from wan_core.attention.sparse.tiles import make_tiles
 from wan_core.kernels import blocked
 from wan_core.kernels.formats import FP8, Quantized
+from wan_core.parallel.mesh import Group
+from wan_core.parallel.ring import Ring
 
 CPU = torch.device("cpu")
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 11))
@@ -377,3 +380,24 @@ def test_rows_apart_choose_what_they_choose_together() -> None:
         assert torch.equal(apart.kept(24), together[:, :, rows])
     alone = choose(scores[:, :, :10], rule, forced[:10], sizes).kept(24)
     assert not torch.equal(alone, together[:, :, :10])
+
+
+class Here(Ring):
+    """A ring whose ranks are all here: what is handed to it are the keys and values of all."""
+
+    def around(self, k: torch.Tensor, v: torch.Tensor):
+        parts = zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True)
+        return ((rank, *part) for rank, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("run", [sparse_reference, sparse_flex])
+def test_what_was_chosen_is_read_part_by_part(run: Run) -> None:
+    """One rank's rows over three parts of the keys, the last of which ends inside a block."""
+    q, k, v = drawn(100, 1)
+    blocks = random_route(100, 16, 1).blocks[:, :, 2:5]  # of 7
+    rows = Route(blocks, torch.ones_like(blocks[..., 0]))  # one block each: two of the parts have none
+    expected, expected_lse = sparse_reference(q[:, 32:80], k, v, rows, 16)
+    ring = Here(Group(None, (0,), 0), [32, 48, 20], lambda *_: (q, q))
+    found, lse = read_around(run, q[:, 32:80], k, v, rows, 16, ring)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
