@@ -13,6 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wan_core.attention.registry import BACKENDS
+from wan_core.attention.sparse.forward import Forward, SparseAttention, SparseBehindFp8, forward
+from wan_core.attention.sparse.kernels import KERNELS
+from wan_core.attention.sparse.routing import Rule
+from wan_core.attention.sparse.tiles import make_tiles
 from wan_core.bench.parallel import exchanges
 from wan_core.cache.residual import Program, ResidualCache, instead_of_blocks
 from wan_core.checkpoint import load_dit, open_checkpoint
@@ -29,17 +33,20 @@ from wan_core.config import (
     SkipOptions,
     SparseOptions,
 )
+from wan_core.kernels.formats import FP8, Quantized
 from wan_core.model.dit import WanModel
 from wan_core.models import TINY, find_quantization
 from wan_core.optimize import compile_blocks, optimize
 from wan_core.parallel import Mesh, RankMesh
 from wan_core.parallel.guidance import SplitBranches
 from wan_core.parallel.mesh import even_parts, gather_parts
-from wan_core.parallel.sequence import ShardedAttend, find_lse, shard_lengths
+from wan_core.parallel.sequence import ShardedAttend, ShardedFp8Attend, find_lse, shard_lengths
 from wan_core.parallel.sharded import load_sharded_dit
 from wan_core.parallel.vae import split_pictures
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline import Pipeline
+from wan_core.plan import Step
+from wan_core.sparsity.run import SparseBlocks, in_tiles
 from wan_core.vae import VideoVAE
 from wan_core.vae.layers import AttentionBlock
 
@@ -315,3 +322,101 @@ def cached_tokens(mesh: str) -> tuple[int, int, bool]:
         model(torch.randn(1, 16, 5, 10, 14), torch.tensor([500.0]), torch.randn(1, 4, model.config.text_dim))
     lengths, _ = shard_lengths(5 * 5 * 7, 1, ranks.mesh.shards)
     return cache.buffers["cond"].shape[2], lengths[ranks.shard], model.run_blocks.run_shard is before
+
+
+@torch.no_grad()
+def sparse_attention(
+    mesh: str,
+    grid: tuple[int, int, int],
+    block: int,
+    keep: float = 0.25,
+    heads: int = 3,
+    mass: float | None = None,
+    pooled: bool = True,
+    reuse: int = 1,
+    fp8: bool = False,
+) -> tuple[float, int]:
+    """The difference between sparse attention of all ranks and of one, and how many rows of this rank's blocks
+    read nothing of some rank's keys. Twice with other numbers: the second time a choice that is kept is used again.
+    fp8: numbers that go around in FP8; one rank has the same, widened."""
+    ranks, tokens = ranks_of(mesh), grid[0] * grid[1] * grid[2]
+    drawn = torch.randn(2, 3, 2, tokens, heads, 16, generator=torch.Generator().manual_seed(tokens))
+    drawn[:, 1, :, : tokens // 3] *= 2  # the keys of some ranks stand out
+    tiles, rule = make_tiles(grid, block, CPU, image=True), Rule(keep, mass, floor=0.05)
+    states = [Forward(KERNELS["math"], [], tiles, [rule] * 2, pooled=pooled, reuse=reuse) for _ in range(2)]
+    backend = BACKENDS["math-fp8" if fp8 else "math"].load()
+    kind, inside = (ShardedFp8Attend, SparseBehindFp8()) if fp8 else (ShardedAttend, SparseAttention())
+    sharded = kind(ranks, backend, backend.with_lse if fp8 else find_lse("math", ranks.mesh))
+    sharded.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards, rings=ranks.mesh.ring, block=block)
+    sharded.attend = inside
+    begin = sum(sharded.lengths[: ranks.shard])
+    mine = slice(begin, begin + sharded.lengths[ranks.shard])
+    worst, unit = 0.0, torch.ones(1)
+    for qkv in drawn:
+        given = [Quantized(x.to(FP8), unit) for x in qkv]
+        for state in states:
+            state.layer, state.step = 0, state.step + 1
+        if fp8:
+            with forward(states[0]):
+                whole = inside.quantized(*given).data.float()
+            with forward(states[1]):
+                out = sharded.quantized(*(Quantized(x.data[:, mine], unit) for x in given)).data.float()
+        else:
+            with forward(states[0]):
+                whole = inside(*qkv)
+            with forward(states[1]):
+                out = sharded(*qkv[:, :, mine])
+        found = gather_parts(out, sharded.lengths, ranks.sequence, 1)
+        # FP8 may round the other way, which is a step of an eighth: the mean error tells more than the largest.
+        error = (found - whole).norm() / whole.norm() if fp8 else (found - whole).abs().max()
+        worst = max(worst, float(error))
+    return worst, unread(states[1], sharded.ring_lengths(), block)
+
+
+def unread(state: Forward, lengths: list[int], block: int) -> int:
+    """Rows of kept choices that read nothing of some rank's keys."""
+    blocks, count = [-(-length // block) for length in lengths], 0
+    for _, _, route in state.routes.values():
+        count += sum(int(route.part(sum(blocks[:rank]), blocks[rank])[1].sum()) for rank in range(len(blocks)))
+    return count
+
+
+@torch.no_grad()
+def sparse_forward(
+    mesh: str,
+    grid: tuple[int, int, int],
+    attention: str,
+    device: str = "cpu",
+    precision: str = "fp32",
+    kernel: str = "auto",
+    compile: str = "off",
+    dense_layers: int = 0,
+    apart: bool = False,
+) -> tuple[float, float]:
+    """Mean errors of one forward that reads half of the blocks, against the same in plain numbers on one rank: of one
+    rank with the backend `attention`, and of all. Two blocks of random weights. apart: frames have a timestep each."""
+    ranks = ranks_of(mesh, device)
+    held = find_quantization(precision, ranks.device)
+    config = replace(T2V_A14B, num_layers=2)
+    if device == "cpu":
+        config = replace(config, dim=64, ffn_dim=96, num_heads=4, text_dim=8, text_len=6, freq_dim=16)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    generator = torch.Generator(ranks.device).manual_seed(0)
+    x = torch.randn(1, 16, grid[0], 2 * grid[1], 2 * grid[2], generator=generator, device=ranks.device)
+    text = torch.randn(1, 5, config.text_dim, generator=generator, device=ranks.device).to(dtype)
+    time = torch.linspace(0, 900, grid[0], device=ranks.device)[None] if apart else torch.tensor([700.0]).to(x.device)
+    step = Step(index=0, timestep=0, sigma=0, sigma_next=0, expert="high", guidance=1, branches=("cond",), sparsity=0.5)
+
+    def run(model: WanModel, kernel: str) -> Tensor:
+        options = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, dense_layers=dense_layers, kernel=kernel)
+        with in_tiles(model, SparseBlocks(model, options, None, grid)) as blocks:
+            blocks.expect(step, ("cond",))
+            return model(x, time, text).float()
+
+    plain = random_module(config, device=ranks.device, dtype=dtype)
+    exact = run(optimize(plain, attend=BACKENDS["sdpa"].load(), graphs=False), "auto")
+    model = random_module(config, device=ranks.device, dtype=dtype, quantization=held)
+    attend, lse = BACKENDS[attention].load(), find_lse(attention, ranks.mesh)
+    whole = run(optimize(model, attend=attend, compile=compile, graphs=False), kernel)
+    sharded = run(optimize(model, attend=attend, compile=compile, ranks=ranks, attend_lse=lse), kernel)
+    return tuple(float((found - exact).norm() / exact.norm()) for found in (whole, sharded))

@@ -14,6 +14,7 @@ import parallel_loading
 from parallel_ranks import Ranks
 
 from wan_core.attention.registry import BACKENDS
+from wan_core.attention.sparse.kernels import KERNELS
 from wan_core.parallel import Mesh
 from wan_core.parallel.weights import SMALL
 
@@ -117,3 +118,27 @@ def test_experts_in_parts(ranks, mesh):
     answers = ranks.ask("trajectory", mesh=mesh, request={"steps": 2}, **options)
     plain = ranks.ask("trajectory", mesh=mesh, request={"steps": 2}, **{**options, "residency": "resident"})
     assert parallel_checks.relative(answers[0][0], plain[0][0]) < 1e-2
+
+
+@pytest.mark.parametrize(
+    "mesh", [mesh for mesh in ("1x2x1", "1x2bx1", "1x2x2", "1x4x1") if Mesh.parse(mesh).size <= GPUS]
+)
+@pytest.mark.parametrize(
+    ("precision", "attention", "kernel", "compile"),
+    [
+        ("bf16", "flash4", "cudnn", "off"),
+        ("bf16", "sdpa", "flex", "off"),
+        ("fp8", "cudnn-fp8", "auto", "off"),
+        ("fp8", "cudnn-fp8", "auto", "blocks"),
+    ],
+)
+def test_a_sparse_forward_over_a_ring_is_as_exact_as_on_one_gpu(ranks, mesh, precision, attention, kernel, compile):
+    """4,500 tokens: 36 blocks of 128, the last of 20; a dense layer and a sparse one. In a ring FP8 goes around and is
+    read in bf16."""
+    device = torch.device("cuda", 0)
+    if reason := why_not(attention) or (kernel != "auto" and KERNELS[kernel].why_not(device, torch.bfloat16, 128)):
+        pytest.skip(reason)
+    given = {"precision": precision, "attention": attention, "kernel": kernel, "compile": compile}
+    answers = ranks.ask("sparse_forward", mesh=mesh, device="cuda", grid=(5, 30, 30), dense_layers=1, **given)
+    for whole, sharded in answers:
+        assert sharded < 1.4 * whole + 1e-2

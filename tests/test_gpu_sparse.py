@@ -11,6 +11,7 @@ from wan_core.attention.sdpa import math_reference
 from wan_core.attention.sparse.forward import Forward, SparseAttention, SparseFp8Attention, forward
 from wan_core.attention.sparse.kernels import KERNELS
 from wan_core.attention.sparse.reference import sparse_reference
+from wan_core.attention.sparse.ring import read_around
 from wan_core.attention.sparse.routing import Route, Rule, route
 from wan_core.attention.sparse.tiles import make_tiles
 from wan_core.checkpoint.random import random_module
@@ -19,6 +20,8 @@ from wan_core.kernels import blocked, fused
 from wan_core.kernels.formats import FP8, Quantized
 from wan_core.model import WanModel
 from wan_core.optimize import optimize
+from wan_core.parallel.mesh import Group
+from wan_core.parallel.ring import Ring
 from wan_core.sparsity.run import always_sparse
 
 pytestmark = pytest.mark.gpu
@@ -221,3 +224,43 @@ def test_a_forward_is_close_to_dense(precision, backend, compile):
     assert relative(whole, dense) < (0.05 if precision == "fp8" else 0.02)
     assert half.isfinite().all()
     assert relative(half, dense) < 0.5
+
+
+class Here(Ring):
+    """A ring whose ranks are all here: what is handed to it are the keys and values of all."""
+
+    def around(self, k, v):
+        parts = zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True)
+        return ((rank, *part) for rank, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("keep", [0.06, 0.4])
+def test_what_was_chosen_is_read_part_by_part(kernel, keep, pooled):
+    """As a rank of a ring does: its rows over the blocks of all ranks' keys, of some of which they read nothing."""
+    if not kernel.counts:
+        pytest.skip("a ring has no such kernel")
+    tokens, tiles = 4340, make_tiles((7, 20, 31), 128, CUDA)
+    q, k, v = qkv(tokens)
+    chosen, sizes = route(q, k, 128, Rule(keep), tiles.forced), blocked.block_sizes(tokens, 128, CUDA)
+    kept = chosen.kept(tiles.blocks)
+    means = blocked.pool(k, 128)[0], blocked.pool(v, 128)[0]
+    out, lse = sparse_reference(q.float(), k.float(), v.float(), chosen, 128)
+    with fused.use("torch"):
+        pools = blocked.Pooled(*means, kept) if pooled else None
+        exact = blocked.finish(out, lse, q.float(), 128, pooled=pools)
+    lengths = [12 * 128, 11 * 128, tokens - 23 * 128]
+    found, nothing = [], 0
+    poison()
+    for rank, mine in enumerate(q.split(lengths, 1)):
+        first = sum(lengths[:rank]) // 128
+        rows = slice(first, first - (-lengths[rank] // 128))
+        some = Route(chosen.blocks[:, :, rows])
+        nothing += int(some.part(0, 12)[1].sum())
+        ring = Here(Group(None, (0,), 0), lengths, lambda *_: (q, q))
+        out, lse = read_around(kernel.load(), mine, k, v, some, 128, ring)
+        assert lse.isfinite().all()
+        pools = blocked.Pooled(*means, kept[:, :, rows], sizes) if pooled else None
+        found.append(blocked.finish(out, lse, mine, 128, pooled=pools))
+    assert nothing > 0 or keep > 0.1
+    assert relative(torch.cat(found, 1), exact) < 0.015

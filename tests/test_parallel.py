@@ -109,11 +109,6 @@ def test_sparse_fp8_attention_takes_numbers_as_they_arrive(ranks, alone):
     assert distance(answers[0][0]) < 1.2 * math.hypot(*map(distance, changes))
 
 
-def test_a_ring_has_no_sparse_attention(ranks):
-    with pytest.raises(AssertionError, match="1x1x2"):
-        ranks.ask("trajectory", mesh="1x2x1", request={"steps": 4, "sparse": SPARSE})
-
-
 @pytest.mark.parametrize("mesh", ["1x1x3", "1x2x2"])
 def test_caches_keep_a_shard(ranks, mesh):
     assert all(kept == mine and same for kept, mine, same in ranks.ask("cached_tokens", mesh=mesh))
@@ -329,3 +324,54 @@ def test_the_benchmark_measures_several_ranks(tmp_path, monkeypatch):
 def test_the_benchmark_refuses_gpus_that_are_not_there(capsys):
     assert main(["bench", "--suite", "parallel", "--gpus", "1", "--device", "cpu"]) != 0
     assert "it needs 2 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mesh", ["1x2x1", "1x3x1", "1x3bx1", "1x2x2"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"grid": (3, 5, 7), "block": 4},  # 27 blocks, the last of one token
+        {"grid": (5, 6, 7), "block": 8, "pooled": False},
+        {"grid": (5, 6, 7), "block": 8, "keep": 0.5, "mass": 0.8},
+        {"grid": (5, 6, 7), "block": 4, "keep": 0.06, "reuse": 2},  # many rows read nothing of some rank
+        {"grid": (5, 6, 7), "block": 8, "heads": 4, "fp8": True},
+    ],
+    ids=["means", "alone", "mass", "reuse", "fp8"],
+)
+def test_sparse_attention_over_a_ring_is_that_of_one_rank(ranks, mesh, given):
+    answers = ranks.ask("sparse_attention", mesh=mesh, **given)
+    assert max(error for error, _ in answers) < (1e-2 if "fp8" in given else ROUNDING)
+    assert all(unread > 0 for _, unread in answers) == ("reuse" in given)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "request_"),
+    [
+        ("1x2x1", {"steps": 4, "sparse": SPARSE}),
+        ("1x3x1", {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE}),
+        ("1x2x2", {"steps": 4, "sparse": {**SPARSE, "dense_layers": 1}, "width": 80, "height": 112, "frames": 9}),
+    ],
+    ids=["plain", "magcache", "another size"],
+)
+def test_sparse_trajectories_over_a_ring(ranks, alone, mesh, request_):
+    """Two blocks may be worth the same but for rounding, and then one rank reads the one and three ranks the other, on
+    whatever mesh: such a seed is told by a small difference, and another one is taken."""
+    for seed in (4, 5, 6):
+        request = {**request_, "seed": seed}
+        answers, wanted = ranks.ask("trajectory", mesh=mesh, request=request), alone(request=request)
+        error = parallel_checks.relative(answers[0][0], wanted[0])
+        assert error < 2e-2
+        if error < ROUNDING:
+            break
+    equal_on_all(answers, wanted)
+    assert parallel_checks.relative(alone(request={**request, "sparse": None})[0], wanted[0]) > 5e-2
+
+
+@pytest.mark.parametrize("mesh", ["1x2x1", "1x2x2"])
+@pytest.mark.parametrize("attention", ["sdpa", "math-fp8"])
+def test_a_sparse_forward_with_frames_of_their_own_timesteps(ranks, mesh, attention):
+    """Shards end at blocks and at pieces of a frame; behind FP8 attention the first layer, dense, stays FP8. There all
+    that is exchanged is rounded, which on a CPU one rank's sparse attention is not: twice its error."""
+    given = {"mesh": mesh, "attention": attention, "grid": (5, 12, 14), "dense_layers": 1, "apart": True}
+    for whole, sharded in ranks.ask("sparse_forward", **given):
+        assert sharded < 2 * whole + ROUNDING

@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 
 from wan_core.attention.registry import BACKENDS
 from wan_core.attention.sdpa import math_lse, math_reference
+from wan_core.attention.sparse.kernels import SparseKernel
 from wan_core.config import T2V_A14B, TI2V_5B, OptionError, SparseOptions, UserError
 from wan_core.parallel import Mesh, choose_mesh
-from wan_core.parallel.costs import all_meshes, forward_seconds
+from wan_core.parallel.costs import H200, all_meshes, forward_seconds, shares_read
 from wan_core.parallel.jobs import Jobs
 from wan_core.parallel.mesh import even_parts
 from wan_core.parallel.ring import merge
-from wan_core.parallel.sequence import find_lse, shard_lengths
+from wan_core.parallel.sequence import check_mesh, find_lse, shard_lengths
 from wan_core.plan import make_plan
+from wan_core.sparsity.run import ring_note
+from wan_core.sparsity.schedule import sparsify
 
 MESHES = st.builds(
     lambda cfg, ring, ulysses, both: Mesh(cfg, ring, ulysses, both and ring > 1),
@@ -165,7 +168,10 @@ def test_a_ring_needs_a_backend_with_a_log_sum_exp():
 @pytest.mark.parametrize(
     ("mesh", "tokens", "sparse", "attention", "words"),
     [
-        ("1x2x1", 1000, {}, "sdpa", "sees a part: use a mesh without one, such as 1x1x2"),
+        ("1x2x1", 1000, {}, "sdpa", None),
+        ("1x2x1", 100, {"kernel": "flex"}, "sdpa", "sparse kernel 'flex' cannot run"),
+        ("1x2x1", 3, {"kernel": "math"}, "math", None),
+        ("1x2x1", 2, {}, "sdpa", "2 tokens are 1 blocks of 2 for sparse attention, which a ring of 2 x 1 ranks"),
         ("1x1x2", 1000, {"kernel": "cudnn"}, "sdpa", "sparse kernel 'cudnn' cannot run"),
         ("1x1x2", 1, None, "sdpa", "1 tokens cannot be shared by 2 ranks"),
         ("1x2x1", 1000, None, "math", None),
@@ -196,3 +202,71 @@ def test_the_estimate_is_what_was_measured():
     for tokens, size in ((75_600, "1280x720x81"), (32_760, "832x480x81")):
         chosen = measured[size, choose_mesh(4, T2V_A14B, tokens, **FP8).mesh]
         assert chosen <= 1.01 * min(seconds for (of, _), seconds in measured.items() if of == size)
+
+
+# ------------------------------------------------------------------------------------------- sparse attention in a ring
+
+
+@given(st.integers(1, 900), st.sampled_from([2, 8, 128]), st.integers(2, 5), st.integers(1, 4), st.integers(1, 9))
+def test_parts_of_a_ring_end_at_blocks(inside, block, rings, ulysses, frames):
+    tokens, blocks = frames * inside, -(-frames * inside // block)
+    if tokens < rings * ulysses or blocks < rings or block + min(0, tokens - blocks * block) < ulysses:
+        return  # refused, or so few that the last part may be
+    lengths, unit = shard_lengths(tokens, frames, rings * ulysses, rings=rings, block=block)
+    parts = [sum(lengths[i : i + ulysses]) for i in range(0, len(lengths), ulysses)]
+    assert sum(parts) == tokens and all(part % block == 0 for part in parts[:-1])
+    counts = [-(-part // block) for part in parts]
+    assert max(counts) - min(counts) <= 1 and min(lengths) > 0
+    for i in range(0, len(lengths), ulysses):
+        assert max(lengths[i : i + ulysses]) - min(lengths[i : i + ulysses]) <= (unit if frames > 1 else 1)
+    if frames > 1:
+        assert inside % unit == 0 and all(length % unit == 0 for length in lengths)
+
+
+def test_a_ring_that_cannot_have_whole_blocks_is_refused():
+    with pytest.raises(OptionError, match=r"250 tokens are 2 blocks of 128 .* a ring of 3 x 1 ranks cannot share"):
+        shard_lengths(250, 1, 3, rings=3, block=128)
+    with pytest.raises(OptionError, match="cannot share"):
+        shard_lengths(257, 1, 6, rings=3, block=128)  # the last part is one token, for two ranks
+
+
+def test_the_fp8_kernel_is_refused_on_a_ring_by_name_and_replaced_with_a_note_else(monkeypatch):
+    for kernel in ("auto", "cudnn", "flex", "math"):
+        check_mesh(Mesh(1, 2, 2), "sdpa", 75_600, SparseOptions(sparsity=0.5, kernel=kernel))
+    named = SparseOptions(sparsity=0.5, kernel="cudnn-fp8")
+    with pytest.raises(OptionError, match=r"reads as many for every row: use one of auto, cudnn, flex, math, .* 2x1x4"):
+        check_mesh(Mesh(2, 2, 2), "sdpa", 75_600, named)
+    check_mesh(Mesh(2, 1, 4), "sdpa", 75_600, named)
+    monkeypatch.setattr(SparseKernel, "why_not", lambda *_: None)
+    auto, cpu = SparseOptions(sparsity=0.5), torch.device("cpu")
+    assert "kernel cudnn in place of cudnn-fp8" in ring_note(auto, "cudnn-fp8", cpu, 128, 75_600)
+    assert ring_note(auto, "flash4", cpu, 128, 75_600) == ring_note(auto, "cudnn-fp8", cpu, 128, 1000) == ""
+    assert ring_note(SparseOptions(sparsity=0.5, mass=0.9), "cudnn-fp8", cpu, 128, 75_600) == ""
+
+
+def test_a_ring_moves_everything_whatever_is_read():
+    """Sparse attention hides less of what a ring moves, and reads in bf16 there: it gains less than on one GPU."""
+
+    def seconds(mesh: Mesh, read: float, gpus_per_host: int = 8) -> float:
+        return forward_seconds(mesh, T2V_A14B, 75_600, H200, gpus_per_host, **FP8, read=read)
+
+    ring, alone = Mesh(1, 4, 1), Mesh()
+    assert seconds(alone, 0.25) < 0.6 * seconds(alone, 1.0)
+    assert seconds(alone, 0.25) / seconds(alone, 1.0) < seconds(ring, 0.25) / seconds(ring, 1.0) < 1
+    network = replace(H200, link=H200.network)  # so slow that the exchange decides, and reading less gains little
+    slow = [forward_seconds(ring, T2V_A14B, 75_600, network, read=read) for read in (0.25, 0.125)]
+    assert slow[1] > 0.95 * slow[0]
+    for read in (0.25, 0.5):  # the bf16 kernel, as measured: milliseconds of a layer, dense 172
+        share = {0.25: 59, 0.5: 107}[read] / 172
+        assert 1.15 * read + 0.05 == pytest.approx(share, abs=0.01)
+
+
+def test_what_a_plan_reads_is_counted_for_the_choice():
+    plan = sparsify(make_plan(steps=20), SparseOptions(sparsity=0.75, dense_steps=0.1, ramp=0.3, dense_layers=4))
+    reads = shares_read(plan, T2V_A14B, 75_600)
+    assert sum(reads.values()) == pytest.approx(1) and reads.keys() == {1.0, 0.5, 0.25}
+    assert reads[0.25] == pytest.approx(0.7 * 0.9)
+    assert shares_read(plan, T2V_A14B, 1000) == shares_read(make_plan(steps=4), T2V_A14B, 75_600) == {1.0: 1.0}
+    sparse = choose_mesh(4, T2V_A14B, 75_600, **FP8, reads=reads)
+    dense = choose_mesh(4, T2V_A14B, 75_600, **FP8)
+    assert sparse.seconds < dense.seconds and sparse.single < dense.single and sparse.mesh.ring == 1

@@ -16,13 +16,16 @@ from wan_core.attention.registry import AttentionError
 from wan_core.attention.sdpa import math_lse, math_reference
 from wan_core.attention.sparse import reference
 from wan_core.attention.sparse.flex import block_mask, sparse_flex
-from wan_core.attention.sparse.kernels import KERNELS, block_length, resolve_kernel
+from wan_core.attention.sparse.kernels import KERNELS, Run, block_length, resolve_kernel
 from wan_core.attention.sparse.reference import sparse_reference
+from wan_core.attention.sparse.ring import read_around
 from wan_core.attention.sparse.routing import Route, Rule, choose, coverage, estimate, gain, mass_kept, route
 from wan_core.attention.sparse.structured import structured
 from wan_core.attention.sparse.tiles import make_tiles
 from wan_core.kernels import blocked
 from wan_core.kernels.formats import FP8, Quantized
+from wan_core.parallel.mesh import Group
+from wan_core.parallel.ring import Ring
 
 CPU = torch.device("cpu")
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 11))
@@ -338,3 +341,63 @@ def test_the_estimate_is_of_the_mean_score() -> None:
     torch.testing.assert_close(
         found, scores.unflatten(3, (4, 8)).unflatten(2, (4, 8)).mean((3, 5)), rtol=1e-4, atol=1e-5
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+@few
+@given(st.integers(1, 40), st.integers(1, 5), SEEDS, st.booleans())
+def test_a_route_falls_into_parts(n: int, parts: int, seed: int, counted: bool) -> None:
+    """Together they are what the route names; a row of which a part has nothing is said to have nothing."""
+    chosen = random_route(n * 4, 4, seed)
+    chosen = chosen if counted else Route(chosen.blocks[..., : max(1, n // 3)])
+    kept = chosen.kept(n)
+    cuts = sorted({0, n, *torch.randint(0, n + 1, (parts,), generator=torch.Generator().manual_seed(seed)).tolist()})
+    for first, end in itertools.pairwise(cuts):
+        some, none = chosen.part(first, end - first)
+        assert some.blocks.dtype == torch.int32
+        assert some.counts is not None
+        assert some.counts.dtype == torch.int32
+        assert 0 <= int(some.blocks.min()) <= int(some.blocks.max()) < end - first
+        found, expected = some.kept(end - first), kept[..., first:end]
+        assert torch.equal(none, ~expected.any(-1))
+        assert torch.equal(found & ~none[..., None], expected)
+        assert (found[none].sum(-1) == 1).all()  # something to read, to be given no weight
+
+
+def test_rows_apart_choose_what_they_choose_together() -> None:
+    """Where others have the rest of the rows, their sinks are those of all."""
+    scores = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+    scores[:, :, :10, 5] += 2  # what most of the first rows look at
+    scores[:, :, 10:, 17] += 3  # and what most of all do
+    sizes, forced, rule = torch.full((24,), 4), torch.eye(24, dtype=torch.bool), Rule(0.1)
+    share = (scores + sizes.log()).softmax(-1)
+    together = choose(scores, rule, forced, sizes).kept(24)
+    assert together[..., 17].all()
+    for rows in (slice(0, 10), slice(10, 24)):
+        apart = choose(scores[:, :, rows], rule, forced[rows], sizes, lambda _: share.mean(2, keepdim=True))
+        assert torch.equal(apart.kept(24), together[:, :, rows])
+    alone = choose(scores[:, :, :10], rule, forced[:10], sizes).kept(24)
+    assert not torch.equal(alone, together[:, :, :10])
+
+
+class Here(Ring):
+    """A ring whose ranks are all here: what is handed to it are the keys and values of all."""
+
+    def around(self, k: torch.Tensor, v: torch.Tensor):
+        parts = zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True)
+        return ((rank, *part) for rank, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("run", [sparse_reference, sparse_flex])
+def test_what_was_chosen_is_read_part_by_part(run: Run) -> None:
+    """One rank's rows over three parts of the keys, the last of which ends inside a block."""
+    q, k, v = drawn(100, 1)
+    blocks = random_route(100, 16, 1).blocks[:, :, 2:5]  # of 7
+    rows = Route(blocks, torch.ones_like(blocks[..., 0]))  # one block each: two of the parts have none
+    expected, expected_lse = sparse_reference(q[:, 32:80], k, v, rows, 16)
+    ring = Here(Group(None, (0,), 0), [32, 48, 20], lambda *_: (q, q))
+    found, lse = read_around(run, q[:, 32:80], k, v, rows, 16, ring)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)

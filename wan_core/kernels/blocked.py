@@ -109,11 +109,14 @@ def without_pads(lse: Tensor, pads: int) -> Tensor:
 
 class Pooled(NamedTuple):
     """What stands in for the blocks of keys that are left out: means of keys and values, float32 [B, H, n, D], and
-    which blocks are kept and need none, bool [B, H, n, n]."""
+    which blocks are kept and need none, bool [B, H, r, n] for r blocks of queries.
+
+    sizes: int32 [n], the tokens of every block of keys; None: there are as many keys as queries."""
 
     keys: Tensor
     values: Tensor
     kept: Tensor
+    sizes: Tensor | None = None
 
 
 def finish(
@@ -131,7 +134,7 @@ def finish(
     """What is left to do to `out` [B, L, H, D] of block-sparse attention with log-sum-exp `lse` [B, H, L or more].
 
     pads, tail: so many keys of zeros, with values of zeros, were read by the blocks of queries that `tail` bool
-    [B, H, n] names; their weight is taken out. pooled: other blocks stand in by their means, with queries q
+    [B, H, r] names; their weight is taken out. pooled: other blocks stand in by their means, with queries q
     [B, L, H, D] (times q_scale [1]). scale: [1], the result is FP8 in its units. Takes over `out`. -> contiguous
     [B, L, H, D].
     """
@@ -147,21 +150,20 @@ def finish(
         out, lse = out.float() * (lse - less).exp().transpose(1, 2)[..., None], less
     if pooled is not None:
         rows = q.float() if q_scale is None else q.float() * q_scale
-        out = add_pooled(out, lse, rows, pooled, tokens, block)
+        out = add_pooled(out, lse, rows, pooled, block)
     if scale is not None:
         return (out.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
     return out.to(q.dtype).contiguous()
 
 
-def add_pooled(out: Tensor, lse: Tensor, q: Tensor, pooled: Pooled, tokens: int, block: int) -> Tensor:
+def add_pooled(out: Tensor, lse: Tensor, q: Tensor, pooled: Pooled, block: int) -> Tensor:
     """`out` [B, L, H, D] of attention over the blocks that are kept, with log-sum-exp `lse`, once more with the others:
-    each stands in as so many of the `tokens` keys as it has, all of them the block's mean. Their mass stays in the
-    softmax.
+    each stands in as so many keys as it has, all of them the block's mean. Their mass stays in the softmax.
 
     A mean is worth less than the keys that it stands for (Jensen). Making up for that by their variance was tried and
     did harm: what stands out in a block has values of its own.
     """
-    sizes = block_sizes(tokens, block, q.device).log()
+    sizes = sizes_of(pooled, q, block).log()
     result = torch.empty_like(out)
     for head in range(q.shape[2]):
         scores = (q[:, :, head].float() @ pooled.keys[:, head].mT) * q.shape[-1] ** -0.5 + sizes  # [B, L, n]
@@ -171,6 +173,11 @@ def add_pooled(out: Tensor, lse: Tensor, q: Tensor, pooled: Pooled, tokens: int,
         rest = (scores - both).exp() @ pooled.values[:, head]
         result[:, :, head] = (out[:, :, head].float() * (lse[:, head, :, None] - both).exp() + rest).type_as(out)
     return result
+
+
+def sizes_of(pooled: Pooled, q: Tensor, block: int) -> Tensor:
+    """int32 [n]: the tokens of the blocks of keys that queries q [B, L, H, D] attend to."""
+    return block_sizes(q.shape[1], block, q.device) if pooled.sizes is None else pooled.sizes
 
 
 def block_sizes(tokens: int, block: int, device: torch.device) -> Tensor:

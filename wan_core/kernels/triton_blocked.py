@@ -1,6 +1,7 @@
 """The passes of `blocked` in Triton.
 
-Legend: B batch, L tokens, S tokens rounded up to whole blocks, H heads, D head dim (a power of two), n blocks.
+Legend: B batch, L tokens, S tokens rounded up to whole blocks, H heads, D head dim (a power of two), n blocks (of
+keys), r blocks of queries.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wan_core.kernels.blocked import Pooled, block_sizes, padded
+from wan_core.kernels.blocked import Pooled, padded, sizes_of
 from wan_core.kernels.formats import FP8, FP8_MAX
 from wan_core.kernels.triton_ops import _on
 
@@ -98,7 +99,7 @@ def pool(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _finish_kernel(
     out, lse, q, q_scale, keys, values, kept, sizes, tail, scale, target,
-    tokens, rows_of_lse, count, pads, softmax_scale,
+    tokens, rows_of_lse, row_blocks, count, pads, softmax_scale,
     out_sample, out_token, out_head, q_sample, q_token, q_head,
     PADS: tl.constexpr, POOLED: tl.constexpr, Q_SCALED: tl.constexpr, FP8_OUT: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, LIMIT: tl.constexpr,
@@ -116,7 +117,7 @@ def _finish_kernel(
     total = tl.load(lse + group * rows_of_lse + rows, mask=inside, other=0.0)
     weight = tl.full((ROWS,), 1.0, tl.float32)  # of `found`, in units of exp(total)
     if PADS:  # noqa: SIM102, the compiler decides one, the device the other
-        if tl.load(tail + group * count + block) != 0:
+        if tl.load(tail + group * row_blocks + block) != 0:
             real = 1.0 - tl.minimum(pads * tl.exp(-total), 1.0 - 0.0009765625)
             found = found / real[:, None]
             total = total + tl.log(real)
@@ -137,7 +138,7 @@ def _finish_kernel(
             scores = (
                 tl.dot(query, one.to(tl.bfloat16)) * factor + tl.load(sizes + index, mask=there, other=0.0)[None, :]
             )
-            read = tl.load(kept + (group * count + block) * count + index, mask=there, other=1)
+            read = tl.load(kept + (group * row_blocks + block) * count + index, mask=there, other=1)
             scores = tl.where((read != 0)[None, :], float("-inf"), scores)
             above = tl.maximum(largest, tl.max(scores, 1))
             shares = tl.exp(scores - above[:, None])
@@ -171,7 +172,8 @@ def finish(
 ) -> Tensor:
     """As `blocked.finish`; takes over `out`."""
     batch, tokens, heads, dim = out.shape
-    count = triton.cdiv(tokens, block)
+    row_blocks = triton.cdiv(tokens, block)
+    count = row_blocks if pooled is None else pooled.keys.shape[2]
     rows = min(block, 128)
     dtype = q.dtype if scale is None else FP8
     # A program writes what it alone has read: over it, where that is as large.
@@ -186,9 +188,9 @@ def finish(
             none if pooled is None else pooled.keys.to(torch.bfloat16).contiguous(),
             none if pooled is None else pooled.values.to(torch.bfloat16).contiguous(),
             none if pooled is None else pooled.kept.to(torch.uint8),
-            none if pooled is None else block_sizes(tokens, block, out.device).log(),
+            none if pooled is None else sizes_of(pooled, q, block).log(),
             none if tail is None else tail.to(torch.uint8).contiguous(), none if scale is None else scale, result,
-            tokens, lse.shape[-1], count, pads, dim**-0.5,
+            tokens, lse.shape[-1], row_blocks, count, pads, dim**-0.5,
             *(out.stride(i) for i in range(3)), *(q.stride(i) for i in range(3)),
             PADS=pads > 0, POOLED=pooled is not None, Q_SCALED=q_scale is not None, FP8_OUT=scale is not None,
             BLOCK=block, ROWS=rows, KEYS=KEYS, D=dim, LIMIT=FP8_MAX, num_warps=8, num_stages=2,

@@ -8,6 +8,8 @@ slower than one GPU, in numbers. What it knows:
 - attention shrinks with the ring, and with Ulysses as far as heads divide: 40 heads on 3 ranks are 14, 13 and 13;
 - Ulysses moves q, k, v and the output, and nothing is computed meanwhile;
 - a ring moves keys and values while attention of the last ones runs, and pays for merging;
+- sparse attention shrinks what is read and not what a ring moves, which is all keys and values; in a ring it reads in
+  bf16;
 - the host launches a block in a time that no GPU shortens: small videos are not faster on many GPUs.
 
 Legend: L tokens, C channels, N channels of the feed-forward, H heads, R ring, U ulysses.
@@ -15,12 +17,18 @@ Legend: L tokens, C channels, N channels of the feed-forward, H heads, R ring, U
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from wan_core.attention.sparse.kernels import BLOCK, SMALL
 from wan_core.config import DiTConfig, OptionError
 from wan_core.parallel.mesh import Mesh
+from wan_core.plan import Plan
+from wan_core.sparsity.schedule import CHOICE, KERNEL
 
 BYTES = 2  # of a number in bf16
+# As KERNEL and CHOICE, of the bf16 kernel against the fastest dense one (benchmarks/results/sparse-h200-20261120.json).
+KERNEL_BF16, CHOICE_BF16 = 1.15, 0.05
 CLOSE = 1.01
 
 
@@ -50,11 +58,13 @@ H200 = (
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """The mesh, and estimated seconds of one step (all its branches) on it and on one GPU; None: not estimated."""
+    """The mesh, and estimated seconds of one step (all its branches) on it and on one GPU; None: not estimated. note:
+    what else a user should know of it."""
 
     mesh: Mesh
     seconds: float | None = None
     single: float | None = None
+    note: str = ""
 
     def words(self) -> str:
         if self.seconds is None or self.single is None:
@@ -76,12 +86,14 @@ def choose_mesh(
     gpus_per_host: int | None = None,
     speeds: Speeds | None = H200,
     rings: bool = True,
+    reads: Mapping[float, float] | None = None,
 ) -> MeshChoice:
     """What `auto` stands for: the mesh of `gpus` that makes a step shortest.
 
     tokens: of one video. paired: the share of forwards that belong to steps with both branches of guidance; 0 without
     guidance. speeds: None where nothing is known of the device (a CPU): then the order of preference decides, and
-    nothing is refused. rings: whether the attention backend can be part of a ring. Raises OptionError.
+    nothing is refused. rings: whether the attention backend can be part of a ring. reads: as `shares_read` has it;
+    None: everything is read. Raises OptionError.
     """
     if gpus < 1:
         raise OptionError(f"{gpus} GPUs given; at least 1 is needed")
@@ -97,10 +109,11 @@ def choose_mesh(
 
     def seconds(mesh: Mesh) -> float:
         forwards = paired / mesh.cfg + (1 - paired)
-        return (
-            2 * forwards * forward_seconds(mesh, config, tokens, speeds, gpus_per_host or gpus, **fp8)
-            + (mesh.cfg > 1) * speeds.latency
+        forward = sum(
+            share * forward_seconds(mesh, config, tokens, speeds, gpus_per_host or gpus, **fp8, read=read)
+            for read, share in (reads or {1.0: 1.0}).items()
         )
+        return 2 * forwards * forward + (mesh.cfg > 1) * speeds.latency
 
     estimates = [(seconds(mesh), mesh) for mesh in meshes]
     shortest = min(estimate for estimate, _ in estimates)
@@ -128,6 +141,19 @@ def all_meshes(gpus: int, config: DiTConfig, tokens: int, rings: bool = True) ->
     return sorted(found, key=lambda mesh: (-mesh.cfg, config.num_heads % mesh.ulysses != 0))
 
 
+def shares_read(plan: Plan, config: DiTConfig, tokens: int) -> dict[float, float]:
+    """For each share of the blocks of keys that `plan` reads, the share of the work of its forwards that does."""
+    if plan.sparse is None or tokens < SMALL or not plan.forwards:  # of few tokens it saves no time
+        return {1.0: 1.0}
+    dense = min(1.0, plan.sparse.dense_layers / config.num_layers)
+    found: dict[float, float] = {}
+    for step in plan.steps:
+        share = step.forwards / plan.forwards
+        for read, part in ((1.0, dense), (1 - step.sparsity, 1 - dense)):
+            found[read] = found.get(read, 0.0) + share * part
+    return found
+
+
 def forward_seconds(
     mesh: Mesh,
     config: DiTConfig,
@@ -137,14 +163,18 @@ def forward_seconds(
     *,
     fp8_linears: bool = False,
     fp8_attention: bool = False,
+    read: float = 1.0,
 ) -> float:
-    """Of one branch on the shards of `mesh`."""
+    """Of one branch on the shards of `mesh`, whose attention reads a share `read` of the blocks."""
     L, C, N, H, R, U = tokens, config.dim, config.ffn_dim, config.num_heads, mesh.ring, mesh.ulysses
     shard = -(-L // mesh.shards)
     channels = -(-H // U) * config.head_dim  # of the rank with the most heads, while it attends
     linears = 2 * shard * (6 * C * C + 2 * C * N) / (speeds.linears_fp8 if fp8_linears else speeds.linears)
     passes = speeds.passes * shard * C * BYTES / speeds.memory
-    one_round = 4 * (-(-L // R)) ** 2 * channels / (speeds.attention_fp8 if fp8_attention else speeds.attention)
+    fp8_kernel = fp8_attention and (R == 1 or read == 1)
+    one_round = 4 * (-(-L // R)) ** 2 * channels / (speeds.attention_fp8 if fp8_kernel else speeds.attention)
+    if read < 1:
+        one_round *= KERNEL * read + CHOICE if fp8_kernel else KERNEL_BF16 * read + CHOICE_BF16
     wide = BYTES // 2 if fp8_attention else BYTES
     exchange = 0.0
     if U > 1:
@@ -158,6 +188,8 @@ def forward_seconds(
         link = speeds.link if gpus_per_host >= mesh.shards else speeds.network
         hop = 2 * -(-L // R) * channels * wide / link + speeds.latency
         merge = R * 10 * -(-L // R) * channels / speeds.memory + (R - 1) * speeds.part
+        if read < 1:  # means of keys and values and variances in float32, and the mean of each head's choice
+            merge += 3 * 4 * (R - 1) * -(-L // (R * BLOCK)) * channels / link + 2 * speeds.latency
     attention = one_round + (R - 1) * max(one_round, hop) + merge
     block = linears + passes + exchange + attention
     if mesh.shards > 1:

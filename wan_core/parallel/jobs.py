@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -30,17 +30,17 @@ from wan_core.memory.residency import Residency
 from wan_core.models import compute_dtype, holding, precision_of
 from wan_core.optimize import optimize_vae
 from wan_core.parallel.conditioning import rows_of_all, text_rank
-from wan_core.parallel.costs import H200, MeshChoice, choose_mesh
+from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
 from wan_core.parallel.experts import LoadedExperts
 from wan_core.parallel.mesh import Mesh, RankMesh
-from wan_core.parallel.sequence import check_mesh
+from wan_core.parallel.sequence import check_mesh, reads_parts
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.parallel.wire import load_options_from, plan_from, report_data, request_from
 from wan_core.parts import find_experts, find_models, own_loras, recognise
 from wan_core.pipeline import OnStep, Pipeline, sample_latents
 from wan_core.plan import Plan
 from wan_core.report import Report
-from wan_core.sparsity.run import check_kernel
+from wan_core.sparsity.run import check_kernel, ring_note
 from wan_core.text.umt5 import TextEncoder
 from wan_core.vae import TileSpec, VideoVAE
 
@@ -115,6 +115,7 @@ class Jobs:
         job = pipe.prepare(request)
         if choice.seconds is not None:
             pipe.report.notes.append(f"mesh: {choice.words()}")
+        pipe.report.notes += [choice.note] * bool(choice.note)
         self.rank.tell({"kind": "event", "name": "plan", "plan": asdict(job.plan)})
         self.phase("text")
         conditioning = pipe.encode(job)
@@ -145,7 +146,7 @@ class Jobs:
                 models = self.hold("experts", spec, make)
             models.arrange(ranks)
         report.settings["mesh"] = str(choice.mesh)
-        report.notes += [f"mesh: {choice.words()}", f"residency: {models.why}"]
+        report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), f"residency: {models.why}"]
         given = {name: value.to(self.rank.device) for name, value in tensors.items()}
         self.phase("denoise")
         latents = sample_latents(
@@ -218,9 +219,14 @@ class Jobs:
         backend, _ = resolve_attention(attention, device, compute_dtype(precision, device), dit.head_dim)
         if plan.sparse is not None:
             check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
-        if mesh is not None:
-            check_mesh(mesh, backend, tokens, sparse=plan.sparse is not None)
-            return MeshChoice(mesh)
+        choice = self.best(dit, tokens, plan, precision, backend) if mesh is None else MeshChoice(mesh)
+        check_mesh(choice.mesh, backend, tokens, plan.sparse)
+        if choice.mesh.ring > 1 and plan.sparse is not None:
+            choice = replace(choice, note=ring_note(plan.sparse, backend, device, dit.head_dim, tokens))
+        return choice
+
+    def best(self, dit: DiTConfig, tokens: int, plan: Plan, precision: str, backend: str) -> MeshChoice:
+        """What `auto` stands for. Raises OptionError."""
         paired = sum(step.forwards for step in plan.steps if step.forwards == 2)
         return choose_mesh(
             self.rank.size,
@@ -230,8 +236,9 @@ class Jobs:
             fp8_linears=precision in QUANTIZED and precision != "fp8-weights",
             fp8_attention=backend.endswith("fp8"),
             gpus_per_host=self.rank.on_host,
-            speeds=H200 if device.type == "cuda" else None,
-            rings=BACKENDS[backend].lse is not None and plan.sparse is None,  # blocks are chosen among all keys
+            speeds=H200 if self.rank.device.type == "cuda" else None,
+            rings=BACKENDS[backend].lse is not None and reads_parts(plan.sparse),
+            reads=shares_read(plan, dit, tokens),
         )
 
     def mesh(self, mesh: Mesh) -> RankMesh:

@@ -19,30 +19,55 @@ Source: Ring Attention, arXiv 2310.01889.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan_core.parallel.mesh import Group, as_words
+from wan_core.parallel.mesh import Group, as_words, gather_parts
 
 Partial = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """q [B, N, h, D] and some k, v [B, S, h, D] -> output [B, N, h, D] and log-sum-exp float32 [B, h, N]."""
 
 
-def ring_attention(
-    qkv: tuple[Tensor, Tensor, Tensor], lengths: list[int], group: Group, partial: Partial, *, both_ways: bool = False
-) -> Tensor:
-    """Attention of q [B, N, h, D] to the keys and values of all ranks of `group`, each of which has `lengths` of them.
+@dataclass(frozen=True)
+class Ring:
+    """Ranks among which keys and values go around. lengths: tokens of each of them; partial: attention to a part."""
 
-    Returns [B, N, h, D] in the dtype of the partial outputs.
-    """
-    q, k, v = qkv
-    around = _both_ways if both_ways else _one_way
-    packed = torch.stack([as_words(k), as_words(v)])
-    return merge([partial(q, *held.view(k.dtype).unbind()) for held in around(packed, lengths, group)])
+    group: Group
+    lengths: list[int]
+    partial: Partial
+    both_ways: bool = False
+
+    @property
+    def index(self) -> int:
+        return self.group.index
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of q [B, N, h, D] to the keys and values of all ranks: [B, N, h, D] in the dtype of the partial
+        outputs."""
+        return merge([self.partial(q, keys, values) for _, keys, values in self.around(k, v)])
+
+    def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The index of every rank, and its k and v [B, S, h, D]. The next are on their way while one is used."""
+        hops = _both_ways if self.both_ways else _one_way
+        for rank, held in hops(torch.stack([as_words(k), as_words(v)]), self.lengths, self.group):
+            keys, values = held.view(k.dtype).unbind()
+            yield rank, keys, values
+
+    def gather(self, x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+        """x of all ranks joined along `dim`, along which each has its length."""
+        return gather_parts(x, list(lengths), self.group, dim)
+
+    def merge(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Partial outputs [B, N, h, D] with log-sum-exps float32 [B, h, N] -> the output, in their dtype, and its own.
+        Where a part's is -inf the part has no weight."""
+        if len(parts) == 1:
+            return parts[0]
+        return merge(parts), torch.stack([lse for _, lse in parts]).logsumexp(0)
 
 
 def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -59,26 +84,26 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return total.to(dtype)
 
 
-def _one_way(held: Tensor, lengths: list[int], group: Group) -> Iterator[Tensor]:
-    """Keys and values [2, B, N, h, D] of this rank, then those of the rank before, and so on around."""
+def _one_way(held: Tensor, lengths: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
+    """This rank's index and keys and values [2, B, N, h, D], then those of the rank before, and so on around."""
     R, me = group.size, group.index
     for hop in range(R):
         arriving, works = None, []
         if hop < R - 1:
             arriving = _room(held, lengths[(me - hop - 1) % R])
             works = pass_on([(held, group.ranks[(me + 1) % R])], [(arriving, group.ranks[(me - 1) % R])], group)
-        yield held
+        yield (me - hop) % R, held
         _wait(works)
         if arriving is not None:
             held = arriving
 
 
-def _both_ways(held: Tensor, lengths: list[int], group: Group) -> Iterator[Tensor]:
+def _both_ways(held: Tensor, lengths: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
     """The same parts, the nearest on both sides first."""
     R, me = group.size, group.index
     upward: Tensor | None = held  # on its way to higher ranks
     downward: Tensor | None = held
-    here = [held]
+    here = [(me, held)]
     for hop in range(1, R + 1):
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
@@ -97,7 +122,7 @@ def _both_ways(held: Tensor, lengths: list[int], group: Group) -> Iterator[Tenso
         yield from here
         _wait(works)
         upward, downward = from_below, from_above
-        here = [part for part in (from_below, from_above) if part is not None]
+        here = [(rank, part) for rank, part in ((me - hop, from_below), (me + hop, from_above)) if part is not None]
 
 
 def _room(like: Tensor, tokens: int) -> Tensor:

@@ -3,7 +3,8 @@
 `ShardedBlocks` stands in the place of `WanModel.run_blocks`: it hands the blocks this rank's tokens with their rows of
 the rotation table and of the modulation, and gathers the tokens that come out. Everything in a block works token by
 token but self-attention, which `ShardedAttend` takes: Ulysses inside, a ring around it. No shard is padded, so no token
-is attended to that does not exist; shards differ by a token, or a row of them.
+is attended to that does not exist; shards differ by a token, or a row of them, and by a block where sparse attention
+goes around a ring.
 
 Legend: B batch, L tokens of the video, n tokens of this rank, C channels, H heads, D head dim, F modulation rows per
 sample (1, or one per latent frame).
@@ -12,6 +13,7 @@ sample (1, or one per latent frame).
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from typing import Any
 
@@ -20,11 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wan_core.attention.registry import BACKENDS, Attend, AttendLse
-from wan_core.config import OptionError
+from wan_core.attention.sparse.forward import running
+from wan_core.attention.sparse.kernels import KERNELS, expected_block
+from wan_core.config import OptionError, SparseOptions
 from wan_core.kernels.formats import FP8, Quantized
 from wan_core.model.dit import PreparedText, WanModel
 from wan_core.parallel.mesh import Group, Mesh, RankMesh, even_parts, gather_parts
-from wan_core.parallel.ring import ring_attention
+from wan_core.parallel.ring import Partial, Ring
 from wan_core.parallel.ulysses import heads_for_tokens, tokens_for_heads
 
 FINE = 64  # shards of a video with a timestep for each frame are cut at units of which each has at least so many
@@ -55,29 +59,53 @@ def find_lse(name: str, mesh: Mesh) -> AttendLse | None:
     return load()
 
 
-def check_mesh(mesh: Mesh, attention: str, tokens: int, *, sparse: bool) -> None:
+def check_mesh(mesh: Mesh, attention: str, tokens: int, sparse: SparseOptions | None) -> None:
     """Raise OptionError now, before anything is loaded, where `mesh` cannot run a video of so many tokens with the
-    backend `attention`, its steps `sparse` or not."""
+    backend `attention` and `sparse` steps."""
     find_lse(attention, mesh)
-    if mesh.ring > 1 and sparse:
-        raise OptionError(
-            f"mesh {mesh} has a ring, and sparse attention chooses blocks among all keys, of which a rank of a ring "
-            f"sees a part: use a mesh without one, such as {mesh.cfg}x1x{mesh.shards}"
-        )
-    shard_lengths(tokens, 1, mesh.shards)
+    block = 1
+    if mesh.ring > 1 and sparse is not None:
+        if not reads_parts(sparse):
+            able = ", ".join(kernel.name for kernel in KERNELS.values() if kernel.counts)
+            raise OptionError(
+                f"mesh {mesh} has a ring, of whose parts rows read different numbers of blocks, and sparse kernel "
+                f"{sparse.kernel!r} reads as many for every row: use one of auto, {able}, or a mesh without a ring, "
+                f"such as {mesh.cfg}x1x{mesh.shards}"
+            )
+        block = expected_block(sparse.kernel, tokens)
+    shard_lengths(tokens, 1, mesh.shards, rings=mesh.ring, block=block)
 
 
-def shard_lengths(tokens: int, frames: int, shards: int) -> tuple[list[int], int]:
+def reads_parts(sparse: SparseOptions | None) -> bool:
+    """Whether `sparse` leaves the choice to a kernel that can read what a row chose from the parts of a ring."""
+    return sparse is None or sparse.kernel not in KERNELS or KERNELS[sparse.kernel].counts
+
+
+def shard_lengths(tokens: int, frames: int, shards: int, *, rings: int = 1, block: int = 1) -> tuple[list[int], int]:
     """How many of `tokens` each shard has, and the tokens of one unit: a shard is a whole number of units, and a unit
-    lies in one of `frames` parts that have a modulation row each."""
+    lies in one of `frames` parts that have a modulation row each.
+
+    rings, block: each of `rings` equal parts of the shards has whole blocks of so many tokens, but for the last block.
+    """
     if tokens < shards:
         raise OptionError(f"{tokens} tokens cannot be shared by {shards} ranks: use fewer, or a larger video")
-    if frames == 1:
-        return even_parts(tokens, shards), tokens
-    inside = tokens // frames
-    fits = [size for size in range(1, inside + 1) if inside % size == 0 and tokens // size >= FINE * shards]
-    unit = max(fits, default=1)
-    return [unit * count for count in even_parts(tokens // unit, shards)], unit
+    parts, inside, within = [tokens], tokens // frames, shards
+    if rings > 1 and block > 1:
+        within, blocks = shards // rings, -(-tokens // block)
+        parts = [block * count for count in even_parts(blocks, rings)]
+        parts[-1] -= -tokens % block
+        if min(parts) < within:
+            raise OptionError(
+                f"{tokens} tokens are {blocks} blocks of {block} for sparse attention, which a ring of {rings} x "
+                f"{within} ranks cannot share: use fewer, a larger video, or a mesh without a ring"
+            )
+        inside = math.gcd(inside, block)  # a multiple of it is where a part ends
+    unit = 1
+    if frames > 1:
+        sizes = (size for size in range(1, inside + 1) if inside % size == 0 and min(parts) // size >= within)
+        unit = max((size for size in sizes if tokens // size >= FINE * shards), default=1)
+    lengths = [unit * count for part in parts for count in even_parts(part // unit, within)]
+    return lengths, tokens if frames == 1 else unit
 
 
 class ShardedBlocks:
@@ -101,7 +129,9 @@ class ShardedBlocks:
     def __call__(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
         B, L, _ = tokens.shape
         frames, index = modulation.shape[1], self.ranks.shard
-        lengths, unit = shard_lengths(L, frames, self.ranks.mesh.shards)
+        sparse = running.get()  # in whose order the tokens are; in the dense steps beside it too, as residuals are kept
+        mesh, block = self.ranks.mesh, 1 if sparse is None else sparse.tiles.block
+        lengths, unit = shard_lengths(L, frames, mesh.shards, rings=mesh.ring, block=block)
         begin, end = sum(lengths[:index]), sum(lengths[: index + 1])
         if frames > 1:  # the rows of this shard's units
             rows = torch.arange(begin // unit, end // unit, device=modulation.device) * unit // (L // frames)
@@ -140,6 +170,7 @@ class ShardedAttend:
     def __init__(self, ranks: RankMesh, attend: Attend, attend_lse: AttendLse | None) -> None:
         assert ranks.mesh.ring == 1 or attend_lse is not None, "a ring merges parts by their log-sum-exp"
         self.ranks, self.attend, self.attend_lse = ranks, attend, attend_lse
+        self.dense = attend  # in whose place sparse attention stands for some steps
         self.lengths: list[int] = []
         self.key = f"sharded{next(_COUNT)}"
         _SHARDED[self.key] = self
@@ -157,17 +188,21 @@ class ShardedAttend:
         U = self.ranks.mesh.ulysses
         return [sum(self.lengths[i : i + U]) for i in range(0, len(self.lengths), U)]
 
+    def ring(self, partial: Partial) -> Ring:
+        return Ring(self.ranks.ring, self.ring_lengths(), partial, self.ranks.mesh.both_ways)
+
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v [B, n, H, D] of this shard -> [B, n, H, D], contiguous."""
         ranks, row = self.ranks, self.row_lengths()
         assert row[ranks.ulysses.index] == q.shape[1], f"{q.shape[1]} tokens in a shard of {row[ranks.ulysses.index]}"
         heads = heads_for_tokens((q, k, v), row, ranks.ulysses)
+        over_ring: Any = getattr(self.attend, "over_ring", None)  # of what chooses among the keys of all ranks
         if self.attend_lse is None:
             out = self.attend(*heads)
+        elif over_ring is not None:
+            out = over_ring(*heads, self.ring(self.attend_lse))
         else:
-            out = ring_attention(
-                heads, self.ring_lengths(), ranks.ring, self.attend_lse, both_ways=ranks.mesh.both_ways
-            )
+            out = self.ring(self.attend_lse).attend(*heads)
         return tokens_for_heads(out, q.shape[2], row, ranks.ulysses)
 
 
@@ -186,7 +221,7 @@ class ShardedFp8Attend(ShardedAttend):
         return agree(x, how, self.key)
 
     def run_quantized(self, q: Quantized, k: Quantized, v: Quantized) -> Tensor:
-        ranks, row, backend = self.ranks, self.row_lengths(), self.attend
+        ranks, row, backend, dense = self.ranks, self.row_lengths(), self.attend, self.dense
         heads = heads_for_tokens((q.data, k.data, v.data), row, ranks.ulysses)
         scales = (q.scale, k.scale, v.scale)
 
@@ -194,13 +229,16 @@ class ShardedFp8Attend(ShardedAttend):
             return tuple(Quantized(x.view(FP8), scale) for x, scale in zip(data, scales, strict=True))
 
         def partial(*given: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse = backend.quantized_lse(*quantized(given))  # pyright: ignore[reportFunctionMemberAccess]
+            out, lse = dense.quantized_lse(*quantized(given))  # pyright: ignore[reportFunctionMemberAccess]
             return out.data, lse
 
+        over_ring: Any = getattr(backend, "quantized_over_ring", None)
         if self.attend_lse is None:
             out = backend.quantized(*quantized(heads)).data  # pyright: ignore[reportFunctionMemberAccess]
+        elif over_ring is not None:
+            out = over_ring(*quantized(heads), self.ring(partial)).data
         else:
-            out = ring_attention(heads, self.ring_lengths(), ranks.ring, partial, both_ways=ranks.mesh.both_ways)
+            out = self.ring(partial).attend(*heads)
         return tokens_for_heads(out, q.data.shape[2], row, ranks.ulysses)
 
 

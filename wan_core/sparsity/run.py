@@ -24,7 +24,7 @@ from wan_core.attention.sparse.forward import (
 from wan_core.attention.sparse.kernels import SparseKernel, block_length, resolve_kernel
 from wan_core.attention.sparse.routing import Route, Rule
 from wan_core.attention.sparse.tiles import Grid, Tiles, make_tiles
-from wan_core.config import OptionError, SparseOptions
+from wan_core.config import SparseOptions
 from wan_core.model.dit import PreparedText, WanModel
 from wan_core.plan import Branch, Plan, Step
 
@@ -55,14 +55,12 @@ class SparseBlocks:
         self.options, self.grid, self.image, self.observe = options, grid, image, observe
         self.seams = [attend_seam(block.self_attn) for block in model.blocks]
         ranks = getattr(self.seams[0][0], "ranks", None)  # of what exchanges tokens for heads around it
-        if ranks is not None and ranks.mesh.ring > 1:
-            raise OptionError(
-                f"mesh {ranks.mesh} has a ring, and sparse attention chooses blocks among all keys, of which a rank of "
-                f"a ring sees a part: use a mesh without one, such as {ranks.mesh.cfg}x1x{ranks.mesh.shards}"
-            )
+        ring = ranks is not None and ranks.mesh.ring > 1
+        assert not ring or observe is None, "what is measured must see all keys"
         self.dense: list[Attend] = [getattr(holder, name) for holder, name in self.seams]
         weight, tokens = model.patch_embedding.weight, grid[0] * grid[1] * grid[2]
-        self.kernel = find_kernel(options, self.dense[0], weight.device, weight.dtype, model.config.head_dim, tokens)
+        head_dim = model.config.head_dim
+        self.kernel = find_kernel(options, self.dense[0], weight.device, weight.dtype, head_dim, tokens, ring=ring)
         self.block = block_length(self.kernel, tokens)
         fp8 = self.kernel.fp8 and observe is None  # who looks on wants to see numbers
         behind_fp8 = ranks is not None and hasattr(self.dense[0], "quantized")
@@ -166,11 +164,19 @@ def attend_seam(attention: Any) -> tuple[Any, str]:
 
 
 def find_kernel(
-    options: SparseOptions, dense: Attend, device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int
+    options: SparseOptions,
+    dense: Attend,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    tokens: int,
+    *,
+    ring: bool = False,
 ) -> SparseKernel:
-    """The kernel that `options` means here. Raises AttentionError."""
-    fp8 = hasattr(dense, "quantized")
-    return resolve_kernel(options.kernel, device, dtype, head_dim, tokens, fp8=fp8, counts=options.mass is not None)
+    """The kernel that `options` means here. ring: keys come by in parts, of which a row may read different numbers of
+    blocks. Raises AttentionError."""
+    fp8, counts = hasattr(dense, "quantized"), ring or options.mass is not None
+    return resolve_kernel(options.kernel, device, dtype, head_dim, tokens, fp8=fp8, counts=counts)
 
 
 def check_kernel(options: SparseOptions, attention: str, device: torch.device, head_dim: int, tokens: int) -> None:
@@ -179,6 +185,25 @@ def check_kernel(options: SparseOptions, attention: str, device: torch.device, h
     if options.kernel != "auto":
         half, fp8, counts = torch.bfloat16, not BACKENDS[attention].exact, options.mass is not None
         resolve_kernel(options.kernel, device, half, head_dim, tokens, fp8=fp8, counts=counts)
+
+
+def ring_note(options: SparseOptions, attention: str, device: torch.device, head_dim: int, tokens: int) -> str:
+    """What a mesh with a ring changes about the kernel that `auto` takes beside the backend `attention`, in words; ""
+    where it changes nothing."""
+    if options.kernel != "auto":
+        return ""
+    alone, ring = (
+        resolve_kernel(
+            "auto", device, torch.bfloat16, head_dim, tokens, fp8=not BACKENDS[attention].exact, counts=counts
+        ).name
+        for counts in (options.mass is not None, True)
+    )
+    if alone == ring:
+        return ""
+    return (
+        f"sparse attention: kernel {ring} in place of {alone}, which reads as many blocks for every row, and rows read "
+        "different numbers of the parts of a ring"
+    )
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from wan_core.attention.sparse.routing import Route
 
+VARIANTS = 64  # lengths of queries and of keys in one process; the parts of a ring are up to three lengths of a video
+
 
 def sparse_flex(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) -> tuple[Tensor, Tensor]:
     """q, k, v [B, L, H, D] -> [B, L, H, D] and log-sum-exp float32 [B, H, L]."""
@@ -75,6 +77,15 @@ def without_last(blocks: Tensor, counts: Tensor, last: int) -> tuple[Tensor, Ten
 def _flex(device: str) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
+    if device == "cuda":
+        import torch._dynamo
+
+        # torch gives up compiling after 8 variants and would run it uncompiled, which reads more than the route says.
+        limits = torch._dynamo.config
+        name = (
+            "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"
+        )  # the latter to torch 2.6
+        setattr(limits, name, max(getattr(limits, name), VARIANTS))
     # Sizes are fixed when it is compiled: a few lengths of video are seen, and kernels for any length are slower.
     return torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
 

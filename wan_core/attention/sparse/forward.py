@@ -5,7 +5,7 @@ Compiled blocks are the same code for all layers, so that what differs between l
 operators below are one call each to a compiler, and find what belongs to the forward that is going on, `Forward`, in
 `running`; layers are told apart by counting calls.
 
-Legend: B batch, L tokens, H heads, D head dim, n blocks.
+Legend: B batch, L tokens, H heads, D head dim, n blocks, r blocks of a rank's queries.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor
 from wan_core.attention.fp8 import key_mean
 from wan_core.attention.registry import Attend
 from wan_core.attention.sparse.kernels import SparseKernel
-from wan_core.attention.sparse.routing import Route, Rule, choose, estimate
+from wan_core.attention.sparse.ring import Numbers, Ring, block_means, read_around, ring_blocks, widened
+from wan_core.attention.sparse.routing import Route, Rule, choose, estimate, over_rows
 from wan_core.attention.sparse.tiles import Tiles
 from wan_core.kernels.blocked import (
     Pooled,
@@ -120,20 +122,47 @@ class Forward:
             tail = pooled.kept[..., last] if pooled else (route.blocks == last).any(-1)
         return finish(out, lse, q.data, block, q_scale=q.scale, pads=pads, tail=tail, pooled=pooled, scale=v.scale)
 
-    def route(self, layer: int, rule: Rule, queries: Tensor, keys: Tensor, variance: Tensor) -> Route:
-        """The blocks to read, from means of queries and keys and the keys' variances, float32 [B, H, n, D].
+    def over_ring(self, layer: int, rule: Rule, q: Numbers, k: Numbers, v: Numbers, ring: Ring) -> Tensor:
+        """As `attend` where ranks of a ring have whole blocks of the tokens each: q, k and v [B, N, H, D] are those of
+        this rank -> contiguous [B, N, H, D], wide where they are in FP8.
 
-        Where keys are spread over devices (a ring), this is where their means would be gathered."""
+        Means of all blocks are gathered, a hundredth of the keys and values: choice and rest are as on one device."""
+        block, mine = self.tiles.block, widened(q if isinstance(q, Tensor) else q.data, q)
+        values = [block_means(v, block)[0]] if self.pooled else []
+        means = torch.stack([*block_means(k, block), *values])  # [2 or 3, B, H, r, D]
+        keys, variance, *values = ring.gather(means, ring_blocks(ring, block), 3).unbind()
+        route = self.route(layer, rule, block_means(q, block)[0], keys, variance, ring)
+        out, lse = read_around(self.kernel.load(), mine, k, v, route, block, ring)
+        sizes = block_sizes(len(self.tiles.order), block, out.device)
+        pooled = Pooled(keys, values[0], route.kept(self.tiles.blocks), sizes) if self.pooled else None
+        return finish(out, lse, mine, block, pooled=pooled)
+
+    def route(
+        self, layer: int, rule: Rule, queries: Tensor, keys: Tensor, variance: Tensor, ring: Ring | None = None
+    ) -> Route:
+        """The blocks to read, from means of queries, float32 [B, H, r, D], and of keys and the keys' variances,
+        [B, H, n, D]. ring: of whose queries these are this rank's; r is n where there is none."""
         key = self.branches, layer
         if key in self.routes:
             step, made_by, found = self.routes[key]
             if made_by == rule and self.step - step < self.reuse:
                 return found
         sizes = block_sizes(len(self.tiles.order), self.tiles.block, queries.device)
-        found = choose(estimate(queries, keys, variance, sizes, rule.score), rule, self.tiles.forced, sizes)
+        forced, average = self.tiles.forced, over_rows
+        if ring is not None:
+            rows = ring_blocks(ring, self.tiles.block)
+            first = sum(rows[: ring.index])
+            forced, average = forced[first : first + rows[ring.index]], partial(_over_ranks, ring)
+        found = choose(estimate(queries, keys, variance, sizes, rule.score), rule, forced, sizes, average)
         if self.reuse > 1:
             self.routes[key] = self.step, rule, found
         return found
+
+
+def _over_ranks(ring: Ring, share: Tensor) -> Tensor:
+    """The mean of [B, H, r, n] over the rows of all ranks: [B, H, 1, n]. Every rank adds in the same order."""
+    sums = ring.gather(share.sum(2, keepdim=True), [1] * len(ring.lengths), 2)
+    return sums.sum(2, keepdim=True) / share.shape[-1]  # as many rows in all as columns
 
 
 running: ContextVar[Forward | None] = ContextVar("running", default=None)
@@ -185,6 +214,14 @@ class SparseAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sparse_attention(q, k, v)
 
+    def over_ring(self, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        """[B, N, H, D] of this rank's tokens, as they come out of an exchange of heads -> the same."""
+        state = _state()
+        layer, rule = state.next_rule()
+        if rule is None or not q.numel():  # of fewer heads than devices, some have none, all around a ring
+            return ring.attend(q, k, v)
+        return state.over_ring(layer, rule, q, k, v, ring)
+
 
 class SparseFp8Attention(SparseAttention):
     """Takes q, k and v in FP8, in memory by heads and whole blocks (`block`)."""
@@ -202,5 +239,16 @@ class SparseBehindFp8(SparseAttention):
 
     def quantized(self, q: Quantized, k: Quantized, v: Quantized) -> Quantized:
         wide = torch.bfloat16 if q.data.is_cuda else torch.float32
-        out = sparse_attention(*(x.dequantize(wide) for x in (q, k, v)))
-        return Quantized((out.float() / v.scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), v.scale)
+        return _narrow(sparse_attention(*(x.dequantize(wide) for x in (q, k, v))), v.scale)
+
+    def quantized_over_ring(self, q: Quantized, k: Quantized, v: Quantized, ring: Ring) -> Quantized:
+        """As `over_ring`: FP8 goes around as it is."""
+        state = _state()
+        layer, rule = state.next_rule()
+        if rule is None or not q.data.numel():
+            return Quantized(ring.attend(q.data, k.data, v.data), v.scale)
+        return _narrow(state.over_ring(layer, rule, q, k, v, ring), v.scale)
+
+
+def _narrow(out: Tensor, scale: Tensor) -> Quantized:
+    return Quantized((out.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale)

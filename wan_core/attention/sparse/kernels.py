@@ -114,8 +114,8 @@ def resolve_kernel(
 ) -> SparseKernel:
     """The kernel called `name`. `auto`: FP8 where attention is FP8 anyway, else the fastest that runs.
 
-    fp8: the dense backend takes FP8. counts: rows must be able to keep different numbers of blocks. Raises
-    AttentionError for one that is not known or cannot run.
+    fp8: the dense backend takes FP8. counts: rows must be able to keep different numbers of blocks, by mass or in the
+    parts of a ring. Raises AttentionError for one that is not known or cannot run.
     """
     if name == "auto":
         names = ("math",) if tokens < SMALL else ("cudnn-fp8", *AUTO) if fp8 and not counts else AUTO
@@ -125,7 +125,10 @@ def resolve_kernel(
     kernel = KERNELS[name]
     reason = kernel.why_not(device, dtype, head_dim)
     if reason is None and counts and not kernel.counts:
-        reason = "it reads the same number of blocks for every row: keep by top, not by mass, or use another kernel"
+        reason = (
+            "it reads the same number of blocks for every row: keep by top, not by mass, on a mesh without a ring, or "
+            "use another kernel"
+        )
     if reason is None and kernel.fp8 and not fp8:
         reason = "attention is not FP8: choose an FP8 backend (cudnn-fp8), or the sparse kernel cudnn"
     if reason is not None:
@@ -141,3 +144,10 @@ def block_length(kernel: SparseKernel, tokens: int) -> int:
     if not kernel.any_block or tokens >= SMALL:
         return BLOCK
     return max(2, 1 << (max(1, tokens // 64).bit_length() - 1))
+
+
+def expected_block(name: str, tokens: int) -> int:
+    """The block length of the kernel that `name` stands for, whatever runs here."""
+    return block_length(
+        KERNELS["math" if name == "auto" else name], tokens
+    )  # auto: as `math`, also where there are many

@@ -6,12 +6,13 @@ around their mean the logarithm of the mean of the exponentials is mean + varian
 the sum over channels of q^2 times the variance of the keys: one more small product. `score="spread"` adds it,
 `score="mean"` does not.
 
-Legend: B batch, L tokens, H heads, D head dim, n blocks (of queries and of keys), K blocks kept.
+Legend: B batch, L tokens, H heads, D head dim, n blocks (of queries and of keys), K blocks kept, r blocks of queries:
+n, or those of one rank where others have the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -26,7 +27,7 @@ SINKS = 1  # blocks that most queries of a head look at, kept for all of them
 
 
 class Route(NamedTuple):
-    """What is read: `blocks` int32 [B, H, n, K], of which the first `counts` int32 [B, H, n] hold; None: all of them.
+    """What is read: `blocks` int32 [B, H, r, K], of which the first `counts` int32 [B, H, r] hold; None: all of them.
 
     The order of a row means nothing. No block is in a row twice, and a row is never empty.
     """
@@ -34,11 +35,26 @@ class Route(NamedTuple):
     blocks: Tensor
     counts: Tensor | None = None
 
+    def valid(self) -> Tensor:
+        """bool [B, H, r, K]: which of `blocks` hold."""
+        if self.counts is None:
+            return torch.ones_like(self.blocks, dtype=torch.bool)
+        return torch.arange(self.blocks.shape[-1], device=self.blocks.device) < self.counts[..., None]
+
+    def part(self, first: int, count: int) -> tuple[Route, Tensor]:
+        """What is read of `count` blocks from `first` on, numbered from 0, rising; and bool [B, H, r], the rows
+        that read none of them. Those are given block 0, because kernels want a block for every row: whoever uses what
+        they find there gives it no weight."""
+        there = self.valid() & (self.blocks >= first) & (self.blocks < first + count)
+        blocks = (
+            torch.where(there, self.blocks - first, count).sort(-1).values[..., : min(self.blocks.shape[-1], count)]
+        )
+        found = there.sum(-1)
+        return Route(torch.where(blocks < count, blocks, 0), found.clamp(min=1).int()), found == 0
+
     def kept(self, count: int) -> Tensor:
-        """bool [B, H, n, count]: which of `count` blocks of keys are read."""
-        valid = torch.ones_like(self.blocks, dtype=torch.bool)
-        if self.counts is not None:
-            valid = torch.arange(self.blocks.shape[-1], device=valid.device) < self.counts[..., None]
+        """bool [B, H, r, count]: which of `count` blocks of keys are read."""
+        valid = self.valid()
         kept = torch.zeros(*self.blocks.shape[:-1], count + 1, dtype=torch.bool, device=valid.device)
         where = torch.where(valid, self.blocks.long(), count)
         return kept.scatter_(-1, where, True)[..., :count]
@@ -59,8 +75,8 @@ class Rule:
 
 
 def estimate(queries: Tensor, keys: Tensor, variance: Tensor, sizes: Tensor, score: Score) -> Tensor:
-    """float32 [B, H, n, n]: the logarithm of the mean over a block's keys of exp(q . k / sqrt D), roughly. Means of
-    queries and of keys and the keys' variances, float32 [B, H, n, D]; sizes [n]."""
+    """float32 [B, H, r, n]: the logarithm of the mean over a block's keys of exp(q . k / sqrt D), roughly. Means of
+    queries, float32 [B, H, r, D], and of keys and the keys' variances, [B, H, n, D]; sizes [n]."""
     scale = queries.shape[-1] ** -0.5
     found = scale * (queries @ keys.mT)
     if score == "spread":
@@ -76,15 +92,25 @@ def gain(variance: Tensor, sizes: Tensor) -> Tensor:
     return torch.where(variance <= reach, 0.5 * variance, (variance * reach).sqrt() - 0.5 * reach)
 
 
-def choose(scores: Tensor, rule: Rule, forced: Tensor, sizes: Tensor) -> Route:
-    """The blocks that `rule` keeps by `scores` [B, H, n, n], those that are `forced` [n, n] first of all, then the
-    heads' sinks; sizes [n] of the blocks. Where there are more forced ones than the rule keeps, the best of them."""
+def over_rows(share: Tensor) -> Tensor:
+    """The mean of [B, H, r, n] over rows: [B, H, 1, n]."""
+    return share.mean(2, keepdim=True)
+
+
+def choose(
+    scores: Tensor, rule: Rule, forced: Tensor, sizes: Tensor, average: Callable[[Tensor], Tensor] = over_rows
+) -> Route:
+    """The blocks that `rule` keeps by `scores` [B, H, r, n], those that are `forced` [r, n] first of all, then the
+    heads' sinks; sizes [n] of the blocks. Where there are more forced ones than the rule keeps, the best of them.
+    average: as `over_rows`, of all rows where these are some of them."""
     count = scores.shape[-1]
     weight = scores + sizes.log()  # of the whole block
     share = weight.softmax(-1)
-    sinks = share.mean(2, keepdim=True).topk(min(SINKS, count), dim=-1).indices
+    sinks = average(share).topk(min(SINKS, count), dim=-1).indices
     bonus = (2 * forced.to(share.dtype)).expand(share.shape[0], share.shape[1], -1, -1)
-    ranked = (share + bonus).scatter_add(-1, sinks.expand(-1, -1, count, -1), torch.ones_like(share[..., :SINKS]))
+    ranked = (share + bonus).scatter_add(
+        -1, sinks.expand(-1, -1, share.shape[2], -1), torch.ones_like(share[..., :SINKS])
+    )
     best = ranked.topk(rule.most(count), dim=-1, sorted=rule.mass is not None)
     if rule.mass is None:
         return Route(best.indices.int())
