@@ -95,7 +95,9 @@ def test_first_steps_read_more(options: SparseOptions, steps: int) -> None:
     sparse = [step.sparsity > 0 for step in found.steps]
     assert sparse == sorted(sparse)
     assert steps - sum(sparse) >= options.dense_steps * steps - 1e-6
-    ramp = max(min(0.5, options.sparsity), 1 - 2 * (1 - options.sparsity))  # half of the blocks, or twice those of later
+    ramp = max(
+        min(0.5, options.sparsity), 1 - 2 * (1 - options.sparsity)
+    )  # half of the blocks, or twice those of later
     assert {round(step.sparsity, 9) for step in found.steps} <= {round(s, 9) for s in (0.0, ramp, options.sparsity)}
     assert [step.sparsity for step in found.steps] == sorted(step.sparsity for step in found.steps)
     assert steps - sum(s.sparsity == options.sparsity for s in found.steps) >= (

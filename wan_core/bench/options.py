@@ -92,6 +92,7 @@ SUITES: dict[str, Suite] = {
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
 STREAMING_PARTS = ("cards", "switch", "turns")
+STREAMING_PRECISIONS = ("bf16", "fp8")
 PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")
 SETTINGS = {
     "forward": "one forward of one branch",

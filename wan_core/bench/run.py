@@ -15,7 +15,7 @@ from wan_core.bench.forwards import forward_rows
 from wan_core.bench.four_step import four_step_rows
 from wan_core.bench.generation import generation_rows
 from wan_core.bench.gguf import gguf_rows
-from wan_core.bench.options import CPU_SIZE, PARALLEL_PARTS, STREAMING_PARTS, SUITES
+from wan_core.bench.options import CPU_SIZE, PARALLEL_PARTS, STREAMING_PARTS, STREAMING_PRECISIONS, SUITES
 from wan_core.bench.parallel import parallel_rows
 from wan_core.bench.peers import PEERS
 from wan_core.bench.profiling import profile_rows, profile_table
@@ -52,7 +52,10 @@ MEASURES: dict[str, Rows] = {
     "guidance": forward_rows,
 }
 
-PARTS = {"parallel": PARALLEL_PARTS, "streaming": STREAMING_PARTS}  # what `--setting` names there
+PARTS = {
+    "parallel": PARALLEL_PARTS,
+    "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),
+}  # what `--setting` names there
 
 
 def run_bench(options: argparse.Namespace) -> int:

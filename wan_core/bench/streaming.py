@@ -29,7 +29,7 @@ import torch
 from wan_core.attention.registry import resolve_attention
 from wan_core.bench.cases import Case, make_case, plain_model
 from wan_core.bench.measure import make_room, measure, settle
-from wan_core.bench.options import STREAMING_PARTS
+from wan_core.bench.options import STREAMING_PARTS, STREAMING_PRECISIONS
 from wan_core.bench.results import Row, guarded
 from wan_core.bench.turns import turns_rows
 from wan_core.checkpoint.detect import empty_module
@@ -53,7 +53,6 @@ from wan_core.optimize import optimize
 from wan_core.report import GIB
 
 CARDS = (48.0, 32.0, 24.0, 16.0)  # GiB
-PRECISIONS = ("bf16", "fp8")
 VAE_BYTES = 254_000_000  # of the 2.1 VAE in bf16
 
 
@@ -62,8 +61,10 @@ def streaming_rows(
 ) -> Iterator[Row]:
     """Rows of the suite. On a CPU, numbers of resident blocks stand for cards."""
     details["emulated"] = "cards are limits on what the process may allocate of this device"
-    runs, wanted = options.runs or 1, options.setting or STREAMING_PARTS
-    for precision in PRECISIONS if set(wanted) & {"cards", "switch"} else ():
+    runs, given = options.runs or 1, options.setting or ()
+    wanted = [part for part in STREAMING_PARTS if part in given] or STREAMING_PARTS
+    precisions = [name for name in STREAMING_PRECISIONS if name in given] or STREAMING_PRECISIONS
+    for precision in precisions if set(wanted) & {"cards", "switch"} else ():
         bench = Streaming(name, sizes, device, precision, options.layers, runs)
         details["layers"] = len(bench.model.blocks)
         if "cards" in wanted:
