@@ -274,22 +274,21 @@ def test_presets_keep_the_video(tiny_assets):
     assert seer["psnr"] > 36
 
 
-def test_the_committed_comparison_reaches_its_targets():
-    """What the README says is a measured file: its presets, 192 captions or more, 40 steps of the embedded model."""
+def test_the_committed_comparisons_reach_their_targets():
+    """What the README says is in measured files: presets over 192 captions or more, 40 steps of the embedded model."""
     from pathlib import Path
 
-    results = sorted(
-        (Path(__file__).parents[1] / "benchmarks/results").glob("quality-*.json"), key=lambda p: p.stem[-8:]
-    )
-    result = json.loads(results[-1].read_text())
-    rows = {row["name"]: row for row in result["rows"]}
-    assert result["samples"] >= 192 and "--steps 40" in result["command"] and "--model tiny" in result["command"]
+    paths = (Path(__file__).parents[1] / "benchmarks/results").glob("quality-*.json")
+    rows: dict[str, dict] = {}
+    for result in map(json.loads, (path.read_text() for path in sorted(paths, key=lambda p: p.stem[-8:]))):
+        assert result["samples"] >= 192 and "--steps 40" in result["command"] and "--model tiny" in result["command"]
+        truth = result["full"]["truth"]
+        noise = (truth * (1 - truth) / result["samples"]) ** 0.5  # a standard error: what other captions would change
+        rows |= {row["name"]: row | {"loss": truth - row["truth"] - noise} for row in result["rows"]}
     balanced, fast = rows["magcache:balanced"], rows["magcache:fast"]
-    truth = result["full"]["truth"]
-    noise = (truth * (1 - truth) / result["samples"]) ** 0.5  # a standard error: what other captions would change
-    assert balanced["saved"] >= 0.4 and balanced["psnr"] >= 36 and balanced["truth"] >= truth - noise
+    assert balanced["saved"] >= 0.4 and balanced["psnr"] >= 36 and balanced["loss"] <= 0
     assert fast["saved"] >= 0.55 and fast["psnr"] >= 32
-    assert balanced["front"] and len(rows) >= 8
+    assert len(rows) >= 8
     for name in ("quality", "balanced", "fast"):  # presets are what nothing else here beats at what they save
         preset = rows[f"magcache:{name}"]
         rivals = [row["psnr"] for row in rows.values() if row["saved"] >= preset["saved"]]

@@ -46,6 +46,11 @@ HEADERS = {
     "captions_true": "captions true",
     "switch_ms": "switch ms",
     "step_spread": "spread of steps",
+    "slowdown": "times resident",
+    "resident_blocks": "blocks resident",
+    "plan_error": "plan off",
+    "host_gib": "host GiB",
+    "gb_s": "GB/s",
 }
 # Suites whose rows hold more than a reader wants: these columns and no others.
 CHOSEN = {
@@ -75,6 +80,8 @@ CHOSEN = {
         "error",
         "layers",
     ),
+    "streaming": ("name", "size", "seconds", "slowdown", "resident_blocks", "peak_gib", "plan_error", "host_gib"),
+    "startup": ("name", "size", "seconds", "ratio", "gb_s", "host_gib"),
     "caches": ("name", "size", "seconds", "share", "forwards", "estimate", "off", "peak_gib"),
     "quality": (
         "name",
@@ -90,7 +97,7 @@ CHOSEN = {
         "ratio",
     ),
     "four-step": ("name", "size", "seconds", "seconds_per_step", "ratio", "ratio_to", "peak_gib", "file_gib"),
-    "sparse": ("name", "size", "seconds", "error"),
+    "sparse": ("name", "size", "seconds", "forwards", "ratio", "peak_gib", "error"),
     "switch": ("name", "size", "steps", "seconds", "step_spread", "switch_ms", "peak_gib", "weights_gib"),
 }
 REASONS = ("why_not", "failed")  # in a row that was not measured

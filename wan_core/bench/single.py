@@ -1,7 +1,8 @@
 """Suite `single`: the ladder. Peers and ours on the same random weights in one run, one technique a row.
 
 seconds, spread   median of one forward of one branch (batch 1), and the range of the runs
-tflops            the forward's matrix products (`wan_core.bench.flops`) over its seconds
+tflops            the forward's matrix products (`wan_core.bench.flops`) over its seconds; not said where attention is
+                  sparse
 of_peak           the time that these products would take at the device's measured peak (`peaks` in the file), each in
                   the precision it is computed in, over the forward's: 1 is products at full speed and nothing else
 peak_gib          device memory at most; of that `weights_gib` holds weights, and `activation_gib` came on top of what
@@ -124,7 +125,10 @@ class Ladder:
         if setup == REFERENCE:
             self.exact[case.size] = measured.output
         fp8 = {"fp8_linears": setup.fp8_linears, "fp8_attention": setup.fp8_attention}
-        return self._numbers(case, measured, weights_bytes(case.model), **fp8)
+        row = self._numbers(case, measured, weights_bytes(case.model), **fp8)
+        if setup.keep < 1:  # what is left out is no work done
+            row = {key: value for key, value in row.items() if key not in ("tflops", "of_peak")}
+        return row
 
     def _numbers(self, case: Case, measured: Measured, weights: int, *, fp8_linears: bool, fp8_attention: bool) -> Row:
         flops = forward_flops(case.model.config, case.tokens)
