@@ -53,10 +53,16 @@ class WanCoreMagCache(io.ComfyNode):
                     max=10.0,
                     step=0.01,
                     round=0.0001,
-                    tooltip="For custom: the error of magnitude that may add up before a step computes again. 0.04 is "
-                    "careful, 0.24 fast.",
+                    tooltip="For custom: the error of magnitude that may add up before a step computes again. quality "
+                    "has 0.06, balanced and fast 0.24.",
                 ),
-                io.Int.Input("max_skips", default=2, min=0, max=50, tooltip="For custom: most steps skipped in a row."),
+                io.Int.Input(
+                    "max_skips",
+                    default=2,
+                    min=0,
+                    max=50,
+                    tooltip="For custom: most steps skipped in a row. quality and balanced have 1, fast 2.",
+                ),
                 retention_input(),
                 io.Combo.Input(
                     "rule",
@@ -71,7 +77,8 @@ class WanCoreMagCache(io.ComfyNode):
                     min=0,
                     max=2,
                     tooltip="For custom: what a skipped step uses. 0 is the last residual, as published; 1 or 2 a "
-                    "forecast from the last ones, which is nearer to the full run and holds more memory.",
+                    "forecast from the last ones, which is nearer to the full run and holds more memory. The presets "
+                    "have 2.",
                 ),
                 skipping_input(),
             ],

@@ -37,8 +37,8 @@ class WanCoreSparseAttention(io.ComfyNode):
                     max=0.99,
                     step=0.05,
                     round=0.0001,
-                    tooltip="For custom: the share of the video that a step's attention leaves out. 0.5 is careful, "
-                    "0.875 fast.",
+                    tooltip="For custom: the share of the video that a step's attention leaves out. quality has "
+                    "0.5, balanced 0.8125, fast 0.875.",
                 ),
                 io.Float.Input(
                     "dense_steps",
@@ -48,7 +48,7 @@ class WanCoreSparseAttention(io.ComfyNode):
                     step=0.05,
                     round=0.001,
                     tooltip="For custom: share of the steps, from the first on, that read everything. They decide "
-                    "where things are.",
+                    "where things are. quality has 0.1, balanced and fast 0.",
                 ),
                 io.Float.Input(
                     "ramp",
@@ -57,7 +57,8 @@ class WanCoreSparseAttention(io.ComfyNode):
                     max=1.0,
                     step=0.05,
                     round=0.001,
-                    tooltip="For custom: share of the steps, from the first on, that leave out half at most.",
+                    tooltip="For custom: share of the steps, from the first on, that read twice as much as later ones, "
+                    "half at most. Needs a sparsity above 0.5. The presets have 0.3.",
                 ),
                 io.Int.Input(
                     "dense_layers",

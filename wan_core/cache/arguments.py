@@ -50,7 +50,7 @@ def add_skip_options(parser: argparse.ArgumentParser) -> None:
         "--sparse",
         metavar="S/D/L",
         help=f"self-attention over a part of the keys: {', '.join(SPARSE_PRESETS)}, or sparsity/share of dense steps/"
-        "dense layers: 0.75/0.05/0; after a colon ramp0.3, mass0.9, reuse2, even, alone, mean or a kernel "
+        "dense layers: 0.8125/0/0; after a colon ramp0.3, mass0.9, reuse2, even, alone, mean or a kernel "
         "(docs/sparse.md)",
     )
 

@@ -91,8 +91,8 @@ class SparseOptions:
 
     sparsity: float  # share of the blocks of keys that a sparse step leaves out
     dense_steps: float = 0.05  # share of the run, from its first step on, that reads everything
-    ramp: float = 0.3  # share of the run, from its first step on, that leaves out half of the blocks at most
-    dense_layers: int = 0  # so do these first layers, always
+    ramp: float = 0.3  # share of the run, from its first step on, that reads twice as much, half at most
+    dense_layers: int = 0  # so many of the first layers read everything, always
     mass: float | None = None  # stop at this share of the attention as estimated; None: as many blocks for every row
     floor: float = 0.05  # share of the blocks that is read at least, where `mass` decides
     score: str = "spread"  # "mean": by the means of blocks alone; "spread": and by how their keys scatter

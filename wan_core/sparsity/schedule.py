@@ -26,7 +26,7 @@ HALF = 0.5  # of the blocks are left out in a ramp at least
 # this share of dense FP8 attention's time and more, because the block-sparse kernel is slower on what it reads, blocks
 # must be chosen, and means stand in for the rest. Between 12.5 and 50 % it is off by 1 % of a forward at most.
 KERNEL, CHOICE = 1.075, 0.06
-FORM = "quality, balanced, fast, or sparsity/dense steps/dense layers such as 0.75/0.05/0, then options after a colon: "
+FORM = "quality, balanced, fast, or sparsity/dense steps/dense layers such as 0.8125/0/0, then options after a colon: "
 WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, even, alone, mean, or a kernel"
 
 
@@ -84,7 +84,7 @@ def step_cost(sparsity: float, share: float) -> float:
 
 
 def parse_sparse(text: str) -> SparseOptions:
-    """A preset or numbers, and words after colons: `balanced`, `0.75/0.05/0:reuse2:cudnn`. Raises OptionError."""
+    """A preset or numbers, and words after colons: `balanced`, `0.8125/0/0:reuse2:cudnn`. Raises OptionError."""
     first, *words = text.split(":")
     if first in PRESETS:
         found = PRESETS[first]
