@@ -17,7 +17,7 @@ import torch
 from wan_core import optimize as optimizing
 from wan_core import rehearsal as rehearsing
 from wan_core.checkpoint.staged import Reading, current_reading, reading
-from wan_core.config import I2V_A14B, T2V_A14B, VAE_21, LoadOptions, Request, find_task
+from wan_core.config import I2V_A14B, T2V_A14B, VAE_21, LoadOptions, Request, SkipOptions, SparseOptions, find_task
 from wan_core.job import make_job
 from wan_core.memory.budget import GIB, beside_weights, plan_memory, unit_bytes
 from wan_core.memory.budget import Sizes as PlanSizes
@@ -91,6 +91,31 @@ def test_the_first_step_compiles_nothing_that_was_prepared(precision, monkeypatc
     assert compilations() - before == 1
     torch.compiler.reset()
     assert torch.equal(ours, exact(monkeypatch, **options))
+
+
+@pytest.mark.parametrize(("dense", "graphs"), [(0.0, 1), (0.4, 2)])
+def test_sparse_steps_are_prepared_as_they_run(dense, graphs, monkeypatch):
+    """They are other code than dense ones: where a run has both, both are there."""
+    monkeypatch.setattr(optimizing, "compile_blocks", partial(optimizing.compile_blocks, backend="aot_eager"))
+    torch.compiler.reset()
+    skip = SkipOptions(sparse=SparseOptions(sparsity=0.5, dense_steps=dense, ramp=0))
+    request, before = replace(REQUEST, skip=skip), compilations()
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", compile="blocks"), request=request)
+    assert compilations() - before == graphs and pipe.models.rehearsed
+    job = pipe.prepare(request)
+    pipe.sample(job, pipe.encode(job))
+    assert compilations() - before == graphs
+
+
+def test_branches_are_prepared_as_they_run(on_cpu, monkeypatch):
+    """Streaming runs both in one forward where other places would not."""
+    prepared = []
+    monkeypatch.setattr("wan_core.denoise.BATCHED_TOKENS", 0)
+    monkeypatch.setattr(rehearsing, "forward_once", lambda _, job, *__: prepared.append(job.batched))
+    for residency in ("auto", "stream"):
+        pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", residency=residency), request=REQUEST)
+        prepared.append(pipe.prepare(REQUEST).batched)
+    assert prepared == [False, False, True, True]
 
 
 def test_what_fails_only_takes_longer(on_cpu, monkeypatch):

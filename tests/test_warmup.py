@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wan_core.artifacts import Artifacts, artifact_key, cache_folder, pack, prune, unpack
-from wan_core.config import LoadOptions, Request
+from wan_core import artifacts as artifacts_module
+from wan_core.artifacts import Artifacts, artifact_key, cache_folder, pack, prune, sources_hash, unpack
+from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions
 from wan_core.pipeline import Pipeline
 from wan_core.warmup import warm_up
 
@@ -44,6 +45,18 @@ def test_the_name_depends_on_everything():
     key = artifact_key(CPU, options)
     assert key == artifact_key(CPU, dict(reversed(options.items())))
     assert len({key, artifact_key(CPU, options | {"precision": "bf16"}), artifact_key(CPU, {})}) == 3
+
+
+@pytest.mark.parametrize("file", ["attention/sdpa.py", "attention/sparse/routing.py"])
+def test_other_sources_have_another_name(file, monkeypatch, tmp_path):
+    for name in ("attention/sdpa.py", "attention/sparse/routing.py", "model/dit.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1")
+    monkeypatch.setattr(artifacts_module, "__file__", str(tmp_path / "artifacts.py"))
+    before = sources_hash.__wrapped__()
+    assert sources_hash.__wrapped__() == before
+    (tmp_path / file).write_text("x = 2")
+    assert sources_hash.__wrapped__() != before
 
 
 def test_other_versions_have_another_name(monkeypatch):
@@ -194,6 +207,25 @@ def test_both_experts_are_warm_and_nothing_changes():
     warm_up(pipe, request, phases.append)
     assert phases == ["warm up low", "warm up high"] and calls == {"high": 1, "low": 1}
     assert {"warm up high", "warm up low"} <= pipe.report.phases.keys()
+    job = pipe.prepare(request)
+    assert torch.equal(pipe.sample(job, pipe.encode(job)), exact)
+
+
+def test_sparse_steps_are_warm_too():
+    """One forward of each kind of step that an expert has."""
+    request = Request(prompt=CAPTION, steps=4, seed=3, skip=SkipOptions(sparse=SparseOptions(sparsity=0.5, ramp=0)))
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
+    job, calls = pipe.prepare(request), {}
+    exact = pipe.sample(job, pipe.encode(job))
+    for name in ("high", "low"):
+        attention = pipe.models.residency.models[name].blocks[0].self_attn
+        attention.register_forward_hook(
+            lambda own, *_, n=name: calls.setdefault(n, []).append(type(own.attend).__name__)
+        )
+    warm_up(pipe, request)
+    kinds = {name: {step.sparsity > 0 for step in job.plan.steps if step.expert == name} for name in calls}
+    found = {name: {kind == "SparseAttention" for kind in several} for name, several in calls.items()}
+    assert found == kinds == {"high": {False, True}, "low": {True}} and len(calls["high"]) == 2
     job = pipe.prepare(request)
     assert torch.equal(pipe.sample(job, pipe.encode(job)), exact)
 

@@ -189,8 +189,8 @@ def sources_hash() -> str:
     """Of the sources that end up in compiled blocks."""
     root, digest = Path(__file__).parent, hashlib.sha256()
     for folder in ("attention", "kernels", "model", "quant"):
-        for path in sorted((root / folder).glob("*.py")):
-            digest.update(path.name.encode() + path.read_bytes())
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
 
 

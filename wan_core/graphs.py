@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from wan_core.model.dit import PreparedText, WanModel
+from wan_core.overlap import Overlapping
 
 GRAPHED_TOKENS = (
     4096  # of all samples of a forward together: where an A14B forward takes the GPU what it takes the host
@@ -112,23 +112,21 @@ class GraphedBlocks:
         stream = capture_stream(tokens.device)
         with (
             torch.cuda.device(tokens.device),
-            uncollected(),
+            uncollected,
             torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
         ):
             out = self.inner(tokens, modulation, rope, text)
         return Captured(graph, tokens, modulation, out)
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage is collected inside."""
-    enabled = gc.isenabled()
+def _stop_collecting() -> Callable[[], None]:
+    undo = gc.enable if gc.isenabled() else gc.disable
     gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    return undo
+
+
+uncollected = Overlapping(_stop_collecting)
+"""No garbage is collected inside, by any thread: another one may be capturing as well."""
 
 
 @functools.cache

@@ -4,7 +4,7 @@ read."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,12 @@ class Job:
     image_channels: bool  # the image goes into channels beside the noise (I2V), not into the first latent frame (TI2V)
     batched: bool
     batched_why: str
+
+    def streamed(self) -> Job:
+        """The same where blocks come from host memory for every forward."""
+        mode, few = self.request.guidance_mode, self.tokens <= TRANSFER_TOKENS
+        batched, why = choose_batched(mode, self.plan, self.tokens, streamed=few)
+        return replace(self, batched=batched, batched_why=why)
 
     def settings(self) -> dict[str, Any]:
         """What reports and video files say about it."""

@@ -187,6 +187,8 @@ def load_models(
         return part.load(residency.load_device, dtypes[name], held_as[name], merges[name], together)
 
     names = [name for name in parts.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
+    if job is not None and residency.policy == "stream":
+        job = job.streamed()
     rehearsal = Rehearsal(
         config=parts.dit,
         device=report.device,

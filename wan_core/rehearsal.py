@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -31,8 +32,10 @@ from wan_core.job import Job
 from wan_core.memory.budget import GIB, MemoryPlan, factor, unit_bytes
 from wan_core.model.dit import WanModel
 from wan_core.optimize import begin_run, optimize
+from wan_core.overlap import Overlapping
 from wan_core.plan import Expert
 from wan_core.quant.swap import Quantization
+from wan_core.sparsity.run import sparse_attention
 
 log = logging.getLogger(__name__)
 TURNS = 2e-4  # seconds after which threads that compute in Python take turns; readers would wait 5 ms for each piece
@@ -65,7 +68,7 @@ class Rehearsal:
     def run(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Do all of it, asking `wanted` between its parts. Raises nothing but what ends a program."""
         try:
-            with quick_turns():
+            with quick_turns:
                 self._run(wanted)
         except Exception as fault:  # noqa: BLE001  (compilers and kernels raise anything; the real forward says it again)
             words = (str(fault).strip().splitlines() or [""])[0][:200]
@@ -98,7 +101,12 @@ class Rehearsal:
         with torch.random.fork_rng(devices=cuda), torch.no_grad():
             model = stand_in(self.config, self.device, self.dtype, self.quantization)
             optimize(model, attend=self.attend, compile=self.compile, device=self.device, graphs=False)
-            forward_once(model, job, job.plan.experts[0], self.device)
+            done: set[bool] = set()
+            for expert in job.plan.experts:
+                kinds = {step.sparsity > 0 for step in job.plan.steps if step.expert == expert}
+                if not kinds <= done:  # the second expert may be the first that has sparse steps
+                    forward_once(model, job, expert, self.device)
+                done |= kinds
             if cuda:
                 torch.cuda.synchronize(self.device)
 
@@ -130,7 +138,8 @@ def _stand_in_of(config: DiTConfig, quantization: Quantization | None) -> tuple[
 
 
 def forward_once(model: WanModel, job: Job, expert: Expert, device: torch.device) -> None:
-    """One forward of `model` as the first step of `expert` in `job` runs it, and nothing of it left behind."""
+    """A forward of `model` as the first step of `expert` in `job` runs it, and nothing of it left behind. Where some
+    steps have sparse attention and some have not, one of each: they are different code."""
     config, batch = model.config, 2 if job.batched else 1
     begin_run(model)
     noise = draw_noise(0, job.latent_shape).to(device)
@@ -140,10 +149,15 @@ def forward_once(model: WanModel, job: Job, expert: Expert, device: torch.device
     # Two prompts, of which one branch sees its part, as in a run.
     rows = draw_noise(1, (1, 8, config.text_dim)).to(device).expand(2 if job.plan.guided else batch, -1, -1)
     text = model.prepare_text(rows).rows(0, batch)
-    step = next(step for step in job.plan.steps if step.expert == expert)
+    phase = [step for step in job.plan.steps if step.expert == expert]
+    image = job.request.image is not None or job.request.last_image is not None
     known = config.out_channels == 48 and job.request.image is not None  # each latent frame has its own timestep
-    timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)
-    model(x, timestep, text)
+    with sparse_attention(model, job.plan, phase, job.latent_shape[2:], image) as sparse:
+        for step in {step.sparsity > 0: step for step in reversed(phase)}.values():  # the first of each kind
+            if sparse is not None:
+                sparse.expect(step, step.branches if job.batched else step.branches[:1])
+            timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)
+            model(x, timestep, text)
     begin_run(model)
 
 
@@ -172,12 +186,11 @@ def why_not_beside(
     return f"beside the reading it has no room ({needed / GIB:.1f} GiB of {plan.room / GIB:.1f} usable)"
 
 
-@contextmanager
-def quick_turns() -> Iterator[None]:
-    """Threads take turns more often inside: who reads files needs Python for an instant between two reads."""
+def _turn_quickly() -> Callable[[], None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, TURNS))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
+    return partial(sys.setswitchinterval, before)
+
+
+quick_turns = Overlapping(_turn_quickly)
+"""Threads take turns more often inside: who reads files needs Python for an instant between two reads."""

@@ -140,7 +140,7 @@ def _filled(
     with open_feed(checkpoint, _order(checkpoint, found, packed), work) as feed:
         stored = _values(checkpoint, found, work, dtype, names, packed, feed.read)
         if loras is not None:
-            stored = loras.apply(stored, names)
+            stored = loras.apply(stored, names, found.names)
         stored = _widened(stored, checkpoint, found, names, packed, _Target(torch.device(device), work, dtype, out))
         values = _plain(stored) if quantization is None else encode_values(stored, quantization, names)
         # What was widened or encoded elsewhere comes home now. Strict: detect has compared all names.

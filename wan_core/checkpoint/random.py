@@ -34,7 +34,8 @@ def random_module(
     values = _draw(module, draw_on or torch.device(device), dtype, seed)
     if loras is not None:
         assert isinstance(config, DiTConfig)
-        values = loras.apply(values, frozenset() if quantization is None else quantization.names(config))
+        encoded = frozenset() if quantization is None else quantization.names(config)
+        values = loras.apply(values, encoded, [name for name, _ in module.named_parameters()])
     if quantization is not None:
         assert isinstance(config, DiTConfig)
         names = quantization.names(config)
