@@ -18,7 +18,7 @@ from wan_core.artifacts import Artifacts
 from wan_core.attention.registry import resolve_attention
 from wan_core.checkpoint import find_parts, load_vae
 from wan_core.checkpoint.load import StoredValues
-from wan_core.checkpoint.staged import THREADS, current_reading, reading
+from wan_core.checkpoint.staged import SHARED_THREADS, current_reading, reading
 from wan_core.config import DiTConfig, LoadOptions, OptionError, Task, UserError, VAEConfig
 from wan_core.job import Job
 from wan_core.lora import AppliedLoras, check_packed, choose_mode, lora_bytes, lora_files, merging, read_loras
@@ -280,7 +280,8 @@ def load_parts(
             return {name: load(name) for name in names}
     # What moves to locked memory is read, not mapped: pages of a mapping would count beside the copy.
     now, ended = current_reading(), Event()
-    how = replace(now, threads=max(1, THREADS * 2 // len(names)), mapped=now.mapped and (in_order or not on_gpu))
+    threads = min(now.threads, SHARED_THREADS) if len(names) > 1 else now.threads
+    how = replace(now, threads=threads, mapped=now.mapped and (in_order or not on_gpu))
 
     def on_bytes(count: int) -> None:
         if ended.is_set():
