@@ -1,9 +1,10 @@
-"""Models that load at once, and what is set up meanwhile; devices are only named here, so that a CPU shows it."""
+"""Models that load at once, and the first step that is set up meanwhile. Devices are named here, not used."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ import torch
 from wan_core.attention.registry import AttentionError
 from wan_core.checkpoint.staged import SHARED_THREADS, THREADS, Reading, current_reading, reading
 from wan_core.config import LoadOptions
-from wan_core.loading import LoadingEnded, Prepared, load_parts
+from wan_core.loading import LoadingEnded, load_parts
 from wan_core.pipeline import Pipeline
+from wan_core.rehearsal import Rehearsal
 
 GPU = torch.device("cuda", 0)
 
@@ -24,32 +26,27 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
 
-def prepared(ran: list[str], worthwhile: bool = True) -> Prepared:
-    rehearsal = SimpleNamespace(worthwhile=worthwhile, run=lambda wanted=None: ran.append("rehearsed"))
-    return Prepared("sdpa", rehearsal)  # type: ignore
+def rehearsing(run: Callable[[Callable[[], bool]], None]) -> Rehearsal:
+    return SimpleNamespace(worthwhile=True, run=lambda wanted: run(wanted))  # type: ignore
 
 
-def test_libraries_are_imported_while_files_are_read() -> None:
-    ran: list[str] = []
-    importing, reads = threading.Event(), threading.Event()
+def test_the_first_step_is_prepared_while_files_are_read() -> None:
+    preparing, reads = threading.Event(), threading.Event()
 
     def load(name: str) -> torch.nn.Module:
         reads.set()
-        assert importing.wait(10), "nothing was imported while this was read"
-        ran.append(name)
+        assert preparing.wait(10), "nothing was prepared while this was read"
         return torch.nn.Identity()
 
-    def prepare() -> Prepared:
-        assert reads.wait(10), "nothing was read while this was imported"
-        importing.set()
-        return prepared(ran)
+    def run(wanted: Callable[[], bool]) -> None:
+        assert reads.wait(10) and wanted(), "nothing was read while this was prepared"
+        preparing.set()
 
-    models, found = load_parts(["high", "low"], load, GPU, in_order=False, prepare=prepare)
-    assert sorted(models) == ["high", "low"] and found.attention == "sdpa"
-    assert sorted(ran) == ["high", "low", "rehearsed"]
+    models = load_parts(["high", "low"], load, GPU, in_order=False, rehearsal=rehearsing(run))
+    assert list(models) == ["high", "low"]
 
 
-def test_a_library_that_does_not_work_ends_the_reading() -> None:
+def test_an_interrupted_preparation_ends_the_reading() -> None:
     ended: list[type] = []
 
     def load(name: str) -> torch.nn.Module:
@@ -64,12 +61,12 @@ def test_a_library_that_does_not_work_ends_the_reading() -> None:
             raise
         raise AssertionError("read to the end")
 
-    def prepare() -> Prepared:
-        raise AttentionError("it cannot be imported")
+    def run(wanted: Callable[[], bool]) -> None:
+        raise KeyboardInterrupt
 
     begin = time.perf_counter()
-    with pytest.raises(AttentionError, match="cannot be imported"):
-        load_parts(["high", "low"], load, GPU, in_order=False, prepare=prepare)
+    with pytest.raises(KeyboardInterrupt):
+        load_parts(["high", "low"], load, GPU, in_order=False, rehearsal=rehearsing(run))
     assert ended == [LoadingEnded] * 2 and time.perf_counter() - begin < 5
 
 
@@ -85,7 +82,7 @@ def test_several_files_share_the_threads(names: list[str], given: Reading, expec
         return torch.nn.Identity()
 
     with reading(given):
-        load_parts(names, load, GPU, in_order=False, prepare=lambda: prepared([], worthwhile=False))
+        load_parts(names, load, GPU, in_order=False)
     assert seen == [(expected, False)] * len(names)
 
 

@@ -25,7 +25,7 @@ from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
-from wan_core.loading import Prepared, load_parts
+from wan_core.loading import load_parts
 from wan_core.models import TINY, load_models
 from wan_core.parallel import Mesh
 from wan_core.parallel.weights import SMALL
@@ -271,12 +271,11 @@ def test_threads_that_load_work_on_the_device_of_the_rank(monkeypatch, in_order)
 
     monkeypatch.setattr(torch.cuda, "device", current)
     device, main = torch.device("cuda", 1), threading.get_ident()
-    nothing = Prepared("sdpa", SimpleNamespace(worthwhile=False))  # type: ignore
 
     def load(name):  # the rank's main thread has its device already
         return threading.get_ident() == main or getattr(here, "device", None) == device
 
-    found, _ = load_parts(["high", "text_encoder", "vae"], load, device, in_order=in_order, prepare=lambda: nothing)
+    found = load_parts(["high", "text_encoder", "vae"], load, device, in_order=in_order)
     assert found == {"high": True, "text_encoder": True, "vae": True}
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from wan_core.artifacts import Artifacts
-from wan_core.attention.registry import check_attention, resolve_attention
+from wan_core.attention.registry import resolve_attention
 from wan_core.checkpoint import find_parts, load_vae
 from wan_core.checkpoint.load import StoredValues
 from wan_core.config import DiTConfig, LoadOptions, OptionError, Task, VAEConfig
 from wan_core.job import Job
-from wan_core.loading import Prepared, load_parts
+from wan_core.loading import load_parts
 from wan_core.lora import AppliedLoras, check_packed, choose_mode, lora_bytes, lora_files, merging, read_loras
 from wan_core.memory.budget import MemoryPlan, cap_memory
 from wan_core.memory.residency import Residency
@@ -135,8 +135,7 @@ def load_models(
         name: compute_dtype(options.vae_precision if name == "vae" else options.precision, report.device)
         for name, part in parts.of.items()
     }
-    attention = (options.attention, report.device, dtypes["high"], parts.dit.head_dim)
-    check_attention(*attention)
+    attention, attend = resolve_attention(options.attention, report.device, dtypes["high"], parts.dit.head_dim)
     stored = options.precision == "checkpoint"
     precision = precision_of(options.precision, parts.of["high"], report.device, parts.of.get("low"))
     quantization = find_quantization(precision, report.device, options.keep_blocks, as_stored=stored)
@@ -152,6 +151,11 @@ def load_models(
         planned = partial(plan_models, parts, options, dtypes, precision, report.device, held_as=held_as, extra=extra)
     elif options.memory_limit is not None:
         raise OptionError("a memory limit is one of a GPU's memory, and this run is on a CPU: leave it out")
+    artifacts = None
+    if options.compile != "off":
+        what = {"precision": precision, "keep_blocks": options.keep_blocks, "attention": attention, "dit": parts.dit}
+        artifacts = Artifacts.open(report.device, what)
+    attend_lse = None if ranks is None else find_lse(attention, ranks.mesh)
     high = parts.of["high"]
     why_not = why_not_shard(
         ranks, quantization is not None, options.compile != "off", high.scaled, high.path is not None
@@ -194,29 +198,18 @@ def load_models(
         memory = None if planned is None else planned(job)
         given = {"compile": options.compile, "precision": precision, "files": len(names)}
         why_not = why_not_beside(memory, job, parts.dit, dtypes["high"], quantization, **given)
-
-    def prepare() -> Prepared:
-        """What may take seconds to import."""
-        name, attend = resolve_attention(*attention)
-        artifacts = None
-        if options.compile != "off":
-            what = {"precision": precision, "keep_blocks": options.keep_blocks, "attention": name, "dit": parts.dit}
-            artifacts = Artifacts.open(report.device, what)
-        rehearsal = Rehearsal(
-            config=parts.dit,
-            device=report.device,
-            dtype=dtypes["high"],
-            quantization=quantization,
-            attend=attend,
-            compile=options.compile,
-            job=job,
-            artifacts=artifacts,
-            why_not=why_not,
-        )
-        return Prepared(name, rehearsal, None if ranks is None else find_lse(name, ranks.mesh))
-
-    loaded, prepared = load_parts(names, load, report.device, in_order=share is not None, prepare=prepare)
-    rehearsal = prepared.rehearsal
+    rehearsal = Rehearsal(
+        config=parts.dit,
+        device=report.device,
+        dtype=dtypes["high"],
+        quantization=quantization,
+        attend=attend,
+        compile=options.compile,
+        job=job,
+        artifacts=artifacts,
+        why_not=why_not,
+    )
+    loaded = load_parts(names, load, report.device, in_order=share is not None, rehearsal=rehearsal)
     report.notes += rehearsal.notes
     for name in names:
         model, applied = loaded.pop(name), wanted.get(name, [])
@@ -229,7 +222,7 @@ def load_models(
                 f"{name}: {one.words('merged' if how == 'merge' else f'attached: {why}')}" for one in applied
             ]
             graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
-            shared = {"ranks": ranks, "attend_lse": prepared.attend_lse}
+            shared = {"ranks": ranks, "attend_lse": attend_lse}
             optimize(
                 model, attend=rehearsal.attend, compile=options.compile, device=report.device, graphs=graphs, **shared
             )
@@ -258,8 +251,7 @@ def load_models(
     checkpoint, low = high.path, parts.low_path
     # Ranks stay where they were loaded: another place for another size would have to be agreed on by all of them.
     later = planned if ranks is None else None
-    made = (prepared.attention, checkpoint, low, files, later, rehearsal.artifacts, rehearsal.ready, ranks)
-    return Models(parts.task, residency, *made)
+    return Models(parts.task, residency, attention, checkpoint, low, files, later, artifacts, rehearsal.ready, ranks)
 
 
 def precision_of(precision: str, part: Part, device: torch.device, other: Part | None = None) -> str:

@@ -254,18 +254,6 @@ def auto_choice(
     return next((name for name in fits if works(name)), "sdpa")
 
 
-def check_attention(
-    name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int | None = None
-) -> None:
-    """As much of `resolve_attention`'s checks as can be said without importing a library, which may take seconds.
-    Raises AttentionError."""
-    if name == "auto":
-        return
-    if name not in BACKENDS:
-        raise AttentionError(f"attention backend {name!r} is not known; use one of: auto, {', '.join(BACKENDS)}")
-    _refuse(name, device, BACKENDS[name].needs.why_not(capability(device), dtype, head_dim))
-
-
 def resolve_attention(
     name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int | None = None
 ) -> tuple[str, Attend]:
@@ -274,16 +262,15 @@ def resolve_attention(
     head_dim: of the model that will use it, refused here rather than in the first forward; None: not known yet.
     Raises AttentionError for an unknown name (listing the known ones) or a backend that cannot run here (saying why).
     """
-    check_attention(name, device, dtype, head_dim)
     if name == "auto":
         name = auto_choice(capability(device), dtype, head_dim)
         log.info("attention: %s (%s)", name, BACKENDS[name].summary)
-    _refuse(name, device, BACKENDS[name].why_not(device, dtype, head_dim))
-    return name, BACKENDS[name].load()
-
-
-def _refuse(name: str, device: torch.device, reason: str | None) -> None:
+    backend = BACKENDS.get(name)
+    if backend is None:
+        raise AttentionError(f"attention backend {name!r} is not known; use one of: auto, {', '.join(BACKENDS)}")
+    reason = backend.why_not(device, dtype, head_dim)
     if reason is not None:
         raise AttentionError(
             f"attention backend {name!r} cannot run on {device}: {reason}. `python -m wan_core doctor` lists what can."
         )
+    return name, backend.load()

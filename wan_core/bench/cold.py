@@ -17,7 +17,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 
@@ -57,7 +56,7 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
     from wan_core.bench.measure import compile_counts, settle
     from wan_core.config import Request
     from wan_core.job import make_job
-    from wan_core.loading import Prepared, load_parts
+    from wan_core.loading import load_parts
     from wan_core.models import choose_device, find_quantization
     from wan_core.optimize import check_compile, compilations, compiled_anew, optimize
     from wan_core.parts import find_experts
@@ -75,35 +74,24 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
     job = make_job(request, experts.task, experts.dit, experts.vae)
     check_compile(options.compile, device)
     lap("headers, Triton")
-    took: dict[str, float] = {}
-    made_anew = compiled_anew if options.compile != "off" else lambda: 0  # asking imports the compiler
-
-    def prepare() -> Prepared:
-        begin = time.time()
-        name, attend = resolve_attention("auto", device, dtype, experts.dit.head_dim)
-        took["attention's library"] = time.time() - begin
-        artifacts = None
-        if options.compile != "off":
-            artifacts = Artifacts.open(device, {"precision": "fp8" if fp8 else str(dtype)})
-        rehearsal = Rehearsal(
-            config=experts.dit,
-            device=device,
-            dtype=dtype,
-            quantization=fp8,
-            attend=attend,
-            compile=options.compile,
-            job=job,
-            artifacts=artifacts,
-        )
-        return Prepared(name, rehearsal)
-
-    alone = None
-    if options.one_by_one:
-        alone = prepare()
-        lap("attention's library")
-        if alone.rehearsal.artifacts is not None:
-            alone.rehearsal.notes.append(alone.rehearsal.artifacts.load())
-            lap("artifacts")
+    attend = resolve_attention("auto", device, dtype, experts.dit.head_dim)[1]
+    lap("attention's library")
+    artifacts = None
+    if options.compile != "off":
+        artifacts = Artifacts.open(device, {"precision": "fp8" if fp8 else str(dtype)})
+    rehearsal = Rehearsal(
+        config=experts.dit,
+        device=device,
+        dtype=dtype,
+        quantization=fp8,
+        attend=attend,
+        compile=options.compile,
+        job=job,
+        artifacts=artifacts,
+    )
+    if options.one_by_one and artifacts is not None:
+        rehearsal.notes.append(artifacts.load())
+        lap("artifacts")
     parts = {"high": experts.high, "low": experts.low}
     read: dict[str, float] = {}
     started = time.time()
@@ -114,20 +102,14 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
         read[name] = round(time.time() - started, 3)
         return model
 
-    def ahead() -> Prepared:
-        if alone is None:
-            return prepare()
-        nothing = replace(alone.rehearsal, compile="off", why_not="it was not wanted")
-        return replace(alone, rehearsal=nothing)
-
+    ahead = None if options.one_by_one else rehearsal
     with torch.no_grad():
-        models, prepared = load_parts(list(parts), load, device, in_order=False, prepare=ahead)
-        prepared = alone or prepared
-        rehearsal, artifacts = prepared.rehearsal, prepared.rehearsal.artifacts
+        models = load_parts(list(parts), load, device, in_order=False, rehearsal=ahead)
         settle(device)
         lap("load both experts" if options.one_by_one else "load both experts, prepare")
         for model in models.values():
-            optimize(model, attend=rehearsal.attend, compile=options.compile, device=device, graphs=False)  # type: ignore
+            optimize(model, attend=attend, compile=options.compile, device=device, graphs=False)  # type: ignore
+        made_anew = compiled_anew if artifacts is not None else lambda: 0  # asking imports the compiler
         before, (graphs, _) = made_anew(), compile_counts()
         forward_once(models["high"], job, "high", device)  # type: ignore
         settle(device)
@@ -139,12 +121,10 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
         warm = round(time.time() - start, 3)
     if artifacts is not None:
         artifacts.save(compilations(), compiled_anew())
-    took |= rehearsal.phases
     return {
         "warm_forward": warm,
         "read": max(read.values()),
-        "prepared": {name: round(seconds, 3) for name, seconds in took.items()},
-        "attention": prepared.attention,
+        "prepared": {name: round(seconds, 3) for name, seconds in rehearsal.phases.items()},
         "first_forward": left,
         "note": "; ".join(rehearsal.notes),
     }
