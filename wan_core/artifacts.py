@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 LIMIT = 2 << 30  # bytes on disk
 MAGIC = b"wancore artifacts 1\n"
 HEAD = len(MAGIC) + 32  # bytes before the payload: the checksum's are last
-OWN_CACHES = {  # of libraries that compile; values are folders in ours, or what turns theirs on
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+INDUCTOR, FLASH_ATTENTION = "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+OWN_CACHES = {  # of libraries that compile; values are folders in ours
+    INDUCTOR: "inductor",
     "TRITON_CACHE_DIR": "triton",
-    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attention",
+    FLASH_ATTENTION: "flash-attention",
 }
-INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 UNPACKED = ("fxgraph", "aotautograd")  # folders of Inductor's with the graphs
 COMPILED = "compiled"  # our own files
-SWITCHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+FLASH_ATTENTION_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # "1": it does
 
 
 def cache_folder() -> Path:
@@ -60,13 +60,8 @@ class Artifacts:
     @classmethod
     def open(cls, device: torch.device, options: dict[str, object]) -> Artifacts:
         """Point compilers to our folder and name the file for `options`."""
-        folder = cache_folder()
-        for variable, name in OWN_CACHES.items():
-            if not named(variable):
-                os.environ[variable] = str(folder / name)
-        for variable, value in SWITCHES.items():
-            os.environ.setdefault(variable, value)
-        return cls(folder / COMPILED / f"{artifact_key(device, options)}.bin")
+        point_compilers()
+        return cls(cache_folder() / COMPILED / f"{artifact_key(device, options)}.bin")
 
     def load(self) -> str:
         """Give torch what is on disk, and say what came of it."""
@@ -139,6 +134,30 @@ class Artifacts:
             with suppress(OSError):
                 for mark in marks:
                     mark.write_bytes(data[:HEAD])
+
+
+def point_compilers() -> None:
+    """Have libraries that compile keep what they make, in our folder."""
+    for variable in OWN_CACHES:
+        _point(variable)
+    point_flash_attention()
+
+
+def point_flash_attention() -> None:
+    """Have flash-attn-4 keep its kernels, which take it seconds. It asks for this when it is imported, never again, and
+    cannot be imported where its folder cannot be made."""
+    _point(FLASH_ATTENTION)
+    try:
+        Path(os.environ[FLASH_ATTENTION]).mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        log.info("flash-attn-4 compiles anew in each process: %s", fault)
+        return
+    os.environ.setdefault(FLASH_ATTENTION_KEEPS, "1")
+
+
+def _point(variable: str) -> None:
+    if not named(variable):
+        os.environ[variable] = str(cache_folder() / OWN_CACHES[variable])
 
 
 def named(variable: str) -> bool:

@@ -1,19 +1,23 @@
 """FlashAttention 4 (flash-attn-4, written in the CuTe DSL): kernels for Hopper and Blackwell.
 
-Its kernels compile on their first call for a head dim (seconds) and take any length after that. They are wrapped as
-torch operators so that torch.compile sees one opaque node with a known shape instead of breaking its graph there.
+Its kernels compile on their first call for a head dim (seconds), or come from a folder where an earlier process kept
+them (`artifacts.point_flash_attention`), and take any length after that. They are wrapped as torch operators so that
+torch.compile sees one opaque node with a known shape instead of breaking its graph there.
 
 Legend and layouts as in sdpa.py. Source: github.com/Dao-AILab/flash-attention, flash_attn/cute/interface.py.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 import torch
 from torch import Tensor
 
 from wan_core.operators import operator, shapes_of
+
+log = logging.getLogger(__name__)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
@@ -23,7 +27,26 @@ def _run(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Ten
         # It warns of an argument of its own when it compiles; nothing that a user could change.
         warnings.filterwarnings("ignore", message="Argument aux_data")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
-        return flash_attn_func(q, k, v, return_lse=return_lse)
+        try:
+            return flash_attn_func(q, k, v, return_lse=return_lse)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as fault:
+            if not _forget_files():
+                raise
+            log.warning("a kernel that flash-attn-4 kept does not run (%s); it compiles anew in this process", fault)
+            return flash_attn_func(q, k, v, return_lse=return_lse)
+
+
+def _forget_files() -> bool:
+    """Have the library compile, whatever it kept; False where it does already."""
+    from flash_attn.cute import cache_utils, interface  # pyright: ignore[reportMissingImports]
+
+    kernels = interface._flash_attn_fwd
+    if not isinstance(kernels.compile_cache, cache_utils.JITPersistentCache):
+        return False
+    kernels.compile_cache = cache_utils.JITCache()
+    return True
 
 
 @operator("flash4", device_type="cuda")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,12 +32,14 @@ IMPORT_FAULTS = (
 
 @dataclass(frozen=True)
 class Library:
-    """`name` for people, the `attribute` (dotted) of `module` that we call, and how to `install` it."""
+    """`name` for people, the `attribute` (dotted) of `module` that we call, and how to `install` it. `before`: what is
+    to be done before it is imported."""
 
     name: str
     module: str
     attribute: str
     install: str
+    before: Callable[[], None] | None = None
 
     def why_not(self) -> str | None:
         """None where it can be imported, else the reason and what to do. Imports once per process: some take
@@ -47,8 +50,8 @@ class Library:
 def probe(library: Library) -> str | None:
     """Import `library` and look up what we call. None if that works, else a sentence."""
     try:
-        if library.module.startswith("transformer_engine"):
-            load_torchs_cudnn()
+        if library.before is not None:
+            library.before()
         found = importlib.import_module(library.module)
         for part in library.attribute.split("."):  # some libraries import what belongs to a name when it is asked for
             found = getattr(found, part, None)

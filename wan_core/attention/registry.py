@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.attention.library import Library
+from wan_core.artifacts import point_flash_attention
+from wan_core.attention.library import Library, load_torchs_cudnn
 from wan_core.config import UserError
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,11 @@ def _torch_cudnn() -> str | None:
 
 
 FLASH4 = Library(
-    "flash-attn-4", "flash_attn.cute", "flash_attn_func", "pip install --pre flash-attn-4, or 'wancore[attention]'"
+    "flash-attn-4",
+    "flash_attn.cute",
+    "flash_attn_func",
+    "pip install --pre flash-attn-4, or 'wancore[attention]'",
+    before=point_flash_attention,
 )
 FLASH3 = Library(
     "FlashAttention 3",
@@ -139,6 +144,7 @@ TRANSFORMER_ENGINE = Library(
     "transformer_engine.pytorch.cpp_extensions.fused_attn",
     "fused_attn_fwd",
     "pip install --no-build-isolation 'wancore[te]'",
+    before=load_torchs_cudnn,
 )
 
 BACKENDS: dict[str, Backend] = {

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wan_core.attention.library import IMPORT_FAULTS, Library
+from wan_core.attention.library import IMPORT_FAULTS, Library, load_torchs_cudnn
 from wan_core.kernels.formats import BLOCK, FP8, FP8_MAX, Quantized
 from wan_core.operators import operator, shapes_of
 from wan_core.quant.fp8 import Fp8BlockLinear, Fp8TensorLinear, padded
@@ -37,7 +37,11 @@ HISTORY = 16  # forwards of the model whose amax decides a delayed scale
 _INFINITY = float("inf")
 _INSTALL = "pip install --no-build-isolation 'wancore[te]'"
 _LIBRARY = Library(
-    "Transformer Engine", "transformer_engine.pytorch", "Float8CurrentScalingQuantizer", f"{_INSTALL} compiles it"
+    "Transformer Engine",
+    "transformer_engine.pytorch",
+    "Float8CurrentScalingQuantizer",
+    f"{_INSTALL} compiles it",
+    before=load_torchs_cudnn,
 )
 
 # --------------------------------------------------------------------------------------------------------- requirements
