@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
+from itertools import islice
 
 import pytest
 import torch
 
+from wan_core import optimize as optimizing
+from wan_core.artifacts import OWN_CACHES
+from wan_core.bench import cold, startup
 from wan_core.bench.process import host_peak, reset_host_peak
 from wan_core.bench.ready import ready_rows
 from wan_core.bench.startup import Loading, cold_rows, write_experts
@@ -82,16 +87,51 @@ def test_prompts_after_the_first():
 
 @pytest.mark.slow
 def test_a_cold_process(tmp_path):
-    files, profile = write_experts("tiny", tmp_path, CPU, None), tmp_path / "profile.txt"
-    rows = list(cold_rows(files, "48x48x5", CPU, tmp_path, profile))
-    assert [row.get("failed") for row in rows] == [None] * 4
-    first, second, third, _ = rows
+    """One that keeps what it compiled, and one that finds it."""
+    files = write_experts("tiny", tmp_path, CPU, None)
+    first, second = islice(cold_rows(files, "48x48x5", CPU, tmp_path), 2)
+    assert "failed" not in first and "failed" not in second
     assert "used again" in second["note"] and "first time" in first["note"]
     for row in (first, second):
         assert row["first_forward"] == {"graphs": 0, "compiled anew": 0}  # nothing was left to it
         assert set(row["prepared"]) == {"import the compiler", "artifacts", "forward"} and row["read"] > 0
-    assert third["first_forward"]["graphs"] == 1 and not third["prepared"]
+    assert second["ratio"] == pytest.approx(first["seconds"] / second["seconds"], rel=1e-3)
+
+
+def test_a_cold_process_that_prepares_nothing(tmp_path, monkeypatch, capsys):
+    """And its profile. What the process runs, in this one: dynamo decides what is compiled, the compiler behind it is
+    left out."""
+    for name in ("WANCORE_CACHE", *OWN_CACHES):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setattr(optimizing, "compile_blocks", partial(optimizing.compile_blocks, backend="aot_eager"))
+    files, profile = write_experts("tiny", tmp_path, CPU, None), tmp_path / "profile.txt"
+    for more in (["--one-by-one"], ["--profile", str(profile)]):
+        torch.compiler.reset()
+        monkeypatch.setattr(sys, "argv", ["cold", "cpu", "48x48x5", *map(str, files), *more])
+        cold.main()
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        one_by_one = "--one-by-one" in more
+        assert found["first_forward"]["graphs"] == int(one_by_one) and bool(found["prepared"]) != one_by_one
+        assert ("artifacts" in found["phases"]) == one_by_one and found["warm_forward"] > 0
     assert "cumulative" in profile.read_text()
+
+
+def test_the_cold_processes_that_are_compared(tmp_path, monkeypatch):
+    """Each with the arguments that its name says, all but the first with what that one kept."""
+    started, seconds = [], iter((4.0, 2.0, 3.0, 5.0))
+
+    def run(*given):
+        started.append(given)
+        return {"seconds": next(seconds)}
+
+    monkeypatch.setattr(startup, "cold", run)
+    rows = list(cold_rows([tmp_path / "a"], "48x48x5", CPU, tmp_path, tmp_path / "profile.txt"))
+    assert [row["name"].removeprefix("cold process, ") for row in rows] == [
+        "nothing kept", "artifacts kept", "artifacts kept, one by one", "profiled"
+    ]  # fmt: skip
+    assert [more for *_, more in started] == [[], [], ["--one-by-one"], ["--profile", str(tmp_path / "profile.txt")]]
+    assert {kept for *_, kept, _ in started} == {tmp_path / "kept"}
+    assert [row.get("ratio") for row in rows] == [1, 2, 1.3333, None]
 
 
 def test_the_peak_of_host_memory_begins_anew():
