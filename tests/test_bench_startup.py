@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from functools import partial
-from itertools import islice
 
 import pytest
 import torch

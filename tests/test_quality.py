@@ -155,8 +155,8 @@ def test_numbers_are_written_before_pictures(tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_videos_count_alike_in_batches_of_any_size(tiny_assets):
-    """An adaptive policy decides for each video; what a setting runs is the mean over videos, one by one or in batches of
-    two and one."""
+    """An adaptive policy decides for each video; what a setting runs is the mean over videos, one by one or in batches
+    of two and one."""
     from wan_core.config import LoadOptions, Request
     from wan_core.pipeline import Pipeline
     from wan_core.quality.run import ALONE, measure_quality

@@ -189,7 +189,7 @@ def test_a_model_that_cannot_be_read_ends_both():
     def load(name):
         if name == "low":
             raise OSError("gone")
-        for _ in range(500):
+        for _ in range(3000):  # half a minute
             time.sleep(0.01)
             on_bytes = current_reading().on_bytes
             assert on_bytes is not None
@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_read_ends_both():
     begin = time.perf_counter()
     with pytest.raises(OSError, match="gone"):
         load_parts(["high", "low"], load, SimpleNamespace(device=CPU), in_order=False, rehearsal=fake)  # type: ignore
-    assert asked == [False] and ended.is_set() and time.perf_counter() - begin < 3
+    assert asked == [False] and ended.is_set() and time.perf_counter() - begin < 15
 
 
 def plan_of(room_gib: float, mode):
