@@ -1,4 +1,4 @@
-"""What every test file shares: threads, hypothesis profiles, the `gpu` marker, the embedded model's folder."""
+"""What every test file shares: threads, a cheap compiler, hypothesis profiles, the `gpu` marker, the embedded model."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ import torch
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None, print_blob=True)
 hypothesis.settings.load_profile("ci" if "CI" in os.environ else "local")
+
+# What torch's compiler writes for a CPU is here to be found again and compared, not to be fast: without them, g++ takes
+# ten seconds in every new cache folder to try vector instructions, more for headers, and a second for each kernel to
+# optimise. Processes that tests start have these too. On a GPU the compiler is as users have it.
+CHEAP_COMPILER = {
+    "TORCHINDUCTOR_VEC_ISA_OK": "0",
+    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "AOT_INDUCTOR_DEBUG_COMPILE": "1",
+}
+if not torch.cuda.is_available():
+    os.environ.update(CHEAP_COMPILER | {name: os.environ[name] for name in CHEAP_COMPILER if name in os.environ})
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -115,7 +115,7 @@ def survives(content: bytes, name: str = "model.safetensors", others: Mapping[st
 
 
 def outcome(path: Path) -> str | None:
-    begin = time.perf_counter()
+    begin = time.process_time()  # its own: others may keep the machine busy
     try:
         checkpoint = open_checkpoint(path)
         size = sum(file.stat().st_size for file in path.parent.iterdir())
@@ -133,7 +133,7 @@ def outcome(path: Path) -> str | None:
         assert len(message) < 2000, message
         return message
     finally:
-        assert time.perf_counter() - begin < SECONDS
+        assert time.process_time() - begin < SECONDS
     return None
 
 

@@ -119,9 +119,9 @@ def test_training_pulls_the_student_to_its_teacher_and_touches_nothing_else(tiny
     before = distill.final_error(plan, experts, ring, text, 4)
     named: dict[str, nn.Module] = {f"lora_{name}": adapter for name, adapter in adapters.items()}
     trainer = Trainer(named, path_losses(plan, experts, ring, text, 4), peak_lr=5e-3, warmup=5)
-    trainer.run(Clock(1, 40))
+    trainer.run(Clock(1, 15))
     after = distill.final_error(plan, experts, ring, text, 4)
-    assert after < 0.7 * before
+    assert after < 0.7 * before  # 0.41 of it, and 0.27 after ten steps more
     with distill.averaged(trainer):
         assert all(torch.equal(p, p.bfloat16().float()) for p in trainer.parameters)
     assert distill.final_error(plan, experts, ring, text, 4) == after, "looking at the average changed the weights"

@@ -155,22 +155,23 @@ def test_numbers_are_written_before_pictures(tmp_path, monkeypatch):
 
 @torch.no_grad()
 def test_videos_count_alike_in_batches_of_any_size(tiny_assets):
-    """An adaptive policy decides for each video; what a setting runs is the mean over videos, in one batch or three."""
+    """An adaptive policy decides for each video; what a setting runs is the mean over videos, one by one or in batches
+    of two and one."""
     from wan_core.config import LoadOptions, Request
     from wan_core.pipeline import Pipeline
     from wan_core.quality.run import ALONE, measure_quality
 
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
-    base = Request(prompt="", steps=16, frames=5, width=64, height=48)
-    settings = {"adaptive:0.15": parse_setting("adaptive:0.15"), "every:2": parse_setting("every:2")}
+    base = Request(prompt="", steps=10, frames=1, width=64, height=48)
+    settings = {"adaptive:0.17": parse_setting("adaptive:0.17"), "every:2": parse_setting("every:2")}
     samples = choose_samples(None, 3, 7, tiny=True)
-    found = {size: measure_quality(pipe, base, samples, settings, size).rows() for size in (1, 2, 3)}
+    found = {size: measure_quality(pipe, base, samples, settings, size).rows() for size in (1, 2)}
     for rows in found.values():
         for row, alone in zip(rows, found[1], strict=True):
             assert (row["forwards"], row["saved"]) == (alone["forwards"], alone["saved"])
             assert row["psnr"] == pytest.approx(alone["psnr"], abs=0.3)
     assert not float(found[1][0]["forwards"]).is_integer(), "videos differ in what they skip, or this shows nothing"
-    assert found[3][0]["ratio_to"] == ALONE and found[3][1]["ratio_to"] == found[1][0]["ratio_to"] == "full"
+    assert found[2][0]["ratio_to"] == ALONE and found[2][1]["ratio_to"] == found[1][0]["ratio_to"] == "full"
 
 
 @pytest.mark.parametrize(
@@ -260,19 +261,20 @@ def test_samples_are_new_to_the_embedded_model():
 
 @torch.no_grad()
 def test_presets_keep_the_video(tiny_assets):
-    """A sample of the committed comparison: two captions at the model's own size, 40 steps."""
+    """A sample of the committed comparison: one caption at the model's own size, 40 steps. A forecast gives 54 dB here,
+    reuse 32."""
     from wan_core.config import LoadOptions, Request
     from wan_core.pipeline import Pipeline
     from wan_core.quality.run import measure_quality
 
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
     settings = {name: parse_setting(name) for name in ("magcache:balanced", "magcache:0.12/2/0.2", "taylorseer:2/1")}
-    samples = choose_samples(None, 2, 7, tiny=True)
-    rows = measure_quality(pipe, Request(prompt="", steps=40), samples, settings, 2).rows()
+    samples = choose_samples(None, 1, 7, tiny=True)
+    rows = measure_quality(pipe, Request(prompt="", steps=40), samples, settings, 1).rows()
     balanced, reuse, seer = rows
-    assert balanced["saved"] >= 0.4 and balanced["psnr"] > 36 and balanced["truth"] == 1
-    assert balanced["psnr"] > reuse["psnr"] + 2, "a forecast is nearer than reuse"
-    assert seer["psnr"] > 36
+    assert balanced["saved"] >= 0.4 and balanced["psnr"] > 40 and balanced["truth"] == 1
+    assert balanced["psnr"] > reuse["psnr"] + 6, "a forecast is nearer than reuse"
+    assert seer["psnr"] > 40
 
 
 def test_the_committed_comparison_reaches_its_targets():

@@ -79,8 +79,9 @@ def test_the_same_video_bit_for_bit(options, on_cpu, monkeypatch):
 
 @pytest.mark.parametrize("precision", ["checkpoint", "fp8"])
 def test_the_first_step_compiles_nothing_that_was_prepared(precision, monkeypatch):
-    """Dynamo decides what is compiled; the compiler behind it is left out here."""
-    monkeypatch.setattr(optimizing, "compile_blocks", partial(optimizing.compile_blocks, backend="aot_eager"))
+    """Dynamo decides what is compiled; the compiler behind it is left out here, so that what the graph computes are the
+    bits of blocks that are not compiled."""
+    monkeypatch.setattr(optimizing, "compile_blocks", partial(optimizing.compile_blocks, backend="eager"))
     torch.compiler.reset()
     options = {"compile": "blocks", "precision": precision}
     made, before = [], compilations()
@@ -90,14 +91,13 @@ def test_the_first_step_compiles_nothing_that_was_prepared(precision, monkeypatc
     assert [gone() for gone in made] == [None]  # a compiled module refers to itself
     ours = latents(pipe)
     assert compilations() - before == 1
-    torch.compiler.reset()
-    assert torch.equal(ours, exact(monkeypatch, **options))
+    assert torch.equal(ours, exact(monkeypatch, precision=precision))
 
 
 @pytest.mark.parametrize(("dense", "graphs"), [(0.0, 1), (0.4, 2)])
 def test_sparse_steps_are_prepared_as_they_run(dense, graphs, monkeypatch):
     """They are other code than dense ones: where a run has both, both are there."""
-    monkeypatch.setattr(optimizing, "compile_blocks", partial(optimizing.compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(optimizing, "compile_blocks", partial(optimizing.compile_blocks, backend="eager"))
     torch.compiler.reset()
     skip = SkipOptions(sparse=SparseOptions(sparsity=0.5, dense_steps=dense, ramp=0))
     request, before = replace(REQUEST, skip=skip), compilations()
@@ -130,48 +130,57 @@ def test_what_fails_only_takes_longer(on_cpu, monkeypatch):
     assert torch.equal(latents(pipe), exact(monkeypatch))
 
 
-def readers() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith(("read-", "ThreadPoolExecutor"))]
+@pytest.fixture
+def begun():
+    """Threads that began in this test and run still. Others may be there: torch's compiler keeps a pool of its own,
+    whose threads have the same names."""
+    before = set(threading.enumerate())
+    return lambda: set(threading.enumerate()) - before
 
 
 class Cancelled(Exception):
     pass
 
 
-def test_cancelled_while_it_prepares(on_cpu, monkeypatch):
+def test_cancelled_while_it_prepares(on_cpu, monkeypatch, begun):
     """Interrupted in the thread that prepares: the others stop within a tensor, and nothing is left running."""
-    read = []
+    read, reads, interrupted = [], threading.Event(), threading.Event()
 
     def on_bytes(count):
         read.append(count)
-        time.sleep(0.02)
+        reads.set()
+        assert interrupted.wait(60)
+        time.sleep(0.05)  # a tensor takes as long: hundreds of them, in four threads, would take seconds
 
     def interrupt(*_):
+        assert reads.wait(60)
+        interrupted.set()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(rehearsing, "stand_in", interrupt)
     with reading(Reading(on_bytes=on_bytes)), pytest.raises(KeyboardInterrupt):
         Pipeline.load(LoadOptions(model="tiny", device="cpu"), request=REQUEST)
-    assert not readers()
-    assert len(read) < 40  # of hundreds of tensors
+    assert not begun()
+    assert len(read) < 100  # of hundreds of tensors
 
 
-def test_cancelled_while_it_reads(on_cpu, monkeypatch):
-    read, forwards = [], []
+def test_cancelled_while_it_reads(on_cpu, monkeypatch, begun):
+    read, cancelled = [], threading.Event()
 
     def on_bytes(count):
         read.append(count)
         if len(read) > 5:
+            cancelled.set()
             raise Cancelled
+        time.sleep(0.05)
 
     def slow(*_):
-        time.sleep(0.5)
-        return forwards.append("stand-in")
+        assert cancelled.wait(60)
 
     monkeypatch.setattr(rehearsing, "stand_in", slow)
     with reading(Reading(on_bytes=on_bytes)), pytest.raises(Cancelled):
         Pipeline.load(LoadOptions(model="tiny", device="cpu"), request=REQUEST)
-    assert not readers() and len(read) < 40
+    assert not begun() and len(read) < 100
 
 
 def test_a_model_that_cannot_be_read_ends_both():
@@ -181,7 +190,7 @@ def test_a_model_that_cannot_be_read_ends_both():
     def load(name):
         if name == "low":
             raise OSError("gone")
-        for _ in range(500):
+        for _ in range(3000):  # half a minute
             time.sleep(0.01)
             on_bytes = current_reading().on_bytes
             assert on_bytes is not None
@@ -200,7 +209,7 @@ def test_a_model_that_cannot_be_read_ends_both():
     begin = time.perf_counter()
     with pytest.raises(OSError, match="gone"):
         load_parts(["high", "low"], load, CPU, in_order=False, rehearsal=fake)  # type: ignore
-    assert asked == [False] and ended.is_set() and time.perf_counter() - begin < 3
+    assert asked == [False] and ended.is_set() and time.perf_counter() - begin < 15
 
 
 def plan_of(room_gib: float, mode):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names, vae_config
 from wan_core.config import VAE_21, VAE_22, OptionError, VAEConfig
 from wan_core.vae import TileSpec, VideoVAE
-from wan_core.vae.layers import Chunk
+from wan_core.vae.layers import CausalConv3d, Chunk
 from wan_core.vae.tiling import axis_weights, plan_tiles, tile_starts
 
 if TYPE_CHECKING:
@@ -345,6 +345,26 @@ def test_channels_last_is_only_a_layout(config: VAEConfig) -> None:
     vae.channels_last()
     assert (vae.encode(video) - encoded).abs().max() < 1e-5
     assert (vae.decode(latents) - decoded).abs().max() < 1e-5
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("kernel", [(3, 3, 3), (3, 1, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+def test_small_videos_take_no_slow_convolution(kernel: tuple[int, int, int], last: bool) -> None:
+    """torch has oneDNN's for large ones only; by it, one frame, several, and every second of them are the same."""
+    layout = torch.channels_last_3d if last else torch.contiguous_format
+    for time_stride, frames in ((1, 1), (1, 4), (2, 5))[: 3 if kernel[0] > 1 else 2]:
+        layer = CausalConv3d(8, 12, kernel, time_stride)
+        x = torch.randn(1, 8, frames, 12, 20).to(memory_format=layout)
+        with torch.no_grad(), torch.profiler.profile() as profile:
+            found = layer(x, Chunk(first=True, last=True))
+        front = torch.zeros(1, 8, layer.lead, 12, 20, dtype=torch.float64)
+        with torch.no_grad():
+            expected = layer.double()._conv_forward(torch.cat([front, x.double()], 2), layer.weight, layer.bias)
+        assert (found - expected).abs().max() < 1e-5
+        assert {"aten::mkldnn_convolution"} == {
+            e.name for e in profile.events() or () if "conv" in e.name.split("::")[-1]
+        }
 
 
 @pytest.mark.gpu
