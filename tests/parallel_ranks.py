@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +38,6 @@ def free_port() -> int:
 
 def _rank(rank: int, pipe: Connection, trace: str) -> None:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -75,7 +75,9 @@ class Ranks:
 
     def start(self) -> None:
         context = mp.get_context("forkserver")  # its server imports everything, and every rank begins as a copy of it
-        context.set_forkserver_preload(["parallel_checks", "parallel_loading"])
+        # The compiler is imported by the first operator of ours. What a GPU's driver makes of it no copy could use.
+        compiler = [] if torch.cuda.is_available() else ["torch._dynamo"]
+        context.set_forkserver_preload(["parallel_checks", "parallel_loading", *compiler])
         pairs = [context.Pipe() for _ in range(self.most)]
         self.size = 0  # of the world that they form
         self.pipes = [ours for ours, _ in pairs]
