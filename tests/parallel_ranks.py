@@ -9,6 +9,7 @@ All ranks of a world leave it before any of them enters another.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -43,6 +44,8 @@ def _rank(rank: int, pipe: Connection, trace: str) -> None:
     torch.set_num_threads(1)
     import parallel_checks
     import parallel_loading
+
+    gc.freeze()  # what is imported stays
 
     stands = open(trace, "w")  # noqa: SIM115 - for as long as this process lives
     faulthandler.register(signal.SIGUSR1, file=stands, all_threads=True)
