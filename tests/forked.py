@@ -98,7 +98,7 @@ def become(
         if cwd is not None:
             os.chdir(cwd)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
         logging.root.handlers.clear()
         warnings.simplefilter("ignore")
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -422,8 +422,8 @@ def test_a_rank_is_not_blamed_for_the_silence_of_the_one_that_reports() -> None:
     running: Any = SimpleNamespace(statuses=statuses, heard=now - 9.5, begun=now)
     workers._watch(running, "sample")
     running.heard -= 1
-    with pytest.raises(WorkerError, match="rank 0 gave no sign of life for 1[01] s"):
+    with pytest.raises(WorkerError, match=r"rank 0 gave no sign of life for 1[01] s"):
         workers._watch(running, "sample")
     running.heard, statuses[1]["silent"] = now, 11.0
-    with pytest.raises(WorkerError, match="rank 1 .* gave no sign of life for 11 s"):
+    with pytest.raises(WorkerError, match=r"rank 1 .* gave no sign of life for 11 s"):
         workers._watch(running, "sample")

@@ -331,7 +331,9 @@ def test_a_picture_in_strips(ranks, mesh, given):
         assert decoded < ROUNDING and encoded < ROUNDING
 
 
-def test_the_benchmark_measures_several_ranks(tmp_path, monkeypatch):
+def test_the_benchmark_measures_several_ranks(ranks, tmp_path, monkeypatch):
+    get = torch.multiprocessing.get_context
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda _: get("forkserver"))  # that of `ranks`
     command = ["bench", "--suite", "parallel", "--gpus", "2", "--device", "cpu", "--precision", "fp32", "--runs", "1"]
     monkeypatch.setattr(sys, "argv", ["wan_core", *command])
     assert main([*command, "--setting", "forward", "--setting", "load", "--out", str(tmp_path / "rows.json")]) == 0
