@@ -78,7 +78,7 @@ class Ranks:
 
     def start(self) -> None:
         context = mp.get_context("forkserver")  # its server imports everything, and every rank begins as a copy of it
-        # The compiler is imported by the first operator of ours. What a GPU's driver makes of it no copy could use.
+        # What several ranks compile with is imported once; not where it may ask a GPU's driver, which no copy can use.
         compiler = [] if torch.cuda.is_available() else ["torch._dynamo"]
         context.set_forkserver_preload(["parallel_checks", "parallel_loading", *compiler])
         pairs = [context.Pipe() for _ in range(self.most)]

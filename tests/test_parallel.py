@@ -26,7 +26,7 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
 from wan_core.models import TINY, load_models, load_parts
-from wan_core.parallel import Mesh, sequence
+from wan_core.parallel import Mesh
 from wan_core.parallel.weights import SMALL
 from wan_core.parts import find_models
 from wan_core.report import Report
@@ -153,18 +153,6 @@ def test_compiled_blocks(ranks, alone, mesh, backend):
 def test_attention_with_any_heads_and_tokens(ranks, mesh, heads, tokens, batch, backend):
     given = {"mesh": mesh, "heads": heads, "tokens": tokens, "batch": batch, "backend": backend, "seed": tokens}
     assert max(ranks.ask("attention", **given)) < 2e-6
-
-
-@pytest.mark.parametrize("compiling", [False, True])
-def test_attention_of_ranks_is_an_operator_for_a_compiler_alone(monkeypatch, compiling):
-    """An operator's first call imports torch's compiler, which takes seconds: of every start of every rank."""
-    ran = []
-    monkeypatch.setattr(sequence, "sharded_attend", lambda q, k, v, key: ran.append("operator"))
-    monkeypatch.setattr(sequence.ShardedAttend, "run", lambda self, q, k, v: ran.append("attention"))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    attend = sequence.ShardedAttend(SimpleNamespace(mesh=Mesh(1, 1, 2)), torch.add, None)
-    attend(*torch.zeros(3, 1, 2, 1, 4))
-    assert ran == ["operator" if compiling else "attention"]
 
 
 @pytest.mark.parametrize("mesh", ["1x1x3", "1x3x1", "1x2x2"])

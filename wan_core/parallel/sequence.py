@@ -162,9 +162,7 @@ class ShardedAttend:
     """Attention of this rank's tokens to those of all ranks, behind the signature of every backend.
 
     `lengths` are the tokens of every shard; whoever runs the blocks sets them. A compiler sees one operator with the
-    shape of q, whatever the lengths; where nothing is compiled the operator is left out, because its first call imports
-    torch's compiler: two seconds or three of every start. No CUDA graph holds it: exchanges of several ranks are not
-    captured.
+    shape of q, whatever the lengths. No CUDA graph holds it: exchanges of several ranks are not captured.
     """
 
     capturable = False
@@ -178,9 +176,7 @@ class ShardedAttend:
         _SHARDED[self.key] = self
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return sharded_attend(q, k, v, self.key)
-        return self.run(q, k, v)
+        return sharded_attend(q, k, v, self.key)
 
     def row_lengths(self) -> list[int]:
         """Tokens of the ranks of this rank's Ulysses group."""
@@ -218,20 +214,11 @@ class ShardedFp8Attend(ShardedAttend):
     """
 
     def quantized(self, q: Quantized, k: Quantized, v: Quantized) -> Quantized:
-        if torch.compiler.is_compiling():
-            data = sharded_attend_fp8(q.data, k.data, v.data, q.scale, k.scale, v.scale, self.key)
-        else:
-            data = self.run_quantized(q, k, v)
-        return Quantized(data, v.scale)
+        return Quantized(sharded_attend_fp8(q.data, k.data, v.data, q.scale, k.scale, v.scale, self.key), v.scale)
 
     def agree(self, x: Tensor, how: str) -> Tensor:
         """float32 x of every rank -> their "mean" or "max"."""
-        return agree(x, how, self.key) if torch.compiler.is_compiling() else self.run_agree(x, how)
-
-    def run_agree(self, x: Tensor, how: str) -> Tensor:
-        group, agreed = self.ranks.sequence, x.clone()
-        reduce(agreed, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group)
-        return agreed.div_(group.size) if how == "mean" else agreed
+        return agree(x, how, self.key)
 
     def run_quantized(self, q: Quantized, k: Quantized, v: Quantized) -> Tensor:
         ranks, row, backend, dense = self.ranks, self.row_lengths(), self.attend, self.dense
@@ -300,9 +287,9 @@ def reduce(x: Tensor, how: Any, group: Group) -> None:
 
 @torch.library.custom_op("wancore::agree", mutates_args=())
 def agree(x: Tensor, how: str, key: str) -> Tensor:
-    sharded = _SHARDED[key]
-    assert isinstance(sharded, ShardedFp8Attend)
-    return sharded.run_agree(x, how)
+    group, agreed = _SHARDED[key].ranks.sequence, x.clone()
+    reduce(agreed, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group)
+    return agreed.div_(group.size) if how == "mean" else agreed
 
 
 @agree.register_fake
