@@ -22,7 +22,7 @@ from wan_core.model import WanModel
 from wan_core.optimize import optimize
 from wan_core.parallel.mesh import Group
 from wan_core.parallel.ring import Ring
-from wan_core.sparsity.run import always_sparse
+from wan_core.sparsity.run import AlwaysSparse
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -214,12 +214,12 @@ def test_a_forward_is_close_to_dense(precision, backend, compile):
     time = torch.tensor([900.0], device=CUDA)
     with torch.no_grad():
         dense = model(x, time, text)
-        always_sparse(model, 0.999)
+        AlwaysSparse.install(model, 0.999)
         poison()
         whole = model(x, time, text)
         del model.run_blocks
         optimize(model, attend=resolve_attention(backend, CUDA, torch.bfloat16, 128)[1], compile=compile)
-        always_sparse(model, 0.5)
+        AlwaysSparse.install(model, 0.5)
         half = model(x, time, text)
     assert relative(whole, dense) < (0.05 if precision == "fp8" else 0.02)
     assert half.isfinite().all()

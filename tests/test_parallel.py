@@ -25,7 +25,8 @@ from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
-from wan_core.models import TINY, load_models, load_parts
+from wan_core.loading import load_parts
+from wan_core.models import TINY, load_models
 from wan_core.parallel import Mesh
 from wan_core.parallel.weights import SMALL
 from wan_core.parts import find_models
@@ -278,12 +279,12 @@ def test_threads_that_load_work_on_the_device_of_the_rank(monkeypatch, in_order)
         del here.device
 
     monkeypatch.setattr(torch.cuda, "device", current)
-    residency, main = SimpleNamespace(device=torch.device("cuda", 1)), threading.get_ident()
+    device, main = torch.device("cuda", 1), threading.get_ident()
 
     def load(name):  # the rank's main thread has its device already
-        return threading.get_ident() == main or getattr(here, "device", None) == residency.device
+        return threading.get_ident() == main or getattr(here, "device", None) == device
 
-    found = load_parts(["high", "text_encoder", "vae"], load, residency, in_order=in_order)
+    found = load_parts(["high", "text_encoder", "vae"], load, device, in_order=in_order)
     assert found == {"high": True, "text_encoder": True, "vae": True}
 
 

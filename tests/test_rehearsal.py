@@ -19,9 +19,10 @@ from wan_core import rehearsal as rehearsing
 from wan_core.checkpoint.staged import Reading, current_reading, reading
 from wan_core.config import I2V_A14B, T2V_A14B, VAE_21, LoadOptions, Request, SkipOptions, SparseOptions, find_task
 from wan_core.job import make_job
+from wan_core.loading import load_parts
 from wan_core.memory.budget import GIB, beside_weights, plan_memory, unit_bytes
 from wan_core.memory.budget import Sizes as PlanSizes
-from wan_core.models import find_quantization, load_parts
+from wan_core.models import find_quantization
 from wan_core.optimize import compilations
 from wan_core.pipeline import Pipeline
 from wan_core.rehearsal import Rehearsal, stand_in, why_not_beside
@@ -198,7 +199,7 @@ def test_a_model_that_cannot_be_read_ends_both():
     fake = SimpleNamespace(worthwhile=True, run=run)
     begin = time.perf_counter()
     with pytest.raises(OSError, match="gone"):
-        load_parts(["high", "low"], load, SimpleNamespace(device=CPU), in_order=False, rehearsal=fake)  # type: ignore
+        load_parts(["high", "low"], load, CPU, in_order=False, rehearsal=fake)  # type: ignore
     assert asked == [False] and ended.is_set() and time.perf_counter() - begin < 3
 
 

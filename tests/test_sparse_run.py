@@ -44,7 +44,7 @@ from wan_core.sparsity.budgets import (
     read_coverage,
     write_coverage,
 )
-from wan_core.sparsity.run import SparseBlocks, always_sparse, in_tiles
+from wan_core.sparsity.run import AlwaysSparse, SparseBlocks, in_tiles
 from wan_core.sparsity.schedule import (
     PRESETS,
     attention_share,
@@ -445,7 +445,7 @@ def test_single_forwards_can_be_sparse(experts: dict[str, WanModel]) -> None:
     x, time = torch.randn(1, 16, 3, 10, 14), torch.tensor([900.0])
     with torch.no_grad():
         dense = model(x, time, text)
-        always_sparse(model, 0.5)
+        AlwaysSparse.install(model, 0.5)
         found = model(x, time, text)
         model(x[..., :10], time, text)  # another size
         again = model(x, time, text)

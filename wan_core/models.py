@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import cast
 
 import torch
@@ -18,9 +14,9 @@ from wan_core.artifacts import Artifacts
 from wan_core.attention.registry import resolve_attention
 from wan_core.checkpoint import find_parts, load_vae
 from wan_core.checkpoint.load import StoredValues
-from wan_core.checkpoint.staged import THREADS, current_reading, reading
-from wan_core.config import DiTConfig, LoadOptions, OptionError, Task, UserError, VAEConfig
+from wan_core.config import DiTConfig, LoadOptions, OptionError, Task, VAEConfig
 from wan_core.job import Job
+from wan_core.loading import load_parts
 from wan_core.lora import AppliedLoras, check_packed, choose_mode, lora_bytes, lora_files, merging, read_loras
 from wan_core.memory.budget import MemoryPlan, cap_memory
 from wan_core.memory.residency import Residency
@@ -189,6 +185,19 @@ def load_models(
     names = [name for name in parts.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
     if job is not None and residency.policy == "stream":
         job = job.streamed()
+    why_not = None
+    if ranks is not None:
+        why_not = "the ranks make it together"
+    elif loras and how == "attach":
+        why_not = "LoRAs are attached to its linears"
+    elif is_packed(quantization):
+        why_not = "what is packed differs from matrix to matrix"
+    elif job is None:
+        why_not = "the size of the video was not known while weights were read"
+    else:
+        memory = None if planned is None else planned(job)
+        given = {"compile": options.compile, "precision": precision, "files": len(names)}
+        why_not = why_not_beside(memory, job, parts.dit, dtypes["high"], quantization, **given)
     rehearsal = Rehearsal(
         config=parts.dit,
         device=report.device,
@@ -198,20 +207,9 @@ def load_models(
         compile=options.compile,
         job=job,
         artifacts=artifacts,
+        why_not=why_not,
     )
-    if ranks is not None:
-        rehearsal.why_not = "the ranks make it together"
-    elif loras and how == "attach":
-        rehearsal.why_not = "LoRAs are attached to its linears"
-    elif is_packed(quantization):
-        rehearsal.why_not = "what is packed differs from matrix to matrix"
-    elif job is None:
-        rehearsal.why_not = "the size of the video was not known while weights were read"
-    else:
-        memory = None if planned is None else planned(job)
-        given = {"compile": options.compile, "precision": precision, "files": len(names)}
-        rehearsal.why_not = why_not_beside(memory, job, parts.dit, dtypes["high"], quantization, **given)
-    loaded = load_parts(names, load, residency, in_order=share is not None, rehearsal=rehearsal)
+    loaded = load_parts(names, load, report.device, in_order=share is not None, rehearsal=rehearsal)
     report.notes += rehearsal.notes
     for name in names:
         model, applied = loaded.pop(name), wanted.get(name, [])
@@ -225,7 +223,9 @@ def load_models(
             ]
             graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
             shared = {"ranks": ranks, "attend_lse": attend_lse}
-            optimize(model, attend=attend, compile=options.compile, device=report.device, graphs=graphs, **shared)
+            optimize(
+                model, attend=rehearsal.attend, compile=options.compile, device=report.device, graphs=graphs, **shared
+            )
         elif isinstance(model, VideoVAE):
             optimize_vae(model, report.device, ranks)
         residency.add(name, model)
@@ -252,67 +252,6 @@ def load_models(
     # Ranks stay where they were loaded: another place for another size would have to be agreed on by all of them.
     later = planned if ranks is None else None
     return Models(parts.task, residency, attention, checkpoint, low, files, later, artifacts, rehearsal.ready, ranks)
-
-
-class LoadingEnded(UserError):
-    """Another model could not be loaded, or whoever waited was interrupted: the rest is not wanted."""
-
-
-def load_parts(
-    names: Sequence[str],
-    load: Callable[[str], nn.Module],
-    residency: Residency,
-    *,
-    in_order: bool,
-    rehearsal: Rehearsal | None = None,
-) -> dict[str, nn.Module]:
-    """All models. For a GPU at once: reading one, converting another and setting up a third use different hardware.
-
-    in_order: ranks that exchange what they read must all read alike, so only the text encoder, which one of them reads
-    alone, is read beside the others. rehearsal: runs in this thread while others read, or before, where none do. What
-    fails or interrupts one ends the others within a tensor."""
-    on_gpu = residency.device.type == "cuda"
-    rehearsed = rehearsal is not None and rehearsal.worthwhile
-    if in_order or not (on_gpu or rehearsed):
-        if rehearsal is not None and rehearsed:
-            rehearsal.run()
-        if not in_order:
-            return {name: load(name) for name in names}
-    # What moves to locked memory is read, not mapped: pages of a mapping would count beside the copy.
-    now, ended = current_reading(), Event()
-    how = replace(now, threads=max(1, THREADS * 2 // len(names)), mapped=now.mapped and (in_order or not on_gpu))
-
-    def on_bytes(count: int) -> None:
-        if ended.is_set():
-            raise LoadingEnded("loading has ended")
-        if now.on_bytes is not None:
-            now.on_bytes(count)
-
-    def within(name: str) -> nn.Module:
-        # A thread's current device is the first one, whatever its maker's is.
-        with torch.cuda.device(residency.device) if on_gpu else nullcontext(), reading(replace(how, on_bytes=on_bytes)):
-            return load(name)
-
-    with ThreadPoolExecutor(2 if in_order else len(names)) as pool:
-        try:
-            if in_order:
-                alone = pool.submit(within, "text_encoder") if "text_encoder" in names else None
-                found = {name: load(name) for name in names if name != "text_encoder"}
-                return found if alone is None else found | {"text_encoder": alone.result()}
-            futures = {name: pool.submit(within, name) for name in names}
-            if rehearsal is not None and rehearsed:
-                rehearsal.run(wanted=lambda: not any(failed(future) for future in futures.values()))
-            done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()  # raises what the first that failed did
-            return {name: future.result() for name, future in futures.items()}
-        except BaseException:
-            ended.set()
-            raise
-
-
-def failed(future: Future[nn.Module]) -> bool:
-    return future.done() and future.exception() is not None
 
 
 def precision_of(precision: str, part: Part, device: torch.device, other: Part | None = None) -> str:

@@ -23,19 +23,20 @@ from torch import Tensor
 
 from wan_core.attention.fp8 import Fp8Attention
 from wan_core.kernels.formats import FP8, Quantized
+from wan_core.operators import operator, shapes_of
 
 SOFTMAX_SCALE = 256.0
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides, [B, H, L, D] as cuDNN names dimensions
 
 
-@torch.library.custom_op("wancore::cudnn_fp8", mutates_args=(), device_types="cuda")
+@operator("cudnn_fp8", device_type="cuda")
 def cudnn_fp8(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
     """FP8 data and scales [1] -> FP8 [B, L, H, D] under v's scale."""
     return _run((q, k, v), (q_scale, k_scale, v_scale), with_lse=False)[0]
 
 
-@torch.library.custom_op("wancore::cudnn_fp8_lse", mutates_args=(), device_types="cuda")
+@operator("cudnn_fp8_lse", device_type="cuda")
 def cudnn_fp8_lse(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -43,12 +44,12 @@ def cudnn_fp8_lse(
     return _run((q, k, v), (q_scale, k_scale, v_scale), with_lse=True)
 
 
-@cudnn_fp8.register_fake
+@shapes_of(cudnn_fp8)
 def _(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@cudnn_fp8_lse.register_fake
+@shapes_of(cudnn_fp8_lse)
 def _(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)

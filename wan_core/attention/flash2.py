@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wan_core.operators import operator, shapes_of
+
 
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     from flash_attn.flash_attn_interface import flash_attn_func  # pyright: ignore[reportMissingImports]
@@ -18,22 +20,22 @@ def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out.contiguous(), lse[..., : q.shape[1]].contiguous()
 
 
-@torch.library.custom_op("wancore::flash2", mutates_args=(), device_types="cuda")
+@operator("flash2", device_type="cuda")
 def flash2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _forward(q, k, v)[0]
 
 
-@torch.library.custom_op("wancore::flash2_lse", mutates_args=(), device_types="cuda")
+@operator("flash2_lse", device_type="cuda")
 def flash2_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _forward(q, k, v)
 
 
-@flash2.register_fake
+@shapes_of(flash2)
 def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@flash2_lse.register_fake
+@shapes_of(flash2_lse)
 def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)

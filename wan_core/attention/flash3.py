@@ -10,6 +10,8 @@ import inspect
 import torch
 from torch import Tensor
 
+from wan_core.operators import operator, shapes_of
+
 
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     from flash_attn_interface import flash_attn_func  # pyright: ignore[reportMissingImports]
@@ -20,22 +22,22 @@ def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out.contiguous(), lse  # promised to torch.compile; a copy only where q is a transposed view
 
 
-@torch.library.custom_op("wancore::flash3", mutates_args=(), device_types="cuda")
+@operator("flash3", device_type="cuda")
 def flash3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _forward(q, k, v)[0]
 
 
-@torch.library.custom_op("wancore::flash3_lse", mutates_args=(), device_types="cuda")
+@operator("flash3_lse", device_type="cuda")
 def flash3_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _forward(q, k, v)
 
 
-@flash3.register_fake
+@shapes_of(flash3)
 def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@flash3_lse.register_fake
+@shapes_of(flash3_lse)
 def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)

@@ -13,6 +13,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from wan_core.operators import operator, shapes_of
+
 
 def _run(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
     from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
@@ -24,22 +26,22 @@ def _run(q: Tensor, k: Tensor, v: Tensor, return_lse: bool) -> tuple[Tensor, Ten
         return flash_attn_func(q, k, v, return_lse=return_lse)
 
 
-@torch.library.custom_op("wancore::flash4", mutates_args=(), device_types="cuda")
+@operator("flash4", device_type="cuda")
 def flash4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _run(q, k, v, False)[0]
 
 
-@torch.library.custom_op("wancore::flash4_lse", mutates_args=(), device_types="cuda")
+@operator("flash4_lse", device_type="cuda")
 def flash4_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _run(q, k, v, True)
 
 
-@flash4.register_fake
+@shapes_of(flash4)
 def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@flash4_lse.register_fake
+@shapes_of(flash4_lse)
 def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wan_core.operators import operator, shapes_of
 
-@torch.library.custom_op("wancore::sage", mutates_args=(), device_types="cuda")
+
+@operator("sage", device_type="cuda")
 def sage(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from sageattention import sageattn  # pyright: ignore[reportMissingImports]
 
@@ -17,6 +19,6 @@ def sage(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sageattn(q, k, v, tensor_layout="NHD", is_causal=False).contiguous()
 
 
-@sage.register_fake
+@shapes_of(sage)
 def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(q.shape)

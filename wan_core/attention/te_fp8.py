@@ -14,11 +14,12 @@ from torch import Tensor
 
 from wan_core.attention.fp8 import Fp8Attention
 from wan_core.kernels.formats import FP8, Quantized
+from wan_core.operators import operator, shapes_of
 
 SOFTMAX_SCALE = 256.0  # as in cudnn_fp8.py
 
 
-@torch.library.custom_op("wancore::te_fp8", mutates_args=(), device_types="cuda")
+@operator("te_fp8", device_type="cuda")
 def te_fp8(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
     """FP8 data and scales [1] -> FP8 [B, L, H, D] under v's scale."""
     import transformer_engine_torch as tex  # pyright: ignore[reportMissingImports]
@@ -65,7 +66,7 @@ def te_fp8(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_
     return out._data.view(FP8).view(q.shape)
 
 
-@te_fp8.register_fake
+@shapes_of(te_fp8)
 def _(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
     return q.new_empty(q.shape)
 

@@ -4,8 +4,8 @@ It imports, loads both experts in FP8 where the device multiplies it and prepare
 same functions as `Pipeline.load`, makes the first forward of the high-noise expert at SIZE, and a second one, which is
 what a warm forward takes.
 
---one-by-one: nothing is prepared while the experts load. --profile FILE: what the main thread did after the imports
-goes there, by cProfile, which slows it.
+--compile: as the option of that name. --one-by-one: nothing is prepared while the experts load. --profile FILE: what
+the main thread did after the imports goes there, by cProfile, which slows it.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
     from wan_core.bench.measure import compile_counts, settle
     from wan_core.config import Request
     from wan_core.job import make_job
-    from wan_core.memory.residency import Residency
-    from wan_core.models import choose_device, find_quantization, load_parts
+    from wan_core.loading import load_parts
+    from wan_core.models import choose_device, find_quantization
     from wan_core.optimize import check_compile, compilations, compiled_anew, optimize
     from wan_core.parts import find_experts
     from wan_core.quant.schemes import SCHEMES
@@ -72,22 +72,24 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
     width, height, frames = parse_size(options.size)
     request = Request(prompt="", width=width, height=height, frames=frames, guidance_mode="sequential")
     job = make_job(request, experts.task, experts.dit, experts.vae)
-    check_compile("blocks", device)
+    check_compile(options.compile, device)
     lap("headers, Triton")
     attend = resolve_attention("auto", device, dtype, experts.dit.head_dim)[1]
     lap("attention's library")
-    artifacts = Artifacts.open(device, {"precision": "fp8" if fp8 else str(dtype)})
+    artifacts = None
+    if options.compile != "off":
+        artifacts = Artifacts.open(device, {"precision": "fp8" if fp8 else str(dtype)})
     rehearsal = Rehearsal(
         config=experts.dit,
         device=device,
         dtype=dtype,
         quantization=fp8,
         attend=attend,
-        compile="blocks",
+        compile=options.compile,
         job=job,
         artifacts=artifacts,
     )
-    if options.one_by_one:
+    if options.one_by_one and artifacts is not None:
         rehearsal.notes.append(artifacts.load())
         lap("artifacts")
     parts = {"high": experts.high, "low": experts.low}
@@ -102,26 +104,27 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
 
     ahead = None if options.one_by_one else rehearsal
     with torch.no_grad():
-        models = load_parts(list(parts), load, Residency(device, "resident"), in_order=False, rehearsal=ahead)
+        models = load_parts(list(parts), load, device, in_order=False, rehearsal=ahead)
         settle(device)
         lap("load both experts" if options.one_by_one else "load both experts, prepare")
         for model in models.values():
-            optimize(model, attend=attend, compile="blocks", device=device, graphs=False)  # type: ignore
-        before, (graphs, _) = compiled_anew(), compile_counts()
+            optimize(model, attend=attend, compile=options.compile, device=device, graphs=False)  # type: ignore
+        made_anew = compiled_anew if artifacts is not None else lambda: 0  # asking imports the compiler
+        before, (graphs, _) = made_anew(), compile_counts()
         forward_once(models["high"], job, "high", device)  # type: ignore
         settle(device)
         lap("first forward")
-        left = {"graphs": compile_counts()[0] - graphs, "compiled anew": compiled_anew() - before}
+        left = {"graphs": compile_counts()[0] - graphs, "compiled anew": made_anew() - before}
         start = time.time()
         forward_once(models["high"], job, "high", device)  # type: ignore
         settle(device)
         warm = round(time.time() - start, 3)
-    artifacts.save(compilations(), compiled_anew())
-    ahead_seconds = {name: round(seconds, 3) for name, seconds in rehearsal.phases.items()}
+    if artifacts is not None:
+        artifacts.save(compilations(), compiled_anew())
     return {
         "warm_forward": warm,
         "read": max(read.values()),
-        "prepared": ahead_seconds,
+        "prepared": {name: round(seconds, 3) for name, seconds in rehearsal.phases.items()},
         "first_forward": left,
         "note": "; ".join(rehearsal.notes),
     }
@@ -131,6 +134,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for name in ("device", "size", "high", "low"):
         parser.add_argument(name)
+    parser.add_argument("--compile", choices=("off", "blocks"), default="blocks")
     parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--profile")
     return parser.parse_args()

@@ -58,6 +58,7 @@ from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.parallel.sequence import find_lse
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.report import GIB
+from wan_core.sparsity.run import AlwaysSparse
 from wan_core.vae import VideoVAE
 
 DEFAULT_SETUPS = ("fp8 + cudnn-fp8", "+ flash4")
@@ -179,6 +180,7 @@ class Together:
                     yield self._sharded(setup, case, mesh, exact)
                     if mesh.ring > 2:
                         yield self._sharded(setup, case, replace(mesh, both_ways=True), exact)
+            AlwaysSparse.remove(model)  # ranks keep what exchanges tokens, and it would keep its attention
             del model, case, exact
             make_room(self.device)
 

@@ -5,6 +5,7 @@ A setup that cannot run on this device says why (`why_not`), and its row shows t
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from wan_core.models import find_quantization
 from wan_core.optimize import optimize
 from wan_core.quant.schemes import SCHEMES
 from wan_core.quant.swap import Quantization
-from wan_core.sparsity.run import always_sparse
+from wan_core.sparsity.run import AlwaysSparse
 
 PLAIN = "plain"  # the precision of a setup that quantises nothing: that of the model
 
@@ -75,10 +76,11 @@ class Setup:
     def apply(self, model: WanModel, **shared: Any) -> WanModel:
         """Make `model`, which holds its weights as `quantization` says, run so, in place. shared: `ranks` and what else
         `optimize` takes of those that share it."""
+        AlwaysSparse.remove(model)
         weight, config = model.patch_embedding.weight, model.config
         attend = resolve_attention(self.attention, weight.device, weight.dtype, config.head_dim)[1]
         optimize(model, attend=attend, compile=self.compile, graphs=self.kernels == "triton", **shared)
-        return always_sparse(model, self.keep) if self.keep < 1 else model
+        return AlwaysSparse.install(model, self.keep) if self.keep < 1 else model
 
     def load_options(self, model: str, device: torch.device) -> LoadOptions:
         """The same for a whole pipeline, all of it resident; how much is read is then up to its requests."""
@@ -125,14 +127,17 @@ REFERENCE = SETUPS["plain torch"]  # what errors are measured against
 
 
 def find_setup(name: str) -> Setup:
-    """A setup by its name in the table, or as PRECISION/ATTENTION[/torch][/compile]. Raises OptionError."""
+    """A setup by its name in the table, or as PRECISION/ATTENTION[/torch][/compile][/N%]. Raises OptionError."""
     if name in SETUPS:
         return SETUPS[name]
-    parts = name.split("/")
-    if len(parts) < 2 or not set(parts[2:]) <= {"torch", "compile"}:
+    precision, _, rest = name.partition("/")
+    attention, *more = rest.split("/")
+    shares = [part for part in more if re.fullmatch(r"\d+(\.\d+)?%", part)]
+    if not attention or not set(more) - set(shares) <= {"torch", "compile"} or len(shares) > 1:
         raise OptionError(
-            f"setup {name!r} is not known; use one of: {', '.join(SETUPS)}; or PRECISION/ATTENTION with /torch or "
-            "/compile after it, for example fp8/sdpa/torch"
+            f"setup {name!r} is not known; use one of: {', '.join(SETUPS)}; or PRECISION/ATTENTION with /torch, "
+            "/compile and the share of the keys that is read after it, for example fp8/sdpa/torch or fp8/flash4/25%"
         )
-    kernels = "torch" if "torch" in parts[2:] else "triton"
-    return Setup(name, parts[0], parts[1], kernels, "blocks" if "compile" in parts[2:] else "off")
+    kernels = "torch" if "torch" in more else "triton"
+    keep = float(shares[0][:-1]) / 100 if shares else 1.0
+    return Setup(name, precision, attention, kernels, "blocks" if "compile" in more else "off", keep)

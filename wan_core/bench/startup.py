@@ -16,12 +16,13 @@ host_gib          the largest resident size of the process meanwhile, less what 
 identical         whether every tensor is bit for bit that of load_file (fp8: of the plain path)
 
 cold process           a new process that imports, loads both experts in FP8 while it prepares the first step, and makes
-                       one forward at the largest size. "nothing kept": with empty caches. "artifacts kept": what that
-                       process left is there. "one by one": so it is, and nothing is prepared while the experts load.
+                       one forward at the largest size. "nothing kept": blocks compiled, with empty caches. "artifacts
+                       kept": what that process left is there. "one by one": so it is, and nothing is prepared while
+                       the experts load. "not compiled": the default, which compiles no block.
 
 seconds                until that forward has run, without its own time when warm
-phases                 of it, one after the other. "import wan_core" ends with `models`; "attention's library" has its
-                       imports; "first forward" whatever was not prepared
+phases                 of it, one after the other. "import wan_core" ends with `models`; "first forward" has what was
+                       not prepared
 prepared               seconds of the parts beside the loading: importing torch's compiler, artifacts, a forward of one
                        block; `read` until the last weight was there
 first_forward          graphs that the first forward still asked torch for, and how many entries no cache had for them
@@ -57,7 +58,7 @@ from wan_core.bench.results import Row, guarded
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save
-from wan_core.checkpoint.staged import Reading, reading
+from wan_core.checkpoint.staged import SHARED_THREADS, Reading, reading
 from wan_core.config import OptionError, find_task
 from wan_core.model import WanModel
 from wan_core.models import find_quantization
@@ -115,8 +116,8 @@ class Loading:
             "fastsafetensors": (_missing("fastsafetensors"), self._fastsafetensors),
             "runai": (_missing("runai_model_streamer"), self._runai),
             "ours, mapped": (None, lambda: self._ours(Reading(staged=False), None)),
-            "ours, bf16": (None, lambda: self._ours(Reading(mapped=False), None)),
-            "ours, fp8": (None, lambda: self._ours(Reading(mapped=False), fp8)),
+            "ours, bf16": (None, lambda: self._ours(Reading(mapped=False, threads=SHARED_THREADS), None)),
+            "ours, fp8": (None, lambda: self._ours(Reading(mapped=False, threads=SHARED_THREADS), fp8)),
         }
         for name, (reason, make) in ways.items():
             row = guarded(name, "both experts", reason, lambda m=make: self._timed(m))
@@ -223,7 +224,13 @@ def cold_rows(
     """Processes, from the second on with what the first one kept. profile: where another one writes what took long."""
     kept = folder / "kept"
     first = None
-    for name, more in (("nothing kept", []), ("artifacts kept", []), ("artifacts kept, one by one", ["--one-by-one"])):
+    ways = {
+        "nothing kept": [],
+        "artifacts kept": [],
+        "artifacts kept, one by one": ["--one-by-one"],
+        "not compiled": ["--compile", "off"],
+    }
+    for name, more in ways.items():
         row = guarded(f"cold process, {name}", size, None, lambda m=more: cold(files, size, device, kept, m))
         first = first or row.get("seconds")
         if first and "seconds" in row:

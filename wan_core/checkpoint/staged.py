@@ -33,7 +33,8 @@ from torch import Tensor
 from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.opened import Checkpoint, Readers
 
-THREADS = 16  # read 21 GB/s out of a warm page cache where one reads 1.5 to 3
+THREADS = 8  # each of them reads 3 GB/s out of a warm page cache; twice as many were slower, waiting for each other
+SHARED_THREADS = 4  # of one of several checkpoints that are read at once
 PIECE = 16 << 20
 BUFFERS = 2  # of a thread: one is filled while the other travels
 AHEAD = 1 << 30  # bytes that may be on the device, or on their way, before they are taken; twice that for processes

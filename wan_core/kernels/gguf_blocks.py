@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from wan_core.kernels import fused
+from wan_core.operators import operator, shapes_of
 
 CHUNK = 2**22  # numbers that are widened at a time: the intermediate tensors stay small
 
@@ -204,7 +205,7 @@ def unpack(data: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     return torch.ops.wancore.gguf_unpack(data, name, dtype)
 
 
-@torch.library.custom_op("wancore::gguf_unpack", mutates_args=())
+@operator("gguf_unpack")
 def _unpack(data: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     """A compiler sees one call: traced, the bit operations would become code of every block's graph."""
     if data.is_cuda and fused.triton_runs(data.device):
@@ -215,7 +216,7 @@ def _unpack(data: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     return unpack_reference(data, name, dtype)
 
 
-@_unpack.register_fake
+@shapes_of(_unpack)
 def _(data: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     fmt = FORMATS[name]
     return data.new_empty((*data.shape[:-1], data.shape[-1] // fmt.bytes * fmt.numbers), dtype=dtype)

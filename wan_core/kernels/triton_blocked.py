@@ -14,6 +14,7 @@ from torch import Tensor
 from wan_core.kernels.blocked import Pooled, padded, sizes_of
 from wan_core.kernels.formats import FP8, FP8_MAX
 from wan_core.kernels.triton_ops import _on
+from wan_core.operators import operator, shapes_of
 
 ROWS = 128  # of v that a program turns over
 KEYS = 64  # means of blocks that a program looks at together
@@ -36,7 +37,7 @@ def _values_kernel(x, out, amax, scale, tokens, size, C, D: tl.constexpr, ROWS: 
     tl.store(target, turned, mask=(rows < size)[None, :])
 
 
-@torch.library.custom_op("wancore::quantize_values", mutates_args=())
+@operator("quantize_values")
 def _quantize_values(x: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
     """bf16 [B, L, C] -> FP8 [B, H, D, size], its scale [1]."""
     batch, tokens, C = x.shape
@@ -50,7 +51,7 @@ def _quantize_values(x: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
     return out, scale
 
 
-@_quantize_values.register_fake
+@shapes_of(_quantize_values)
 def _(x: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
     out = x.new_empty((x.shape[0], heads, x.shape[2] // heads, size), dtype=FP8)
     return out, x.new_empty(1, dtype=torch.float32)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wan_core.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized
+from wan_core.operators import operator, shapes_of
 
 # ------------------------------------------------------------------------------------------------------------- kernels
 #
@@ -242,36 +243,36 @@ def _vector(values: Tensor | None, none: Tensor) -> Tensor:
     return none if values is None else values.float().contiguous()
 
 
-@torch.library.custom_op("wancore::norm", mutates_args=())
+@operator("norm")
 def _norm(x: Tensor, mul: Tensor, add: Tensor, eps: float, fmt: str) -> tuple[Tensor, Tensor]:
     return _launch_residual_norm(x, None, None, mul, add, eps, fmt)
 
 
-@torch.library.custom_op("wancore::residual_norm", mutates_args=("x",))
+@operator("residual_norm", mutates_args=("x",))
 def _residual_norm(
     x: Tensor, update: Tensor, gate: Tensor | None, mul: Tensor, add: Tensor, eps: float, fmt: str
 ) -> tuple[Tensor, Tensor]:
     return _launch_residual_norm(x, update, gate, mul, add, eps, fmt)
 
 
-@torch.library.custom_op("wancore::residual", mutates_args=("x",))
+@operator("residual", mutates_args=("x",))
 def _residual(x: Tensor, update: Tensor, gate: Tensor | None) -> None:
     _launch_residual_norm(x, update, gate, None, None, 0.0, "")
 
 
-@_norm.register_fake
+@shapes_of(_norm)
 def _(x: Tensor, mul: Tensor, add: Tensor, eps: float, fmt: str) -> tuple[Tensor, Tensor]:
     return _outputs(x, fmt)
 
 
-@_residual_norm.register_fake
+@shapes_of(_residual_norm)
 def _(
     x: Tensor, update: Tensor, gate: Tensor | None, mul: Tensor, add: Tensor, eps: float, fmt: str
 ) -> tuple[Tensor, Tensor]:
     return _outputs(x, fmt)
 
 
-@_residual.register_fake
+@shapes_of(_residual)
 def _(x: Tensor, update: Tensor, gate: Tensor | None) -> None:
     return None
 
@@ -302,29 +303,29 @@ def _launch_head_norm(
     return scale
 
 
-@torch.library.custom_op("wancore::head_norm", mutates_args=("x",))
+@operator("head_norm", mutates_args=("x",))
 def _head_norm(x: Tensor, weight: Tensor, eps: float, rope: Tensor | None) -> None:
     _launch_head_norm(x, x, weight, eps, rope, None, 0.0)
 
 
-@_head_norm.register_fake
+@shapes_of(_head_norm)
 def _(x: Tensor, weight: Tensor, eps: float, rope: Tensor | None) -> None:
     return None
 
 
-@torch.library.custom_op("wancore::head_norm_fp8", mutates_args=())
+@operator("head_norm_fp8")
 def _head_norm_fp8(x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor]:
     out = torch.empty(x.shape, dtype=FP8, device=x.device)
     factor = (1.0 if mean is None else 2.0) * math.sqrt(x.shape[-1]) / FP8_MAX
     return out, _launch_head_norm(x, out, weight, eps, rope, mean, factor)
 
 
-@_head_norm_fp8.register_fake
+@shapes_of(_head_norm_fp8)
 def _(x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=FP8), x.new_empty(1, dtype=torch.float32)
 
 
-@torch.library.custom_op("wancore::head_norm_fp8_blocks", mutates_args=())
+@operator("head_norm_fp8_blocks")
 def _head_norm_fp8_blocks(
     x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None, head: int, padded: int
 ) -> tuple[Tensor, Tensor]:
@@ -336,7 +337,7 @@ def _head_norm_fp8_blocks(
     return out, _launch_head_norm(x, out, weight, eps, rope, mean, factor, head)
 
 
-@_head_norm_fp8_blocks.register_fake
+@shapes_of(_head_norm_fp8_blocks)
 def _(
     x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None, head: int, padded: int
 ) -> tuple[Tensor, Tensor]:
@@ -352,29 +353,29 @@ def _launch_activate(x: Tensor, out: Tensor, scales: Tensor, fmt: str, gelu: boo
         _activate_kernel[(rows,)](x, out, scales, rows, C, GELU=gelu, FMT=_FMT[fmt], LIMIT=FP8_MAX, **_parts(C))
 
 
-@torch.library.custom_op("wancore::gelu", mutates_args=("x",))
+@operator("gelu", mutates_args=("x",))
 def _gelu(x: Tensor) -> None:
     _launch_activate(x, x, x.new_empty(0, dtype=torch.float32), "", True)
 
 
-@_gelu.register_fake
+@shapes_of(_gelu)
 def _(x: Tensor) -> None:
     return None
 
 
-@torch.library.custom_op("wancore::activate", mutates_args=())
+@operator("activate")
 def _activate(x: Tensor, fmt: str, gelu: bool) -> tuple[Tensor, Tensor]:
     out, scales = _outputs(x, fmt)
     _launch_activate(x, out, scales, fmt, gelu)
     return out, scales
 
 
-@_activate.register_fake
+@shapes_of(_activate)
 def _(x: Tensor, fmt: str, gelu: bool) -> tuple[Tensor, Tensor]:
     return _outputs(x, fmt)
 
 
-@torch.library.custom_op("wancore::quantize_tensor", mutates_args=())
+@operator("quantize_tensor")
 def _quantize_tensor(x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     amax = torch.linalg.vector_norm(x, float("inf")) if amax is None else amax.to(x.dtype)
     out = torch.empty(x.shape, dtype=FP8, device=x.device)
@@ -386,7 +387,7 @@ def _quantize_tensor(x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     return out, scale
 
 
-@_quantize_tensor.register_fake
+@shapes_of(_quantize_tensor)
 def _(x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=FP8), x.new_empty(1, dtype=torch.float32)
 

@@ -27,6 +27,7 @@ from wan_core.attention.sparse.kernels import KERNELS, expected_block
 from wan_core.config import OptionError, SparseOptions
 from wan_core.kernels.formats import FP8, Quantized
 from wan_core.model.dit import PreparedText, WanModel
+from wan_core.operators import operator, shapes_of
 from wan_core.parallel.mesh import Group, Mesh, RankMesh, even_parts, gather_parts
 from wan_core.parallel.ring import Partial, Ring
 from wan_core.parallel.ulysses import heads_for_tokens, tokens_for_heads
@@ -255,17 +256,17 @@ def find_sharded(ranks: RankMesh, attend: Attend, attend_lse: AttendLse | None) 
     return ranks.made[key]
 
 
-@torch.library.custom_op("wancore::sharded_attend", mutates_args=())
+@operator("sharded_attend")
 def sharded_attend(q: Tensor, k: Tensor, v: Tensor, key: str) -> Tensor:
     return _SHARDED[key].run(q, k, v)
 
 
-@sharded_attend.register_fake
+@shapes_of(sharded_attend)
 def _(q: Tensor, k: Tensor, v: Tensor, key: str) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@torch.library.custom_op("wancore::sharded_attend_fp8", mutates_args=())
+@operator("sharded_attend_fp8")
 def sharded_attend_fp8(
     q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, key: str
 ) -> Tensor:
@@ -275,7 +276,7 @@ def sharded_attend_fp8(
     return sharded.run_quantized(Quantized(q, q_scale), Quantized(k, k_scale), Quantized(v, v_scale))
 
 
-@sharded_attend_fp8.register_fake
+@shapes_of(sharded_attend_fp8)
 def _(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, key: str) -> Tensor:
     return q.new_empty(q.shape)
 
@@ -285,13 +286,13 @@ def reduce(x: Tensor, how: Any, group: Group) -> None:
     dist.all_reduce(x, how, group=group.process)
 
 
-@torch.library.custom_op("wancore::agree", mutates_args=())
+@operator("agree")
 def agree(x: Tensor, how: str, key: str) -> Tensor:
     group, agreed = _SHARDED[key].ranks.sequence, x.clone()
     reduce(agreed, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group)
     return agreed.div_(group.size) if how == "mean" else agreed
 
 
-@agree.register_fake
+@shapes_of(agree)
 def _(x: Tensor, how: str, key: str) -> Tensor:
     return x.clone()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from wan_core.kernels import fused
 from wan_core.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, quantize_reference
+from wan_core.operators import operator, shapes_of
 from wan_core.quant.linear import QuantLinear
 
 
@@ -148,7 +149,7 @@ class Fp8BlockLinear(Fp8Linear):
         return out if self.bias is None else out.add_(self.bias)
 
 
-@torch.library.custom_op("wancore::fp8_blocks", mutates_args=(), device_types="cuda")
+@operator("fp8_blocks", device_type="cuda")
 def _multiply_blocks(data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """[M, K] FP8 with scales [..., K / 128] -> [M, N]. cuBLAS wants rows in eights and blocks in fours; a compiler that
     saw the padding would compile lengths that need it apart."""
@@ -160,7 +161,7 @@ def _multiply_blocks(data: Tensor, scale: Tensor, weight: Tensor, weight_scale: 
     return out[:rows, :n].contiguous()
 
 
-@_multiply_blocks.register_fake
+@shapes_of(_multiply_blocks)
 def _(data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     return data.new_empty((data.shape[0], weight.shape[0]), dtype=dtype)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wan_core.kernels import microscaling
 from wan_core.kernels.formats import FP8, FP8_MAX
+from wan_core.operators import operator, shapes_of
 
 
 def unpack(weight: Tensor, scales: Tensor, scale: Tensor | None, fmt: str, dtype: torch.dtype) -> Tensor:
@@ -21,7 +22,7 @@ def unpack(weight: Tensor, scales: Tensor, scale: Tensor | None, fmt: str, dtype
     return torch.ops.wancore.mx_unpack(weight, scales, scale, fmt, dtype)
 
 
-@torch.library.custom_op("wancore::mx_unpack", mutates_args=())
+@operator("mx_unpack")
 def _unpack(weight: Tensor, scales: Tensor, scale: Tensor | None, fmt: str, dtype: torch.dtype) -> Tensor:
     """A compiler sees one call."""
     if fmt == "mxfp8":
@@ -30,7 +31,7 @@ def _unpack(weight: Tensor, scales: Tensor, scale: Tensor | None, fmt: str, dtyp
     return microscaling.decode_nvfp4(weight, scales, scale).to(dtype)
 
 
-@_unpack.register_fake
+@shapes_of(_unpack)
 def _(weight: Tensor, scales: Tensor, scale: Tensor | None, fmt: str, dtype: torch.dtype) -> Tensor:
     return weight.new_empty((weight.shape[0], weight.shape[1] * (2 if fmt == "nvfp4" else 1)), dtype=dtype)
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from wan_core.attention.library import IMPORT_FAULTS, Library
 from wan_core.kernels.formats import BLOCK, FP8, FP8_MAX, Quantized
+from wan_core.operators import operator, shapes_of
 from wan_core.quant.fp8 import Fp8BlockLinear, Fp8TensorLinear, padded
 
 HISTORY = 16  # forwards of the model whose amax decides a delayed scale
@@ -176,18 +177,18 @@ def engine() -> Engine:
 # ------------------------------------------------------------------------------------------------------------------ ops
 
 
-@torch.library.custom_op("wancore::te_quantize_current", mutates_args=(), device_types="cuda")
+@operator("te_quantize_current", device_type="cuda")
 def _quantize_current(x: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device(x.device):  # the library allocates and launches on the current device
         return engine().quantize_current(x)
 
 
-@_quantize_current.register_fake
+@shapes_of(_quantize_current)
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=FP8), x.new_empty(1, dtype=torch.float32)
 
 
-@torch.library.custom_op("wancore::te_quantize_block", mutates_args=(), device_types="cuda")
+@operator("te_quantize_block", device_type="cuda")
 def _quantize_block(x: Tensor) -> tuple[Tensor, Tensor]:
     """Scales [..., K / 128], those of a group together. The padding of the rows to a multiple of 4 that follows each
     group stays in here: a compiler that saw it would compile sizes without it apart."""
@@ -197,7 +198,7 @@ def _quantize_block(x: Tensor) -> tuple[Tensor, Tensor]:
     return data, scales.narrow(1, 0, rows).t().unflatten(0, x.shape[:-1])
 
 
-@_quantize_block.register_fake
+@shapes_of(_quantize_block)
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = -(-x.shape[-1] // BLOCK)
     lead = (x.numel() // x.shape[-1] + 3) // 4 * 4
@@ -208,7 +209,7 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=FP8), scales
 
 
-@torch.library.custom_op("wancore::te_quantize_delayed", mutates_args=("scale", "amax", "used"))
+@operator("te_quantize_delayed", mutates_args=("scale", "amax", "used"))
 def _quantize_delayed(x: Tensor, scale: Tensor, amax: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     """The tensors of a `Slot`. The first use sets `scale` from x itself; any use raises `amax`."""
     if not used.item():  # in host memory: no wait for the device
@@ -223,12 +224,12 @@ def _quantize_delayed(x: Tensor, scale: Tensor, amax: Tensor, used: Tensor) -> t
         return engine().quantize_delayed(x, scale, amax)
 
 
-@_quantize_delayed.register_fake
+@shapes_of(_quantize_delayed)
 def _(x: Tensor, scale: Tensor, amax: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=FP8), x.new_empty(1, dtype=torch.float32)
 
 
-@torch.library.custom_op("wancore::te_gemm", mutates_args=(), device_types="cuda")
+@operator("te_gemm", device_type="cuda")
 def _gemm(
     data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -247,7 +248,7 @@ def _gemm(
         return engine().multiply(data, scale, weight, weight_scale, bias, dtype)
 
 
-@_gemm.register_fake
+@shapes_of(_gemm)
 def _(
     data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:

@@ -129,29 +129,47 @@ class SparseBlocks:
         return self.table[2]
 
 
-def always_sparse(model: WanModel, keep: float) -> WanModel:
-    """`model` with every layer of every forward reading `keep` of the blocks, until its `run_blocks` is replaced: for
-    measuring single forwards, which have no plan."""
-    options = SparseOptions(sparsity=1 - keep, dense_steps=0, ramp=0)
-    step = Step(
-        index=0, timestep=0, sigma=0, sigma_next=0, expert="high", guidance=1, branches=("cond",), sparsity=1 - keep
-    )
-    made: dict[Grid, SparseBlocks] = {}
-    before = model.run_blocks
+class AlwaysSparse:
+    """In the place of `run_blocks`: every layer of every forward reads `keep` of the blocks. For measuring single
+    forwards, which have no plan."""
 
-    def run_blocks(tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
-        grid = model.grid
-        if grid not in made:
-            model.run_blocks = before
-            for other in made.values():
+    def __init__(self, model: WanModel, keep: float) -> None:
+        self.model, self.before = model, model.run_blocks
+        self.alone = "run_blocks" not in vars(model)  # what stood there is the class's
+        self.options = SparseOptions(sparsity=1 - keep, dense_steps=0, ramp=0)
+        self.step = Step(
+            index=0, timestep=0, sigma=0, sigma_next=0, expert="high", guidance=1, branches=("cond",), sparsity=1 - keep
+        )
+        self.made: dict[Grid, SparseBlocks] = {}
+
+    @classmethod
+    def install(cls, model: WanModel, keep: float) -> WanModel:
+        cls.remove(model)
+        model.run_blocks = cls(model, keep)
+        return model
+
+    @staticmethod
+    def remove(model: WanModel) -> None:
+        """Put back what stood there before, if one is in place."""
+        sparse = vars(model).get("run_blocks")
+        if not isinstance(sparse, AlwaysSparse):
+            return
+        for blocks in sparse.made.values():
+            blocks.install(sparse=False)
+        del model.run_blocks
+        if not sparse.alone:
+            model.run_blocks = sparse.before
+
+    def __call__(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
+        grid = self.model.grid
+        if grid not in self.made:
+            self.model.run_blocks = self.before
+            for other in self.made.values():
                 other.install(sparse=False)
-            made[grid] = SparseBlocks(model, options, None, grid)
-            model.run_blocks = run_blocks
-        made[grid].expect(step, ("cond",))
-        return made[grid](tokens, modulation, rope, text)
-
-    model.run_blocks = run_blocks
-    return model
+            self.made[grid] = SparseBlocks(self.model, self.options, None, grid)
+            self.model.run_blocks = self
+        self.made[grid].expect(self.step, ("cond",))
+        return self.made[grid](tokens, modulation, rope, text)
 
 
 def attend_seam(attention: Any) -> tuple[Any, str]:

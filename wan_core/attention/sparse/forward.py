@@ -38,6 +38,7 @@ from wan_core.kernels.blocked import (
     whole,
 )
 from wan_core.kernels.formats import FP8, FP8_MAX, Quantized
+from wan_core.operators import operator, shapes_of
 
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tiles], None]
 """(layer, q, k, v [B, L, H, D] in the order of the tiles, tiles)"""
@@ -184,24 +185,24 @@ def _state() -> Forward:
     return state
 
 
-@torch.library.custom_op("wancore::sparse_attention", mutates_args=())
+@operator("sparse_attention")
 def sparse_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[B, L, H, D] -> contiguous [B, L, H, D]."""
     return _state().attend(q, k, v)
 
 
-@sparse_attention.register_fake
+@shapes_of(sparse_attention)
 def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@torch.library.custom_op("wancore::sparse_attention_fp8", mutates_args=())
+@operator("sparse_attention_fp8")
 def sparse_attention_fp8(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
     """FP8 data and scales [1] -> contiguous FP8 [B, L, H, D] in units of v's scale."""
     return _state().attend_fp8(Quantized(q, q_scale), Quantized(k, k_scale), Quantized(v, v_scale))
 
 
-@sparse_attention_fp8.register_fake
+@shapes_of(sparse_attention_fp8)
 def _(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
     return q.new_empty(q.shape)
 

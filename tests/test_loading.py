@@ -1,0 +1,94 @@
+"""Models that load at once, and the first step that is set up meanwhile. Devices are named here, not used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wan_core.attention.registry import AttentionError
+from wan_core.checkpoint.staged import SHARED_THREADS, THREADS, Reading, current_reading, reading
+from wan_core.config import LoadOptions
+from wan_core.loading import LoadingEnded, load_parts
+from wan_core.pipeline import Pipeline
+from wan_core.rehearsal import Rehearsal
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+def rehearsing(run: Callable[[Callable[[], bool]], None]) -> Rehearsal:
+    return SimpleNamespace(worthwhile=True, run=lambda wanted: run(wanted))  # type: ignore
+
+
+def test_the_first_step_is_prepared_while_files_are_read() -> None:
+    preparing, reads = threading.Event(), threading.Event()
+
+    def load(name: str) -> torch.nn.Module:
+        reads.set()
+        assert preparing.wait(10), "nothing was prepared while this was read"
+        return torch.nn.Identity()
+
+    def run(wanted: Callable[[], bool]) -> None:
+        assert reads.wait(10) and wanted(), "nothing was read while this was prepared"
+        preparing.set()
+
+    models = load_parts(["high", "low"], load, GPU, in_order=False, rehearsal=rehearsing(run))
+    assert list(models) == ["high", "low"]
+
+
+def test_an_interrupted_preparation_ends_the_reading() -> None:
+    ended: list[type] = []
+
+    def load(name: str) -> torch.nn.Module:
+        on_bytes = current_reading().on_bytes
+        assert on_bytes is not None
+        try:
+            for _ in range(1000):
+                time.sleep(0.01)
+                on_bytes(1)
+        except Exception as fault:
+            ended.append(type(fault))
+            raise
+        raise AssertionError("read to the end")
+
+    def run(wanted: Callable[[], bool]) -> None:
+        raise KeyboardInterrupt
+
+    begin = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        load_parts(["high", "low"], load, GPU, in_order=False, rehearsal=rehearsing(run))
+    assert ended == [LoadingEnded] * 2 and time.perf_counter() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "expected"),
+    [(["high"], Reading(), THREADS), (["high", "low"], Reading(), SHARED_THREADS), (["a", "b"], Reading(threads=2), 2)],
+)
+def test_several_files_share_the_threads(names: list[str], given: Reading, expected: int) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def load(name: str) -> torch.nn.Module:
+        seen.append((current_reading().threads, current_reading().mapped))
+        return torch.nn.Identity()
+
+    with reading(given):
+        load_parts(names, load, GPU, in_order=False)
+    assert seen == [(expected, False)] * len(names)
+
+
+@pytest.mark.parametrize(("name", "words"), [("flash9", "is not known"), ("flash4", "needs an NVIDIA GPU")])
+def test_a_backend_that_cannot_run_is_refused_before_anything_is_read(name: str, words: str) -> None:
+    read: list[int] = []
+    with reading(Reading(on_bytes=read.append)), pytest.raises(AttentionError, match=words):
+        Pipeline.load(LoadOptions(model="tiny", device="cpu", attention=name))
+    assert read == []

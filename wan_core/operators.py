@@ -1,0 +1,45 @@
+"""torch operators made of Python functions: to a compiler, one call whose results have known shapes.
+
+What `torch.library.custom_op` does, without importing torch's compiler when an operator first runs (three seconds,
+whether anything is compiled or not), and with a quarter of the Python in each call: 9 µs for 38, measured on a CPU. Its
+operators refuse to be differentiated. Nothing here is for training, and these do not notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar, cast
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., object])
+NAMESPACE = "wancore"
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+# Strides are what they were when the function was traced, whatever a compiler would like better.
+_strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)  # the former since torch 2.7
+_tags = (torch.Tag.pt2_compliant_tag, _strides)
+
+
+def operator(name: str, *, mutates_args: Iterable[str] = (), device_type: str | None = None) -> Callable[[F], F]:
+    """Make the decorated function the operator `wancore::name`, on devices of `device_type` (None: of all). Annotations
+    of its arguments and results are the schema; nothing that comes back shares memory with an argument."""
+
+    def define(function: F) -> F:
+        schema = torch.library.infer_schema(function, mutates_args=tuple(mutates_args))
+        _library.define(name + schema, tags=_tags)
+        _library.impl(name, function, "CompositeExplicitAutograd" if device_type is None else device_type.upper())
+        return cast(F, getattr(getattr(torch.ops, NAMESPACE), name).default)
+
+    return define
+
+
+def shapes_of(operation: Callable[..., object]) -> Callable[[F], F]:
+    """Make the decorated function say what `operation`, an operator of this module, gives: tensors of the right shapes,
+    dtypes and strides, whatever is in them."""
+
+    def register(function: F) -> F:
+        torch.library.register_fake(cast(torch._ops.OpOverload, operation), function, lib=_library)
+        return function
+
+    return register
