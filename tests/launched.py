@@ -50,7 +50,7 @@ def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.05)
 
 
-def wait_until_gone(pids: Collection[int], seconds: float = 10) -> None:
+def wait_until_gone(pids: Collection[int], seconds: float = 20) -> None:
     """No orphan: every one of these processes has ended."""
     wait_until(lambda: not parents().keys() & set(pids), seconds, f"still there: {[command_of(p) for p in pids]}")
 

@@ -81,8 +81,11 @@ def attention(mesh: str, heads: int, tokens: int, batch: int = 1, backend: str =
 
 
 @torch.no_grad()
-def trajectory(mesh: str | None, compile: str | None = None, **options) -> tuple[Tensor, Tensor, dict]:
-    """Latents and frames of the embedded model, and the report's settings."""
+def trajectory(
+    mesh: str | None, compile: str | None = None, decode: bool = True, **options
+) -> tuple[Tensor, Tensor, dict]:
+    """Latents and frames of the embedded model, and the report's settings. decode: most of the work; without it there
+    are no frames."""
     request = dict(options.pop("request", {}))
     skip = request.pop("magcache", None)
     guided = request.pop("guidance", None)
@@ -99,9 +102,14 @@ def trajectory(mesh: str | None, compile: str | None = None, **options) -> tuple
     if compile is not None:
         for name in ("high", "low"):
             compile_blocks(pipe.models.expert(name), CPU, compile)
-    result = pipe.generate(asked)
-    said = {**result.report.settings, "notes": result.report.notes, "held": list(pipe.models.residency.models)}
-    return result.latents, torch.from_numpy(result.frames), said
+    if decode:
+        result = pipe.generate(asked)
+        latents, frames = result.latents, torch.from_numpy(result.frames)
+    else:
+        job = pipe.prepare(asked)
+        latents, frames = pipe.sample(job, pipe.encode(job)), torch.empty(0, dtype=torch.uint8)
+    said = {**pipe.report.settings, "notes": pipe.report.notes, "held": list(pipe.models.residency.models)}
+    return latents, frames, said
 
 
 def weights(mesh: str, how: str) -> tuple[list[str], dict[str, int]]:

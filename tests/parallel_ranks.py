@@ -9,6 +9,7 @@ All ranks of a world leave it before any of them enters another.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,12 +39,13 @@ def free_port() -> int:
 
 def _rank(rank: int, pipe: Connection, trace: str) -> None:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     import parallel_checks
     import parallel_loading
+
+    gc.freeze()  # what is imported stays
 
     stands = open(trace, "w")  # noqa: SIM115 - for as long as this process lives
     faulthandler.register(signal.SIGUSR1, file=stands, all_threads=True)
@@ -75,7 +78,9 @@ class Ranks:
 
     def start(self) -> None:
         context = mp.get_context("forkserver")  # its server imports everything, and every rank begins as a copy of it
-        context.set_forkserver_preload(["parallel_checks", "parallel_loading"])
+        # What several ranks compile with is imported once; not where it may ask a GPU's driver, which no copy can use.
+        compiler = [] if torch.cuda.is_available() else ["torch._dynamo"]
+        context.set_forkserver_preload(["parallel_checks", "parallel_loading", *compiler])
         pairs = [context.Pipe() for _ in range(self.most)]
         self.size = 0  # of the world that they form
         self.pipes = [ours for ours, _ in pairs]

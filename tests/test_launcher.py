@@ -411,3 +411,19 @@ def test_ranks_that_were_idle_for_long_do_not_hang() -> None:
     running.begun -= 11
     with pytest.raises(WorkerError, match="no rank got any further for 10 s"):
         workers._watch(running, "sample")
+
+
+def test_a_rank_is_not_blamed_for_the_silence_of_the_one_that_reports() -> None:
+    """Rank 0 says how long each of the others has been silent; while it is late itself, nobody knows."""
+    workers = Workers(WorkerOptions(devices=("cpu", "cpu"), silence=10))
+    status = {"host": "h", "pid": 1, "device": "cpu", "phase": "load", "step": 0, "of": 0, "count": 3, "still": 0.0}
+    statuses = [{**status, "rank": rank, "silent": 1.0 * rank} for rank in range(2)]
+    now = time.monotonic()
+    running: Any = SimpleNamespace(statuses=statuses, heard=now - 9.5, begun=now)
+    workers._watch(running, "sample")
+    running.heard -= 1
+    with pytest.raises(WorkerError, match=r"rank 0 gave no sign of life for 1[01] s"):
+        workers._watch(running, "sample")
+    running.heard, statuses[1]["silent"] = now, 11.0
+    with pytest.raises(WorkerError, match=r"rank 1 .* gave no sign of life for 11 s"):
+        workers._watch(running, "sample")

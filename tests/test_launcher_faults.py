@@ -1,10 +1,13 @@
 """Workers that are killed, stopped, starved and lied to: each fault ends in seconds with a message that names the rank,
 nothing is left running, and the next prompt works. Two real ranks on the CPU, the embedded model, real limits of the
-system."""
+system. The first pair is started as a program starts it; those that come after a fault begin as copies (`forked.py`).
+
+Nothing here is told by time but what a fault's own message is about, and for that alone the limits are made short: a
+busy machine may pause any process for seconds."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import resource
 import signal
@@ -14,13 +17,15 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.launched import below, memory_of, ranks_below, wait_until, wait_until_gone
+from tests.forked import Forked, forking
+from tests.launched import below, memory_of, wait_until, wait_until_gone
 from wan_core import load_text_encoder, load_vae, make_plan
 from wan_core.conditioning import Conditioning, draw_noise, join_image
 from wan_core.config import LoadOptions, OptionError, Request
@@ -47,10 +52,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = LoadOptions(model="tiny", device="cpu")
 SMALL = {"prompt": "a red circle moving right on a blue background", "width": 48, "height": 48, "frames": 5, "seed": 3}
 SMALL |= {"steps": 2}
+LEAST = {**SMALL, "width": 32, "height": 32, "steps": 1}
 LONG = {**SMALL, "steps": 1000, "solver": "euler", "width": 96, "height": 96, "frames": 17}  # half a minute at least
 MESH = "1x1x2"  # every forward needs both ranks
-# Patience for a busy machine; what is to be found is found within these seconds and a few more.
-PATIENCE: dict[str, Any] = {"start_timeout": 60.0, "step_timeout": 12.0, "silence": 6.0}
+PATIENCE: dict[str, Any] = {"start_timeout": 120.0, "step_timeout": 120.0, "silence": 60.0}  # for a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +64,11 @@ def workers() -> Iterator[Workers]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))  # what is freed can be seen
     with Workers(WorkerOptions(devices=("cpu", "cpu"), mesh=MESH, **PATIENCE)) as found:
-        yield found
         assert run(found).frames.shape == (5, 48, 48, 3)
-    wait_until_gone(below(os.getpid()))
+        with forking():
+            yield found
+        processes = all_of(found) if found.is_running else set()
+    wait_until_gone(processes)
 
 
 @pytest.fixture(scope="module")
@@ -80,29 +87,50 @@ def ranks(workers: Workers) -> list[int]:
     """Process ids by rank, of workers that are ready."""
     if not workers.is_running:
         run(workers)
-    found = ranks_below(os.getpid())
+    found = sorted(all_of(workers) - {supervisor_of(workers)})
     assert len(found) == 2
     return found
 
 
-def after(seconds: float, act: Callable[[], object]) -> Callable[..., None]:
-    """While steps run, once, when all ranks have said where they are."""
-    begin: list[float] = []
+def supervisor_of(workers: Workers) -> int:
+    assert workers._running is not None
+    return workers._running.process.pid
+
+
+def all_of(workers: Workers) -> set[int]:
+    """Process ids of ranks and supervisor."""
+    return below(supervisor_of(workers)) | {supervisor_of(workers)}
+
+
+def in_a_step(workers: Workers, act: Callable[[], object]) -> Callable[..., None]:
+    """While steps run, once, when every rank has said that it is in one."""
+    done: list[bool] = []
 
     def on_step(progress: RemoteProgress, _: float | None) -> None:
-        begin.append(time.monotonic())
-        if len(begin) > 1 and begin[-2] - begin[0] < seconds <= begin[-1] - begin[0]:
+        assert workers._running is not None
+        statuses = workers._running.statuses
+        if not done and len(statuses) == 2 and all(status["of"] == progress.total for status in statuses):
+            done.append(True)
             act()
 
     return on_step
 
 
-def failure(workers: Workers, seconds: float, **changed: Any) -> str:
-    """The message of a request that must fail within so many seconds, leaving no process."""
-    processes, begin = below(os.getpid()), time.monotonic()
+@contextlib.contextmanager
+def impatient(workers: Workers, **limits: float) -> Iterator[None]:
+    """With shorter limits."""
+    patient = workers.options
+    workers.options = replace(patient, **limits)  # pyright: ignore[reportArgumentType]
+    yield
+    workers.options = patient
+
+
+def failure(workers: Workers, **changed: Any) -> str:
+    """The message of a request that must fail long before patience ends, leaving no process."""
+    processes, begin = all_of(workers), time.monotonic()
     with pytest.raises(WorkerError) as raised:
         run(workers, **changed)
-    assert time.monotonic() - begin < seconds
+    assert time.monotonic() - begin < 40
     wait_until_gone(processes)
     return str(raised.value)
 
@@ -111,12 +139,12 @@ def test_the_same_result_as_one_process_and_fifty_prompts_take_no_more_memory(
     workers: Workers, alone: torch.Tensor
 ) -> None:
     for prompt in range(50):
-        result = run(workers)
+        run(workers, **LEAST)
         if prompt == 14:
             before = [memory_of(pid) for pid in ranks(workers)]
-    assert (result.latents - alone).abs().max() < 1e-4
     grown = [memory_of(pid) - held for pid, held in zip(ranks(workers), before, strict=True)]
     assert max(grown) < 12 * 2**20, grown
+    assert (run(workers).latents - alone).abs().max() < 1e-4
 
 
 CPU = torch.device("cpu")
@@ -177,25 +205,25 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
 
 def test_a_rank_killed_in_a_step(workers: Workers) -> None:
     pids = ranks(workers)
-    words = failure(workers, 20, **LONG, on_step=after(2, lambda: os.kill(pids[1], signal.SIGKILL)))
+    words = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(pids[1], signal.SIGKILL)))
     assert f"rank 1 on {socket.gethostname()} (process {pids[1]}, cpu) was ended by signal 9 (SIGKILL)" in words
     assert "denoise" in words and "of 1000" in words and "anew" in words
-    assert run(workers).frames.std() > 0
-    assert not set(ranks(workers)) & set(pids)
+    assert run(workers).frames.std() > 0 and not set(ranks(workers)) & set(pids)
 
 
 def test_the_rank_that_talks_killed_in_a_step(workers: Workers) -> None:
     pids = ranks(workers)
-    words = failure(workers, 20, **LONG, on_step=after(2, lambda: os.kill(pids[0], signal.SIGKILL)))
+    words = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(pids[0], signal.SIGKILL)))
     assert f"(process {pids[0]}, cpu) was ended by signal 9" in words
 
 
 def test_a_rank_killed_between_prompts_costs_no_prompt(workers: Workers) -> None:
     pids = ranks(workers)
     assert workers.call("ping")[0]["kind"] == "pong"
+    processes = all_of(workers)
     os.kill(pids[1], signal.SIGKILL)
-    wait_until_gone(below(os.getpid()))
-    wait_until(lambda: not workers.is_running, 5, "the end of the ranks is not noticed")
+    wait_until_gone(processes)
+    wait_until(lambda: not workers.is_running, 20, "the end of the ranks is not noticed")
     assert run(workers).frames.std() > 0
 
 
@@ -203,7 +231,13 @@ def test_a_rank_killed_between_prompts_costs_no_prompt(workers: Workers) -> None
 def test_a_rank_that_stops(workers: Workers, rank: int) -> None:
     """It is there and does not answer, as on a machine that hangs. A stopped process heeds no signal but KILL."""
     pids = ranks(workers)
-    words = failure(workers, 25, **LONG, on_step=after(2, lambda: os.kill(pids[rank], signal.SIGSTOP)))
+
+    def stop() -> None:
+        os.kill(pids[rank], signal.SIGSTOP)
+        workers.options = replace(workers.options, silence=5.0)
+
+    with impatient(workers):  # from then on
+        words = failure(workers, **LONG, on_step=in_a_step(workers, stop))
     assert f"rank {rank}" in words and "no sign of life" in words and "denoise" in words and "of 1000" in words
 
 
@@ -211,8 +245,9 @@ def test_ranks_that_get_no_further(workers: Workers, tmp_path: Path) -> None:
     """They live and say so, but wait for something that never comes: here, for a picture that nobody writes."""
     ranks(workers)
     os.mkfifo(tmp_path / "first.png")
-    words = failure(workers, 30, image=str(tmp_path / "first.png"))
-    assert "no rank got any further for 12 s" in words and "rank 0: idle; rank 1: idle" in words
+    with impatient(workers, step_timeout=3.0):
+        words = failure(workers, image=str(tmp_path / "first.png"))
+    assert "no rank got any further for 3 s" in words and "rank 0: idle; rank 1: idle" in words
 
 
 def limit_memory(pid: int) -> None:
@@ -222,13 +257,11 @@ def limit_memory(pid: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_AS, (allowed, resource.RLIM_INFINITY))
 
 
-LARGE = {"width": 256, "height": 256, "frames": 17, "steps": 1}
-
-
 def test_a_rank_that_runs_out_of_memory(workers: Workers) -> None:
     pids = ranks(workers)
     limit_memory(pids[1])
-    words = failure(workers, 30, **LARGE)
+    # The noise is 22 MB, too much for this rank; the other waits for it at the first exchange.
+    words = failure(workers, width=1024, height=1024, frames=81, steps=1)
     assert f"rank 1 on {socket.gethostname()} (process {pids[1]}, cpu) ran out of memory in " in words
     assert "Smaller" in words or "smaller size" in words
 
@@ -290,24 +323,25 @@ def test_an_interruption_stops_all_ranks_at_one_step(workers: Workers) -> None:
 
 def test_a_supervisor_that_is_killed_takes_its_ranks_along(workers: Workers) -> None:
     pids = ranks(workers)
-    [supervisor] = below(os.getpid()) - set(pids)
-    words = failure(workers, 20, **LONG, on_step=after(2, lambda: os.kill(supervisor, signal.SIGKILL)))
+    supervisor = supervisor_of(workers)
+    assert below(os.getpid()) >= {supervisor, *pids}
+    words = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(supervisor, signal.SIGKILL)))
     assert "supervisor of the ranks ended with -9" in words
+    assert run(workers).frames.std() > 0
 
 
-def test_workers_that_are_dropped_end(workers: Workers) -> None:
+def test_workers_that_are_dropped_end() -> None:
     """Without a word, as a node does that is removed from its graph."""
-    others = below(os.getpid())
     dropped = Workers(WorkerOptions(devices=("cpu",), **PATIENCE))
-    run(dropped)
-    mine = below(os.getpid()) - others
+    with forking():
+        dropped.call("ping")
+    mine = all_of(dropped)
     assert len(mine) == 2
     folder = dropped._running.folder if dropped._running else ""
     assert Path(folder).is_dir()
     del dropped
     wait_until_gone(mine)
-    wait_until(lambda: not Path(folder).exists(), 5, folder)
-    assert below(os.getpid()) == others
+    wait_until(lambda: not Path(folder).exists(), 20, folder)
 
 
 def test_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,9 +349,9 @@ def test_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "Listener", lambda key: Listener(new_key()))
     others, begin = below(os.getpid()), time.monotonic()
     strangers = Workers(WorkerOptions(devices=("cpu",), **PATIENCE))
-    with pytest.raises(WorkerError, match="refused the key of this worker"):
+    with forking(), pytest.raises(WorkerError, match="refused the key of this worker"):
         run(strangers)
-    assert time.monotonic() - begin < 25
+    assert time.monotonic() - begin < 40
     wait_until_gone(below(os.getpid()) - others)
 
 
@@ -326,10 +360,10 @@ def test_a_rendezvous_port_that_is_taken() -> None:
     others, begin = below(os.getpid()), time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = {"nodes": 2, "rendezvous": f"127.0.0.1:{taken.getsockname()[1]}", "run_id": "taken"}
-        lost = Workers(WorkerOptions(devices=("cpu",), **{**PATIENCE, "start_timeout": 5}, **options))
-        with pytest.raises(WorkerError, match=r"port taken|not ready within 5 s") as raised:
+        lost = Workers(WorkerOptions(devices=("cpu",), **{**PATIENCE, "start_timeout": 4}, **options))
+        with forking(), pytest.raises(WorkerError, match=r"port taken|not ready within 4 s") as raised:
             run(lost)
-    assert time.monotonic() - begin < 25, raised.value
+    assert time.monotonic() - begin < 40, raised.value
     wait_until_gone(below(os.getpid()) - others)
 
 
@@ -348,15 +382,12 @@ PROGRAM = """
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_a_program_that_is_killed_leaves_nothing(sign: signal.Signals) -> None:
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    # What runs in the background of a shell ignores SIGINT, and its children would inherit that.
-    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    program = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=heeds
-    )
+    program = Forked(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert program.stdout is not None
     assert program.stdout.readline() == "0\n"
     processes = below(program.pid)
     assert len(processes) == 3
     os.kill(program.pid, sign)
-    program.wait(30)
+    program.wait(40)
+    program.stdout.close()
     wait_until_gone(processes)

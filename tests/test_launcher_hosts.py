@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.forked import Forked, forking
 from tests.launched import below, wait_until_gone
 from wan_core.cli import main
 from wan_core.config import LoadOptions, Request
@@ -42,7 +43,7 @@ def further_host(port: int, name: str, ranks: int = 1) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *words]
     command[command.index("--nproc-per-node") + 1] = str(ranks)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(
+    return Forked(
         [*command, "--devices", ",".join(["cpu"] * ranks)], env=environment, stderr=subprocess.PIPE, text=True
     )
 
@@ -52,13 +53,14 @@ def test_two_hosts_make_what_one_process_makes(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     tiny, port = LoadOptions(model="tiny", device="cpu"), free_port()
     alone = Pipeline.load(tiny).generate(Request(**SMALL))
+    others = below(os.getpid())
     other = further_host(port, "two-hosts", ranks=2)
     options = {"nodes": 2, "rendezvous": f"127.0.0.1:{port}", "run_id": "two-hosts", "mesh": "2x1x2"}
     processes: set[int] = set()
     try:
-        with Workers(WorkerOptions(devices=("cpu", "cpu"), start_timeout=90, **options)) as workers:
+        with forking(), Workers(WorkerOptions(devices=("cpu", "cpu"), start_timeout=90, **options)) as workers:
             result = generate(workers, tiny, Request(**SMALL))
-            processes = below(os.getpid())
+            processes = below(os.getpid()) - others
             assert len(processes) == 3 + 3
         assert (result.latents - alone.latents).abs().max() < 1e-4
         assert np.abs(result.frames.astype(int) - alone.frames).max() <= 1
@@ -70,11 +72,11 @@ def test_two_hosts_make_what_one_process_makes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_host_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "run_id": "alone"}
-    workers = Workers(WorkerOptions(devices=("cpu",), start_timeout=6, **options))
-    with pytest.raises(WorkerError, match=r"not ready within 6 s|could not be brought together"):
+    options, others = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "run_id": "alone"}, below(os.getpid())
+    workers = Workers(WorkerOptions(devices=("cpu",), start_timeout=4, **options))
+    with forking(), pytest.raises(WorkerError, match=r"not ready within 4 s|could not be brought together"):
         generate(workers, LoadOptions(model="tiny"), Request(**SMALL))
-    wait_until_gone(below(os.getpid()))
+    wait_until_gone(below(os.getpid()) - others)
 
 
 def test_generate_on_gpus_writes_what_generate_writes(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import forking
 from tests.launched import below
 from wan_core.config import LoadOptions, Request
 from wan_core.parallel.launcher import Workers
@@ -43,7 +44,7 @@ def listening(pids: set[int]) -> list[str]:
 def test_workers_of_one_host_listen_to_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     others = below(os.getpid())
-    with Workers(WorkerOptions(devices=("cpu", "cpu"), mesh="1x1x2")) as workers:
-        generate(workers, LoadOptions(model="tiny"), Request(**SMALL))
+    with forking(), Workers(WorkerOptions(devices=("cpu", "cpu"), mesh="1x1x2")) as workers:
+        generate(workers, LoadOptions(model="tiny", device="cpu"), Request(**SMALL))
         found = listening(below(os.getpid()) - others)
     assert found and {place.partition(":")[0] for place in found} <= HERE

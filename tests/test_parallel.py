@@ -50,6 +50,7 @@ def alone():
     known: dict[str, tuple[torch.Tensor, torch.Tensor, dict]] = {}
 
     def find(**options):
+        options = {"decode": False, **options}
         key = repr(options)
         if key not in known:
             known[key] = parallel_checks.trajectory(None, **options)
@@ -58,20 +59,27 @@ def alone():
     return find
 
 
+def together(ranks, **options):
+    """What every rank makes of a request but for its pictures, which are most of the work and the first test's."""
+    return ranks.ask("trajectory", decode=False, **options)
+
+
 def equal_on_all(answers, wanted) -> None:
     """The same bits on every rank, and one rank's result but for rounding."""
     for latents, frames, _ in answers:
         assert torch.equal(latents, answers[0][0]) and torch.equal(frames, answers[0][1])
     assert parallel_checks.relative(answers[0][0], wanted[0]) < ROUNDING
-    assert int((answers[0][1].int() - wanted[1].int()).abs().max()) <= 1
+    if len(wanted[1]):
+        assert int((answers[0][1].int() - wanted[1].int()).abs().max()) <= 1
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
-    """The embedded model has 4 heads, so 3 ranks have 2, 1 and 1; its 180 tokens are 30 to a rank on six."""
-    request = {"steps": 4}
-    answers = ranks.ask("trajectory", mesh=mesh, request=request)
-    equal_on_all(answers, alone(request=request))
+    """The embedded model has 4 heads, so 3 ranks have 2, 1 and 1; 50 tokens go into 3, 4 or 6 parts that differ."""
+    given = {"request": {"steps": 4, "width": 80, "height": 80, "frames": 5}, "decode": True}
+    answers = ranks.ask("trajectory", mesh=mesh, **given)
+    equal_on_all(answers, alone(**given))
+    assert answers[0][1].shape == (5, 80, 80, 3)
     assert ["text_encoder" in said["held"] for _, _, said in answers] == [False] * (len(answers) - 1) + [True]
     assert {said["mesh"] for _, _, said in answers} == {mesh}
 
@@ -79,7 +87,7 @@ def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
 @pytest.mark.parametrize("mesh", ["1x1x3", "2x2x1", "2x1x3"])
 def test_magcache_and_another_size_and_token_counts_that_do_not_divide(ranks, alone, mesh):
     request = {"steps": 10, "magcache": MAGCACHE, "width": 80, "height": 112, "frames": 9}  # 105 tokens
-    answers = ranks.ask("trajectory", mesh=mesh, request=request)
+    answers = together(ranks, mesh=mesh, request=request)
     equal_on_all(answers, alone(request=request))
     forwards = [note for note in alone(request=request)[2]["notes"] if note.startswith("forwards")]
     assert forwards and all(forwards[0] in notes["notes"] for _, _, notes in answers)
@@ -92,14 +100,14 @@ SPARSE = {"sparsity": 0.75, "dense_steps": 0.25, "ramp": 0.0}
 def test_sparse_attention_chooses_the_same_blocks(ranks, alone, mesh):
     """A rank has all tokens of its heads, in the order of the tiles; residuals are kept beneath that order."""
     request = {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE}
-    equal_on_all(ranks.ask("trajectory", mesh=mesh, request=request), alone(request=request))
+    equal_on_all(together(ranks, mesh=mesh, request=request), alone(request=request))
 
 
 def test_sparse_fp8_attention_takes_numbers_as_they_arrive(ranks, alone):
     """They arrive in FP8, which on a CPU one rank would not use: no further from the truth than both changes together,
     and the same on every rank."""
     request, options = {"steps": 4, "sparse": SPARSE}, {"attention": "math-fp8"}
-    answers = ranks.ask("trajectory", mesh="1x1x2", request=request, **options)
+    answers = together(ranks, mesh="1x1x2", request=request, **options)
     assert all(torch.equal(answer[0], answers[0][0]) for answer in answers)
     dense = alone(request={"steps": 4})[0]
     changes = alone(request=request)[0], alone(request={"steps": 4}, **options)[0]
@@ -121,7 +129,7 @@ def test_steps_without_guidance_leave_the_branches_where_they_are(ranks, alone, 
     request = {"steps": 10, "magcache": MAGCACHE, **({"guidance_low": 1.0} if "guidance_low" in request_ else {})}
     if "skip" in request_:
         request["guidance"] = {"low": 0.3, "high": 0.95}
-    equal_on_all(ranks.ask("trajectory", mesh="2x1x1", request=request), alone(request=request))
+    equal_on_all(together(ranks, mesh="2x1x1", request=request), alone(request=request))
 
 
 def test_an_image_and_its_encoding(ranks, alone, tmp_path):
@@ -130,13 +138,14 @@ def test_an_image_and_its_encoding(ranks, alone, tmp_path):
     path = tmp_path / "first.png"
     Image.new("RGB", (96, 96), (40, 90, 200)).save(path)
     request = {"steps": 2, "image": str(path)}
-    equal_on_all(ranks.ask("trajectory", mesh="1x3x1", request=request), alone(request=request))
+    equal_on_all(together(ranks, mesh="1x3x1", request=request), alone(request=request))
 
 
-@pytest.mark.parametrize(("mesh", "backend"), [("2x2x1", "eager"), ("1x1x2", "inductor")])
+@pytest.mark.parametrize(("mesh", "backend"), [("2x2x1", "eager"), ("1x1x2", "aot_eager")])
 def test_compiled_blocks(ranks, alone, mesh, backend):
+    """All that torch makes of a block before it writes kernels; those are the GPUs' tests'."""
     request = {"steps": 2, "guidance_mode": "sequential"}
-    equal_on_all(ranks.ask("trajectory", mesh=mesh, request=request, compile=backend), alone(request=request))
+    equal_on_all(together(ranks, mesh=mesh, request=request, compile=backend), alone(request=request))
 
 
 @pytest.mark.parametrize("mesh", ["1x1x3", "1x3x1", "1x3bx1", "1x1x4", "1x4bx1", "1x2x2", "1x2bx2"])
@@ -251,7 +260,7 @@ def test_attention_in_bf16_is_as_exact_as_whole(ranks, mesh, heads, tokens):
 def test_experts_in_parts(ranks, alone):
     """Each rank holds its share of the blocks, and no more while nothing runs."""
     request = {"steps": 2}
-    equal_on_all(ranks.ask("trajectory", mesh="1x1x3", request=request, residency="shard"), alone(request=request))
+    equal_on_all(together(ranks, mesh="1x1x3", request=request, residency="shard"), alone(request=request))
     answers = ranks.ask("sharded_weights", mesh="1x1x3")
     assert [changed for _, changed in answers] == [[]] * 3
     blocks = sum(value.numel() * 4 for value in load_dit(TINY / "t2v_high.safetensors").blocks.state_dict().values())
@@ -311,7 +320,9 @@ def test_a_picture_in_strips(ranks, mesh, given):
         assert decoded < ROUNDING and encoded < ROUNDING
 
 
-def test_the_benchmark_measures_several_ranks(tmp_path, monkeypatch):
+def test_the_benchmark_measures_several_ranks(ranks, tmp_path, monkeypatch):
+    get = torch.multiprocessing.get_context
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda _: get("forkserver"))  # that of `ranks`
     command = ["bench", "--suite", "parallel", "--gpus", "2", "--device", "cpu", "--precision", "fp32", "--runs", "1"]
     monkeypatch.setattr(sys, "argv", ["wan_core", *command])
     assert main([*command, "--setting", "forward", "--setting", "load", "--out", str(tmp_path / "rows.json")]) == 0
@@ -359,7 +370,7 @@ def test_sparse_trajectories_over_a_ring(ranks, alone, mesh, request_):
     whatever mesh: such a seed is told by a small difference, and another one is taken."""
     for seed in (4, 5, 6):
         request = {**request_, "seed": seed}
-        answers, wanted = ranks.ask("trajectory", mesh=mesh, request=request), alone(request=request)
+        answers, wanted = together(ranks, mesh=mesh, request=request), alone(request=request)
         error = parallel_checks.relative(answers[0][0], wanted[0])
         assert error < 2e-2
         if error < ROUNDING:

@@ -314,7 +314,7 @@ class Workers:
                 f"{where}. {ANEW}"
             )
         for status in statuses:
-            if status["silent"] + silent > options.silence:
+            if status["silent"] > options.silence:  # as rank 0 had it: while that is silent, nobody knows of others
                 self._drop()
                 raise WorkerError(
                     f"{op}: {name_of(status)} gave no sign of life for {status['silent']:.0f} s, it was last in "

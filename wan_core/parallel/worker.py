@@ -172,14 +172,15 @@ class Rank:
             seen: dict[int, tuple[Any, float, float]] = {}  # rank -> what it said, when it did, when it got somewhere
             number = read = reads = 0
             while True:
-                status, found = self._status, bytes_read()
-                if status["phase"] == "load" and found > read + READ:  # a slow disk is no hang
-                    read, reads = found, reads + 1
-                said = {**self.where, **status, "count": status["count"] + reads, "pulse": number}
-                store.set(str(self.rank), json.dumps(said))
-                number += 1
-                if self.channel is not None:
-                    self.channel.send({"kind": "status", "ranks": self._statuses(store, seen)})
+                with contextlib.suppress(MemoryError):  # whoever needs the memory says so
+                    status, found = self._status, bytes_read()
+                    if status["phase"] == "load" and found > read + READ:  # a slow disk is no hang
+                        read, reads = found, reads + 1
+                    said = {**self.where, **status, "count": status["count"] + reads, "pulse": number}
+                    store.set(str(self.rank), json.dumps(said))
+                    number += 1
+                    if self.channel is not None:
+                        self.channel.send({"kind": "status", "ranks": self._statuses(store, seen)})
                 time.sleep(PULSE)
         except (RuntimeError, OSError):
             os._exit(ORPHAN)  # the store or the program is gone
@@ -303,6 +304,7 @@ def serve(rank: Rank) -> None:
 
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     jobs = Jobs(rank)
+    gc.freeze()  # what is imported stays: no collection need look at it, of which every request has one
     dist.barrier(group=rank.group)  # everybody is here
     if rank.channel is not None:
         threading.Thread(target=listen, args=(rank.channel, rank, inbox), daemon=True).start()

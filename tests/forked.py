@@ -1,0 +1,139 @@
+"""Python processes that begin as copies of this one, which has imported torch already: `Forked` stands in the place of
+`subprocess.Popen` and of what torch's launcher starts ranks with.
+
+Between a process that is started and one that is copied lie three seconds of importing; all else is as if it had been
+started: its command, environment, pipes, session and parent, and no open file of its parent's. A test that proves how
+workers are started must start them; one that kills them may take copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+from wan_core.parallel import launcher
+
+M_MMAP_THRESHOLD = -3  # malloc.h
+
+
+class Forked(subprocess.Popen):
+    """Of `PYTHON [-u] -m MODULE ...` or `PYTHON -c CODE`. Where CUDA is in use, which no copy can go on with, it starts
+    the command as ever."""
+
+    def _execute_child(  # `Popen`'s own place for it; what follows is not used here, and differs between versions
+        self,
+        args: Sequence[str],
+        executable: Any,
+        preexec_fn: Callable[[], object] | None,
+        close_fds: bool,
+        pass_fds: Any,
+        cwd: Any,
+        env: Mapping[str, str] | None,
+        startupinfo: Any,
+        creationflags: int,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        *rest: Any,
+    ) -> None:
+        if torch.cuda.is_initialized():
+            given = args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell
+            super()._execute_child(*given, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest)  # pyright: ignore
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a copy goes on with this thread alone, and the others hold nothing of it
+            self.pid = os.fork()
+        if self.pid == 0:
+            become(list(args), preexec_fn, cwd, env, (p2cread, c2pwrite, errwrite))
+        self._child_created = True
+        for theirs, ours in ((p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)):
+            if theirs != -1 and ours != -1:
+                os.close(theirs)
+
+
+def become(
+    command: list[str],
+    first: Callable[[], object] | None,
+    cwd: Any,
+    environment: Mapping[str, str] | None,
+    streams: tuple[int, int, int],
+) -> None:
+    """Run `command` in this process, a copy, and end."""
+    code = 1
+    try:
+        gc.freeze()  # nothing of the parent's is ended from here
+        faulthandler.disable()
+        for number, stream in enumerate(streams):
+            if stream != -1:
+                os.dup2(stream, number)
+        for number in [int(name) for name in os.listdir("/proc/self/fd")]:
+            if number > 2:
+                with contextlib.suppress(OSError):  # that of the listing
+                    os.close(number)
+        os.setsid()
+        if environment is not None:
+            os.environ.clear()
+            os.environ.update(environment)
+        if cwd is not None:
+            os.chdir(cwd)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        logging.root.handlers.clear()
+        warnings.simplefilter("ignore")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if first is not None:
+            first()
+        if "MALLOC_MMAP_THRESHOLD_" in os.environ:
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, int(os.environ["MALLOC_MMAP_THRESHOLD_"]))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        subprocess_handler.Popen = Forked  # what a copy starts are copies, too
+        launcher.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)
+        kind, what, *arguments = [word for word in command[1:] if word != "-u"]
+        sys.argv = [what, *arguments]
+        if kind == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            assert kind == "-c", command
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter would, whatever it is
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Inside, workers begin as copies of this process."""
+    # Nothing but this module of what ranks import is needed here, and who is copied has it once for all.
+    import wan_core.parallel.jobs
+    import wan_core.parallel.rendezvous  # noqa: F401
+
+    with mock.patch.object(launcher, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)):
+        yield
