@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from wan_core.attention.registry import AttentionError
-from wan_core.checkpoint.staged import SHARED_THREADS, THREADS, Reading, current_reading, reading
+from wan_core.checkpoint import staged
+from wan_core.checkpoint.staged import Reading, current_reading, default_threads, reading
 from wan_core.config import LoadOptions
 from wan_core.loading import LoadingEnded, load_parts
 from wan_core.pipeline import Pipeline
@@ -72,10 +73,19 @@ def test_an_interrupted_preparation_ends_the_reading() -> None:
 
 @pytest.mark.parametrize(
     ("names", "given", "expected"),
-    [(["high"], Reading(), THREADS), (["high", "low"], Reading(), SHARED_THREADS), (["a", "b"], Reading(threads=2), 2)],
+    [
+        (["high"], Reading(), 8),
+        (["high", "low"], Reading(), 4),
+        (["high", "low", "vae"], Reading(), 4),
+        (["a", "b"], Reading(threads=2), 1),
+        (["a"], Reading(threads=3), 3),
+    ],
 )
-def test_several_files_share_the_threads(names: list[str], given: Reading, expected: int) -> None:
-    seen: list[tuple[int, bool]] = []
+def test_several_files_share_the_threads(
+    names: list[str], given: Reading, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged.os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    seen: list[tuple[int | None, bool]] = []
 
     def load(name: str) -> torch.nn.Module:
         seen.append((current_reading().threads, current_reading().mapped))
@@ -92,3 +102,12 @@ def test_a_backend_that_cannot_run_is_refused_before_anything_is_read(name: str,
     with reading(Reading(on_bytes=read.append)), pytest.raises(AttentionError, match=words):
         Pipeline.load(LoadOptions(model="tiny", device="cpu", attention=name))
     assert read == []
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "expected"),
+    [(1, 1, 4), (16, 1, 8), (32, 1, 16), (64, 1, 16), (32, 2, 8), (64, 4, 8), (8, 8, 4)],
+)
+def test_threads_by_cores(cores: int, processes: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    assert default_threads(processes) == expected

@@ -16,7 +16,7 @@ from threading import Event
 import torch
 from torch import nn
 
-from wan_core.checkpoint.staged import SHARED_THREADS, current_reading, reading
+from wan_core.checkpoint.staged import current_reading, default_threads, reading
 from wan_core.config import UserError
 from wan_core.rehearsal import Rehearsal
 
@@ -82,7 +82,9 @@ def _threads(
         if now.on_bytes is not None:
             now.on_bytes(read)
 
-    threads = min(now.threads, SHARED_THREADS) if count > 1 else now.threads
+    threads = now.threads or default_threads()
+    if count > 1:  # two experts are nearly all of it
+        threads = max(1, threads // 2)
     how = replace(now, on_bytes=on_bytes, threads=threads, mapped=now.mapped and mapped)
 
     def within(name: str) -> nn.Module:

@@ -58,7 +58,7 @@ from wan_core.bench.results import Row, guarded
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save
-from wan_core.checkpoint.staged import SHARED_THREADS, Reading, reading
+from wan_core.checkpoint.staged import Reading, default_threads, reading
 from wan_core.config import OptionError, find_task
 from wan_core.model import WanModel
 from wan_core.models import find_quantization
@@ -116,8 +116,8 @@ class Loading:
             "fastsafetensors": (_missing("fastsafetensors"), self._fastsafetensors),
             "runai": (_missing("runai_model_streamer"), self._runai),
             "ours, mapped": (None, lambda: self._ours(Reading(staged=False), None)),
-            "ours, bf16": (None, lambda: self._ours(Reading(mapped=False, threads=SHARED_THREADS), None)),
-            "ours, fp8": (None, lambda: self._ours(Reading(mapped=False, threads=SHARED_THREADS), fp8)),
+            "ours, bf16": (None, lambda: self._ours(Reading(mapped=False, threads=default_threads() // 2), None)),
+            "ours, fp8": (None, lambda: self._ours(Reading(mapped=False, threads=default_threads() // 2), fp8)),
         }
         for name, (reason, make) in ways.items():
             row = guarded(name, "both experts", reason, lambda m=make: self._timed(m))
