@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -16,6 +17,7 @@ from wan_core.bench import cold, startup
 from wan_core.bench.process import host_peak, reset_host_peak
 from wan_core.bench.ready import ready_rows
 from wan_core.bench.startup import Loading, cold_rows, write_experts
+from wan_core.bytecode import FORBIDS, PREFIX
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
 from wan_core.parts import find_models
@@ -115,7 +117,7 @@ def test_a_cold_process_that_prepares_nothing(tmp_path, monkeypatch, capsys):
 
 def test_the_cold_processes_that_are_compared(tmp_path, monkeypatch):
     """Each with the arguments that its name says, all but the first with what that one kept."""
-    started, seconds = [], iter((4.0, 2.0, 3.0, 5.0))
+    started, seconds = [], iter((4.0, 2.0, 3.0, 1.0, 5.0))
 
     def run(*given):
         started.append(given)
@@ -124,11 +126,26 @@ def test_the_cold_processes_that_are_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(startup, "cold", run)
     rows = list(cold_rows([tmp_path / "a"], "48x48x5", CPU, tmp_path, tmp_path / "profile.txt"))
     assert [row["name"].removeprefix("cold process, ") for row in rows] == [
-        "nothing kept", "artifacts kept", "artifacts kept, one by one", "profiled"
+        "nothing kept", "artifacts kept", "artifacts kept, one by one", "not compiled", "profiled"
     ]  # fmt: skip
-    assert [more for *_, more in started] == [[], [], ["--one-by-one"], ["--profile", str(tmp_path / "profile.txt")]]
+    profile = ["--profile", str(tmp_path / "profile.txt")]
+    assert [more for *_, more in started] == [[], [], ["--one-by-one"], ["--compile", "off"], profile]
     assert {kept for *_, kept, _ in started} == {tmp_path / "kept"}
-    assert [row.get("ratio") for row in rows] == [1, 2, 1.3333, None]
+    assert [row.get("ratio") for row in rows] == [1, 2, 1.3333, 4, None]
+
+
+def test_a_cold_process_that_compiles_nothing_imports_no_compiler(tmp_path, monkeypatch):
+    """Where Python keeps no bytecode, its own is made first, by a process that imports and does no more."""
+    monkeypatch.setattr(startup.bytecode, "why_none", lambda: "not kept")
+    monkeypatch.setenv(PREFIX, "")
+    monkeypatch.setenv(FORBIDS, "1")
+    files = write_experts("tiny", tmp_path, CPU, None)
+    startup.make_bytecode(files, "48x48x5", CPU, tmp_path)
+    assert os.environ[PREFIX] == str(tmp_path / "bytecode") and FORBIDS not in os.environ
+    made = {path.name.partition(".")[0] for path in (tmp_path / "bytecode").rglob("*.pyc")}
+    assert {"compile_fx", "registry", "dit"} <= made
+    row = startup.cold(files, "48x48x5", CPU, tmp_path, ["--compile", "off"])
+    assert row["prepared"] == {} and row["first_forward"] == {"graphs": 0, "compiled anew": 0} and row["note"] == ""
 
 
 def test_the_peak_of_host_memory_begins_anew():

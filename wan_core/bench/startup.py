@@ -18,7 +18,8 @@ identical         whether every tensor is bit for bit that of load_file (fp8: of
 cold process           a new process that imports, loads both experts in FP8 while it prepares the first step, and makes
                        one forward at the largest size. "nothing kept": blocks compiled, with empty caches. "artifacts
                        kept": what that process left is there. "one by one": so it is, and nothing is prepared while
-                       the experts load. "not compiled": the default, which compiles no block.
+                       the experts load. "not compiled": the default, which compiles no block. Python's bytecode of
+                       all libraries is there before, as pip leaves it.
 
 seconds                until that forward has run, without its own time when warm
 phases                 of it, one after the other. "import wan_core" ends with `models`; "first forward" has what was
@@ -50,6 +51,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wan_core import bytecode
 from wan_core.artifacts import OWN_CACHES
 from wan_core.bench.measure import make_room, settle
 from wan_core.bench.process import host_peak, reset_host_peak
@@ -223,6 +225,7 @@ def cold_rows(
 ) -> Iterator[Row]:
     """Processes, from the second on with what the first one kept. profile: where another one writes what took long."""
     kept = folder / "kept"
+    make_bytecode(files, size, device, folder)
     first = None
     ways = {
         "nothing kept": [],
@@ -241,11 +244,29 @@ def cold_rows(
         yield guarded("cold process, profiled", size, None, lambda: cold(files, size, device, kept, more))
 
 
+def make_bytecode(files: list[Path], size: str, device: torch.device, folder: Path) -> None:
+    """Where Python keeps none, have this process's children keep it in `folder`, and import everything once: who
+    installs with pip has it, and starts are not to be measured without."""
+    if bytecode.why_none() is None:
+        return
+    os.environ[bytecode.PREFIX] = str(folder / "bytecode")
+    os.environ.pop(bytecode.FORBIDS, None)
+    child(files, size, device, folder / "imports", ["--imports"])
+
+
 def cold(files: list[Path], size: str, device: torch.device, kept: Path, more: list[str]) -> Row:
+    begin = time.perf_counter()
+    found = json.loads(child(files, size, device, kept, more).splitlines()[-1])
+    whole = time.perf_counter() - begin
+    to_step = sum(found["phases"].values())
+    return {"seconds": round(to_step - found["warm_forward"], 3), **found, "process_seconds": round(whole, 3)}
+
+
+def child(files: list[Path], size: str, device: torch.device, kept: Path, more: list[str]) -> str:
+    """What such a process prints. kept: where compilers keep what they make."""
     environment = os.environ | {"WANCORE_CACHE": str(kept)}
     for name in OWN_CACHES:
         environment.pop(name, None)  # in ours then
-    begin = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "wan_core.bench.cold", str(device), size, *map(str, files), *more],
         env=environment | {"WANCORE_BEGIN": repr(time.time())},
@@ -253,9 +274,6 @@ def cold(files: list[Path], size: str, device: torch.device, kept: Path, more: l
         text=True,
         timeout=600,
     )
-    whole = time.perf_counter() - begin
     if done.returncode:
         raise RuntimeError(f"the process failed: {done.stderr.strip().splitlines()[-1:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    to_step = sum(found["phases"].values())
-    return {"seconds": round(to_step - found["warm_forward"], 3), **found, "process_seconds": round(whole, 3)}
+    return done.stdout
