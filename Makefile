@@ -2,12 +2,12 @@
 #
 #   PYTHON=python3.12          the interpreter .venv is made from (3.10 or newer; the tests need 3.11)
 #   TORCH='torch==2.11.0'      another torch than the pinned one
-#   PYTEST_ARGS='-k plan -x'   instead of two processes (-n 2), which take about half the time of one
+#   PYTEST_ARGS='-k plan -x'   instead of two processes, a file to each (-n 2 ...), which take half the time of one
 #   BENCH_ARGS='--suite guidance' another suite of the benchmark than the ladder
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN    := .venv/bin
 # torch is named in every call, so that nothing installed later can replace it

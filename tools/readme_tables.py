@@ -163,7 +163,9 @@ def table(result: Result) -> str:
         *("| " + " | ".join(cell(row.get(key)) for key in columns) + " |" for row in rows),
     ]
     versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
-    lines += ["", f"{result['device']}; {versions}; commit {str(result['commit'])[:12]}: `{result['command']}`", ""]
+    commit = str(result["commit"])
+    commit = commit if " " in commit else commit[:12]  # several, in words, or one hash
+    lines += ["", f"{result['device']}; {versions}; commit {commit}: `{result['command']}`", ""]
     if "peaks" in result:
         peaks = ", ".join(
             text.format(cell(result["peaks"][key])) for key, text in PEAKS.items() if key in result["peaks"]
