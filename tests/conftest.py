@@ -32,8 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 
-# Their tests take copies of this process, and a copy has all that this process ever mapped: files that tests before cut
-# short, too, and touching one of those ends it. The longest of the others follow, so that no process waits for one.
+# Their tests take copies of this process, which are smaller the less it has done. The longest of the others follow, so
+# that no process waits for one at the end.
 FIRST = ("test_launcher_faults", "test_parallel", "test_launcher_hosts", "test_launcher_sockets", "test_launcher")
 THEN = ("test_bench_startup", "test_warmup", "test_quality", "test_attention")
 

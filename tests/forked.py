@@ -14,6 +14,7 @@ import faulthandler
 import gc
 import logging
 import os
+import pickle
 import runpy
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -31,6 +32,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from wan_core.parallel import launcher
 
 M_MMAP_THRESHOLD = -3  # malloc.h
+PR_SET_PDEATHSIG = 1  # prctl.h
+SUPERVISOR = "wan_core.parallel.supervisor"
 
 
 class Forked(subprocess.Popen):
@@ -72,6 +75,70 @@ class Forked(subprocess.Popen):
                 os.close(theirs)
 
 
+class Kept(subprocess.Popen):
+    """A rank of a supervisor that is a copy itself: one of the copies that it made when it began. By the time it starts
+    ranks it has threads of torch's that wait for sockets, and copies made then have been seen to end them, or to wait
+    for ever for what a thread held. Where none is left, the command is started as ever."""
+
+    ranks: ClassVar[int] = 2  # of the next supervisor
+    spares: ClassVar[list[tuple[int, int]]] = []  # process ids, and pipes on which each waits for what to run
+
+    def _execute_child(  # as above
+        self,
+        args: Sequence[str],
+        executable: Any,
+        preexec_fn: Callable[[], object] | None,
+        close_fds: bool,
+        pass_fds: Any,
+        cwd: Any,
+        env: Mapping[str, str] | None,
+        startupinfo: Any,
+        creationflags: int,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        *rest: Any,
+    ) -> None:
+        if not self.spares:
+            given = args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell
+            super()._execute_child(*given, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest)  # pyright: ignore
+            return
+        assert preexec_fn is None, "a function cannot be sent"
+        self.pid, pipe = self.spares.pop(0)
+        streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        with open(pipe, "wb") as sent:
+            pickle.dump((list(args), cwd, None if env is None else dict(env), streams), sent)
+        self._child_created = True
+
+
+def spare() -> tuple[int, int]:
+    """A copy of this process that waits for what to run. It ends with this process."""
+    waits, tells = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(waits)
+        return pid, tells
+    try:
+        os.close(tells)
+        for _, pipe in Kept.spares:
+            os.close(pipe)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        with open(waits, "rb") as told:
+            command, cwd, environment, streams = pickle.load(told)
+        parent = os.getppid()
+        modes = (os.O_RDONLY, os.O_WRONLY | os.O_APPEND, os.O_WRONLY | os.O_APPEND)
+        opened = [os.open(f"/proc/{parent}/fd/{n}", mode) for n, mode in zip(streams, modes, strict=True)]
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
+    except BaseException:  # noqa: BLE001 - never wanted, or too late
+        os._exit(1)
+    become(command, None, cwd, environment, (opened[0], opened[1], opened[2]))
+    raise AssertionError("a copy came back")
+
+
 def become(
     command: list[str],
     first: Callable[[], object] | None,
@@ -107,10 +174,13 @@ def become(
         if "MALLOC_MMAP_THRESHOLD_" in os.environ:
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, int(os.environ["MALLOC_MMAP_THRESHOLD_"]))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        subprocess_handler.Popen = Forked  # what a copy starts are copies, too
+        subprocess_handler.Popen = Kept  # what a copy starts are copies, too
         launcher.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)
         kind, what, *arguments = [word for word in command[1:] if word != "-u"]
         sys.argv = [what, *arguments]
+        if what == SUPERVISOR:
+            for _ in range(Kept.ranks):
+                Kept.spares.append(spare())
         if kind == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         else:
@@ -129,11 +199,12 @@ def become(
 
 
 @contextlib.contextmanager
-def forking() -> Iterator[None]:
-    """Inside, workers begin as copies of this process."""
+def forking(ranks: int = 2) -> Iterator[None]:
+    """Inside, workers of so many ranks begin as copies of this process."""
     # Nothing but this module of what ranks import is needed here, and who is copied has it once for all.
     import wan_core.parallel.jobs
     import wan_core.parallel.rendezvous  # noqa: F401
 
-    with mock.patch.object(launcher, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)):
+    copies = mock.patch.object(launcher, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE))
+    with copies, mock.patch.object(Kept, "ranks", ranks):
         yield

@@ -333,7 +333,7 @@ def test_a_supervisor_that_is_killed_takes_its_ranks_along(workers: Workers) -> 
 def test_workers_that_are_dropped_end() -> None:
     """Without a word, as a node does that is removed from its graph."""
     dropped = Workers(WorkerOptions(devices=("cpu",), **PATIENCE))
-    with forking():
+    with forking(ranks=1):
         dropped.call("ping")
     mine = all_of(dropped)
     assert len(mine) == 2
@@ -349,7 +349,7 @@ def test_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "Listener", lambda key: Listener(new_key()))
     others, begin = below(os.getpid()), time.monotonic()
     strangers = Workers(WorkerOptions(devices=("cpu",), **PATIENCE))
-    with forking(), pytest.raises(WorkerError, match="refused the key of this worker"):
+    with forking(ranks=1), pytest.raises(WorkerError, match="refused the key of this worker"):
         run(strangers)
     assert time.monotonic() - begin < 40
     wait_until_gone(below(os.getpid()) - others)
