@@ -23,7 +23,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import torch
@@ -36,41 +36,53 @@ PR_SET_PDEATHSIG = 1  # prctl.h
 SUPERVISOR = "wan_core.parallel.supervisor"
 
 
+class Start(NamedTuple):
+    """What `Popen` gives to the place where it starts a process; what follows there is not used here, and differs
+    between versions."""
+
+    args: Sequence[str]
+    executable: Any
+    preexec_fn: Callable[[], object] | None
+    close_fds: bool
+    pass_fds: Any
+    cwd: Any
+    env: Mapping[str, str] | None
+    startupinfo: Any
+    creationflags: int
+    shell: bool
+    p2cread: int
+    p2cwrite: int
+    c2pread: int
+    c2pwrite: int
+    errread: int
+    errwrite: int
+
+    @property
+    def theirs(self) -> tuple[int, int, int]:
+        """The child's ends of its three streams; -1: its parent's."""
+        return self.p2cread, self.c2pwrite, self.errwrite
+
+    @property
+    def ours(self) -> tuple[int, int, int]:
+        return self.p2cwrite, self.c2pread, self.errread
+
+
 class Forked(subprocess.Popen):
     """Of `PYTHON [-u] -m MODULE ...` or `PYTHON -c CODE`. Where CUDA is in use, which no copy can go on with, it starts
     the command as ever."""
 
-    def _execute_child(  # `Popen`'s own place for it; what follows is not used here, and differs between versions
-        self,
-        args: Sequence[str],
-        executable: Any,
-        preexec_fn: Callable[[], object] | None,
-        close_fds: bool,
-        pass_fds: Any,
-        cwd: Any,
-        env: Mapping[str, str] | None,
-        startupinfo: Any,
-        creationflags: int,
-        shell: bool,
-        p2cread: int,
-        p2cwrite: int,
-        c2pread: int,
-        c2pwrite: int,
-        errread: int,
-        errwrite: int,
-        *rest: Any,
-    ) -> None:
+    def _execute_child(self, *given: Any) -> None:  # `Popen`'s own place for it
+        start = Start(*given[: len(Start._fields)])
         if torch.cuda.is_initialized():
-            given = args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell
-            super()._execute_child(*given, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest)  # pyright: ignore
+            super()._execute_child(*given)  # pyright: ignore
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a copy goes on with this thread alone, and the others hold nothing of it
             self.pid = os.fork()
         if self.pid == 0:
-            become(list(args), preexec_fn, cwd, env, (p2cread, c2pwrite, errwrite))
+            become(list(start.args), start.preexec_fn, start.cwd, start.env, start.theirs)
         self._child_created = True
-        for theirs, ours in ((p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)):
+        for theirs, ours in zip(start.theirs, start.ours, strict=True):
             if theirs != -1 and ours != -1:
                 os.close(theirs)
 
@@ -83,35 +95,16 @@ class Kept(subprocess.Popen):
     ranks: ClassVar[int] = 2  # of the next supervisor
     spares: ClassVar[list[tuple[int, int]]] = []  # process ids, and pipes on which each waits for what to run
 
-    def _execute_child(  # as above
-        self,
-        args: Sequence[str],
-        executable: Any,
-        preexec_fn: Callable[[], object] | None,
-        close_fds: bool,
-        pass_fds: Any,
-        cwd: Any,
-        env: Mapping[str, str] | None,
-        startupinfo: Any,
-        creationflags: int,
-        shell: bool,
-        p2cread: int,
-        p2cwrite: int,
-        c2pread: int,
-        c2pwrite: int,
-        errread: int,
-        errwrite: int,
-        *rest: Any,
-    ) -> None:
+    def _execute_child(self, *given: Any) -> None:
+        start = Start(*given[: len(Start._fields)])
         if not self.spares:
-            given = args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell
-            super()._execute_child(*given, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest)  # pyright: ignore
+            super()._execute_child(*given)  # pyright: ignore
             return
-        assert preexec_fn is None, "a function cannot be sent"
+        assert start.preexec_fn is None, "a function cannot be sent"
         self.pid, pipe = self.spares.pop(0)
-        streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        streams = [own if end == -1 else end for own, end in enumerate(start.theirs)]
         with open(pipe, "wb") as sent:
-            pickle.dump((list(args), cwd, None if env is None else dict(env), streams), sent)
+            pickle.dump((list(start.args), start.cwd, None if start.env is None else dict(start.env), streams), sent)
         self._child_created = True
 
 
