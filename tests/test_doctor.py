@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from wan_core import doctor
+from wan_core import bytecode, doctor
 from wan_core.attention.registry import BACKENDS
 from wan_core.cli import main
 from wan_core.kernels.formats import Quantized
@@ -81,3 +83,12 @@ def test_words_and_json_say_the_same_of_everything(capsys: pytest.CaptureFixture
     assert found["kernels"] == {"usable": False, "why_not": "needs an NVIDIA GPU"}
     assert "fused kernels" in words
     assert all(version["for"] in words for version in found["libraries"].values())
+
+
+def test_bytecode_that_is_kept_nowhere_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.pycache_prefix", str(tmp_path))
+    words = bytecode.why_none()
+    assert words is not None and "PYTHONDONTWRITEBYTECODE" in words and "PYTHONPYCACHEPREFIX" in words
+    monkeypatch.setattr("sys.pycache_prefix", None)
+    kept = importlib.util.cache_from_source(torch.__file__)
+    assert (bytecode.why_none() is None) == Path(kept).is_file()

@@ -22,8 +22,8 @@ cold process           a new process that imports, loads both experts in FP8 whi
                        all libraries is there before, as pip leaves it.
 
 seconds                until that forward has run, without its own time when warm
-phases                 of it, one after the other. "import wan_core" ends with `models`; "first forward" has what was
-                       not prepared
+phases                 of it, one after the other. "import wan_core" ends with `models`; "attention's library" has its
+                       imports; "first forward" whatever was not prepared
 prepared               seconds of the parts beside the loading: importing torch's compiler, artifacts, a forward of one
                        block; `read` until the last weight was there
 first_forward          graphs that the first forward still asked torch for, and how many entries no cache had for them
