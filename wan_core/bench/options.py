@@ -55,7 +55,7 @@ SUITES: dict[str, Suite] = {
     "startup": Suite(
         "loading both experts, a cold process up to its first step, and other prompts and sizes after it",
         ("1280x720x81",),
-        takes=("layers", "runs", "scratch", "profile"),
+        takes=("setting", "layers", "runs", "scratch", "profile"),
     ),
     "streaming": Suite(
         "blocks that stream on emulated smaller cards, the change of experts, and pipelines that take turns",
@@ -91,6 +91,7 @@ SUITES: dict[str, Suite] = {
     ),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
+STARTUP_PARTS = ("load", "cold", "ready")
 STREAMING_PARTS = ("cards", "switch", "turns")
 STREAMING_PRECISIONS = ("bf16", "fp8")
 PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")

@@ -15,7 +15,14 @@ from wan_core.bench.forwards import forward_rows
 from wan_core.bench.four_step import four_step_rows
 from wan_core.bench.generation import generation_rows
 from wan_core.bench.gguf import gguf_rows
-from wan_core.bench.options import CPU_SIZE, PARALLEL_PARTS, STREAMING_PARTS, STREAMING_PRECISIONS, SUITES
+from wan_core.bench.options import (
+    CPU_SIZE,
+    PARALLEL_PARTS,
+    STARTUP_PARTS,
+    STREAMING_PARTS,
+    STREAMING_PRECISIONS,
+    SUITES,
+)
 from wan_core.bench.parallel import parallel_rows
 from wan_core.bench.peers import PEERS
 from wan_core.bench.profiling import profile_rows, profile_table
@@ -54,6 +61,7 @@ MEASURES: dict[str, Rows] = {
 
 PARTS = {
     "parallel": PARALLEL_PARTS,
+    "startup": STARTUP_PARTS,
     "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),
 }  # what `--setting` names there
 

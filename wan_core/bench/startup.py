@@ -2,7 +2,7 @@
 and a pipeline that is warm.
 
 Both experts are written to `--scratch` first, random values in bf16, 28.6 GB each at full size (`--layers` for less),
-and are in the page cache then. Rows, by name:
+and are in the page cache then. `--setting load`, `cold` and `ready` measure a part of it alone. Rows, by name:
 
 load_file              safetensors' own, `load_file(device=...)`, both files one after the other: what ratios refer to
 fastsafetensors,       peers, where they are installed
@@ -29,7 +29,7 @@ prepared               seconds of the parts beside the loading: importing torch'
 first_forward          graphs that the first forward still asked torch for, and how many entries no cache had for them
 process_seconds        as its parent sees it, with the second forward and the end
 
-Rows of `ready` follow: a pipeline from its first prompt on.
+Rows of `ready` (the module of that name) follow: a pipeline from its first prompt on.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from torch import Tensor
 from wan_core import bytecode
 from wan_core.artifacts import OWN_CACHES
 from wan_core.bench.measure import make_room, settle
+from wan_core.bench.options import STARTUP_PARTS
 from wan_core.bench.process import host_peak, reset_host_peak
 from wan_core.bench.ready import ready_rows
 from wan_core.bench.results import Row, guarded
@@ -74,13 +75,19 @@ def startup_rows(
     name: str, sizes: list[str], device: torch.device, options: argparse.Namespace, details: dict[str, Any]
 ) -> Iterator[Row]:
     """Rows of the suite. Raises OptionError where there is no room for the files."""
-    with tempfile.TemporaryDirectory(dir=options.scratch, prefix="wancore-startup-") as folder:
-        files = write_experts(name, Path(folder), device, options.layers)
-        details |= {"layers": options.layers, "bytes": sum(file.stat().st_size for file in files)}
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        yield from Loading(files, device, dtype, options.runs or 2).rows()
-        yield from cold_rows(files, sizes[-1], device, Path(folder), options.profile)
-    yield from ready_rows(name, sizes, device, options.layers)
+    wanted = options.setting or STARTUP_PARTS
+    details |= {"layers": options.layers}
+    if "load" in wanted or "cold" in wanted:
+        with tempfile.TemporaryDirectory(dir=options.scratch, prefix="wancore-startup-") as folder:
+            files = write_experts(name, Path(folder), device, options.layers)
+            details |= {"bytes": sum(file.stat().st_size for file in files)}
+            if "load" in wanted:
+                dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+                yield from Loading(files, device, dtype, options.runs or 2).rows()
+            if "cold" in wanted:
+                yield from cold_rows(files, sizes[-1], device, Path(folder), options.profile)
+    if "ready" in wanted:
+        yield from ready_rows(name, sizes, device, options.layers)
 
 
 def write_experts(name: str, folder: Path, device: torch.device, layers: int | None) -> list[Path]:
