@@ -26,6 +26,9 @@ from pathlib import Path
 
 import torch
 
+from wan_core import imports
+from wan_core.folders import cache_folder
+
 log = logging.getLogger(__name__)
 LIMIT = 2 << 30  # bytes on disk
 MAGIC = b"wancore artifacts 1\n"
@@ -39,14 +42,6 @@ OWN_CACHES = {  # of libraries that compile; values are folders in ours
 UNPACKED = ("fxgraph", "aotautograd")  # folders of Inductor's with the graphs
 COMPILED = "compiled"  # our own files
 FLASH_ATTENTION_KEEPS = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # "1": it does
-
-
-def cache_folder() -> Path:
-    if given := os.environ.get("WANCORE_CACHE"):
-        return Path(given)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "wancore"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wancore"
 
 
 @dataclass
@@ -215,9 +210,11 @@ def sources_hash() -> str:
 
 def prune(folder: Path, limit: int = LIMIT) -> None:
     """Delete what was used longest ago until our folders in `folder` hold at most `limit` bytes; other things in
-    it stay. An entry is a file of ours, or one of the folders that a compiler keeps."""
+    it stay. An entry is a file of ours, or one of the folders that a compiler or Python keeps."""
     entries: list[tuple[float, int, Path]] = []
-    for path in (path for name in (COMPILED, *OWN_CACHES.values()) for path in (folder / name).glob("*")):
+    for path in (
+        path for name in (COMPILED, imports.FOLDER, *OWN_CACHES.values()) for path in (folder / name).glob("*")
+    ):
         try:
             files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
             stats = [file.stat() for file in files]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from wan_core import bytecode
+from wan_core import imports
 from wan_core.attention.library import IMPORT_FAULTS
 from wan_core.attention.registry import BACKENDS, Attend, AttendLse, auto_choice, capability
 from wan_core.attention.sdpa import math_lse, math_reference
@@ -72,7 +72,7 @@ def _system(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": str(device),
-        "bytecode": bytecode.why_none() or "kept",
+        "bytecode": imports.describe(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -67,17 +67,15 @@ class Rehearsal:
 
     def run(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Do all of it, asking `wanted` between its parts. Raises nothing but what ends a program."""
-        try:
-            with quick_turns:
+        with quick_turns, uncollected:
+            try:
                 self._run(wanted)
-        except Exception as fault:  # noqa: BLE001  (compilers and kernels raise anything; the real forward says it again)
-            words = (str(fault).strip().splitlines() or [""])[0][:200]
-            note = f"preparing the first step failed, and it takes longer ({type(fault).__name__}: {words})"
-            log.warning("%s", note)
-            self.notes.append(note)
-            fault.__traceback__ = None  # it holds the throw-away weights
-        if "forward" in self.phases:
-            gc.collect()  # a compiled module refers to itself
+            except Exception as fault:  # noqa: BLE001  (compilers and kernels raise anything; the real forward says it again)
+                words = (str(fault).strip().splitlines() or [""])[0][:200]
+                note = f"preparing the first step failed, and it takes longer ({type(fault).__name__}: {words})"
+                log.warning("%s", note)
+                self.notes.append(note)
+                fault.__traceback__ = None  # it holds the throw-away weights
         if self.ready:
             seconds = sum(self.phases.values())
             self.notes.append(f"the first step was prepared while weights were read, in {seconds:.1f} s")
@@ -92,7 +90,7 @@ class Rehearsal:
             with self._timed("artifacts"):
                 self.notes.append(f"compile: {self.artifacts.load()}")
         if self.why_not is None and self.job is not None and wanted():
-            with self._timed("forward"):
+            with self._timed("forward"), without_workers(self.artifacts):
                 self._forward(self.job)
             self.ready = True
 
@@ -184,6 +182,39 @@ def why_not_beside(
     if needed <= plan.room:
         return None
     return f"beside the reading it has no room ({needed / GIB:.1f} GiB of {plan.room / GIB:.1f} usable)"
+
+
+@contextmanager
+def without_workers(artifacts: Artifacts | None) -> Iterator[None]:
+    """Where all was compiled before, torch need not start the processes that it compiles in. A kernel that is missing
+    is compiled in this one."""
+    if artifacts is None or not artifacts.loaded:
+        yield
+        return
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):
+        yield
+
+
+def _stop_collecting() -> Callable[[], None]:
+    ours = gc.isenabled() and not gc.get_freeze_count()  # else whoever did that has reasons
+    if ours:
+        gc.disable()
+        gc.freeze()
+
+    def collect() -> None:
+        gc.collect()
+        if ours:
+            gc.unfreeze()
+            gc.enable()
+
+    return collect
+
+
+uncollected = Overlapping(_stop_collecting)
+"""Garbage is looked for once, at the end, and only in what was made inside: tracing makes millions of objects, and a
+compiled module, which refers to itself, holds its weights."""
 
 
 def _turn_quickly() -> Callable[[], None]:

@@ -5,8 +5,7 @@ same functions as `Pipeline.load`, makes the first forward of the high-noise exp
 what a warm forward takes.
 
 --compile: as the option of that name. --one-by-one: nothing is prepared while the experts load. --profile FILE: what
-the main thread did after the imports goes there, by cProfile, which slows it. --imports: the imports and no more, so
-that their bytecode is there.
+the main thread did after the imports goes there, by cProfile, which slows it.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from wan_core import imports
+
 
 def main() -> None:
     begin = float(os.environ.get("WANCORE_BEGIN", time.time()))
@@ -32,6 +33,7 @@ def main() -> None:
         begin = now
 
     options = arguments()
+    imports.quicken()
     lap("start Python")
     import torch
 
@@ -42,25 +44,9 @@ def main() -> None:
     if options.device.startswith("cuda"):
         torch.zeros(1, device=options.device)
     lap("CUDA context")
-    if options.imports:
-        imports(options.device)
-        return
     with profiled(options.profile) if options.profile else nullcontext():
         found = run(options, lap)
     print(json.dumps({"phases": phases, **found}))
-
-
-def imports(device: str) -> None:
-    """What a run imports on the way."""
-    import torch
-    import torch._inductor.compile_fx
-
-    from wan_core.attention.registry import resolve_attention
-    from wan_core.optimize import why_not_compile
-
-    chosen = torch.device(device)
-    why_not_compile(chosen)
-    resolve_attention("auto", chosen, torch.bfloat16 if chosen.type == "cuda" else torch.float32)
 
 
 def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ identical         whether every tensor is bit for bit that of load_file (fp8: of
 cold process           a new process that imports, loads both experts in FP8 while it prepares the first step, and makes
                        one forward at the largest size. "nothing kept": blocks compiled, with empty caches. "artifacts
                        kept": what that process left is there. "one by one": so it is, and nothing is prepared while
-                       the experts load. "not compiled": the default, which compiles no block. Python's bytecode of
-                       all libraries is there before, as pip leaves it.
+                       the experts load. "not compiled": the default, which compiles no block. "bytecode kept", where
+                       Python keeps none of itself: as "nothing kept" is where it does.
 
 seconds                until that forward has run, without its own time when warm
 phases                 of it, one after the other. "import wan_core" ends with `models`; "attention's library" has its
@@ -38,6 +38,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -51,7 +52,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core import bytecode
+from wan_core import imports
 from wan_core.artifacts import OWN_CACHES
 from wan_core.bench.measure import make_room, settle
 from wan_core.bench.options import STARTUP_PARTS
@@ -231,17 +232,21 @@ def cold_rows(
     files: list[Path], size: str, device: torch.device, folder: Path, profile: Path | None = None
 ) -> Iterator[Row]:
     """Processes, from the second on with what the first one kept. profile: where another one writes what took long."""
-    kept = folder / "kept"
-    make_bytecode(files, size, device, folder)
+    kept, only = folder / "kept", folder / "bytecode"
     first = None
     ways = {
-        "nothing kept": [],
-        "artifacts kept": [],
-        "artifacts kept, one by one": ["--one-by-one"],
-        "not compiled": ["--compile", "off"],
+        "nothing kept": (kept, []),
+        "bytecode kept": (only, []),
+        "artifacts kept": (kept, []),
+        "artifacts kept, one by one": (kept, ["--one-by-one"]),
+        "not compiled": (kept, ["--compile", "off"]),
     }
-    for name, more in ways.items():
-        row = guarded(f"cold process, {name}", size, None, lambda m=more: cold(files, size, device, kept, m))
+    for name, (where, more) in ways.items():
+        if where is only:
+            if not (kept / imports.FOLDER).is_dir():
+                continue  # Python keeps it: so did the first
+            shutil.copytree(kept / imports.FOLDER, only / imports.FOLDER)
+        row = guarded(f"cold process, {name}", size, None, lambda w=where, m=more: cold(files, size, device, w, m))
         first = first or row.get("seconds")
         if first and "seconds" in row:
             row |= {"ratio": round(first / row["seconds"], 4), "ratio_to": "cold process, nothing kept"}
@@ -249,16 +254,6 @@ def cold_rows(
     if profile is not None:
         more = ["--profile", str(profile.absolute())]
         yield guarded("cold process, profiled", size, None, lambda: cold(files, size, device, kept, more))
-
-
-def make_bytecode(files: list[Path], size: str, device: torch.device, folder: Path) -> None:
-    """Where Python keeps none, have this process's children keep it in `folder`, and import everything once: who
-    installs with pip has it, and starts are not to be measured without."""
-    if bytecode.why_none() is None:
-        return
-    os.environ[bytecode.PREFIX] = str(folder / "bytecode")
-    os.environ.pop(bytecode.FORBIDS, None)
-    child(files, size, device, folder / "imports", ["--imports"])
 
 
 def cold(files: list[Path], size: str, device: torch.device, kept: Path, more: list[str]) -> Row:
@@ -271,7 +266,7 @@ def cold(files: list[Path], size: str, device: torch.device, kept: Path, more: l
 
 def child(files: list[Path], size: str, device: torch.device, kept: Path, more: list[str]) -> str:
     """What such a process prints. kept: where compilers keep what they make."""
-    environment = os.environ | {"WANCORE_CACHE": str(kept)}
+    environment = imports.forgotten(os.environ) | {"WANCORE_CACHE": str(kept)}
     for name in OWN_CACHES:
         environment.pop(name, None)  # in ours then
     done = subprocess.run(

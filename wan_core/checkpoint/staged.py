@@ -141,6 +141,15 @@ class Piece:
     nbytes: int
 
 
+@dataclass(eq=False)
+class Buffer:
+    """Locked memory on the way. `left`: event after which what it held has left."""
+
+    memory: Tensor
+    bytes: memoryview
+    left: Any = None
+
+
 class Feed:
     """Reads `names` ahead, in their order; `read` gives one, on `device`, with dtype and shape of the file.
 
@@ -198,13 +207,16 @@ class Feed:
         self.bytes_ahead -= wanted.nbytes
         self._go_on()
         assert wanted.flat is not None
-        for event in wanted.ready:
-            torch.cuda.current_stream(self.device).wait_event(event)
+        if wanted.ready:
+            stream = torch.cuda.current_stream(self.device)
+            for event in wanted.ready:
+                stream.wait_event(event)
         if wanted.part:
             assert self.readers is not None
             begin = self.readers.index * wanted.part
             self.readers.gather(wanted.flat, wanted.flat[begin : begin + wanted.part])
-        return wanted.flat[: wanted.nbytes].view(info.dtype).reshape(info.shape)
+        flat = wanted.flat[: wanted.nbytes] if wanted.nbytes < len(wanted.flat) else wanted.flat
+        return flat.view(info.dtype).reshape(info.shape)
 
     def close(self) -> None:
         """Stop reading. Copies that are under way end first: their buffers and their places are still in use."""
@@ -254,34 +266,37 @@ class Feed:
                 self.changed.notify_all()
 
     def _read_pieces(self) -> None:
+        """Whatever lets go of Python's lock here may have to wait for it, while another thread imports or traces: for
+        each piece that is one read, one view of its place, one copy and its event, and the wait for a buffer."""
         files: dict[Path, io.FileIO] = {}
-        buffers: list[tuple[Tensor, Any]] = []
+        buffers: list[Buffer] = []
         try:
-            stream = torch.cuda.Stream(self.device) if self.cuda else None
             if self.cuda:
+                torch.cuda.set_stream(stream := torch.cuda.Stream(self.device))  # of this thread
                 memory = torch.empty(BUFFERS * PIECE, dtype=torch.uint8, pin_memory=True)
-                buffers = [(part, torch.cuda.Event()) for part in memory.split(PIECE)]
-            turn = 0
+                buffers = [Buffer(part, _bytes_of(part)) for part in memory.split(PIECE)]
+            turn, room = 0, None
             while (piece := self._next()) is not None:
                 file = files.get(piece.path)
                 if file is None:
                     file = files[piece.path] = io.FileIO(piece.path)
-                wanted = piece.wanted
+                wanted, end = piece.wanted, piece.start + piece.nbytes
                 assert wanted.flat is not None
-                place = wanted.flat[piece.start : piece.start + piece.nbytes]
+                place = wanted.flat[piece.start : end] if piece.nbytes < len(wanted.flat) else wanted.flat
                 event = None
-                if stream is None:
-                    _read_into(file, piece.at, place)
+                if not self.cuda:
+                    _read_into(file, piece.at, _bytes_of(place))
                 else:
-                    buffer, event_of_buffer = buffers[turn]
+                    buffer = buffers[turn]
                     turn = (turn + 1) % BUFFERS
-                    event_of_buffer.synchronize()  # what it held before has left
-                    _read_into(file, piece.at, buffer[: piece.nbytes])
-                    with torch.cuda.stream(stream):
-                        stream.wait_event(wanted.room)
-                        place.copy_(buffer[: piece.nbytes], non_blocking=True)
-                    event_of_buffer.record(stream)
-                    event = torch.cuda.Event()
+                    if buffer.left is not None:
+                        buffer.left.synchronize()
+                    _read_into(file, piece.at, buffer.bytes[: piece.nbytes])
+                    if wanted.room is not room:
+                        stream.wait_event(room := wanted.room)
+                    full = piece.nbytes == PIECE
+                    place.copy_(buffer.memory if full else buffer.memory[: piece.nbytes], non_blocking=True)
+                    event = buffer.left = torch.cuda.Event()
                     event.record(stream)
                 with self.changed:
                     if event is not None:
@@ -290,8 +305,9 @@ class Feed:
                     if wanted.left == 0:
                         self.changed.notify_all()
         finally:
-            for _, event in buffers:
-                event.synchronize()
+            for buffer in buffers:
+                if buffer.left is not None:
+                    buffer.left.synchronize()
             for file in files.values():
                 file.close()
 
@@ -301,12 +317,18 @@ class Feed:
             return self.pieces.popleft() if self.pieces and not (self.closed or self.fault) else None
 
 
-def _read_into(file: io.FileIO, at: int, place: Tensor) -> None:
-    """Fill `place`, uint8 on the CPU, from `at` on. Raises OSError if the file ends before."""
-    view = memoryview(place.numpy())  # pyright: ignore[reportArgumentType]
-    file.seek(at)
-    while len(view):
-        count = file.readinto(view)
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.numpy())  # pyright: ignore[reportArgumentType]
+
+
+def _read_into(file: io.FileIO, at: int, place: memoryview) -> None:
+    """Fill `place` from `at` on. Raises OSError if the file ends before."""
+    while len(place):
+        if hasattr(os, "preadv"):
+            count = os.preadv(file.fileno(), [place], at)
+        else:  # Windows
+            file.seek(at)
+            count = file.readinto(place)
         if not count:
             raise OSError("the file has become shorter")
-        view = view[count:]
+        place, at = place[count:], at + count

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from wan_core import imports
 from wan_core.bench.options import add_bench_options
 from wan_core.cli.generate import run_decode, run_generate, run_warmup
 from wan_core.cli.inform import run_bench, run_check, run_doctor, run_plan, run_quantize
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand. Returns the exit code: 0 done, 1 a check that failed, 2 a user error, 3 out of memory,
     130 interrupted."""
     options = build_parser().parse_args(arguments)
+    imports.quicken()
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
     try:
         return options.run(options)

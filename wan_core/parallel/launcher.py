@@ -29,6 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
+from wan_core import imports
 from wan_core.config import OptionError, UserError
 from wan_core.parallel.control import Channel, ChannelError, Listener, new_key
 from wan_core.parallel.explain import explain, name_of, place, places, tail_of, words_of
@@ -82,7 +83,7 @@ class _Running:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                env={**os.environ, **imports.environment(), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                 start_new_session=True,  # Ctrl+C in a terminal is for this process; it tells the others
             )
         assert self.process.stdin is not None
