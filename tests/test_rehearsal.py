@@ -205,7 +205,7 @@ def test_a_model_that_cannot_be_read_ends_both():
         time.sleep(0.1)
         asked.append(wanted())
 
-    fake = SimpleNamespace(worthwhile=True, run=run)
+    fake = SimpleNamespace(worthwhile=True, begin=lambda: None, beside=True, run=run)
     begin = time.perf_counter()
     with pytest.raises(OSError, match="gone"):
         load_parts(["high", "low"], load, CPU, in_order=False, rehearsal=fake)  # type: ignore

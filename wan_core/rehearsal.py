@@ -1,4 +1,4 @@
-"""What a first forward has to set up, set up while the weights are still being read.
+"""What a first forward has to set up, set up while the weights are still being read, or before.
 
 A block is the same code whatever its weights (`optimize.compile_blocks`), and kernels, cuDNN's plans and cuBLAS's
 choices go by sizes alone. So a model of one block with throw-away weights runs one forward at the very size, in the
@@ -62,33 +62,48 @@ class Rehearsal:
 
     @property
     def worthwhile(self) -> bool:
-        """Whether there is anything to do beside the reading."""
+        """Whether there is anything to do that the first forward would have to."""
         return self.compile != "off" or (self.device.type == "cuda" and self.why_not is None)
 
+    def begin(self) -> None:
+        """Import the compiler and find what it made before. To be called first."""
+        self._caught(self._begin)
+
+    @property
+    def beside(self) -> bool:
+        """Whether the forward is worth making beside the reading. Where all was compiled before, it is a second of
+        Python, which readers need too: beside each other both take half a second longer than one after the other."""
+        return self.artifacts is None or not self.artifacts.loaded
+
     def run(self, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Do all of it, asking `wanted` between its parts. Raises nothing but what ends a program."""
+        """Make the forward, if `wanted` still says so then. Raises nothing but what ends a program."""
         with quick_turns, uncollected:
-            try:
-                self._run(wanted)
-            except Exception as fault:  # noqa: BLE001  (compilers and kernels raise anything; the real forward says it again)
-                words = (str(fault).strip().splitlines() or [""])[0][:200]
-                note = f"preparing the first step failed, and it takes longer ({type(fault).__name__}: {words})"
-                log.warning("%s", note)
-                self.notes.append(note)
-                fault.__traceback__ = None  # it holds the throw-away weights
+            self._caught(partial(self._run, wanted))
         if self.ready:
-            seconds = sum(self.phases.values())
-            self.notes.append(f"the first step was prepared while weights were read, in {seconds:.1f} s")
+            when, seconds = "while" if self.beside else "before", sum(self.phases.values())
+            self.notes.append(f"the first step was prepared {when} weights were read, in {seconds:.1f} s")
         elif self.why_not is not None and self.compile != "off":
             self.notes.append(f"blocks are compiled in the first step: {self.why_not}")
 
-    def _run(self, wanted: Callable[[], bool]) -> None:
+    def _caught(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as fault:  # noqa: BLE001  (compilers and kernels raise anything; the real forward says it again)
+            words = (str(fault).strip().splitlines() or [""])[0][:200]
+            note = f"preparing the first step failed, and it takes longer ({type(fault).__name__}: {words})"
+            log.warning("%s", note)
+            self.notes.append(note)
+            fault.__traceback__ = None  # it holds the throw-away weights
+
+    def _begin(self) -> None:
         if self.compile != "off":
             with self._timed("import the compiler"):
-                import torch._inductor.compile_fx  # seconds, which would be the first step's  # noqa: F401
-        if self.artifacts is not None and wanted():
+                import torch._inductor.compile_fx  # a second, which would be the first step's  # noqa: F401
+        if self.artifacts is not None:
             with self._timed("artifacts"):
                 self.notes.append(f"compile: {self.artifacts.load()}")
+
+    def _run(self, wanted: Callable[[], bool]) -> None:
         if self.why_not is None and self.job is not None and wanted():
             with self._timed("forward"), without_workers(self.artifacts):
                 self._forward(self.job)
