@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from functools import partial
@@ -17,9 +16,9 @@ from wan_core.bench import cold, startup
 from wan_core.bench.process import host_peak, reset_host_peak
 from wan_core.bench.ready import ready_rows
 from wan_core.bench.startup import Loading, cold_rows, write_experts
-from wan_core.bytecode import FORBIDS, PREFIX
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
+from wan_core.imports import FORBIDS, PREFIX
 from wan_core.parts import find_models
 
 CPU = torch.device("cpu")
@@ -92,60 +91,78 @@ def test_a_cold_process(tmp_path):
     files = write_experts("tiny", tmp_path, CPU, None)
     first, second = (startup.cold(files, "48x48x5", CPU, tmp_path, []) for _ in range(2))
     assert "used again" in second["note"] and "first time" in first["note"]
-    for row in (first, second):
-        assert row["first_forward"] == {"graphs": 0, "compiled anew": 0}  # nothing was left to it
-        assert set(row["prepared"]) == {"import the compiler", "artifacts", "forward"} and row["read"] > 0
-        assert 0 < row["seconds"] < row["process_seconds"]
+    assert first["first_forward"] == {"graphs": 0, "compiled anew": 0}  # nothing was left to it
+    assert second["first_forward"] == {"graphs": 1, "compiled anew": 0}  # all of it was found
+    assert set(first["prepared"]) == {"import the compiler", "artifacts", "forward"}
+    assert set(second["prepared"]) == {"import the compiler", "artifacts"}
+    assert all(row["read"] > 0 and 0 < row["seconds"] < row["process_seconds"] for row in (first, second))
 
 
-def test_a_cold_process_that_prepares_nothing(tmp_path, monkeypatch, capsys):
-    """And writes a profile. What the process runs, in this one: dynamo decides what is compiled, the compiler behind it
-    is left out."""
+def test_a_cold_process_that_compiles_nothing_imports_no_compiler(tmp_path):
+    files = write_experts("tiny", tmp_path, CPU, None)
+    row = startup.cold(files, "48x48x5", CPU, tmp_path, ["--compile", "off"])
+    assert row["prepared"] == {} and row["first_forward"] == {"graphs": 0, "compiled anew": 0} and row["note"] == ""
+
+
+def test_a_cold_process_writes_a_profile(tmp_path, monkeypatch, capsys):
+    """What the process runs, in this one: dynamo decides what is compiled, the compiler behind it is left out."""
     for name in ("WANCORE_CACHE", *OWN_CACHES):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr(optimizing, "compile_blocks", partial(optimizing.compile_blocks, backend="eager"))
     torch.compiler.reset()
     files, profile = write_experts("tiny", tmp_path, CPU, None), tmp_path / "profile.txt"
-    arguments = ["cpu", "48x48x5", *map(str, files), "--one-by-one", "--profile", str(profile)]
-    monkeypatch.setattr(sys, "argv", ["cold", *arguments])
+    monkeypatch.setattr(sys, "argv", ["cold", "cpu", "48x48x5", *map(str, files), "--profile", str(profile)])
     cold.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["first_forward"]["graphs"] == 1 and not found["prepared"] and found["warm_forward"] > 0
-    assert {"artifacts", "load both experts", "first forward"} < set(found["phases"])
+    assert found["first_forward"]["graphs"] == 0 and "forward" in found["prepared"] and found["warm_forward"] > 0
     assert "cumulative" in profile.read_text()
 
 
-def test_the_cold_processes_that_are_compared(tmp_path, monkeypatch):
-    """Each with the arguments that its name says, all but the first with what that one kept."""
-    started, seconds = [], iter((4.0, 2.0, 3.0, 1.0, 5.0))
+@pytest.mark.parametrize("python_keeps", [False, True])
+def test_the_cold_processes_that_are_compared(python_keeps, tmp_path, monkeypatch):
+    """Each with the arguments that its name says and with what the first one kept; the one that has only the bytecode
+    of it where that is worth telling."""
+    started, seconds = [], iter((12.0, *(() if python_keeps else (8.0,)), 4.0, 6.0, 3.0, 5.0, 1.0, 2.0, 9.0))
 
-    def run(*given):
-        started.append(given)
+    def run(files, size, device, kept, more):
+        started.append((kept.name, more))
+        if not python_keeps and len(started) == 1:
+            (kept / "bytecode" / "of-torch").mkdir(parents=True)
+            (kept / "compiled").mkdir()
+        if kept.name == "bytecode":
+            assert [path.name for path in kept.rglob("*")] == ["bytecode", "of-torch"]
         return {"seconds": next(seconds)}
 
     monkeypatch.setattr(startup, "cold", run)
-    rows = list(cold_rows([tmp_path / "a"], "48x48x5", CPU, tmp_path, tmp_path / "profile.txt"))
-    assert [row["name"].removeprefix("cold process, ") for row in rows] == [
-        "nothing kept", "artifacts kept", "artifacts kept, one by one", "not compiled", "profiled"
-    ]  # fmt: skip
-    profile = ["--profile", str(tmp_path / "profile.txt")]
-    assert [more for *_, more in started] == [[], [], ["--one-by-one"], ["--compile", "off"], profile]
-    assert {kept for *_, kept, _ in started} == {tmp_path / "kept"}
-    assert [row.get("ratio") for row in rows] == [1, 2, 1.3333, 4, None]
+    rows = list(cold_rows([tmp_path / "a"], "48x48x5", CPU, tmp_path, 2, tmp_path / "profile.txt"))
+    off, profile = ["--compile", "off"], ["--profile", str(tmp_path / "profile.txt")]
+    expected = [
+        ("nothing kept", [("kept", [])], 1),
+        ("bytecode kept", [("bytecode", [])], 1.5),
+        ("artifacts kept", [("kept", [])] * 2, 3),
+        ("not compiled, first time", [("kept", off)], 4),
+        ("not compiled", [("kept", off)] * 2, 12),
+        ("profiled", [("kept", profile)], None),
+    ]
+    expected = [row for row in expected if not python_keeps or row[0] != "bytecode kept"]
+    assert [(row["name"].removeprefix("cold process, "), row.get("ratio")) for row in rows] == [
+        (name, ratio) for name, _, ratio in expected
+    ]
+    assert started == [start for _, starts, _ in expected for start in starts]
+    assert [row["all_seconds"] for row in rows if "all_seconds" in row] == [[4, 6], [1, 5]]
 
 
-def test_a_cold_process_that_compiles_nothing_imports_no_compiler(tmp_path, monkeypatch):
-    """Where Python keeps no bytecode, its own is made first, by a process that imports and does no more."""
-    monkeypatch.setattr(startup.bytecode, "why_none", lambda: "not kept")
-    monkeypatch.setenv(PREFIX, "")
-    monkeypatch.setenv(FORBIDS, "1")
-    files = write_experts("tiny", tmp_path, CPU, None)
-    startup.make_bytecode(files, "48x48x5", CPU, tmp_path)
-    assert os.environ[PREFIX] == str(tmp_path / "bytecode") and FORBIDS not in os.environ
-    made = {path.name.partition(".")[0] for path in (tmp_path / "bytecode").rglob("*.pyc")}
-    assert {"compile_fx", "registry", "dit"} <= made
-    row = startup.cold(files, "48x48x5", CPU, tmp_path, ["--compile", "off"])
-    assert row["prepared"] == {} and row["first_forward"] == {"graphs": 0, "compiled anew": 0} and row["note"] == ""
+def test_a_bench_that_keeps_bytecode_measures_starts_without(tmp_path, monkeypatch):
+    """The command line keeps it, and its environment would be that of what it starts."""
+    monkeypatch.setenv("WANCORE_CACHE", str(tmp_path))
+    monkeypatch.setenv(PREFIX, str(tmp_path / "bytecode" / "cpython"))
+    monkeypatch.setenv(FORBIDS, "")
+    found = {}
+    monkeypatch.setattr(
+        startup.subprocess, "run", lambda *_, env, **__: found.update(env) or subprocess.CompletedProcess([], 0, "{}")
+    )
+    startup.child([], "48x48x5", CPU, tmp_path / "kept", [])
+    assert PREFIX not in found and found[FORBIDS] == "1" and found["WANCORE_CACHE"] == str(tmp_path / "kept")
 
 
 def test_the_peak_of_host_memory_begins_anew():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo import config as dynamo
+from torch._dynamo.backends.debugging import aot_eager
 
 from wan_core.attention.registry import resolve_attention
 from wan_core.checkpoint.random import random_module
@@ -56,3 +58,27 @@ def test_options_can_be_changed_back():
     optimize(model, attend=attend, compile="off")
     forward(model, SIZES[0])
     assert compilations() == before
+
+
+@torch.no_grad()
+def test_a_block_is_traced_once():
+    """Epsilons are constants: taken for numbers that change, as sizes do, they have all traced a second time. What
+    others in this process want of the compiler stays as it was, also where a forward fails."""
+    torch.compiler.reset()
+    seen = []
+
+    def compiler(graph, inputs):
+        seen.append(dynamo.specialize_float)
+        return aot_eager(graph, inputs)
+
+    model = random_module(SMALL, device=CPU, dtype=torch.float32)
+    with dynamo.patch(specialize_float=False):
+        compile_blocks(model, CPU, backend=compiler)
+        forward(model, SIZES[0])
+        assert seen == [True] and not dynamo.specialize_float
+        model.head.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            forward(model, SIZES[0])
+        assert not dynamo.specialize_float
+        optimize(model, attend=model.blocks[0].self_attn.attend, compile="off")
+        assert not model._forward_hooks and not model._forward_pre_hooks

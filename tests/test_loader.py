@@ -57,6 +57,7 @@ def test_every_byte_arrives_whatever_the_pieces(tmp_path_factory, shapes, piece,
     with (
         patch.object(staged, "PIECE", piece),
         patch.object(staged, "AHEAD", ahead),
+        patch.object(staged, "READS_AT", staged.READS_AT and data.draw(st.booleans())),
         Feed(checkpoint, order, CPU, Reading(threads=threads)) as feed,
     ):
         for name in asked:
@@ -120,7 +121,9 @@ def test_progress_counts_every_byte_and_can_stop(file):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
 
 
-def test_a_file_that_shrinks_is_an_error_of_the_file(file, tmp_path):
+@pytest.mark.parametrize("reads_at", {staged.READS_AT, False})
+def test_a_file_that_shrinks_is_an_error_of_the_file(reads_at, file, tmp_path, monkeypatch):
+    monkeypatch.setattr(staged, "READS_AT", reads_at)
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(file.read_bytes())
     checkpoint = open_checkpoint(copy)
@@ -181,3 +184,15 @@ def test_who_maps_and_who_reads(file):
     state = open_checkpoint(random_module(SMALL, device="cpu", dtype=torch.float32).state_dict())
     with Feed(state, list(state.tensors), CPU, Reading()) as feed:  # nothing to read from: they are there
         assert torch.equal(feed.read("head.modulation"), state.read("head.modulation"))
+
+
+def test_reads_that_stop_short_go_on_where_they_stopped(file, monkeypatch):
+    """A signal or a file system may end one before it is done."""
+    if not staged.READS_AT:
+        pytest.skip("this system has no such reads")
+    whole = staged.os.preadv
+    monkeypatch.setattr(staged.os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at))
+    checkpoint = open_checkpoint(file)
+    names = list(checkpoint.tensors)
+    with Feed(checkpoint, names, CPU, Reading()) as feed:
+        assert all(torch.equal(feed.read(name), checkpoint.read(name)) for name in names)

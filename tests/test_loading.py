@@ -28,7 +28,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rehearsing(run: Callable[[Callable[[], bool]], None]) -> Rehearsal:
-    return SimpleNamespace(worthwhile=True, run=lambda wanted: run(wanted))  # type: ignore
+    return SimpleNamespace(worthwhile=True, begin=lambda: None, beside=True, run=lambda wanted: run(wanted))  # type: ignore
 
 
 def test_the_first_step_is_prepared_while_files_are_read() -> None:
@@ -45,6 +45,21 @@ def test_the_first_step_is_prepared_while_files_are_read() -> None:
 
     models = load_parts(["high", "low"], load, GPU, in_order=False, rehearsal=rehearsing(run))
     assert list(models) == ["high", "low"]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_what_was_compiled_before_is_found_before_anything_is_read_and_not_prepared(in_order: bool) -> None:
+    done: list[str] = []
+
+    def load(name: str) -> torch.nn.Module:
+        done.append(name)
+        return torch.nn.Identity()
+
+    found = SimpleNamespace(
+        worthwhile=True, begin=lambda: done.append("begin"), beside=False, run=lambda *_: done.append("run")
+    )
+    load_parts(["high", "low"], load, GPU, in_order=in_order, rehearsal=found)  # type: ignore
+    assert done[0] == "begin" and sorted(done[1:]) == ["high", "low"]
 
 
 def test_an_interrupted_preparation_ends_the_reading() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -92,6 +93,65 @@ def test_the_first_step_compiles_nothing_that_was_prepared(precision, monkeypatc
     ours = latents(pipe)
     assert compilations() - before == 1
     assert torch.equal(ours, exact(monkeypatch, precision=precision))
+
+
+def test_what_was_compiled_before_is_left_to_the_first_step(monkeypatch):
+    """All that is left of it is Python, which readers need as well."""
+    monkeypatch.setattr(optimizing, "compile_blocks", partial(optimizing.compile_blocks, backend="eager"))
+    torch.compiler.reset()
+
+    def load(own):
+        own.loaded = True
+        return "what was compiled before is used again"
+
+    monkeypatch.setattr("wan_core.artifacts.Artifacts.load", load)
+    monkeypatch.setattr("wan_core.artifacts.Artifacts.save", lambda *_: False)
+    before = compilations()
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", compile="blocks"), request=REQUEST)
+    assert compilations() == before and not pipe.models.rehearsed
+    assert "compile: what was compiled before is used again" in pipe.loaded.notes
+    ours = latents(pipe)
+    assert compilations() - before == 1 and torch.equal(ours, exact(monkeypatch))
+
+
+def test_a_compiler_that_cannot_be_imported_fails_nobody(on_cpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._inductor.compile_fx", None)
+    rehearsal = Rehearsal(
+        config=T2V_A14B, device=CPU, dtype=torch.float32, quantization=None, attend=None, compile="blocks", job=None
+    )
+    rehearsal.begin()
+    (note,) = rehearsal.notes
+    assert "it takes longer (ModuleNotFoundError" in note
+
+
+def test_garbage_is_looked_for_once_and_only_in_what_is_new():
+    class Knot:
+        pass
+
+    def tied() -> weakref.ref:
+        knot = Knot()
+        knot.own = knot
+        return weakref.ref(knot)
+
+    gc.collect()
+    old = tied()
+    with rehearsing.uncollected:
+        assert not gc.isenabled()
+        new = tied()
+        with rehearsing.uncollected:
+            pass
+        assert new() is not None and not gc.isenabled()
+    assert new() is None and old() is not None  # what was there before was not searched
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+    gc.collect()
+    assert old() is None
+    gc.disable()
+    try:
+        with rehearsing.uncollected:
+            pass
+        assert not gc.isenabled()  # as it was found
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("dense", "graphs"), [(0.0, 1), (0.4, 2)])

@@ -32,21 +32,19 @@ def load_parts(
 ) -> dict[str, nn.Module]:
     """What `load` gives for each of `names`.
 
-    For a GPU all are loaded at once, and the rehearsal runs in this thread meanwhile, or before where that is sooner.
-    On a CPU, too, where there is something to rehearse beside; else one after the other. in_order: ranks that exchange
-    what they read must all read alike, so only the text encoder, which one of them reads alone, is read beside the
-    others.
+    For a GPU all are loaded at once, and the rehearsal runs in this thread meanwhile. On a CPU, too, where there is
+    something to rehearse; else one after the other. in_order: ranks that exchange what they read must all read alike,
+    so only the text encoder, which one of them reads alone, is read beside the others.
 
     What fails or interrupts one ends the others within a tensor.
     """
-    if rehearsal is not None and rehearsal.worthwhile:
+    rehearsal = rehearsal if rehearsal is not None and rehearsal.worthwhile else None
+    if rehearsal is not None:
         rehearsal.begin()
-    else:
-        rehearsal = None
-    if rehearsal is not None and (in_order or not rehearsal.beside):
-        rehearsal.run()
-        rehearsal = None
+        rehearsal = rehearsal if rehearsal.beside else None
     if in_order:
+        if rehearsal is not None:
+            rehearsal.run()
         return _in_order(names, load, device)
     if device.type == "cuda" or rehearsal is not None:
         return _at_once(names, load, device, rehearsal)

@@ -1,4 +1,4 @@
-"""What a first forward has to set up, set up while the weights are still being read, or before.
+"""What a first forward has to set up, set up while the weights are still being read.
 
 A block is the same code whatever its weights (`optimize.compile_blocks`), and kernels, cuDNN's plans and cuBLAS's
 choices go by sizes alone. So a model of one block with throw-away weights runs one forward at the very size, in the
@@ -66,13 +66,14 @@ class Rehearsal:
         return self.compile != "off" or (self.device.type == "cuda" and self.why_not is None)
 
     def begin(self) -> None:
-        """Import the compiler and find what it made before. To be called first."""
+        """Import the compiler and find what it made before: what is nothing but Python, and to be done before others
+        read. To be called first."""
         self._caught(self._begin)
 
     @property
     def beside(self) -> bool:
-        """Whether the forward is worth making beside the reading. Where all was compiled before, it is a second of
-        Python, which readers need too: beside each other both take half a second longer than one after the other."""
+        """Whether the forward is worth making beside the reading. Where all was compiled before, what is left of it is
+        a second of Python, which readers need too: the first step does it as soon."""
         return self.artifacts is None or not self.artifacts.loaded
 
     def run(self, wanted: Callable[[], bool] = lambda: True) -> None:
@@ -80,8 +81,8 @@ class Rehearsal:
         with quick_turns, uncollected:
             self._caught(partial(self._run, wanted))
         if self.ready:
-            when, seconds = "while" if self.beside else "before", sum(self.phases.values())
-            self.notes.append(f"the first step was prepared {when} weights were read, in {seconds:.1f} s")
+            seconds = sum(self.phases.values())
+            self.notes.append(f"the first step was prepared while weights were read, in {seconds:.1f} s")
         elif self.why_not is not None and self.compile != "off":
             self.notes.append(f"blocks are compiled in the first step: {self.why_not}")
 
@@ -105,7 +106,7 @@ class Rehearsal:
 
     def _run(self, wanted: Callable[[], bool]) -> None:
         if self.why_not is None and self.job is not None and wanted():
-            with self._timed("forward"), without_workers(self.artifacts):
+            with self._timed("forward"):
                 self._forward(self.job)
             self.ready = True
 
@@ -197,19 +198,6 @@ def why_not_beside(
     if needed <= plan.room:
         return None
     return f"beside the reading it has no room ({needed / GIB:.1f} GiB of {plan.room / GIB:.1f} usable)"
-
-
-@contextmanager
-def without_workers(artifacts: Artifacts | None) -> Iterator[None]:
-    """Where all was compiled before, torch need not start the processes that it compiles in. A kernel that is missing
-    is compiled in this one."""
-    if artifacts is None or not artifacts.loaded:
-        yield
-        return
-    from torch._inductor import config
-
-    with config.patch(compile_threads=1):
-        yield
 
 
 def _stop_collecting() -> Callable[[], None]:

@@ -4,8 +4,8 @@ It imports, loads both experts in FP8 where the device multiplies it and prepare
 same functions as `Pipeline.load`, makes the first forward of the high-noise expert at SIZE, and a second one, which is
 what a warm forward takes.
 
---compile: as the option of that name. --one-by-one: nothing is prepared while the experts load. --profile FILE: what
-the main thread did after the imports goes there, by cProfile, which slows it.
+--compile: as the option of that name. --profile FILE: what the main thread did after the imports goes there, by
+cProfile, which slows it.
 """
 
 from __future__ import annotations
@@ -92,9 +92,6 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
         job=job,
         artifacts=artifacts,
     )
-    if options.one_by_one and artifacts is not None:
-        rehearsal.notes.append(artifacts.load())
-        lap("artifacts")
     parts = {"high": experts.high, "low": experts.low}
     read: dict[str, float] = {}
     started: list[float] = []
@@ -106,11 +103,10 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
         read[name] = round(time.time() - started[0], 3)
         return model
 
-    ahead = None if options.one_by_one else rehearsal
     with torch.no_grad():
-        models = load_parts(list(parts), load, device, in_order=False, rehearsal=ahead)
+        models = load_parts(list(parts), load, device, in_order=False, rehearsal=rehearsal)
         settle(device)
-        lap("load both experts" if options.one_by_one else "load both experts, prepare")
+        lap("load both experts, prepare")
         for model in models.values():
             optimize(model, attend=attend, compile=options.compile, device=device, graphs=False)  # type: ignore
         made_anew = compiled_anew if artifacts is not None else lambda: 0  # asking imports the compiler
@@ -139,9 +135,7 @@ def arguments() -> argparse.Namespace:
     for name in ("device", "size", "high", "low"):
         parser.add_argument(name)
     parser.add_argument("--compile", choices=("off", "blocks"), default="blocks")
-    parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--profile")
-    parser.add_argument("--imports", action="store_true")
     return parser.parse_args()
 
 

@@ -17,9 +17,9 @@ identical         whether every tensor is bit for bit that of load_file (fp8: of
 
 cold process           a new process that imports, loads both experts in FP8 while it prepares the first step, and makes
                        one forward at the largest size. "nothing kept": blocks compiled, with empty caches. "artifacts
-                       kept": what that process left is there. "one by one": so it is, and nothing is prepared while
-                       the experts load. "not compiled": the default, which compiles no block. "bytecode kept", where
-                       Python keeps none of itself: as "nothing kept" is where it does.
+                       kept": what that process left is there. "not compiled": the default, which compiles no block,
+                       the first time and with the kernels that it kept. "bytecode kept", where Python keeps none of
+                       itself: as "nothing kept" is where it does. Where all is kept, the median of `--runs` (3).
 
 seconds                until that forward has run, without its own time when warm
 phases                 of it, one after the other. "import wan_core" ends with `models`; "attention's library" has its
@@ -86,7 +86,7 @@ def startup_rows(
                 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
                 yield from Loading(files, device, dtype, options.runs or 2).rows()
             if "cold" in wanted:
-                yield from cold_rows(files, sizes[-1], device, Path(folder), options.profile)
+                yield from cold_rows(files, sizes[-1], device, Path(folder), options.runs or 3, options.profile)
     if "ready" in wanted:
         yield from ready_rows(name, sizes, device, options.layers)
 
@@ -229,24 +229,30 @@ def _missing(module: str) -> str | None:
 
 
 def cold_rows(
-    files: list[Path], size: str, device: torch.device, folder: Path, profile: Path | None = None
+    files: list[Path], size: str, device: torch.device, folder: Path, runs: int, profile: Path | None = None
 ) -> Iterator[Row]:
     """Processes, from the second on with what the first one kept. profile: where another one writes what took long."""
     kept, only = folder / "kept", folder / "bytecode"
     first = None
+    off = ["--compile", "off"]
     ways = {
-        "nothing kept": (kept, []),
-        "bytecode kept": (only, []),
-        "artifacts kept": (kept, []),
-        "artifacts kept, one by one": (kept, ["--one-by-one"]),
-        "not compiled": (kept, ["--compile", "off"]),
+        "nothing kept": (kept, [], 1),
+        "bytecode kept": (only, [], 1),
+        "artifacts kept": (kept, [], runs),
+        "not compiled, first time": (kept, off, 1),
+        "not compiled": (kept, off, runs),
     }
-    for name, (where, more) in ways.items():
+    for name, (where, more, times) in ways.items():
         if where is only:
             if not (kept / imports.FOLDER).is_dir():
                 continue  # Python keeps it: so did the first
             shutil.copytree(kept / imports.FOLDER, only / imports.FOLDER)
-        row = guarded(f"cold process, {name}", size, None, lambda w=where, m=more: cold(files, size, device, w, m))
+        row = guarded(
+            f"cold process, {name}",
+            size,
+            None,
+            lambda w=where, m=more, t=times: median_of([cold(files, size, device, w, m) for _ in range(t)]),
+        )
         first = first or row.get("seconds")
         if first and "seconds" in row:
             row |= {"ratio": round(first / row["seconds"], 4), "ratio_to": "cold process, nothing kept"}
@@ -254,6 +260,13 @@ def cold_rows(
     if profile is not None:
         more = ["--profile", str(profile.absolute())]
         yield guarded("cold process, profiled", size, None, lambda: cold(files, size, device, kept, more))
+
+
+def median_of(rows: list[Row]) -> Row:
+    """The one in the middle, with the seconds of all."""
+    rows = sorted(rows, key=lambda row: row["seconds"])
+    all_of_them = [row["seconds"] for row in rows]
+    return rows[(len(rows) - 1) // 2] | ({"all_seconds": all_of_them} if len(rows) > 1 else {})
 
 
 def cold(files: list[Path], size: str, device: torch.device, kept: Path, more: list[str]) -> Row:

@@ -36,6 +36,7 @@ from wan_core.checkpoint.opened import Checkpoint, Readers
 
 MOST_THREADS = 16  # of one process: each needs Python for an instant between two pieces
 PIECE = 16 << 20
+READS_AT = hasattr(os, "preadv")  # in one call; not on Windows
 BUFFERS = 2  # of a thread: one is filled while the other travels
 AHEAD = 1 << 30  # bytes that may be on the device, or on their way, before they are taken; twice that for processes
 # that read together, each of which has a part of them to read
@@ -324,9 +325,9 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _read_into(file: io.FileIO, at: int, place: memoryview) -> None:
     """Fill `place` from `at` on. Raises OSError if the file ends before."""
     while len(place):
-        if hasattr(os, "preadv"):
+        if READS_AT:
             count = os.preadv(file.fileno(), [place], at)
-        else:  # Windows
+        else:
             file.seek(at)
             count = file.readinto(place)
         if not count:

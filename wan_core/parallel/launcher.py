@@ -76,9 +76,21 @@ class _Running:
             nodes=options.nodes,
             rendezvous=options.rendezvous,
         )
+        try:
+            self.process = self._start()
+        except BaseException:
+            self.listener.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        assert self.process.stdin is not None
+        self.process.stdin.write((json.dumps(asdict(orders)) + "\n").encode())
+        self.process.stdin.flush()  # and stays open: its end tells the supervisor that this process is gone
+        threading.Thread(target=self._await_end, daemon=True).start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(Path(self.folder) / "supervisor.log", "wb") as log:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", "wan_core.parallel.supervisor"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -86,10 +98,6 @@ class _Running:
                 env={**os.environ, **imports.environment(), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                 start_new_session=True,  # Ctrl+C in a terminal is for this process; it tells the others
             )
-        assert self.process.stdin is not None
-        self.process.stdin.write((json.dumps(asdict(orders)) + "\n").encode())
-        self.process.stdin.flush()  # and stays open: its end tells the supervisor that this process is gone
-        threading.Thread(target=self._await_end, daemon=True).start()
 
     def _await_end(self) -> None:
         assert self.process.stdout is not None

@@ -1,0 +1,111 @@
+"""What Python compiles is kept where Python keeps it nowhere, and nothing else of a process is touched."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wan_core import imports
+from wan_core.artifacts import prune
+from wan_core.imports import FORBIDS, PREFIX
+
+SOURCE = "value = 1\n"
+CODE = """
+import gc, sys
+from wan_core.imports import quicken
+quicken()
+import torch
+print(torch.__cached__, sys.dont_write_bytecode, gc.get_threshold()[0])
+"""
+CHILD = """
+import subprocess, sys
+from wan_core.imports import quicken
+quicken()
+subprocess.run([sys.executable, "-c", "import torch; print(torch.__cached__)"])
+"""
+
+
+@pytest.fixture
+def torch_folder(tmp_path: Path) -> Path:
+    """Where something stands that is called torch."""
+    package = tmp_path / "site" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(SOURCE)
+    about = tmp_path / "site" / "torch-9.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n")
+    return package
+
+
+def start(torch_folder: Path, code: str = CODE, **environment: str) -> list[str]:
+    path = f"{torch_folder.parent}{os.pathsep}{Path.cwd()}"
+    inherited = {k: v for k, v in os.environ.items() if k not in (FORBIDS, PREFIX)}
+    inherited |= {"PYTHONPATH": path, "WANCORE_CACHE": str(torch_folder.parents[1] / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=inherited | environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_it_is_kept_where_python_may_not(torch_folder: Path) -> None:
+    """And found by the next start, which compiles nothing. Processes that it starts keep theirs, too."""
+    kept, forbidden, threshold = start(torch_folder, **{FORBIDS: "1"})
+    file = Path(kept)
+    assert file.is_file() and not (torch_folder / "__pycache__").exists()
+    folder = torch_folder.parents[1] / "cache" / "bytecode"
+    assert file.relative_to(folder).parts[0] == f"{sys.implementation.cache_tag}-torch-9.9"
+    assert forbidden == "False" and int(threshold) == imports.SELDOM[0]
+    written = file.stat().st_mtime_ns
+    assert start(torch_folder, **{FORBIDS: "1"})[0] == kept and file.stat().st_mtime_ns == written
+    file.unlink()
+    assert start(torch_folder, CHILD, **{FORBIDS: "1"}) == [kept] and file.is_file()
+
+
+def test_it_is_left_to_python_where_it_may(torch_folder: Path) -> None:
+    beside = torch_folder / "__pycache__" / f"__init__.{sys.implementation.cache_tag}.pyc"
+    assert start(torch_folder)[0] == str(beside) and beside.is_file()
+    assert start(torch_folder, **{FORBIDS: "1"})[:2] == [str(beside), "True"]  # it was there before that was forbidden
+
+
+def test_it_is_kept_where_the_folder_cannot_be_written(torch_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setattr(imports.importlib.util, "find_spec", lambda _: _Spec(torch_folder / "__init__.py"))
+    assert imports.environment() == {}
+    monkeypatch.setattr(imports.os, "access", lambda *_: False)
+    assert set(imports.environment()) == {PREFIX, FORBIDS}
+
+
+def test_sources_without_a_date_are_not_told_apart(torch_folder: Path) -> None:
+    """Python takes what it kept for that of a source of the same date and length; some images date all alike."""
+    os.utime(torch_folder / "__init__.py", (1, 1))
+    assert start(torch_folder, **{FORBIDS: "1"})[1] == "True"
+    assert not (torch_folder.parents[1] / "cache").exists()
+
+
+def test_a_program_that_has_imported_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports, "environment", lambda: {PREFIX: "/nowhere", FORBIDS: ""})
+    before = sys.pycache_prefix, sys.dont_write_bytecode, gc.get_threshold(), dict(os.environ)
+    imports.quicken()
+    assert before == (sys.pycache_prefix, sys.dont_write_bytecode, gc.get_threshold(), dict(os.environ))
+
+
+def test_what_is_kept_counts_in_the_cache(tmp_path: Path) -> None:
+    for name, date in (("old", 1e9), ("new", 2e9)):
+        file = tmp_path / imports.FOLDER / name / "usr" / "torch.pyc"
+        file.parent.mkdir(parents=True)
+        file.write_bytes(bytes(100))
+        os.utime(file, (date, date))
+    prune(tmp_path, limit=150)
+    assert [path.name for path in (tmp_path / imports.FOLDER).iterdir()] == ["new"]
+
+
+class _Spec:
+    def __init__(self, origin: Path) -> None:
+        self.origin = str(origin)
