@@ -67,6 +67,21 @@ def test_it_is_kept_where_python_may_not(torch_folder: Path) -> None:
     assert start(torch_folder, CHILD, **{FORBIDS: "1"}) == [kept] and file.is_file()
 
 
+def test_garbage_is_looked_for_as_before_once_all_is_imported(torch_folder: Path) -> None:
+    code = """
+import gc
+from wan_core import imports
+before = gc.get_threshold()
+imports.done()  # of a process of another's
+print(gc.get_threshold() == before, gc.get_freeze_count())
+imports.quicken()
+print(gc.get_threshold() == before)
+imports.done()
+print(gc.get_threshold() == before, gc.get_freeze_count() > 1000)
+"""
+    assert start(torch_folder, code) == ["True", "0", "False", "True", "True"]
+
+
 def test_it_is_left_to_python_where_it_may(torch_folder: Path) -> None:
     beside = torch_folder / "__pycache__" / f"__init__.{sys.implementation.cache_tag}.pyc"
     assert start(torch_folder)[0] == str(beside) and beside.is_file()

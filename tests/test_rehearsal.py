@@ -146,11 +146,13 @@ def test_garbage_is_looked_for_once_and_only_in_what_is_new():
     gc.collect()
     assert old() is None
     gc.disable()
+    gc.freeze()
     try:
         with rehearsing.uncollected:
-            pass
-        assert not gc.isenabled()  # as it was found
+            new = tied()
+        assert new() is None and not gc.isenabled() and gc.get_freeze_count()  # as it was found
     finally:
+        gc.unfreeze()
         gc.enable()
 
 

@@ -19,6 +19,7 @@ from wan_core.folders import cache_folder
 
 FORBIDS, PREFIX = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
 FOLDER = "bytecode"  # in the cache folder
+OFTEN = gc.get_threshold()
 SELDOM = (50_000, 20, 100)  # garbage among so many new objects is looked for: modules are none, and a fifth of the time
 OLDEST = 86400 * 365  # seconds since 1970; Python tells by its date whether a source has changed, and some have none
 
@@ -32,6 +33,14 @@ def quicken() -> None:
     if settings := environment():
         os.environ.update(settings)
         sys.pycache_prefix, sys.dont_write_bytecode = settings[PREFIX], False
+
+
+def done() -> None:
+    """After `quicken`, when all has been imported and no weights have been read: garbage is looked for as often as
+    before, and never among what was imported, which stays."""
+    if gc.get_threshold() == SELDOM:
+        gc.freeze()
+        gc.set_threshold(*OFTEN)
 
 
 def environment() -> dict[str, str]:

@@ -16,6 +16,7 @@ from threading import Event
 import torch
 from torch import nn
 
+from wan_core import imports
 from wan_core.checkpoint.staged import current_reading, default_threads, reading
 from wan_core.config import UserError
 from wan_core.rehearsal import Rehearsal
@@ -42,6 +43,7 @@ def load_parts(
     if rehearsal is not None:
         rehearsal.begin()
         rehearsal = rehearsal if rehearsal.beside else None
+    imports.done()
     if in_order:
         if rehearsal is not None:
             rehearsal.run()

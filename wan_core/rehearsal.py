@@ -201,15 +201,16 @@ def why_not_beside(
 
 
 def _stop_collecting() -> Callable[[], None]:
-    ours = gc.isenabled() and not gc.get_freeze_count()  # else whoever did that has reasons
-    if ours:
-        gc.disable()
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    if not frozen:  # else unfreezing would be for what others froze, too
         gc.freeze()
 
     def collect() -> None:
         gc.collect()
-        if ours:
+        if not frozen:
             gc.unfreeze()
+        if enabled:
             gc.enable()
 
     return collect
