@@ -139,9 +139,9 @@ def test_the_cold_processes_that_are_compared(python_keeps, tmp_path, monkeypatc
     expected = [
         ("nothing kept", [("kept", [])], 1),
         ("bytecode kept", [("bytecode", [])], 1.5),
-        ("artifacts kept", [("kept", [])] * 2, 3),
+        ("artifacts kept", [("kept", [])] * 2, 2),
         ("not compiled, first time", [("kept", off)], 4),
-        ("not compiled", [("kept", off)] * 2, 12),
+        ("not compiled", [("kept", off)] * 2, 2.4),
         ("profiled", [("kept", profile)], None),
     ]
     expected = [row for row in expected if not python_keeps or row[0] != "bytecode kept"]

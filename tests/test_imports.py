@@ -59,7 +59,7 @@ def test_it_is_kept_where_python_may_not(torch_folder: Path) -> None:
     file = Path(kept)
     assert file.is_file() and not (torch_folder / "__pycache__").exists()
     folder = torch_folder.parents[1] / "cache" / "bytecode"
-    assert file.relative_to(folder).parts[0] == f"{sys.implementation.cache_tag}-torch-9.9"
+    assert file.relative_to(folder).parts[0].startswith(sys.implementation.cache_tag)
     assert forbidden == "False" and int(threshold) == imports.SELDOM[0]
     written = file.stat().st_mtime_ns
     assert start(torch_folder, **{FORBIDS: "1"})[0] == kept and file.stat().st_mtime_ns == written
@@ -91,15 +91,45 @@ def test_it_is_left_to_python_where_it_may(torch_folder: Path) -> None:
 def test_it_is_kept_where_the_folder_cannot_be_written(torch_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "pycache_prefix", None)
+    monkeypatch.setenv("WANCORE_CACHE", str(torch_folder.parents[1] / "cache"))
     monkeypatch.setattr(imports.importlib.util, "find_spec", lambda _: _Spec(torch_folder / "__init__.py"))
     assert imports.environment() == {}
     monkeypatch.setattr(imports.os, "access", lambda *_: False)
     assert set(imports.environment()) == {PREFIX, FORBIDS}
+    monkeypatch.setattr(imports.os, "stat", lambda *_: (_ for _ in ()).throw(PermissionError))
+    assert imports.environment() == {}
 
 
-def test_sources_without_a_date_are_not_told_apart(torch_folder: Path) -> None:
-    """Python takes what it kept for that of a source of the same date and length; some images date all alike."""
-    os.utime(torch_folder / "__init__.py", (1, 1))
+def test_a_drive_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(imports.os.path, "exists", lambda _: False)
+    assert imports._may_be_written(Path("/a/b")) == os.access("/", os.W_OK)
+
+
+def test_another_version_of_anything_has_another_folder(torch_folder: Path) -> None:
+    """Python takes what it kept for that of any source of the same place, date and length. What was not used for a
+    month goes."""
+    first = start(torch_folder, **{FORBIDS: "1"})[0]
+    (torch_folder.parent / "numpy-1.2.dist-info").mkdir()
+    second = start(torch_folder, **{FORBIDS: "1"})[0]
+    assert first != second and Path(first).is_file() and Path(second).is_file()
+    folder = torch_folder.parents[1] / "cache" / "bytecode"
+    old = folder / Path(first).relative_to(folder).parts[0]
+    os.utime(old / imports.USED, (1e9, 1e9))
+    (torch_folder.parent / "numpy-1.2.dist-info").rename(torch_folder.parent / "numpy-1.3.dist-info")
+    start(torch_folder, **{FORBIDS: "1"})
+    assert not old.exists() and Path(second).is_file()
+
+
+def test_where_neither_can_be_written_nothing_is_said(torch_folder: Path) -> None:
+    """A prefix would hide what lies beside other sources."""
+    (torch_folder.parents[1] / "cache").write_text("a file")
+    assert start(torch_folder, **{FORBIDS: "1"})[1] == "True"
+
+
+@pytest.mark.parametrize("date", [0, 1, 315532800])
+def test_sources_without_a_date_are_not_told_apart(torch_folder: Path, date: int) -> None:
+    """Some builds date all alike."""
+    os.utime(torch_folder / "__init__.py", (date, date))
     assert start(torch_folder, **{FORBIDS: "1"})[1] == "True"
     assert not (torch_folder.parents[1] / "cache").exists()
 

@@ -430,6 +430,19 @@ def test_a_rank_is_not_blamed_for_the_silence_of_the_one_that_reports() -> None:
         workers._watch(running, "sample")
 
 
+class Started:
+    """A process that ended before it could be told anything."""
+
+    killed = False
+    stdin = property(lambda self: self)
+
+    def write(self, _: bytes) -> None:
+        raise BrokenPipeError
+
+    def kill(self) -> None:
+        self.killed = True
+
+
 def test_ranks_keep_the_bytecode_that_python_keeps_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also where the program that starts them, ComfyUI, has none. A start that fails leaves nothing."""
     monkeypatch.setattr(launcher.tempfile, "tempdir", str(tmp_path))
@@ -444,4 +457,9 @@ def test_ranks_keep_the_bytecode_that_python_keeps_nowhere(monkeypatch: pytest.M
     with pytest.raises(OSError, match="as a test"):
         launcher._Running(WorkerOptions(devices=("cpu",)))
     assert not list(tmp_path.iterdir())
+    started = Started()
+    monkeypatch.setattr(launcher.subprocess, "Popen", lambda *_, **__: started)
+    with pytest.raises(BrokenPipeError):
+        launcher._Running(WorkerOptions(devices=("cpu",)))
+    assert started.killed and not list(tmp_path.iterdir())
     assert seen["PYTHONPYCACHEPREFIX"] == "/kept" and seen["PYTHONSAFEPATH"] == "1"

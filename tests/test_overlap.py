@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from wan_core.graphs import uncollected
+from wan_core.overlap import uncollected
 from wan_core.rehearsal import TURNS, quick_turns
 
 

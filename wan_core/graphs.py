@@ -8,16 +8,14 @@ graph would only cost memory; below that, the host is the bottleneck, and a grap
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from wan_core.model.dit import PreparedText, WanModel
-from wan_core.overlap import Overlapping
+from wan_core.overlap import uncollected
 
 GRAPHED_TOKENS = (
     4096  # of all samples of a forward together: where an A14B forward takes the GPU what it takes the host
@@ -117,16 +115,6 @@ class GraphedBlocks:
         ):
             out = self.inner(tokens, modulation, rope, text)
         return Captured(graph, tokens, modulation, out)
-
-
-def _stop_collecting() -> Callable[[], None]:
-    undo = gc.enable if gc.isenabled() else gc.disable
-    gc.disable()
-    return undo
-
-
-uncollected = Overlapping(_stop_collecting)
-"""No garbage is collected inside, by any thread: another one may be capturing as well."""
 
 
 @functools.cache

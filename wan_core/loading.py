@@ -33,9 +33,10 @@ def load_parts(
 ) -> dict[str, nn.Module]:
     """What `load` gives for each of `names`.
 
-    For a GPU all are loaded at once, and the rehearsal runs in this thread meanwhile. On a CPU, too, where there is
-    something to rehearse; else one after the other. in_order: ranks that exchange what they read must all read alike,
-    so only the text encoder, which one of them reads alone, is read beside the others.
+    The rehearsal begins before anything is read. For a GPU all are loaded at once, and it runs in this thread meanwhile
+    where it has something to do beside. On a CPU, too, where it has; else one after the other. in_order: ranks that
+    exchange what they read must all read alike, so only the text encoder, which one of them reads alone, is read beside
+    the others.
 
     What fails or interrupts one ends the others within a tensor.
     """

@@ -66,7 +66,8 @@ class Models:
     @property
     def compiles(self) -> bool:
         """Whether the next forward compiles its block, as far as is known."""
-        return self.artifacts is not None and not self.artifacts.saved and not self.rehearsed
+        kept = self.artifacts is None or self.artifacts.loaded or bool(self.artifacts.saved)
+        return not kept and not self.rehearsed
 
     def keep_compiled(self) -> bool:
         """Write what this process compiled to disk, for the next; whether there was anything new."""

@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from wan_core.attention.registry import Attend, AttendLse
 from wan_core.config import OptionError
 from wan_core.graphs import GraphedBlocks
 from wan_core.kernels import fused
 from wan_core.model.dit import WanModel
-from wan_core.overlap import Overlapping
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import ShardedBlocks, shard_tokens
 from wan_core.parallel.vae import split_pictures
@@ -54,7 +55,6 @@ def optimize(
         shard_tokens(model, ranks, attend, attend_lse)
     elif graphs and device.type == "cuda" and getattr(attend, "capturable", True):
         GraphedBlocks.install(model)
-    ConstantFloats.remove(model)
     if compile == "blocks":
         compile_blocks(model, device)
     else:
@@ -104,61 +104,28 @@ def compile_blocks(model: WanModel, device: torch.device, backend: str = "induct
     limits = torch._dynamo.config
     name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # the latter up to torch 2.6
     setattr(limits, name, max(getattr(limits, name), VARIANTS))
-    ConstantFloats.install(model)
     for block in model.blocks:
         block.compile(dynamic=True, fullgraph=True, backend=backend)
+        assert block._compiled_call_impl is not None
+        block._compiled_call_impl = _constant_floats(block._compiled_call_impl)
 
 
-class ConstantFloats:
-    """In forwards of a model, Python's floats are constants to torch's compiler.
-
-    Where sizes may change (`dynamic`), it takes floats that it finds in modules (epsilons) for something that may, too.
-    After tracing everything it sees that it has no use for that, and traces everything again.
-    """
-
-    def __init__(self) -> None:
-        self.inside = 0
-
-    @classmethod
-    def install(cls, model: WanModel) -> None:
-        cls.remove(model)
-        own = cls()
-        before, after = (
-            model.register_forward_pre_hook(own.enter),
-            model.register_forward_hook(own.leave, always_call=True),
-        )
-        vars(model)["constant_floats"] = (before, after)
-
-    @staticmethod
-    def remove(model: WanModel) -> None:
-        for hook in vars(model).pop("constant_floats", ()):
-            hook.remove()
-
-    def enter(self, *_: object) -> None:
-        _constant_floats.__enter__()
-        self.inside += 1
-
-    def leave(self, *_: object) -> None:
-        if self.inside:  # else what came before `enter` failed
-            self.inside -= 1
-            _constant_floats.__exit__()
-
-
-def _specialize_floats() -> Callable[[], None]:
+def _constant_floats(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`compiled`, for which Python's floats are constants. Where sizes may change (`dynamic`), torch's compiler takes
+    those that it finds in modules (epsilons) for something that may, too, and traces all a second time when it sees
+    that they cannot. Only inside: others who compile in this process may want it otherwise."""
     from torch._dynamo import config
 
-    before = getattr(config, "specialize_float", None)
-    if before is None:  # before torch 2.4 they always were
-        return lambda: None
-    config.specialize_float = True
+    def call(*given: Any, **named: Any) -> Tensor:
+        if getattr(config, "specialize_float", True):
+            return compiled(*given, **named)
+        config.specialize_float = True
+        try:
+            return compiled(*given, **named)
+        finally:
+            config.specialize_float = False
 
-    def undo() -> None:
-        config.specialize_float = before
-
-    return undo
-
-
-_constant_floats = Overlapping(_specialize_floats)  # others who compile in this process may want it otherwise
+    return call
 
 
 def begin_run(model: WanModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 
@@ -28,3 +29,13 @@ class Overlapping:
             self.inside -= 1
             if self.inside == 0:
                 self.undo()
+
+
+def _stop_collecting() -> Callable[[], None]:
+    undo = gc.enable if gc.isenabled() else gc.disable
+    gc.disable()
+    return undo
+
+
+uncollected = Overlapping(_stop_collecting)
+"""No garbage is looked for inside, by any thread."""

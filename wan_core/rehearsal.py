@@ -1,4 +1,4 @@
-"""What a first forward has to set up, set up while the weights are still being read.
+"""What a first forward has to set up, set up while the weights are still being read, where it was not kept.
 
 A block is the same code whatever its weights (`optimize.compile_blocks`), and kernels, cuDNN's plans and cuBLAS's
 choices go by sizes alone. So a model of one block with throw-away weights runs one forward at the very size, in the
@@ -32,7 +32,7 @@ from wan_core.job import Job
 from wan_core.memory.budget import GIB, MemoryPlan, factor, unit_bytes
 from wan_core.model.dit import WanModel
 from wan_core.optimize import begin_run, optimize
-from wan_core.overlap import Overlapping
+from wan_core.overlap import Overlapping, uncollected
 from wan_core.plan import Expert
 from wan_core.quant.swap import Quantization
 from wan_core.sparsity.run import sparse_attention
@@ -45,7 +45,7 @@ TURNS = 2e-4  # seconds after which threads that compute in Python take turns; r
 class Rehearsal:
     """One forward of one block for `job`, as `config`, `dtype`, `quantization`, `attend` and `compile` will run it on
     `device`. `why_not`: not to be had, and artifacts are all that is loaded. `notes` say what came of it, `phases` how
-    many seconds each part took, `ready` whether the forward was made."""
+    many seconds each part took, `ready` whether the forward was made, `failed` whether any of it did."""
 
     config: DiTConfig
     device: torch.device
@@ -59,6 +59,7 @@ class Rehearsal:
     notes: list[str] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
     ready: bool = False
+    failed: bool = False
 
     @property
     def worthwhile(self) -> bool:
@@ -72,16 +73,17 @@ class Rehearsal:
 
     @property
     def beside(self) -> bool:
-        """Whether the forward is worth making beside the reading. Where all was compiled before, what is left of it is
-        a second of Python, which readers need too: the first step does it as soon."""
-        return self.artifacts is None or not self.artifacts.loaded
+        """Whether the forward is worth making beside the reading. Where blocks were compiled before, what is left of it
+        is a second or two of Python, which readers need too: the first step does it as soon."""
+        return not self.failed and (self.artifacts is None or not self.artifacts.loaded)
 
     def run(self, wanted: Callable[[], bool] = lambda: True) -> None:
         """Make the forward, if `wanted` still says so then. Raises nothing but what ends a program."""
-        with quick_turns, uncollected:
-            self._caught(partial(self._run, wanted))
+        if self.why_not is None and self.job is not None and wanted():
+            with quick_turns, collected_after():
+                self._caught(partial(self._forward, self.job))
         if self.ready:
-            seconds = sum(self.phases.values())
+            seconds = self.phases["forward"]
             self.notes.append(f"the first step was prepared while weights were read, in {seconds:.1f} s")
         elif self.why_not is not None and self.compile != "off":
             self.notes.append(f"blocks are compiled in the first step: {self.why_not}")
@@ -94,6 +96,7 @@ class Rehearsal:
             note = f"preparing the first step failed, and it takes longer ({type(fault).__name__}: {words})"
             log.warning("%s", note)
             self.notes.append(note)
+            self.failed = True
             fault.__traceback__ = None  # it holds the throw-away weights
 
     def _begin(self) -> None:
@@ -104,15 +107,9 @@ class Rehearsal:
             with self._timed("artifacts"):
                 self.notes.append(f"compile: {self.artifacts.load()}")
 
-    def _run(self, wanted: Callable[[], bool]) -> None:
-        if self.why_not is None and self.job is not None and wanted():
-            with self._timed("forward"):
-                self._forward(self.job)
-            self.ready = True
-
     def _forward(self, job: Job) -> None:
         cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda), torch.no_grad():
+        with self._timed("forward"), torch.random.fork_rng(devices=cuda), torch.no_grad():
             model = stand_in(self.config, self.device, self.dtype, self.quantization)
             optimize(model, attend=self.attend, compile=self.compile, device=self.device, graphs=False)
             done: set[bool] = set()
@@ -123,6 +120,7 @@ class Rehearsal:
                 done |= kinds
             if cuda:
                 torch.cuda.synchronize(self.device)
+        self.ready = True
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -200,25 +198,20 @@ def why_not_beside(
     return f"beside the reading it has no room ({needed / GIB:.1f} GiB of {plan.room / GIB:.1f} usable)"
 
 
-def _stop_collecting() -> Callable[[], None]:
-    enabled, frozen = gc.isenabled(), gc.get_freeze_count()
-    gc.disable()
-    if not frozen:  # else unfreezing would be for what others froze, too
-        gc.freeze()
-
-    def collect() -> None:
-        gc.collect()
-        if not frozen:
-            gc.unfreeze()
-        if enabled:
-            gc.enable()
-
-    return collect
-
-
-uncollected = Overlapping(_stop_collecting)
-"""Garbage is looked for once, at the end, and only in what was made inside: tracing makes millions of objects, and a
-compiled module, which refers to itself, holds its weights."""
+@contextmanager
+def collected_after() -> Iterator[None]:
+    """Garbage is looked for once, at the end, and only in what was made inside: tracing makes millions of objects, and
+    a compiled module, which refers to itself, holds its weights."""
+    with uncollected:
+        frozen = gc.get_freeze_count()
+        if not frozen:  # else unfreezing would be for what others froze, too
+            gc.freeze()
+        try:
+            yield
+        finally:
+            gc.collect()
+            if not frozen:
+                gc.unfreeze()
 
 
 def _turn_quickly() -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """One cold process, timed by phase: `python -m wan_core.bench.cold DEVICE SIZE HIGH LOW` prints JSON.
 
-It imports, loads both experts in FP8 where the device multiplies it and prepares the first step meanwhile, by the
-same functions as `Pipeline.load`, makes the first forward of the high-noise expert at SIZE, and a second one, which is
+It imports, loads both experts in FP8 where the device multiplies it and prepares the first step, by the same
+functions as `Pipeline.load`, makes the first forward of the high-noise expert at SIZE, and a second one, which is
 what a warm forward takes.
 
 --compile: as the option of that name. --profile FILE: what the main thread did after the imports goes there, by

@@ -15,7 +15,7 @@ gb_s              bytes of the files over that time
 host_gib          the largest resident size of the process meanwhile, less what it had before; mapped pages count
 identical         whether every tensor is bit for bit that of load_file (fp8: of the plain path)
 
-cold process           a new process that imports, loads both experts in FP8 while it prepares the first step, and makes
+cold process           a new process that imports, loads both experts in FP8, prepares the first step, and makes
                        one forward at the largest size. "nothing kept": blocks compiled, with empty caches. "artifacts
                        kept": what that process left is there. "not compiled": the default, which compiles no block,
                        the first time and with the kernels that it kept. "bytecode kept", where Python keeps none of
@@ -24,8 +24,8 @@ cold process           a new process that imports, loads both experts in FP8 whi
 seconds                until that forward has run, without its own time when warm
 phases                 of it, one after the other. "import wan_core" ends with `models`; "attention's library" has its
                        imports; "first forward" whatever was not prepared
-prepared               seconds of the parts beside the loading: importing torch's compiler, artifacts, a forward of one
-                       block; `read` until the last weight was there
+prepared               seconds of importing torch's compiler and finding artifacts, before the loading, and of a forward
+                       of one block beside it, where there were none; `read` until the last weight was there
 first_forward          graphs that the first forward still asked torch for, and how many entries no cache had for them
 process_seconds        as its parent sees it, with the second forward and the end
 
@@ -77,6 +77,8 @@ def startup_rows(
 ) -> Iterator[Row]:
     """Rows of the suite. Raises OptionError where there is no room for the files."""
     wanted = options.setting or STARTUP_PARTS
+    if options.profile and "cold" not in wanted:
+        raise OptionError(f"--profile is of a cold process, and --setting {', '.join(wanted)} starts none")
     details |= {"layers": options.layers}
     if "load" in wanted or "cold" in wanted:
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="wancore-startup-") as folder:
@@ -263,10 +265,10 @@ def cold_rows(
 
 
 def median_of(rows: list[Row]) -> Row:
-    """The one in the middle, with the seconds of all."""
+    """The one in the middle, the slower of two, with the seconds of all."""
     rows = sorted(rows, key=lambda row: row["seconds"])
     all_of_them = [row["seconds"] for row in rows]
-    return rows[(len(rows) - 1) // 2] | ({"all_seconds": all_of_them} if len(rows) > 1 else {})
+    return rows[len(rows) // 2] | ({"all_seconds": all_of_them} if len(rows) > 1 else {})
 
 
 def cold(files: list[Path], size: str, device: torch.device, kept: Path, more: list[str]) -> Row:

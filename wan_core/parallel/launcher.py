@@ -57,34 +57,34 @@ class _Running:
 
     def __init__(self, options: WorkerOptions) -> None:
         self.key = new_key()
-        self.listener = Listener(self.key)
-        self.folder = tempfile.mkdtemp(prefix="wancore-workers-")
         self.inbox: queue.SimpleQueue[tuple[dict[str, Any], dict[str, Tensor]] | None] = queue.SimpleQueue()
         self.channel: Channel | None = None
         self.statuses: list[dict[str, Any]] = []
         self.heard = self.begun = time.monotonic()  # the last frame, and the request in work
         self.report: dict[str, Any] | None = None
         self.ended = threading.Event()
-        orders = Orders(
-            key=self.key.hex(),
-            port=self.listener.port,
-            devices=options.devices,
-            run_id=options.run_id or uuid.uuid4().hex,
-            log_dir=self.folder,
-            start_timeout=options.start_timeout,
-            step_timeout=options.step_timeout,
-            nodes=options.nodes,
-            rendezvous=options.rendezvous,
-        )
-        try:
+        with contextlib.ExitStack() as undo:
+            self.listener = Listener(self.key)
+            undo.callback(self.listener.close)
+            self.folder = tempfile.mkdtemp(prefix="wancore-workers-")
+            undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            orders = Orders(
+                key=self.key.hex(),
+                port=self.listener.port,
+                devices=options.devices,
+                run_id=options.run_id or uuid.uuid4().hex,
+                log_dir=self.folder,
+                start_timeout=options.start_timeout,
+                step_timeout=options.step_timeout,
+                nodes=options.nodes,
+                rendezvous=options.rendezvous,
+            )
             self.process = self._start()
-        except BaseException:
-            self.listener.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
-            raise
-        assert self.process.stdin is not None
-        self.process.stdin.write((json.dumps(asdict(orders)) + "\n").encode())
-        self.process.stdin.flush()  # and stays open: its end tells the supervisor that this process is gone
+            undo.callback(self.process.kill)
+            assert self.process.stdin is not None
+            self.process.stdin.write((json.dumps(asdict(orders)) + "\n").encode())
+            self.process.stdin.flush()  # and stays open: its end tells the supervisor that this process is gone
+            undo.pop_all()
         threading.Thread(target=self._await_end, daemon=True).start()
 
     def _start(self) -> subprocess.Popen[bytes]:
