@@ -10,7 +10,6 @@ import struct
 import threading
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +29,7 @@ from wan_core.config import (
     SparseOptions,
     TaylorSeerOptions,
 )
-from wan_core.parallel import control, launcher
+from wan_core.parallel import control
 from wan_core.parallel.control import (
     MAX_BODY,
     AuthenticationError,
@@ -428,38 +427,3 @@ def test_a_rank_is_not_blamed_for_the_silence_of_the_one_that_reports() -> None:
     running.heard, statuses[1]["silent"] = now, 11.0
     with pytest.raises(WorkerError, match=r"rank 1 .* gave no sign of life for 11 s"):
         workers._watch(running, "sample")
-
-
-class Started:
-    """A process that ended before it could be told anything."""
-
-    killed = False
-    stdin = property(lambda self: self)
-
-    def write(self, _: bytes) -> None:
-        raise BrokenPipeError
-
-    def kill(self) -> None:
-        self.killed = True
-
-
-def test_ranks_keep_the_bytecode_that_python_keeps_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also where the program that starts them, ComfyUI, has none. A start that fails leaves nothing."""
-    monkeypatch.setattr(launcher.tempfile, "tempdir", str(tmp_path))
-    seen: dict[str, str] = {}
-
-    def popen(*_: Any, env: dict[str, str], **__: Any) -> None:
-        seen.update(env)
-        raise OSError("as a test wants it")
-
-    monkeypatch.setattr(launcher.subprocess, "Popen", popen)
-    monkeypatch.setattr(launcher.imports, "environment", lambda: {"PYTHONPYCACHEPREFIX": "/kept"})
-    with pytest.raises(OSError, match="as a test"):
-        launcher._Running(WorkerOptions(devices=("cpu",)))
-    assert not list(tmp_path.iterdir())
-    started = Started()
-    monkeypatch.setattr(launcher.subprocess, "Popen", lambda *_, **__: started)
-    with pytest.raises(BrokenPipeError):
-        launcher._Running(WorkerOptions(devices=("cpu",)))
-    assert started.killed and not list(tmp_path.iterdir())
-    assert seen["PYTHONPYCACHEPREFIX"] == "/kept" and seen["PYTHONSAFEPATH"] == "1"
