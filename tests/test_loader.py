@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -196,3 +197,38 @@ def test_reads_that_stop_short_go_on_where_they_stopped(file, monkeypatch):
     names = list(checkpoint.tensors)
     with Feed(checkpoint, names, CPU, Reading()) as feed:
         assert all(torch.equal(feed.read(name), checkpoint.read(name)) for name in names)
+
+
+class Moment:
+    """An event or a stream of a GPU, as far as the order of calls goes: whoever waits has something to wait for."""
+
+    recorded = False
+
+    def record(self, stream):
+        self.recorded = True
+
+    def synchronize(self):
+        assert self.recorded
+
+    def wait_event(self, event):
+        assert event.recorded
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("piece", [64, 1000, 1 << 20])
+def test_pieces_travel_through_locked_buffers(piece, threads, file, monkeypatch):
+    """As for a GPU, whose streams and memory are stood in for: which buffer is filled, and where its bytes end up."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, pin_memory=False, **kind: empty(*size, **kind))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Moment())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Moment())
+    monkeypatch.setattr(staged, "PIECE", piece)
+    checkpoint = open_checkpoint(file)
+    names = list(checkpoint.tensors)
+    with Feed(checkpoint, names, torch.device("cuda"), Reading(threads=threads)) as feed:
+        for name in names:
+            found, stored = feed.read(name), checkpoint.read(name)
+            assert found.dtype == stored.dtype and found.shape == stored.shape and torch.equal(found, stored)
