@@ -23,7 +23,7 @@ from wan_core.folders import cache_folder
 FORBIDS, PREFIX = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
 FOLDER = "bytecode"  # in the cache folder
 USED = "used"  # a file in each folder there, with the date of its last use
-SELDOM = (50_000, 20, 100)  # garbage among so many new objects is looked for: modules are none, and a fifth of the time
+SELDOM = (50_000, 20, 100)  # garbage among so many new objects is looked for: modules are none
 YEAR = 365 * 86400  # seconds
 DATED = 11 * YEAR  # since 1970; builds that date all sources alike take 0, 1 or 1980, where zip begins
 FORGET = YEAR // 12  # of what was not used
