@@ -52,7 +52,7 @@ format: .venv/.test
 	$(BIN)/ruff format
 
 bench: .venv/.runtime
-	$(BIN)/python -m wan_core bench --out benchmarks/results $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks --out benchmarks/results $(BENCH_ARGS)
 
 clean:
 	rm -rf .venv out .pytest_cache .ruff_cache .hypothesis

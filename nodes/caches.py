@@ -7,9 +7,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from wan_core.cache.curves import SUFFIX
-from wan_core.cache.magcache import PRESETS
 from wan_core.config import MAGCACHE_RULES, AdaptiveOptions, MagCacheOptions, SkipOptions, TaylorSeerOptions
+from wan_core.sampling.cache.curves import SUFFIX
+from wan_core.sampling.cache.magcache import PRESETS
 
 from . import host
 from .skipping import CUSTOM, joined, skipping_input, skipping_output

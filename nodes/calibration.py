@@ -7,13 +7,13 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from wan_core.cache.curves import Curve, curve_path, is_embedded, write_curve
-from wan_core.conditioning import draw_noise
 from wan_core.config import OptionError, check_folder
-from wan_core.plan import Plan
-from wan_core.quality.calibrate import measure
-from wan_core.quality.pictures import draw_curve, preset_plans
-from wan_core.report import Report
+from wan_core.execution.report import Report
+from wan_core.pipeline.evaluate.calibrate import measure
+from wan_core.pipeline.evaluate.pictures import draw_curve, preset_plans
+from wan_core.sampling.cache.curves import Curve, curve_path, is_embedded, write_curve
+from wan_core.sampling.conditioning import draw_noise
+from wan_core.sampling.plan import Plan
 
 from . import host
 from .conditioning import join

@@ -8,7 +8,13 @@ import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.conditioning import (
+from wan_core.config import OptionError
+from wan_core.media.video import fit_image
+from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
+from wan_core.models.wan.tasks import TASKS
+from wan_core.pipeline.images import pixels_to_video, video_to_pixels
+from wan_core.pipeline.sources import Experts
+from wan_core.sampling.conditioning import (
     Conditioning,
     empty_latents,
     frame_mask,
@@ -17,11 +23,7 @@ from wan_core.conditioning import (
     known_first,
     known_frames,
 )
-from wan_core.config import TASKS, VAE_21, VAE_22, OptionError, VAEConfig
-from wan_core.images import pixels_to_video, video_to_pixels
-from wan_core.parts import Experts
-from wan_core.plan import Plan
-from wan_core.video import fit_image
+from wan_core.sampling.plan import Plan
 
 from . import host
 from .files import refusal

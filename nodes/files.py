@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from wan_core.parts import TINY, Part
+from wan_core.pipeline.sources import TINY, Part
 
 from . import host
 

@@ -24,15 +24,16 @@ from server import PromptServer
 from torch import Tensor, nn
 
 from wan_core.checkpoint.staged import Reading, reading
-from wan_core.config import DiTConfig, OptionError
-from wan_core.lora import AppliedLoras
-from wan_core.memory.budget import CONTEXT, unit_bytes
-from wan_core.memory.shelf import Shelf, tensors_of
-from wan_core.memory.stream import Stage, StreamedBlocks, stage_bytes
-from wan_core.model.dit import WanModel
-from wan_core.parts import Part, is_packed
-from wan_core.placement import packed_units
-from wan_core.quant.swap import Quantization
+from wan_core.config import OptionError
+from wan_core.execution.memory.host_weights import Shelf, tensors_of
+from wan_core.execution.memory.planning import CONTEXT, unit_bytes
+from wan_core.execution.memory.streaming import Stage, StreamedBlocks, stage_bytes
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.quant.swap import Quantization
+from wan_core.pipeline.loras import AppliedLoras
+from wan_core.pipeline.memory_planning import packed_units
+from wan_core.pipeline.sources import Part, is_packed
 
 log = logging.getLogger("WanCore")
 PREVIEW_SIDE = 512  # pixels of the longer side of a live preview, at most

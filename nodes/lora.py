@@ -8,9 +8,9 @@ from pathlib import Path
 from comfy_api.latest import io, ui
 
 from wan_core.config import LoraOptions, OptionError
-from wan_core.lora import check_packed, read_loras
-from wan_core.parts import TINY_LORAS
-from wan_core.quant.packed import PRECISION as PACKED
+from wan_core.ops.quant.packed import PRECISION as PACKED
+from wan_core.pipeline.loras import check_packed, read_loras
+from wan_core.pipeline.sources import TINY_LORAS
 
 from . import host
 from .files import fingerprint, locate, refusal

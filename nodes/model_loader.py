@@ -10,18 +10,20 @@ import torch
 from comfy_api.latest import io, ui
 from torch import nn
 
-from wan_core.attention.registry import BACKENDS, Attend, resolve_attention
 from wan_core.checkpoint import load_vae
 from wan_core.checkpoint.detect import empty_module
-from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, DiTConfig, OptionError, check_choice
-from wan_core.model import WanModel
-from wan_core.models import compute_dtype, find_quantization, precision_of
-from wan_core.optimize import check_compile, optimize
-from wan_core.parts import TINY, Experts, find_experts
-from wan_core.preview import RGBMap, fit_map, map_of_channels
-from wan_core.quant.packed import PRECISION as PACKED
-from wan_core.quant.swap import Quantization, quantized_names, swap_linears
-from wan_core.vae import VideoVAE
+from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, OptionError, check_choice
+from wan_core.execution.optimize import check_compile, optimize
+from wan_core.media.preview import RGBMap, fit_map, map_of_channels
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.linears import quantized_names
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.registry import BACKENDS, Attend, resolve_attention
+from wan_core.ops.quant.packed import PRECISION as PACKED
+from wan_core.ops.quant.swap import Quantization, swap_linears
+from wan_core.pipeline.builder import compute_dtype, find_quantization, precision_of
+from wan_core.pipeline.sources import TINY, Experts, find_experts
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, refusal, words_of
@@ -201,7 +203,7 @@ def _quantization(
         check_choice("precision", precision, PRECISIONS)
     quantization = find_quantization(precision, device or host.device(), keep_blocks, as_stored=as_stored)
     if quantization is not None and dit is not None:
-        quantization.names(dit)  # refuses to keep more blocks than there are
+        quantized_names(dit, quantization.keep_blocks)  # refuses to keep more blocks than there are
         block = replace(dit, num_layers=1)  # all have the same shapes
         swap_linears(empty_module(block), quantization.kind, quantized_names(block), torch.bfloat16)  # refuses shapes
     return quantization

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io, ui
 
-from wan_core.parallel.options import WorkerOptions, parse_devices
+from wan_core.workers.options import WorkerOptions, parse_devices
 
 from . import host
 from .files import refusal

@@ -7,8 +7,8 @@ from comfy_api.latest import io, ui
 from torch import Tensor
 
 from wan_core.config import OptionError
-from wan_core.quality.compare import MOST_PSNR, compare, find_perceptual
-from wan_core.quality.pictures import side_by_side
+from wan_core.pipeline.evaluate.compare import MOST_PSNR, compare, find_perceptual
+from wan_core.pipeline.evaluate.pictures import side_by_side
 
 
 class WanCoreCompare(io.ComfyNode):

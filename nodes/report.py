@@ -5,9 +5,9 @@ from __future__ import annotations
 from comfy_api.latest import io
 
 from wan_core.config import SkipOptions
-from wan_core.drawing import clock, draw_plan, draw_report
-from wan_core.plan import Expert
-from wan_core.report import Report
+from wan_core.execution.report import Report
+from wan_core.media.drawing import clock, draw_plan, draw_report
+from wan_core.sampling.plan import Expert
 
 from .pictures import as_image, shown
 from .sampling import plan_inputs, plan_of, preset_input

@@ -7,19 +7,19 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from wan_core.cache.residual import residual_bytes
-from wan_core.cache.skipping import skip_forwards, skip_words
-from wan_core.conditioning import draw_noise
 from wan_core.config import GUIDANCE_MODES, SkipOptions
-from wan_core.denoise import Progress, choose_batched
-from wan_core.drawing import clock
-from wan_core.memory.budget import TRANSFER_TOKENS
-from wan_core.pipeline import sample_latents
-from wan_core.plan import MAX_STEPS, SCHEDULES, Expert, Plan
-from wan_core.presets import CHOICES, preset_plan
-from wan_core.report import Phase, Report
-from wan_core.sparsity.run import check_kernel
-from wan_core.sparsity.schedule import with_costs
+from wan_core.execution.memory.planning import TRANSFER_TOKENS
+from wan_core.execution.report import Phase, Report
+from wan_core.media.drawing import clock
+from wan_core.pipeline.pipeline import sample_latents
+from wan_core.sampling.cache.residual import residual_bytes
+from wan_core.sampling.cache.skipping import skip_forwards, skip_words
+from wan_core.sampling.conditioning import draw_noise
+from wan_core.sampling.denoise import Progress, choose_batched
+from wan_core.sampling.plan import MAX_STEPS, SCHEDULES, Expert, Plan
+from wan_core.sampling.presets import CHOICES, preset_plan
+from wan_core.sampling.sparsity.run import check_kernel
+from wan_core.sampling.sparsity.schedule import with_costs
 
 from . import host
 from .conditioning import join

@@ -7,8 +7,8 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from wan_core.cache.skipping import skip_words
 from wan_core.config import SkipOptions
+from wan_core.sampling.cache.skipping import skip_words
 
 from .sockets import SKIPPING
 

@@ -16,26 +16,28 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.checkpoint.load import StoredValues
-from wan_core.config import QUANTIZED, OptionError, VAEConfig
-from wan_core.images import decode_images, encode_images
-from wan_core.kernels import fused
-from wan_core.lora import AppliedLoras, Wanted, lora_bytes
-from wan_core.memory.budget import Beside, Sizes, factor, plan_memory
-from wan_core.memory.stream import stage_bytes
-from wan_core.model import WanModel
-from wan_core.parts import Experts
-from wan_core.placement import decode_bytes, forward_bytes
-from wan_core.plan import Expert
-from wan_core.preview import RGBMap
-from wan_core.report import Report
-from wan_core.text.cache import PromptCache
-from wan_core.text.umt5 import TextEncoder
-from wan_core.vae import TileSpec, VideoVAE
+from wan_core.config import QUANTIZED, OptionError
+from wan_core.execution.memory.planning import Beside, Sizes, factor, plan_memory
+from wan_core.execution.memory.streaming import stage_bytes
+from wan_core.execution.report import Report
+from wan_core.media.preview import RGBMap
+from wan_core.models.text.cache import PromptCache
+from wan_core.models.text.umt5 import TextEncoder
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.vae.tiling import TileSpec
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.kernels import fused
+from wan_core.pipeline.images import decode_images, encode_images
+from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_bytes
+from wan_core.pipeline.memory_planning import decode_bytes, forward_bytes
+from wan_core.pipeline.sources import Experts
+from wan_core.sampling.plan import Expert
 
 from . import host
 
 MODEL = io.Custom("WANCORE_MODEL")  # ModelSocket
-REPORT = io.Custom("WANCORE_REPORT")  # wan_core.report.Report
+REPORT = io.Custom("WANCORE_REPORT")  # wan_core.execution.report.Report
 SKIPPING = io.Custom("WANCORE_SKIPPING")  # wan_core.config.SkipOptions
 CONDITIONING = list[list[Any]]  # [[rows [1, L, 4096], {...}]]
 

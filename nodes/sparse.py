@@ -7,7 +7,7 @@ from dataclasses import replace
 from comfy_api.latest import io
 
 from wan_core.config import SPARSE_KERNELS, SkipOptions, SparseOptions
-from wan_core.sparsity.schedule import PRESETS
+from wan_core.sampling.sparsity.schedule import PRESETS
 
 from .skipping import CUSTOM, joined, skipping_input, skipping_output
 

@@ -6,10 +6,10 @@ from comfy_api.latest import io, ui
 from torch import nn
 
 from wan_core.checkpoint import load_vae
-from wan_core.models import compute_dtype
-from wan_core.optimize import optimize_vae
-from wan_core.parts import Part, recognise
-from wan_core.vae import VideoVAE
+from wan_core.execution.optimize import optimize_vae
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.pipeline.builder import compute_dtype
+from wan_core.pipeline.sources import Part, recognise
 
 from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of

@@ -7,8 +7,8 @@ from typing import Any
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.report import Report
-from wan_core.vae import TileSpec
+from wan_core.execution.report import Report
+from wan_core.models.vae.tiling import TileSpec
 
 from . import host
 from .sockets import REPORT, VAESocket

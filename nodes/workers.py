@@ -11,15 +11,15 @@ import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.conditioning import Conditioning
 from wan_core.config import LoraOptions
-from wan_core.parallel import remote
-from wan_core.parallel.launcher import Workers
-from wan_core.parallel.options import WorkerOptions
-from wan_core.placement import decode_bytes
-from wan_core.plan import Plan
-from wan_core.report import Report
-from wan_core.vae import TileSpec
+from wan_core.execution.report import Report
+from wan_core.models.vae.tiling import TileSpec
+from wan_core.pipeline.memory_planning import decode_bytes
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.plan import Plan
+from wan_core.workers import client as remote
+from wan_core.workers.launcher import Workers
+from wan_core.workers.options import WorkerOptions
 
 from . import host
 from .sockets import ModelSocket, TextSocket, VAESocket

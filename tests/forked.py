@@ -29,11 +29,11 @@ from unittest import mock
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from wan_core.parallel import launcher
+from wan_core.workers import launcher
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 PR_SET_PDEATHSIG = 1  # prctl.h
-SUPERVISOR = "wan_core.parallel.supervisor"
+SUPERVISOR = "wan_core.workers.supervisor"
 
 
 class Start(NamedTuple):
@@ -195,8 +195,8 @@ def become(
 def forking(ranks: int = 2) -> Iterator[None]:
     """Inside, workers of so many ranks begin as copies of this process."""
     # Nothing but this module of what ranks import is needed here, and who is copied has it once for all.
-    import wan_core.parallel.jobs
-    import wan_core.parallel.rendezvous  # noqa: F401
+    import wan_core.workers.jobs
+    import wan_core.workers.rendezvous  # noqa: F401
 
     copies = mock.patch.object(launcher, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE))
     with copies, mock.patch.object(Kept, "ranks", ranks):

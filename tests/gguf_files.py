@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from wan_core.kernels.gguf_blocks import FORMATS
+from wan_core.ops.kernels.gguf_blocks import FORMATS
 
 # Where the float16 scales of a block are, by format.
 SCALES = {

@@ -40,7 +40,7 @@ def below(pid: int) -> set[int]:
 
 def ranks_below(pid: int) -> list[int]:
     """The worker processes that descend from `pid`, in the order of their numbers."""
-    return sorted(child for child in below(pid) if "wan_core.parallel.worker" in command_of(child))
+    return sorted(child for child in below(pid) if "wan_core.workers.worker" in command_of(child))
 
 
 def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:

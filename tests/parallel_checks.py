@@ -12,43 +12,33 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wan_core.attention.registry import BACKENDS
-from wan_core.attention.sparse.forward import Forward, SparseAttention, SparseBehindFp8, forward
-from wan_core.attention.sparse.kernels import KERNELS
-from wan_core.attention.sparse.routing import Rule
-from wan_core.attention.sparse.tiles import make_tiles
-from wan_core.bench.parallel import exchanges
-from wan_core.cache.residual import Program, ResidualCache, instead_of_blocks
+from benchmarks.parallel import exchanges
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.random import random_module
-from wan_core.config import (
-    T2V_A14B,
-    VAE_21,
-    VAE_22,
-    DiTConfig,
-    GuidanceOptions,
-    LoadOptions,
-    MagCacheOptions,
-    Request,
-    SkipOptions,
-    SparseOptions,
-)
-from wan_core.kernels.formats import FP8, Quantized
-from wan_core.model.dit import WanModel
-from wan_core.models import TINY, find_quantization
-from wan_core.optimize import compile_blocks, optimize
-from wan_core.parallel import Mesh, RankMesh
+from wan_core.config import GuidanceOptions, LoadOptions, MagCacheOptions, Request, SkipOptions, SparseOptions
+from wan_core.execution.optimize import compile_blocks, optimize
+from wan_core.models.vae.config import VAE_21, VAE_22
+from wan_core.models.vae.layers import AttentionBlock
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.config import T2V_A14B, DiTConfig
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.registry import BACKENDS
+from wan_core.ops.attention.sparse.forward import Forward, SparseAttention, SparseBehindFp8, forward
+from wan_core.ops.attention.sparse.kernels import KERNELS
+from wan_core.ops.attention.sparse.routing import Rule
+from wan_core.ops.attention.sparse.tiles import make_tiles
+from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.guidance import SplitBranches
-from wan_core.parallel.mesh import even_parts, gather_parts
+from wan_core.parallel.mesh import Mesh, RankMesh, even_parts, gather_parts
 from wan_core.parallel.sequence import ShardedAttend, ShardedFp8Attend, find_lse, shard_lengths
 from wan_core.parallel.sharded import load_sharded_dit
 from wan_core.parallel.vae import split_pictures
 from wan_core.parallel.weights import shared_checkpoint
-from wan_core.pipeline import Pipeline
-from wan_core.plan import Step
-from wan_core.sparsity.run import SparseBlocks, in_tiles
-from wan_core.vae import VideoVAE
-from wan_core.vae.layers import AttentionBlock
+from wan_core.pipeline.builder import TINY, find_quantization
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.sampling.cache.residual import Program, ResidualCache, instead_of_blocks
+from wan_core.sampling.plan import Step
+from wan_core.sampling.sparsity.run import SparseBlocks, in_tiles
 
 CPU = torch.device("cpu")
 CAPTION = "a red circle moving right on a blue background"

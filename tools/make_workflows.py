@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.page_form import NATIVE_SCHEMAS, ROOT, Node, Output, Workflow, native_schema, read_schemas
-from wan_core.shapes import PALETTE
+from wan_core.media.shapes import PALETTE
 
 WORKFLOWS = ROOT / "workflows"
 NOTES = ROOT / "tools" / "notes"

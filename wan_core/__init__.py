@@ -42,8 +42,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from wan_core.checkpoint import CheckpointError, load_dit, load_text_encoder, load_vae
     from wan_core.config import LoadOptions, OptionError, Request
-    from wan_core.pipeline import Pipeline, Result
-    from wan_core.plan import Plan, Step, make_plan
+    from wan_core.pipeline.pipeline import Pipeline, Result
+    from wan_core.sampling.plan import Plan, Step, make_plan
 
 __version__ = "0.1.0"
 __all__ = [
@@ -65,15 +65,15 @@ _HOME = {
     "CheckpointError": "checkpoint",
     "LoadOptions": "config",
     "OptionError": "config",
-    "Pipeline": "pipeline",
-    "Plan": "plan",
+    "Pipeline": "pipeline.pipeline",
+    "Plan": "sampling.plan",
     "Request": "config",
-    "Result": "pipeline",
-    "Step": "plan",
+    "Result": "pipeline.pipeline",
+    "Step": "sampling.plan",
     "load_dit": "checkpoint",
     "load_text_encoder": "checkpoint",
     "load_vae": "checkpoint",
-    "make_plan": "plan",
+    "make_plan": "sampling.plan",
 }
 
 

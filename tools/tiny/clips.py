@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wan_core.shapes import SCENES, Scene, held_out, render, sample_paths, scene_table
-from wan_core.vae import VideoVAE
+from wan_core.media.shapes import SCENES, Scene, held_out, render, sample_paths, scene_table
+from wan_core.models.vae.vae import VideoVAE
 
 TRAINED = tuple(scene for scene in SCENES if not held_out(scene))
 HELD_OUT = tuple(scene for scene in SCENES if held_out(scene))
@@ -116,7 +116,8 @@ def encode(vae: VideoVAE, clips: Tensor) -> Tensor:
 
 
 def image_rows(vae: VideoVAE, clips: Tensor, last: Tensor) -> Tensor:
-    """`wan_core.conditioning.image_channels` for a batch: [B, 4 + z, T, Y, X], given the first frame of every clip,
+    """`wan_core.sampling.conditioning.image_channels` for a batch: [B, 4 + z, T, Y, X], given the first frame of
+    every clip,
     and the last frame where `last` [B] is True."""
     batch, _, frames = clips.shape[:3]
     known = torch.zeros(batch, frames, device=clips.device)

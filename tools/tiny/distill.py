@@ -28,11 +28,11 @@ from tools.tiny.loop import Clock, Trainer
 from tools.tiny.words import TEXT_LEN, token_table
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae, open_checkpoint
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.conditioning import Conditioning
-from wan_core.denoise import Progress, denoise
-from wan_core.model import WanModel
-from wan_core.plan import Expert, Plan, make_plan
-from wan_core.text.tokenizer import Tokenizer
+from wan_core.models.text.tokenizer import Tokenizer
+from wan_core.models.wan.model import WanModel
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.denoise import Progress, denoise
+from wan_core.sampling.plan import Expert, Plan, make_plan
 
 TASK = "t2v-tiny"
 EXPERTS: tuple[Expert, Expert] = ("high", "low")

@@ -16,16 +16,16 @@ from torch import Tensor
 from tools.tiny.clips import Size, encode, held_out_scenes, image_rows
 from tools.tiny.files import part_path, report_sizes
 from tools.tiny.png import write_png
-from wan_core.bench.results import envelope, write_result
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
-from wan_core.conditioning import Conditioning, draw_noise
-from wan_core.denoise import denoise
-from wan_core.metrics import Verdict, judge, psnr
-from wan_core.model import WanModel
-from wan_core.plan import Plan, make_plan
-from wan_core.shapes import Scene, draw
-from wan_core.text.umt5 import TextEncoder
-from wan_core.vae import VideoVAE
+from wan_core.media.metrics import Verdict, judge, psnr
+from wan_core.media.shapes import Scene, draw
+from wan_core.models.text.umt5 import TextEncoder
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.model import WanModel
+from wan_core.pipeline.evaluate.results import envelope, write_result
+from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.denoise import denoise
+from wan_core.sampling.plan import Plan, make_plan
 
 CLAIMS = ("background", "colour", "shape", "motion", "all")
 TASKS = {"t2v": "text-to-video", "i2v": "image-to-video"}

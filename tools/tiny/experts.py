@@ -19,11 +19,12 @@ from tools.tiny.files import part_path, report_sizes, round_to_fp16, write_part
 from tools.tiny.loop import Clock, Trainer
 from tools.tiny.words import DROPPED_ROWS, TEXT_LEN, token_table, train_tokenizer
 from wan_core.checkpoint import load_text_encoder, load_vae
-from wan_core.config import DiTConfig, TextConfig
-from wan_core.kernels import fused
-from wan_core.model import PreparedText, WanModel
-from wan_core.text.tokenizer import Tokenizer
-from wan_core.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.models.text.config import TextConfig
+from wan_core.models.text.tokenizer import Tokenizer
+from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.model import PreparedText, WanModel
+from wan_core.ops.kernels import fused
 
 TEXT_DIM = 64
 T2V = DiTConfig(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.checkpoint import save
-from wan_core.model import WanModel
-from wan_core.text.umt5 import TextEncoder
-from wan_core.vae import VideoVAE
+from wan_core.models.text.umt5 import TextEncoder
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.model import WanModel
 
 PART_FILES = ("vae", "text_encoder", "t2v_high", "t2v_low", "i2v_high", "i2v_low")
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from wan_core.checkpoint import foreign
+from wan_core.checkpoint import unsupported as foreign
 from wan_core.checkpoint.errors import CheckpointError, counted, listing
 from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout, block_count, dit_names
 from wan_core.checkpoint.layouts_text import expected_shapes as text_shapes
@@ -26,10 +26,12 @@ from wan_core.checkpoint.layouts_vae import vae_config
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.scaled import find_scales
-from wan_core.config import DiTConfig, TextConfig, VAEConfig
-from wan_core.model.dit import WanModel
-from wan_core.text.umt5 import UMT5Encoder
-from wan_core.vae import VideoVAE
+from wan_core.models.text.config import TextConfig
+from wan_core.models.text.umt5 import UMT5Encoder
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.model import WanModel
 
 Config: TypeAlias = DiTConfig | TextConfig | VAEConfig
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]

@@ -26,8 +26,8 @@ from wan_core.checkpoint import gguf_tokenizer
 from wan_core.checkpoint.errors import CheckpointError, listing
 from wan_core.checkpoint.opened import Checkpoint, TensorInfo, short_path
 from wan_core.checkpoint.safetensors_file import MAX_DIMENSIONS, map_file
-from wan_core.kernels.gguf_blocks import FORMATS
-from wan_core.quant.packed import Packed
+from wan_core.ops.kernels.gguf_blocks import FORMATS
+from wan_core.ops.quant.packed import Packed
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from wan_core.checkpoint.errors import CheckpointError
-from wan_core.config import TextConfig
+from wan_core.models.text.config import TextConfig
 
 # Hugging Face's name of a module -> the official one; blocks by the part after their number.
 _MODULES = {

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Collection, Mapping
 
-from wan_core.config import WAN21_MEAN, WAN21_STD, WAN22_MEAN, WAN22_STD, VAEConfig
+from wan_core.models.vae.config import WAN21_MEAN, WAN21_STD, WAN22_MEAN, WAN22_STD, VAEConfig
 
 _INDEX = r"(0|[1-9]\d{0,3})"
 _LAYER = r"(norm1|conv1|norm2|conv2|conv_shortcut)\.(gamma|weight|bias)"

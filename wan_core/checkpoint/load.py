@@ -23,15 +23,17 @@ from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
 from wan_core.checkpoint.staged import open_feed
-from wan_core.config import DiTConfig, OptionError
-from wan_core.kernels.formats import FP8, Quantized, spread_scale
-from wan_core.kernels.gguf_blocks import FORMATS
-from wan_core.model.dit import WanModel
-from wan_core.quant.packed import Packed, PackedLinear, packable, put_packed
-from wan_core.quant.swap import Quantization, encode_values, swap_linears
-from wan_core.text.tokenizer import Tokenizer
-from wan_core.text.umt5 import TextEncoder, UMT5Encoder
-from wan_core.vae import VideoVAE
+from wan_core.config import OptionError
+from wan_core.models.text.tokenizer import Tokenizer
+from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.linears import quantized_names
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.kernels.formats import FP8, Quantized, spread_scale
+from wan_core.ops.kernels.gguf_blocks import FORMATS
+from wan_core.ops.quant.packed import Packed, PackedLinear, put_packed
+from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -130,7 +132,7 @@ def _filled(
         quantization = None
     elif quantization is not None:
         assert isinstance(found.config, DiTConfig)
-        names = quantization.names(found.config)
+        names = quantized_names(found.config, quantization.keep_blocks)
         if quantization.as_stored:
             names = _stored_so(names, found)
         if quantization.device.type == "cuda" and out != torch.bfloat16:
@@ -358,3 +360,11 @@ def _embedded(stored: Tensor) -> bytes:
             f"the embedded {TOKENIZER} is {stored.dtype} {list(stored.shape)}, and a list of bytes is expected"
         )
     return stored.contiguous().numpy().tobytes()
+
+
+def packable(model: nn.Module, config: object, quantization: Quantization) -> set[str]:
+    """Names of the modules that may stay packed: the linears that would be quantised of a transformer, all linears and
+    the embedding table of a text encoder."""
+    if isinstance(config, DiTConfig):
+        return set(quantized_names(config, quantization.keep_blocks))
+    return {name for name, m in model.named_modules() if isinstance(m, nn.Linear) or name == "token_embedding"}

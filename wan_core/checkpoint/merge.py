@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint.lora.change import Change
-from wan_core.kernels.formats import Quantized, spread_scale
-from wan_core.quant.packed import Packed
+from wan_core.ops.kernels.formats import Quantized, spread_scale
+from wan_core.ops.quant.packed import Packed
 
 
 @dataclass(frozen=True)

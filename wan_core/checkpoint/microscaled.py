@@ -15,8 +15,8 @@ import torch
 
 from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.opened import Checkpoint, TensorInfo
-from wan_core.kernels.microscaling import GROUP, tiled_shape
-from wan_core.quant.packed import MICROSCALED, Packed
+from wan_core.ops.kernels.microscaling import GROUP, tiled_shape
+from wan_core.ops.quant.packed import MICROSCALED, Packed
 
 NOTE = "_quantization_metadata"
 DESCRIPTION = "comfy_quant"

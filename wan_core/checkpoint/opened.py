@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint.errors import CheckpointError, listing
-from wan_core.quant.packed import Packed
+from wan_core.ops.quant.packed import Packed
 
 
 @dataclass(frozen=True)

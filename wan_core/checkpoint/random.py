@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import Config, empty_module
 from wan_core.checkpoint.merge import Merge
-from wan_core.config import DiTConfig
-from wan_core.quant.swap import Quantization, encode_values, swap_linears
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.linears import quantized_names
+from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
 
 
 @torch.no_grad()
@@ -34,11 +35,11 @@ def random_module(
     values = _draw(module, draw_on or torch.device(device), dtype, seed)
     if loras is not None:
         assert isinstance(config, DiTConfig)
-        encoded = frozenset() if quantization is None else quantization.names(config)
+        encoded = frozenset() if quantization is None else quantized_names(config, quantization.keep_blocks)
         values = loras.apply(values, encoded, [name for name, _ in module.named_parameters()])
     if quantization is not None:
         assert isinstance(config, DiTConfig)
-        names = quantization.names(config)
+        names = quantized_names(config, quantization.keep_blocks)
         values = encode_values(values, quantization, names)
     held = {name: value.to(device) for name, value in values}  # drawn for the plain module, before it changes
     if quantization is not None:

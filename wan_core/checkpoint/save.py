@@ -14,10 +14,10 @@ from torch import Tensor
 from wan_core.checkpoint.detect import TOKENIZER
 from wan_core.checkpoint.safetensors_file import DTYPES
 from wan_core.config import OptionError
-from wan_core.model.dit import WanModel
-from wan_core.quant.packed import PackedEmbedding, PackedLinear
-from wan_core.text.umt5 import TextEncoder
-from wan_core.vae import VideoVAE
+from wan_core.models.text.umt5 import TextEncoder
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
 
 
 def save(

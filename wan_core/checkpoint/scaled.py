@@ -16,7 +16,7 @@ import torch
 
 from wan_core.checkpoint.errors import CheckpointError, counted, listing
 from wan_core.checkpoint.opened import Checkpoint
-from wan_core.kernels.formats import BLOCK
+from wan_core.ops.kernels.formats import BLOCK
 
 SCALES = ("scale_weight", "weight_scale")
 UNUSED = ("scale_input", "input_scale", "scaled_fp8")

@@ -1,4 +1,4 @@
-"""The command line: generate, warmup, decode, plan, calibrate, quality, check, inspect, doctor, bench.
+"""The command line: generate, warmup, decode, plan, calibrate, quality, check, inspect, doctor.
 
 User errors (a bad number, a file that is something else) end with one line on stderr and exit code 2; everything is
 checked before work starts. Finished latents are on disk before they are decoded and stay there if anything after that
@@ -8,15 +8,14 @@ fails.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from wan_core import imports
-from wan_core.bench.options import add_bench_options
 from wan_core.cli.generate import run_decode, run_generate, run_warmup
-from wan_core.cli.inform import run_bench, run_check, run_doctor, run_plan, run_quantize
+from wan_core.cli.inform import run_check, run_doctor, run_plan, run_quantize
 from wan_core.cli.inspect import add_inspect_options, run_inspect
 from wan_core.cli.options import (
     add_lora_options,
@@ -27,8 +26,9 @@ from wan_core.cli.options import (
 )
 from wan_core.cli.quality import run_calibrate, run_quality
 from wan_core.cli.workers import add_worker_options
-from wan_core.config import PRECISIONS, TASKS, UserError
-from wan_core.quality.options import add_calibrate_options, add_quality_options
+from wan_core.config import PRECISIONS, UserError, imports
+from wan_core.models.wan.tasks import TASKS
+from wan_core.pipeline.evaluate.options import add_calibrate_options, add_quality_options
 
 OUT_OF_MEMORY = "Try --residency stream, a smaller --size or fewer --frames."
 
@@ -36,23 +36,42 @@ OUT_OF_MEMORY = "Try --residency stream, a smaller --size or fewer --frames."
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand. Returns the exit code: 0 done, 1 a check that failed, 2 a user error, 3 out of memory,
     130 interrupted."""
-    options = build_parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["bench"]:
+        return run_benchmarks(given[1:])
+    options = build_parser().parse_args(given)
     imports.quicken()
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    return report_faults(options.command, lambda: options.run(options))
+
+
+def report_faults(command: str, run: Callable[[], int]) -> int:
+    """The exit code of `run`. A user error, an interruption and out of memory become one line on stderr and a code."""
     try:
-        return options.run(options)
+        return run()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except (UserError, OSError) as fault:
         logging.getLogger(__name__).info("raised here", exc_info=True)
-        print(f"wan_core {options.command}: {fault}", file=sys.stderr)
+        print(f"wan_core {command}: {fault}", file=sys.stderr)
         return 2
     except RuntimeError as fault:
         if type(fault).__name__ != "OutOfMemoryError":  # torch's, without importing torch
             raise
-        print(f"wan_core {options.command}: out of memory ({fault}). {OUT_OF_MEMORY}", file=sys.stderr)
+        print(f"wan_core {command}: out of memory ({fault}). {OUT_OF_MEMORY}", file=sys.stderr)
         return 3
+
+
+def run_benchmarks(arguments: list[str]) -> int:
+    """`bench` became `python -m benchmarks`, a package beside the engine: run that, where it is."""
+    if importlib.util.find_spec("benchmarks") is None:
+        print(
+            "wan_core bench: the benchmarks are a package of the source repository. Run `python -m benchmarks` there.",
+            file=sys.stderr,
+        )
+        return 2
+    return int(importlib.import_module("benchmarks.__main__").main(arguments))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -137,7 +156,4 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true")
     doctor.set_defaults(run=run_doctor)
 
-    bench = commands.add_parser("bench", help="time forwards of the transformer at given sizes; writes JSON")
-    add_bench_options(bench)
-    bench.set_defaults(run=run_bench)
     return parser

@@ -7,11 +7,11 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from wan_core.cache.arguments import skip_options
 from wan_core.cli.options import plan_numbers
 from wan_core.cli.progress import ProgressLine
 from wan_core.cli.workers import generate_on, worker_options
 from wan_core.config import LoadOptions, Request, check_folder
+from wan_core.sampling.cache.arguments import skip_options
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -24,8 +24,8 @@ def request_of(options: argparse.Namespace) -> Request:
 
 
 def run_warmup(options: argparse.Namespace) -> int:
-    from wan_core.pipeline import Pipeline
-    from wan_core.warmup import warm_up
+    from wan_core.pipeline.pipeline import Pipeline
+    from wan_core.pipeline.warmup import warm_up
 
     request, given = request_of(options), vars(options)
     progress = ProgressLine()
@@ -36,8 +36,8 @@ def run_warmup(options: argparse.Namespace) -> int:
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    from wan_core.pipeline import Pipeline, metadata
-    from wan_core.video import check_output, write_mp4, write_sheet
+    from wan_core.media.video import check_output, write_mp4, write_sheet
+    from wan_core.pipeline.pipeline import Pipeline, metadata
 
     given, request = vars(options), request_of(options)
     latents = options.save_latents or fresh_name(options.out.with_suffix(".latents.safetensors"))
@@ -82,11 +82,11 @@ def fresh_name(path: Path) -> Path:
 
 
 def run_decode(options: argparse.Namespace) -> int:
-    from wan_core.latents import load_latents
-    from wan_core.models import load_vae_only
-    from wan_core.pipeline import decode_latents, metadata
-    from wan_core.report import Report
-    from wan_core.video import check_output, write_mp4
+    from wan_core.checkpoint.latents import load_latents
+    from wan_core.execution.report import Report
+    from wan_core.media.video import check_output, write_mp4
+    from wan_core.pipeline.builder import load_vae_only
+    from wan_core.pipeline.pipeline import decode_latents, metadata
 
     check_output(options.out)
     latents, fps, settings = load_latents(options.latents)

@@ -1,4 +1,4 @@
-"""Commands that make no video: quantize, plan, check, doctor and bench."""
+"""Commands that make no video: quantize, plan, check and doctor."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from wan_core.cache.arguments import skip_options
-from wan_core.cache.skipping import skip_forwards
 from wan_core.cli.options import plan_numbers
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
-from wan_core.presets import preset_plan
+from wan_core.sampling.cache.arguments import skip_options
+from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.presets import preset_plan
 
 
 def run_quantize(options: argparse.Namespace) -> int:
     import torch
 
     from wan_core.checkpoint import load_dit, save
-    from wan_core.models import choose_device, find_quantization
+    from wan_core.pipeline.builder import choose_device, find_quantization
 
     device = choose_device(options.device)
     quantization = find_quantization(options.precision, device, options.keep_blocks)
@@ -49,11 +49,11 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     """The table of a task's full size, for the GPU that is here or one of --memory-limit GiB."""
     import torch
 
-    from wan_core.job import make_job
-    from wan_core.memory.budget import device_room, limited
-    from wan_core.models import compute_dtype
-    from wan_core.parts import find_models
-    from wan_core.placement import plan_models
+    from wan_core.execution.memory.planning import device_room, limited
+    from wan_core.pipeline.builder import compute_dtype
+    from wan_core.pipeline.memory_planning import plan_models
+    from wan_core.pipeline.resolved_request import make_job
+    from wan_core.pipeline.sources import find_models
 
     cuda = torch.device("cuda", 0)
     if options.memory_limit is None and not torch.cuda.is_available():
@@ -91,9 +91,9 @@ def run_memory_plan(options: argparse.Namespace) -> int:
 def run_check(options: argparse.Namespace) -> int:
     import torch
 
-    from wan_core.metrics import judge
-    from wan_core.shapes import parse_caption
-    from wan_core.video import read_metadata, read_video
+    from wan_core.media.metrics import judge
+    from wan_core.media.shapes import parse_caption
+    from wan_core.media.video import read_metadata, read_video
 
     caption = options.prompt or read_metadata(options.video).get("prompt")
     if not caption:
@@ -108,14 +108,8 @@ def run_check(options: argparse.Namespace) -> int:
     return 0 if verdict.all_true else 1
 
 
-def run_bench(options: argparse.Namespace) -> int:
-    from wan_core.bench.run import run_bench
-
-    return run_bench(options)
-
-
 def run_doctor(options: argparse.Namespace) -> int:
-    from wan_core.doctor import examine, text
+    from wan_core.cli.doctor import examine, text
 
     findings = examine(options.device)
     print(json.dumps(findings, indent=1) if options.json else text(findings))

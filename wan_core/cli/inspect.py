@@ -65,8 +65,9 @@ def precisions(checkpoint: Any) -> dict[str, float]:
 def _model(checkpoint: Any, path: Path) -> dict[str, Any]:
     from wan_core.checkpoint import detect
     from wan_core.checkpoint.detect import KINDS
-    from wan_core.config import DiTConfig, TextConfig
-    from wan_core.parts import TASK_OF_CHANNELS, TINY
+    from wan_core.models.text.config import TextConfig
+    from wan_core.models.wan.config import DiTConfig
+    from wan_core.pipeline.sources import TASK_OF_CHANNELS, TINY
 
     model = detect(checkpoint)
     config = model.config
@@ -128,8 +129,8 @@ def _families() -> Mapping[str, Any]:
     from dataclasses import replace
 
     from wan_core.checkpoint import detect
-    from wan_core.config import I2V_A14B, T2V_A14B, TI2V_5B
-    from wan_core.parts import TINY
+    from wan_core.models.wan.config import I2V_A14B, T2V_A14B, TI2V_5B
+    from wan_core.pipeline.sources import TINY
 
     tiny = detect(TINY / "t2v_high.safetensors").config
     return {
@@ -144,8 +145,8 @@ def _families() -> Mapping[str, Any]:
 def _said(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     """What the file's metadata or name says."""
     from wan_core.config import LoraOptions
-    from wan_core.lora import expert_of
-    from wan_core.presets import distilled_steps
+    from wan_core.pipeline.loras import expert_of
+    from wan_core.sampling.presets import distilled_steps
 
     found: dict[str, Any] = {}
     expert = expert_of(LoraOptions(path=str(path)), metadata)

@@ -6,19 +6,11 @@ import argparse
 from functools import partial
 from typing import Any
 
-from wan_core.cache.arguments import add_skip_options
-from wan_core.config import (
-    COMPILES,
-    GUIDANCE_MODES,
-    LORA_MODES,
-    PRECISIONS,
-    RESIDENCIES,
-    TASKS,
-    LoraOptions,
-    OptionError,
-)
-from wan_core.plan import SCHEDULES
-from wan_core.presets import CHOICES as PRESETS
+from wan_core.config import COMPILES, GUIDANCE_MODES, LORA_MODES, PRECISIONS, RESIDENCIES, LoraOptions, OptionError
+from wan_core.models.wan.tasks import TASKS
+from wan_core.sampling.cache.arguments import add_skip_options
+from wan_core.sampling.plan import SCHEDULES
+from wan_core.sampling.presets import CHOICES as PRESETS
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

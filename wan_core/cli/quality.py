@@ -6,20 +6,20 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from wan_core.cache.arguments import skip_options
 from wan_core.cli.options import plan_numbers, size
 from wan_core.config import LoadOptions, OptionError, Request
-from wan_core.quality.options import SETTINGS
+from wan_core.pipeline.evaluate.options import SETTINGS
+from wan_core.sampling.cache.arguments import skip_options
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
-    from wan_core.quality.run import run_calibrate
+    from wan_core.pipeline.evaluate.run import run_calibrate
 
     return run_calibrate(options, *_pipeline(options))
 
 
 def run_quality(options: argparse.Namespace) -> int:
-    from wan_core.quality.run import run_quality
+    from wan_core.pipeline.evaluate.run import run_quality
 
     pipe, base = _pipeline(options)
     return run_quality(options, pipe, base, options.setting or SETTINGS)
@@ -27,7 +27,7 @@ def run_quality(options: argparse.Namespace) -> int:
 
 def _pipeline(options: argparse.Namespace) -> tuple[Any, Request]:
     """The models, and the request that every sample follows but for its caption and seed."""
-    from wan_core.pipeline import Pipeline
+    from wan_core.pipeline.pipeline import Pipeline
 
     if skip_options(options) is not None:
         raise OptionError(f"{options.command} runs in full by itself: leave out --magcache and its like")

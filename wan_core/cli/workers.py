@@ -10,8 +10,8 @@ from wan_core.cli.progress import ProgressLine
 from wan_core.config import LoadOptions, OptionError, Request
 
 if TYPE_CHECKING:
-    from wan_core.parallel.options import WorkerOptions
-    from wan_core.parallel.remote import RemoteResult
+    from wan_core.workers.client import RemoteResult
+    from wan_core.workers.options import WorkerOptions
 
 
 def add_worker_options(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def worker_options(options: argparse.Namespace) -> WorkerOptions | None:
         return None
     import torch
 
-    from wan_core.parallel.options import WorkerOptions, parse_devices
+    from wan_core.workers.options import WorkerOptions, parse_devices
 
     if options.device != "auto":
         raise OptionError("--gpus says which devices work: leave out --device")
@@ -52,8 +52,8 @@ def generate_on(
     workers: WorkerOptions, loaded: LoadOptions, request: Request, progress: ProgressLine, latents: Path
 ) -> RemoteResult:
     """As `Pipeline.load` and `Pipeline.generate`."""
-    from wan_core.parallel.launcher import Workers
-    from wan_core.parallel.remote import generate
+    from wan_core.workers.client import generate
+    from wan_core.workers.launcher import Workers
 
     with Workers(workers) as running:
         return generate(running, loaded, request, on_step=progress.step, on_phase=progress.phase, keep_latents=latents)

@@ -1,29 +1,11 @@
-"""Architectures, tasks and user options: plain numbers in frozen dataclasses.
+"""User options as frozen dataclasses, the errors of this project, and where it keeps files. Imports no torch.
 
-Two kinds live here. `architectures` says what a checkpoint is, and `tasks` what it was made for: a file's shapes tell,
-never a user. `options` and `skipping` say what a user wants: checked once, when built, and a bad value raises
-`OptionError` with what was given, what is allowed and what to do. `checks` has the errors and the checks.
-
-Nothing here knows torch.
+`options` and `skipping` say what a user wants. They are checked once, when built: a bad value raises `OptionError` with
+what was given, what is allowed and what to do. `checks` has the errors and the checks, `folders` the cache folder.
 """
 
 from __future__ import annotations
 
-from wan_core.config.architectures import (
-    I2V_A14B,
-    T2V_A14B,
-    TI2V_5B,
-    UMT5_XXL,
-    VAE_21,
-    VAE_22,
-    WAN21_MEAN,
-    WAN21_STD,
-    WAN22_MEAN,
-    WAN22_STD,
-    DiTConfig,
-    TextConfig,
-    VAEConfig,
-)
 from wan_core.config.checks import OptionError, UserError, check_choice, check_folder, check_size
 from wan_core.config.options import (
     COMPILES,
@@ -48,12 +30,10 @@ from wan_core.config.skipping import (
     SparseOptions,
     TaylorSeerOptions,
 )
-from wan_core.config.tasks import TASKS, Task, find_task
 
 __all__ = [
     "COMPILES",
     "GUIDANCE_MODES",
-    "I2V_A14B",
     "LORA_EXPERTS",
     "LORA_MODES",
     "MAGCACHE_RULES",
@@ -62,18 +42,7 @@ __all__ = [
     "RESIDENCIES",
     "SPARSE_KERNELS",
     "SPARSE_SCORES",
-    "T2V_A14B",
-    "TASKS",
-    "TI2V_5B",
-    "UMT5_XXL",
-    "VAE_21",
-    "VAE_22",
-    "WAN21_MEAN",
-    "WAN21_STD",
-    "WAN22_MEAN",
-    "WAN22_STD",
     "AdaptiveOptions",
-    "DiTConfig",
     "GuidanceOptions",
     "LoadOptions",
     "LoraOptions",
@@ -82,13 +51,9 @@ __all__ = [
     "Request",
     "SkipOptions",
     "SparseOptions",
-    "Task",
     "TaylorSeerOptions",
-    "TextConfig",
     "UserError",
-    "VAEConfig",
     "check_choice",
     "check_folder",
     "check_size",
-    "find_task",
 ]

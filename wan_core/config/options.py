@@ -8,7 +8,8 @@ from pathlib import Path
 from wan_core.config.checks import OptionError, check_choice
 from wan_core.config.skipping import SkipOptions
 
-# How the transformer's linears are held and multiplied where not plainly: `wan_core.quant.schemes` says what each is.
+# How the transformer's linears are held and multiplied where not plainly: `wan_core.ops.quant.schemes` says what each
+# is.
 QUANTIZED = ("fp8", "fp8-tensor", "fp8-block", "fp8-weights", "te-delayed", "te-current", "te-block")
 PRECISIONS = ("checkpoint", "bf16", "fp32", *QUANTIZED)
 COMPILES = ("off", "blocks")
@@ -70,7 +71,7 @@ class LoadOptions:
     compile: str = "off"
     residency: str = "auto"
     loras: tuple[LoraOptions, ...] = ()
-    lora_mode: str = "auto"  # see `wan_core.lora`
+    lora_mode: str = "auto"  # see `wan_core.pipeline.loras`
     resident_blocks: int | None = None  # of a transformer that streams; None: as many as fit
     memory_limit: float | None = None  # GiB of device memory, to run as on a smaller card
 
@@ -113,7 +114,7 @@ class Request:
     guidance_low: float | None = None
     guidance_mode: str = "auto"
     solver: str | None = None  # None: the preset's, or unipc
-    preset: str = "auto"  # of step-distilled weights, see `wan_core.presets`
+    preset: str = "auto"  # of step-distilled weights, see `wan_core.sampling.presets`
     seed: int = 0
     skip: SkipOptions | None = None  # which forwards need not run; None: every one runs
 

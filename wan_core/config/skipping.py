@@ -13,7 +13,8 @@ MAGCACHE_RULES = ("joint", "published")
 class MagCacheOptions:
     """Reuse the residual of the transformer's blocks while its magnitude is known to change little.
 
-    Published as E012K2R20: threshold 0.12, at most 2 skips in a row, 20 % retained. `wan_core.cache.magcache` has the
+    Published as E012K2R20: threshold 0.12, at most 2 skips in a row, 20 % retained.
+    `wan_core.sampling.cache.magcache` has the
     rules, the presets and their source.
     """
 
@@ -86,8 +87,8 @@ SPARSE_SCORES = ("mean", "spread")
 
 @dataclass(frozen=True, kw_only=True)
 class SparseOptions:
-    """Self-attention that reads a part of the keys: `wan_core.sparsity` has the presets and the schedule,
-    `wan_core.attention.sparse` the arithmetic."""
+    """Self-attention that reads a part of the keys: `wan_core.sampling.sparsity` has the presets and the schedule,
+    `wan_core.ops.attention.sparse` the arithmetic."""
 
     sparsity: float  # share of the blocks of keys that a sparse step leaves out
     dense_steps: float = 0.05  # share of the run, from its first step on, that reads everything

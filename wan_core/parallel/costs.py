@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from wan_core.attention.sparse.kernels import BLOCK, SMALL
-from wan_core.config import DiTConfig, OptionError
+from wan_core.config import OptionError
+from wan_core.models.wan.config import DiTConfig
+from wan_core.ops.attention.sparse.kernels import BLOCK, SMALL
 from wan_core.parallel.mesh import Mesh
-from wan_core.plan import Plan
-from wan_core.sparsity.schedule import CHOICE, KERNEL
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.sparsity.schedule import CHOICE, KERNEL
 
 BYTES = 2  # of a number in bf16
 # As KERNEL and CHOICE, of the bf16 kernel against the fastest dense one (benchmarks/results/sparse-h200-20261120.json).

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wan_core.parallel.mesh import RankMesh, all_gather
-from wan_core.plan import Branch
+from wan_core.sampling.plan import Branch
 
 ORDER: tuple[Branch, ...] = ("cond", "uncond")
 

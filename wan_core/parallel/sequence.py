@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wan_core.attention.registry import BACKENDS, Attend, AttendLse
-from wan_core.attention.sparse.forward import running
-from wan_core.attention.sparse.kernels import KERNELS, expected_block
 from wan_core.config import OptionError, SparseOptions
-from wan_core.kernels.formats import FP8, Quantized
-from wan_core.model.dit import PreparedText, WanModel
-from wan_core.operators import operator, shapes_of
+from wan_core.models.wan.model import PreparedText, WanModel
+from wan_core.ops.attention.registry import BACKENDS, Attend, AttendLse
+from wan_core.ops.attention.sparse.forward import running
+from wan_core.ops.attention.sparse.kernels import KERNELS, expected_block
+from wan_core.ops.custom_ops import operator, shapes_of
+from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group, Mesh, RankMesh, even_parts, gather_parts
 from wan_core.parallel.ring import Partial, Ring
 from wan_core.parallel.ulysses import heads_for_tokens, tokens_for_heads

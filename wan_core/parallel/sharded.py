@@ -20,7 +20,7 @@ from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.load import read_values
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.config import OptionError
-from wan_core.model.dit import WanModel
+from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import RankMesh
 
 

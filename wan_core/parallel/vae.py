@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wan_core.models.vae.vae import VideoVAE
 from wan_core.parallel.mesh import Group, RankMesh, even_parts, gather_parts
-from wan_core.vae import VideoVAE
 
 CHUNK = 2  # latent frames at a time: a strip leaves room for more than one, and there are fewer exchanges
 

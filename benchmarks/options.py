@@ -1,0 +1,142 @@
+"""What the benchmark measures, by name, and its command-line options. Knows no torch: `--help` is quick."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from wan_core.sampling.cache.arguments import add_skip_options
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A fixed list of things to measure. `sizes` are WIDTHxHEIGHTxFRAMES on a GPU; on a CPU there is one small size."""
+
+    summary: str
+    sizes: tuple[str, ...]
+    settings: tuple[str, ...] = ()  # of single forwards; what ratios refer to stands first
+    takes: tuple[str, ...] = ()  # options that mean something here, beyond those that every suite takes
+
+
+CPU_SIZE = "96x96x17"
+SUITES: dict[str, Suite] = {
+    "single": Suite(
+        "the ladder: peers and ours, one technique a row",
+        ("832x480x81", "1280x720x81"),
+        takes=("setup", "layers", "precision", "runs"),
+    ),
+    "trajectory": Suite(
+        "what a setup does to finished latents: random weights at full size, and the embedded model's captions",
+        ("416x240x33",),
+        takes=("setup", "layers", "precision", "steps", "samples"),
+    ),
+    "switch": Suite(
+        "the change of experts, both resident, with text encoder and VAE",
+        ("1280x720x81",),
+        takes=("setup", "steps"),
+    ),
+    "caches": Suite(
+        "a step that is left out, and plans that leave some out against their own estimate",
+        ("832x480x81", "1280x720x81"),
+        takes=("setup", "layers", "precision", "steps"),
+    ),
+    "sparse": Suite(
+        "sparse attention by its parts, and whole videos with it against ComfyUI's own forwards",
+        ("1280x720x81",),
+        ("kernels", "native", "magcache:balanced+sparse:balanced", "magcache:fast+sparse:fast", "sparse:0.875/0@4"),
+        takes=("setting", "setup", "layers", "precision", "runs", "steps"),
+    ),
+    "profile": Suite(
+        "the kernels of one forward by class",
+        ("1280x720x81",),
+        takes=("setup", "layers", "precision"),
+    ),
+    "startup": Suite(
+        "loading both experts, a cold process up to its first step, and other prompts and sizes after it",
+        ("1280x720x81",),
+        takes=("setting", "layers", "runs", "scratch", "profile"),
+    ),
+    "streaming": Suite(
+        "blocks that stream on emulated smaller cards, the change of experts, and pipelines that take turns",
+        ("832x480x81", "1280x720x81"),
+        takes=("setting", "layers", "runs"),
+    ),
+    "parallel": Suite(
+        "several GPUs: every mesh, diffusers' context parallelism, VAE in strips, loading",
+        ("1280x720x81", "832x480x81"),
+        takes=("setup", "setting", "layers", "precision", "runs", "gpus"),
+    ),
+    "forward": Suite(
+        "one forward, ours and diffusers'",
+        ("832x480x81", "1280x720x81"),
+        ("diffusers", "forward"),
+        takes=("setting", "layers", "precision", "runs"),
+    ),
+    "guidance": Suite(
+        "both guidance branches, one after the other and together",
+        ("208x112x17", "416x240x17", "416x240x81", "832x480x33", "832x480x81"),
+        ("sequential", "batched"),
+        takes=("setting", "layers", "precision", "runs"),
+    ),
+    "gguf": Suite(
+        "a transformer from GGUF files: loading, forwards, memory",
+        ("832x480x81",),
+        takes=("layers", "precision", "runs", "scratch"),
+    ),
+    "four-step": Suite(
+        "videos of four steps with a LoRA, by phase, and what a LoRA costs",
+        ("832x480x81", "1280x720x81"),
+        takes=("setup", "layers", "runs", "steps", "scratch"),
+    ),
+    "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
+}
+STARTUP_PARTS = ("load", "cold", "ready")
+STREAMING_PARTS = ("cards", "switch", "turns")
+STREAMING_PRECISIONS = ("bf16", "fp8")
+PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")
+SETTINGS = {
+    "forward": "one forward of one branch",
+    "sequential": "both guidance branches, one forward each",
+    "batched": "both guidance branches in one forward",
+    "attention:NAME": "one forward with that attention backend",
+    "diffusers": "diffusers' transformer with cuDNN attention, on the same weights",
+    "diffusers-compiled": "the same, its blocks compiled",
+    "comfyui": "ComfyUI's own transformer, on the same weights",
+    "comfyui-compiled": "the same, its blocks compiled",
+}
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    # the spelling before `python -m benchmarks SUITE`; SUPPRESS: it does not overwrite a suite given by position
+    parser.add_argument("--suite", choices=tuple(SUITES), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--model", help="random:TASK, tiny, or a transformer file (default: random:t2v-A14B on a GPU, tiny on a CPU)"
+    )
+    parser.add_argument("--size", action="append", help="WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES, repeatable")
+    parser.add_argument(
+        "--setting", action="append", help="repeatable: " + "; ".join(f"{k}: {v}" for k, v in SETTINGS.items())
+    )
+    parser.add_argument(
+        "--setup",
+        action="append",
+        help="a row of the ladder by name, a peer, or PRECISION/ATTENTION with /torch (no fused kernels) or /compile "
+        "after it; repeatable (default: all rows of the suite)",
+    )
+    parser.add_argument("--layers", type=int, help="only this many blocks (to measure on less memory, or sooner)")
+    parser.add_argument("--runs", type=int, help="timed runs after one warm-up (default 3)")
+    parser.add_argument("--gpus", type=int, help="of the suite parallel (default: all there are)")
+    parser.add_argument("--steps", type=int, help="steps of a generation, in suites that make one")
+    parser.add_argument(
+        "--samples", type=int, help="captions of the suite trajectory (default: 64 on a GPU, 8 on a CPU)"
+    )
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        help="folder for files that a suite writes and removes again (default: the system's); startup writes 57 GB",
+    )
+    parser.add_argument("--profile", type=Path, help="text file for what took long in a cold process (suite startup)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="of what is not quantised")
+    add_skip_options(parser)
+    parser.add_argument("--out", type=Path, help="JSON file, or a folder for one named after suite, device and day")

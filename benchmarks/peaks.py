@@ -1,0 +1,77 @@
+"""What this device reaches where nothing is in the way: the yardstick of a row's share, measured in the same run.
+
+A data sheet's number is not it: clocks fall with power, and power with the data. The products here are of random
+numbers (zeros run up to a third faster) and as large as the model's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.flops import Flops
+from wan_core.ops.kernels.formats import FP8
+
+SIDE, CPU_SIDE = 8192, 512
+COPY_BYTES, CPU_COPY_BYTES = 2**31, 2**24
+MIN_SECONDS = 0.5  # long enough for the clock to settle under load
+
+
+def measure_peaks(device: torch.device) -> dict[str, float]:
+    """TFLOP/s of matrix products in bf16 and, where the device has them, FP8 (one scale each); copied TB/s, read plus
+    write."""
+    cuda = device.type == "cuda"
+    side = SIDE if cuda else CPU_SIDE
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(side, side, device=device, generator=generator).bfloat16() for _ in range(2))
+    operations = 2 * side**3
+    peaks = {"bf16_tflops": operations / seconds_of(lambda: a @ b, device) / 1e12}
+    if cuda and torch.cuda.get_device_capability(device) >= (8, 9):
+        one = torch.ones((), device=device)
+        x, w = a.to(FP8), b.to(FP8)  # [M, K] by rows and [K, N] by columns
+
+        def product() -> torch.Tensor:
+            return torch.ops.aten._scaled_mm(x, w.t(), one, one, None, None, torch.bfloat16, True)
+
+        peaks["fp8_tflops"] = operations / seconds_of(product, device) / 1e12
+    source = torch.empty(COPY_BYTES if cuda else CPU_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    peaks["copy_tb_s"] = 2 * source.numel() / seconds_of(lambda: target.copy_(source), device) / 1e12
+    return {name: float(f"{value:.4g}") for name, value in peaks.items()}
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Mean seconds of a call among as many as fill `MIN_SECONDS`, queued without waiting in between."""
+    calls = 1
+    while True:
+        seconds = _batch_seconds(call, calls, device)
+        if seconds >= (MIN_SECONDS if device.type == "cuda" else MIN_SECONDS / 20):
+            return seconds / calls
+        calls *= 2
+
+
+def _batch_seconds(call: Callable[[], object], calls: int, device: torch.device) -> float:
+    _settle(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _settle(device)
+    return time.perf_counter() - begin
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_at_peak(flops: Flops, peaks: dict[str, float], *, fp8_linears: bool, fp8_attention: bool) -> float:
+    """How long a forward's products would take at the measured peaks, each in the precision that it is computed in."""
+    bf16 = peaks["bf16_tflops"] * 1e12
+    fp8 = peaks.get("fp8_tflops", peaks["bf16_tflops"]) * 1e12
+    return (
+        flops.linears / (fp8 if fp8_linears else bf16)
+        + flops.self_attention / (fp8 if fp8_attention else bf16)
+        + (flops.cross_attention + flops.ends) / bf16
+    )

@@ -1,0 +1,106 @@
+"""A pipeline from its first prompt on, for suite `startup`: how long until the first forward of a video is launched.
+
+Random weights at full size (`--layers` for fewer blocks) in FP8, blocks compiled, everything resident; on a CPU the
+embedded model as it is. Rows, by name:
+
+first prompt     right after loading for it
+second prompt    another one at the same size
+changed size     another one at half of the width, the height and the frames
+back again       at the size of before
+
+seconds          from the call of `generate` to the launch of its first forward: checks, text encoding and preparing
+                 the prompt in it
+compilations     graphs that torch traced in it and in the first step; `compiled_anew`: entries that no cache had
+load_seconds     of loading, with what was prepared meanwhile (in the first row)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.cases import parse_size
+from benchmarks.measure import compile_counts, settle
+from wan_core.config import LoadOptions, Request
+from wan_core.execution.optimize import compiled_anew
+from wan_core.pipeline.evaluate.results import Row, guarded
+from wan_core.pipeline.pipeline import Pipeline
+
+PROMPTS = (
+    "a red circle moving right on a blue background",
+    "a green square moving left on a white background",
+    "a blue circle moving up on a black background",
+    "a white square moving down on a red background",
+)
+NAMES = ("first prompt", "second prompt", "changed size", "back again")
+
+
+class Enough(Exception):
+    """The first step has been launched, and no more is wanted."""
+
+
+def ready_rows(name: str, sizes: list[str], device: torch.device, layers: int | None) -> Iterator[Row]:
+    cuda, random = device.type == "cuda", name.startswith("random:")
+    options = LoadOptions(
+        model=f"{name}:{layers}" if random and layers else name,
+        device=str(device),
+        precision="fp8" if cuda else "checkpoint",
+        compile="blocks" if cuda else "off",
+        residency="resident" if cuda else "auto",
+    )
+    width, height, frames = parse_size(sizes[-1])
+    request = Request(prompt=PROMPTS[0], width=width, height=height, frames=frames, steps=2)
+    smaller = halved(request)
+    begin = time.perf_counter()
+    pipe = Pipeline.load(options, request=request)
+    settle(device)
+    loaded = round(time.perf_counter() - begin, 3)
+    for row_name, prompt, like in zip(NAMES, PROMPTS, (request, request, smaller, request), strict=True):
+        asked = replace(like, prompt=prompt)
+        size = f"{asked.width}x{asked.height}x{asked.frames}"
+        row = guarded(row_name, size, None, lambda r=asked: until_first_forward(pipe, r))
+        yield row | ({"load_seconds": loaded, "notes": pipe.loaded.notes} if row_name == NAMES[0] else {})
+
+
+def halved(request: Request) -> Request:
+    """About half of the width, the height and the frames, as every model takes them."""
+    assert request.width and request.height and request.frames
+    return replace(
+        request,
+        width=max(32, request.width // 64 * 32),
+        height=max(32, request.height // 64 * 32),
+        frames=max(1, (request.frames - 1) // 8 * 4 + 1),
+    )
+
+
+def until_first_forward(pipe: Pipeline, request: Request) -> Row:
+    """Generate up to the first step, and say how long its first forward was in coming."""
+    launched: list[float] = []
+    model = pipe.models.residency.models["high"]
+    hook = model.register_forward_pre_hook(lambda *_: launched.append(time.perf_counter()))
+    graphs, anew = compile_counts()[0], made_anew(pipe)
+
+    def stop(*_: Any) -> None:
+        raise Enough
+
+    settle(pipe.models.device)
+    begin = time.perf_counter()
+    try:
+        pipe.generate(request, on_step=stop)
+    except Enough:
+        settle(pipe.models.device)
+    finally:
+        hook.remove()
+    return {
+        "seconds": round(launched[0] - begin, 4),
+        "compilations": compile_counts()[0] - graphs,
+        "compiled_anew": made_anew(pipe) - anew,
+    }
+
+
+def made_anew(pipe: Pipeline) -> int:
+    return 0 if pipe.models.artifacts is None else compiled_anew()

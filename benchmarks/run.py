@@ -1,0 +1,109 @@
+"""Run what was asked for, print it as a table, write it as JSON: anew after every row, so that none is lost."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.caches import caches_rows
+from benchmarks.cases import parse_size
+from benchmarks.forwards import forward_rows
+from benchmarks.four_step import four_step_rows
+from benchmarks.generation import generation_rows
+from benchmarks.gguf import gguf_rows
+from benchmarks.options import CPU_SIZE, PARALLEL_PARTS, STARTUP_PARTS, STREAMING_PARTS, STREAMING_PRECISIONS, SUITES
+from benchmarks.parallel import parallel_rows
+from benchmarks.peers import PEERS
+from benchmarks.profiling import profile_rows, profile_table
+from benchmarks.settings import check_setting
+from benchmarks.setups import find_setup
+from benchmarks.single import single_rows
+from benchmarks.sparse import sparse_rows
+from benchmarks.startup import startup_rows
+from benchmarks.streaming import streaming_rows
+from benchmarks.switch import switch_rows
+from benchmarks.trajectory import trajectory_rows
+from wan_core.config import OptionError
+from wan_core.pipeline.builder import choose_device
+from wan_core.pipeline.evaluate.results import Row, envelope, table, write_result
+from wan_core.sampling.cache.arguments import skip_options
+
+Rows = Callable[[str, list[str], torch.device, argparse.Namespace, dict[str, Any]], Iterator[Row]]
+"""(model, sizes, device, options, details) -> rows; `details` is what else goes into the file."""
+
+MEASURES: dict[str, Rows] = {
+    "single": single_rows,
+    "trajectory": trajectory_rows,
+    "switch": switch_rows,
+    "caches": caches_rows,
+    "sparse": sparse_rows,
+    "profile": profile_rows,
+    "startup": startup_rows,
+    "streaming": streaming_rows,
+    "parallel": parallel_rows,
+    "gguf": gguf_rows,
+    "four-step": four_step_rows,
+    "generate": generation_rows,
+    "forward": forward_rows,
+    "guidance": forward_rows,
+}
+
+PARTS = {
+    "parallel": PARALLEL_PARTS,
+    "startup": STARTUP_PARTS,
+    "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),
+}  # what `--setting` names there
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """0, or 1 if a row failed. Raises OptionError before any work for what cannot be measured."""
+    check_options(options)
+    device = choose_device(options.device)
+    name = options.model or ("random:t2v-A14B" if device.type == "cuda" else "tiny")
+    suite, cuda = options.suite or "bench", device.type == "cuda"
+    default = SUITES[suite].sizes if suite in SUITES else ("832x480x81",)
+    sizes = options.size or (list(default) if cuda else [CPU_SIZE])
+    rows: list[Row] = []
+    details: dict[str, Any] = {"model": name}
+    path = None
+    for row in MEASURES.get(suite, forward_rows)(name, sizes, device, options, details):
+        print(row, file=sys.stderr, flush=True)
+        rows.append(row)
+        rows.sort(key=lambda row: sizes.index(row["size"]) if row["size"] in sizes else len(sizes))
+        path = write_result(envelope(suite, device, rows) | details, options.out, device)
+    print(profile_table(rows) if suite == "profile" else table(rows))
+    if path is not None:
+        print(path)
+    return int(any("failed" in row for row in rows))
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise OptionError for what would fail after the model was made."""
+    for size in options.size or ():
+        parse_size(size)
+    for setting in options.setting or ():
+        parts = PARTS.get(options.suite, ())
+        if parts and setting not in parts:
+            raise OptionError(f"setting {setting!r} given; the suite {options.suite} has {', '.join(parts)}")
+        if not parts and options.suite != "sparse":
+            check_setting(setting)
+    for setup in options.setup or ():
+        if options.suite != "single" or setup not in PEERS:
+            find_setup(setup)
+    for number in ("runs", "layers", "samples", "steps", "gpus"):
+        value = getattr(options, number)
+        if value is not None and value < 1:
+            raise OptionError(f"{number} {value} given; it must be at least 1")
+    if options.suite != "generate" and skip_options(options) is not None:
+        raise OptionError("what leaves forwards out, --magcache and its like, belongs to the suite generate")
+    takes = SUITES[options.suite].takes if options.suite else ("setting", "layers", "precision", "runs")
+    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "gpus", "scratch", "profile"):
+        if getattr(options, option) is not None and option not in takes:
+            raise OptionError(
+                f"--{option} means nothing to the suite {options.suite or 'of single forwards'}; "
+                f"it takes {', '.join('--' + name for name in takes)}"
+            )

@@ -1,0 +1,232 @@
+"""Suite `streaming`: one forward with blocks that stream, against one with all of them resident, on smaller cards.
+
+A smaller card is this one with a hard limit on what the process may allocate (`--memory-limit` of the command line does
+the same); the copy engine and the link stay those of this machine. Random weights. For each precision and size, one row
+for each card, by name ("fp8, 16 GiB"); the first of them, "resident", has the whole expert on the device.
+
+seconds, spread   median of one forward of one branch, and the range
+slowdown          seconds over those of the row "resident"
+peak_gib          device memory at most, weights included, with both prompts prepared
+planned_gib       the same as the memory plan said before, `plan_error` by how much it was off
+resident_blocks   that stayed on the device
+identical         whether the velocity is bit for bit that of "resident"
+host_gib          locked host memory of the expert
+
+Then, per precision, rows of the change of experts: from the end of the last forward of one to the begin of the first
+forward of the other, its prompt prepared (`switch_ms`): handed over behind the last forward, or only asked for then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from benchmarks.cases import Case, make_case, plain_model
+from benchmarks.measure import make_room, measure, settle
+from benchmarks.options import STREAMING_PARTS, STREAMING_PRECISIONS
+from benchmarks.turns import turns_rows
+from wan_core.checkpoint.detect import empty_module
+from wan_core.checkpoint.random import random_module
+from wan_core.execution.memory.host_weights import Shelf
+from wan_core.execution.memory.planning import (
+    Sizes,
+    beside_weights,
+    cap_memory,
+    factor,
+    limited,
+    plan_memory,
+    unit_bytes,
+)
+from wan_core.execution.memory.residency import Residency
+from wan_core.execution.memory.streaming import Stage, StreamedBlocks
+from wan_core.execution.optimize import optimize
+from wan_core.execution.report import GIB
+from wan_core.models.text.config import UMT5_XXL
+from wan_core.models.vae.config import VAE_21, VAE_22
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.pipeline.builder import find_quantization
+from wan_core.pipeline.evaluate.results import Row, guarded
+
+CARDS = (48.0, 32.0, 24.0, 16.0)  # GiB
+VAE_BYTES = 254_000_000  # of the 2.1 VAE in bf16
+
+
+def streaming_rows(
+    name: str, sizes: list[str], device: torch.device, options: argparse.Namespace, details: dict[str, Any]
+) -> Iterator[Row]:
+    """Rows of the suite. On a CPU, numbers of resident blocks stand for cards."""
+    details["emulated"] = "cards are limits on what the process may allocate of this device"
+    runs, given = options.runs or 1, options.setting or ()
+    wanted = [part for part in STREAMING_PARTS if part in given] or STREAMING_PARTS
+    precisions = [name for name in STREAMING_PRECISIONS if name in given] or STREAMING_PRECISIONS
+    for precision in precisions if set(wanted) & {"cards", "switch"} else ():
+        bench = Streaming(name, sizes, device, precision, options.layers, runs)
+        details["layers"] = len(bench.model.blocks)
+        if "cards" in wanted:
+            yield from bench.rows()
+        if "switch" in wanted:
+            yield from bench.switch_rows()
+        bench.close()
+        del bench
+        make_room(device)
+    if "turns" in wanted:
+        yield from turns_rows(name, sizes, device, options.layers)
+
+
+class Streaming:
+    """One expert in one precision, its weights in locked host memory."""
+
+    def __init__(
+        self, name: str, sizes: list[str], device: torch.device, precision: str, layers: int | None, runs: int
+    ) -> None:
+        self.name, self.device, self.precision, self.runs = name, device, precision, runs
+        self.cuda, self.layers = device.type == "cuda", layers
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.held = find_quantization("fp8", device) if precision == "fp8" else None
+        self.model, self.stride = plain_model(name, device, self.dtype, layers, self.held)
+        self.attend = resolve_attention("auto", device, self.dtype, self.model.config.head_dim)[1]
+        optimize(self.model, attend=self.attend, graphs=False)
+        self.cases = [make_case(self.model, size, self.stride) for size in sizes]
+        begin = time.perf_counter()
+        self.shelf = Shelf(self.model, lock=self.cuda)
+        self.shelve_seconds = time.perf_counter() - begin
+        self.stage: Stage | None = None
+        self.exact: dict[str, torch.Tensor] = {}
+        self.seconds: dict[str, float] = {}
+
+    def close(self) -> None:
+        """Without limit again, and nothing on the device."""
+        self._release()
+        self._cap(None)
+
+    def rows(self) -> Iterator[Row]:
+        cards = CARDS if self.cuda else ()
+        for case in self.cases:
+            yield guarded(f"{self.precision}, resident", case.size, None, lambda c=case: self._row(c, None, None))
+            for gib in cards:
+                label = f"{self.precision}, {gib:g} GiB"
+                yield guarded(label, case.size, None, lambda c=case, g=gib: self._row(c, g, None))
+            for blocks in () if self.cuda else (0, len(self.model.blocks) // 2):
+                label = f"{self.precision}, {blocks} blocks"
+                yield guarded(label, case.size, None, lambda c=case, b=blocks: self._row(c, None, b))
+
+    def _row(self, case: Case, gib: float | None, blocks: int | None) -> Row:
+        config, vae = self.model.config, VAE_22 if self.stride == 16 else VAE_21
+        per_token = factor(
+            config, itemsize=self.dtype.itemsize, device=self.device.type, compile="off", precision=self.precision
+        )
+        beside = beside_weights(config, vae, tuple(case.x.shape), per_token=per_token, itemsize=self.dtype.itemsize)
+        units = unit_bytes(config, self.dtype.itemsize, self.held is not None)
+        resident = blocks
+        if gib is not None:
+            text = sum(p.numel() for p in empty_module(UMT5_XXL).parameters()) * self.dtype.itemsize
+            sizes = Sizes(units=units, experts=2, text_encoder=text, vae=VAE_BYTES)
+            plan = plan_memory(sizes, beside, limited(gib))
+            resident = plan.resident_blocks if plan.policy == "stream" else None
+        self._release()
+        self._cap(gib)
+        self.stage = Stage(self.device, resident)
+        StreamedBlocks.install(self.model, self.stage)
+
+        def prepare():
+            assert self.stage is not None
+            self.stage.use(self.shelf)
+            texts = [self.model.prepare_text(context) for context in case.contexts]
+            return lambda: self.model(case.x, case.timestep, texts[0])
+
+        measured = measure(prepare, self.device, self.runs)
+        planned = self.stage.nbytes(self.shelf) + beside.denoise
+        row: Row = {"tokens": case.tokens, **measured.numbers(), "host_gib": round(self.shelf.nbytes / GIB, 3)}
+        row["resident_blocks"] = len(self.model.blocks) if resident is None else resident
+        row["planned_gib"] = round(planned / GIB, 3)
+        if measured.peak:
+            row["plan_error"] = round(planned / measured.peak - 1, 4)
+        if gib is None and blocks is None:
+            self.exact[case.size], self.seconds[case.size] = measured.output.cpu(), measured.median
+        elif case.size in self.exact:
+            row["identical"] = bool(torch.equal(measured.output.cpu(), self.exact[case.size]))
+            row["slowdown"] = round(measured.median / self.seconds[case.size], 4)
+            row |= {"ratio": round(self.seconds[case.size] / measured.median, 4)}
+            row["ratio_to"] = f"{self.precision}, resident"
+        return row
+
+    def switch_rows(self) -> Iterator[Row]:
+        """At the last size: a second expert takes the place of the first."""
+        case = self.cases[0]
+        self._release()
+        self._cap(None)
+        StreamedBlocks.remove(self.model)
+        if self.name.startswith("random:"):  # other weights of the same kind
+            config = replace(self.model.config)
+            other = random_module(
+                config, device="cpu", dtype=self.dtype, seed=1, quantization=self.held, draw_on=self.device
+            )
+        else:
+            other = plain_model(self.name, torch.device("cpu"), self.dtype, self.layers, self.held)[0]
+        assert isinstance(other, WanModel)
+        optimize(other, attend=self.attend, device=self.device, graphs=False)
+        blocks = len(self.model.blocks)
+        for label, policy, resident, ahead in (
+            ("swap, handed over", "swap", 0, True),
+            ("swap, when asked for", "swap", 0, False),
+            ("stream half, handed over", "stream", blocks // 2, True),
+            ("stream half, when asked for", "stream", blocks // 2, False),
+        ):
+            name = f"{self.precision}, switch: {label}"
+            make = lambda p=policy, r=resident, a=ahead: self._switch(other, case, p, r, a)  # noqa: E731
+            yield guarded(name, case.size, None, make)
+
+    @torch.no_grad()
+    def _switch(self, other: WanModel, case: Case, policy: Any, resident: int, ahead: bool) -> Row:
+        residency = Residency(self.device, policy, resident_blocks=resident)
+        residency.adopt("high", self.shelf)
+        residency.adopt("low", self.other_shelf(other))
+        seconds = []
+        for _ in range(2):  # the first allocates
+            model = cast(WanModel, residency.use("high"))
+            text = model.prepare_text(case.contexts[0])
+            settle(self.device)
+            if ahead:
+                residency.prefetch("high", "low", 1)
+            model(case.x, case.timestep, text)
+            before = self._mark()
+            model = cast(WanModel, residency.use("low"))
+            model.prepare_text(case.contexts[0])
+            after = self._mark()
+            settle(self.device)
+            seconds.append(before.elapsed_time(after) / 1000 if self.cuda else after - before)
+        residency.release("low")
+        make_room(self.device)
+        return {"seconds": round(seconds[-1], 5), "switch_ms": round(seconds[-1] * 1000, 2)}
+
+    def other_shelf(self, other: WanModel) -> Shelf:
+        if getattr(self, "_other", None) is None:
+            self._other = Shelf(other, lock=self.cuda)
+        return self._other
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _release(self) -> None:
+        if self.stage is not None:
+            self.stage.leave_device()
+            self.stage = None
+        make_room(self.device)
+
+    def _cap(self, gib: float | None) -> None:
+        if not self.cuda:
+            return
+        if gib is None:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        else:
+            cap_memory(self.device, gib)

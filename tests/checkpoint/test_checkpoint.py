@@ -1,0 +1,762 @@
+"""Checkpoints: every layout loads to the same tensors, nothing is copied, and what cannot be loaded is said by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import sentencepiece
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch import Tensor, nn
+from transformers import UMT5Config, UMT5EncoderModel
+
+from wan_core.checkpoint import (
+    CheckpointError,
+    detect,
+    find_parts,
+    load_dit,
+    load_text_encoder,
+    load_vae,
+    open_checkpoint,
+    save,
+)
+from wan_core.checkpoint.layouts import diffusers_dit_names, dit_names
+from wan_core.checkpoint.layouts_text import hf_text_names
+from wan_core.checkpoint.layouts_vae import diffusers_vae_names
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.config import OptionError
+from wan_core.models.text.config import TextConfig
+from wan_core.models.text.tokenizer import Tokenizer
+from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.model import WanModel
+
+DIT = DiTConfig(in_channels=16, out_channels=16, dim=256, ffn_dim=320, num_heads=2, num_layers=2, text_dim=48)
+SMALL_HEADS = replace(DIT, in_channels=36, dim=96, num_heads=3)
+TEXT = TextConfig(vocab_size=80, dim=32, dim_attn=48, dim_ffn=40, num_heads=4, num_layers=2, max_distance=100)
+VAE_A = replace(VAE_21, encoder_dim=4, decoder_dim=4, dim_mult=(1, 2, 2, 2), num_res_blocks=1)
+VAE_B = replace(VAE_22, encoder_dim=4, decoder_dim=8, num_res_blocks=1)
+
+# -------------------------------------------------------------------------------------- the same weights in two layouts
+
+
+@dataclass(frozen=True)
+class Model:
+    """A module with random weights, the same weights under the names of Diffusers or transformers, its config.json."""
+
+    kind: str
+    module: WanModel | VideoVAE | TextEncoder
+    official: Mapping[str, Tensor]
+    foreign: Mapping[str, Tensor]
+    config_json: Mapping[str, object]
+    metadata: Mapping[str, str]
+
+    def load(self, source: object, **options: object) -> nn.Module:
+        if self.kind == "text_encoder":
+            options.setdefault("tokenizer", None)
+        loaded = LOADERS[self.kind](source, **options)
+        return loaded.encoder if isinstance(loaded, TextEncoder) else loaded
+
+
+LOADERS: dict[str, Callable[..., nn.Module]] = {"dit": load_dit, "vae": load_vae, "text_encoder": load_text_encoder}
+
+
+@cache
+def spiece() -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a red circle moves right on blue", "a green square turns left"] * 9),
+        model_writer=model,
+        vocab_size=30,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=3,
+    )
+    return model.getvalue()
+
+
+@cache
+def model(name: str) -> Model:
+    torch.manual_seed(0)
+    if name.startswith("dit"):
+        config = {"dit": DIT, "dit heads": SMALL_HEADS}[name]
+        return _model("dit", WanModel(config), diffusers_transformer(config), diffusers_dit_names)
+    if name == "text":
+        encoder = TextEncoder(UMT5Encoder(TEXT), Tokenizer(spiece()))
+        return _model("text_encoder", encoder, transformers_encoder(TEXT), hf_text_names)
+    config = {"vae 2.1": VAE_A, "vae 2.2": VAE_B}[name]
+    return _model("vae", VideoVAE(config), diffusers_vae(config), diffusers_vae_names)
+
+
+def _model(kind: str, module: WanModel | VideoVAE | TextEncoder, theirs: nn.Module, table: Callable) -> Model:
+    source = module.encoder if isinstance(module, TextEncoder) else module
+    for parameter in source.parameters():
+        nn.init.normal_(parameter)
+    dtype = torch.float32 if kind == "vae" else torch.bfloat16
+    official = {name: value.to(dtype) for name, value in source.state_dict().items()}
+    names = table(theirs.state_dict().keys())
+    foreign = {theirs_name: official[ours] for theirs_name, ours in names.items()}
+    assert {n: t.shape for n, t in foreign.items()} == {n: t.shape for n, t in theirs.state_dict().items()}
+    settings = json.loads(json.dumps({**theirs.config.to_dict()} if kind == "text_encoder" else dict(theirs.config)))
+    settings.update(
+        {"architectures": ["UMT5EncoderModel"]} if kind == "text_encoder" else {"_class_name": type(theirs).__name__}
+    )
+    metadata = {"num_heads": str(module.config.num_heads)} if isinstance(module, WanModel) else {}
+    if kind == "text_encoder":
+        metadata = {"relative_attention_max_distance": str(TEXT.max_distance)}
+    return Model(kind, module, official, foreign, settings, metadata)
+
+
+def diffusers_transformer(config: DiTConfig) -> nn.Module:
+    return WanTransformer3DModel(
+        num_attention_heads=config.num_heads,
+        attention_head_dim=config.head_dim,
+        in_channels=config.in_channels,
+        out_channels=config.out_channels,
+        text_dim=config.text_dim,
+        freq_dim=config.freq_dim,
+        ffn_dim=config.ffn_dim,
+        num_layers=config.num_layers,
+    )
+
+
+def diffusers_vae(config: VAEConfig) -> nn.Module:
+    return AutoencoderKLWan(
+        base_dim=config.encoder_dim,
+        decoder_base_dim=config.decoder_dim,
+        z_dim=config.z_dim,
+        dim_mult=list(config.dim_mult),
+        num_res_blocks=config.num_res_blocks,
+        temperal_downsample=list(config.temporal_downsample),
+        is_residual=config.residual,
+        in_channels=3 * config.patch**2,
+        out_channels=3 * config.patch**2,
+        patch_size=None if config.patch == 1 else config.patch,
+        latents_mean=list(config.latents_mean),
+        latents_std=list(config.latents_std),
+    )
+
+
+def transformers_encoder(config: TextConfig) -> nn.Module:
+    return UMT5EncoderModel(
+        UMT5Config(
+            vocab_size=config.vocab_size,
+            d_model=config.dim,
+            d_kv=config.dim_attn // config.num_heads,
+            d_ff=config.dim_ffn,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            relative_attention_max_distance=config.max_distance,
+        )
+    )
+
+
+# -------------------------------------------------------------------------------------------- the ways to store weights
+
+Writer = Callable[[Model, Path], object]
+WRITERS: dict[str, Writer] = {}
+
+
+def writer(write: Writer) -> Writer:
+    WRITERS[write.__name__] = write
+    return write
+
+
+def shards(state: Mapping[str, Tensor], folder: Path, metadata: Mapping[str, str], count: int = 3) -> dict[str, str]:
+    """`state` dealt onto shards with the official names; returns the weight map."""
+    names = [f"diffusion_pytorch_model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
+    placed = {name: names[i % count] for i, name in enumerate(state)}
+    for file in names:
+        write_safetensors({n: t for n, t in state.items() if placed[n] == file}, folder / file, metadata)
+    return placed
+
+
+@writer
+def official_file(m: Model, folder: Path) -> Path:
+    write_safetensors(m.official, folder / "model.safetensors", m.metadata)
+    return folder / "model.safetensors"
+
+
+@writer
+def official_file_by_the_library(m: Model, folder: Path) -> Path:
+    safetensors.torch.save_file(dict(m.official), folder / "odd name", metadata=dict(m.metadata))
+    return folder / "odd name"
+
+
+@writer
+def official_index(m: Model, folder: Path) -> Path:
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": shards(m.official, folder, m.metadata)}))
+    return index
+
+
+@writer
+def official_folder(m: Model, folder: Path) -> Path:
+    return official_index(m, folder).parent
+
+
+@writer
+def shards_without_index(m: Model, folder: Path) -> Path:
+    shards(m.official, folder, m.metadata)
+    return folder
+
+
+@writer
+def pth(m: Model, folder: Path) -> Path:
+    torch.save(dict(m.official), folder / "models.pth")
+    (folder / "config.json").write_text(json.dumps(m.config_json))
+    return folder / "models.pth"
+
+
+@writer
+def nested_pth(m: Model, folder: Path) -> Path:
+    state = {n: nn.Parameter(t) for n, t in m.official.items()}
+    torch.save({"state_dict": state, "epoch": 3, "lr": 1e-4}, folder / "last.pt")
+    (folder / "config.json").write_text(json.dumps(m.config_json))
+    return folder
+
+
+@writer
+def prefixed(m: Model, folder: Path) -> Path:
+    prefix = {"dit": "model.diffusion_model.", "vae": "first_stage_model.", "text_encoder": "text_encoders.umt5xxl."}[
+        m.kind
+    ]
+    write_safetensors({prefix + n: t for n, t in m.official.items()}, folder / "comfy.safetensors", m.metadata)
+    return folder / "comfy.safetensors"
+
+
+@writer
+def foreign_file(m: Model, folder: Path) -> Path:
+    write_safetensors(m.foreign, folder / "diffusion_pytorch_model.safetensors", m.metadata)
+    return folder / "diffusion_pytorch_model.safetensors"
+
+
+@writer
+def foreign_folder(m: Model, folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(m.config_json))
+    safetensors.torch.save_file(
+        {n: t.clone() for n, t in m.foreign.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    return folder
+
+
+@writer
+def foreign_shards(m: Model, folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(m.config_json))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards(m.foreign, folder, {}, 2)}))
+    return folder
+
+
+@writer
+def prefixed_foreign_bin(m: Model, folder: Path) -> Path:
+    torch.save({"module." + n: t for n, t in m.foreign.items()}, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps(m.config_json))
+    return folder / "pytorch_model.bin"
+
+
+@writer
+def state_dict(m: Model, folder: Path) -> object:
+    return m.official if m.metadata.get("num_heads") != "3" else official_file(m, folder)  # it cannot carry metadata
+
+
+@writer
+def saved(m: Model, folder: Path) -> Path:
+    copy = m.load(official_file(m, folder)) if m.kind != "text_encoder" else None
+    save(copy or TextEncoder(encoder_of(m), Tokenizer(spiece())), folder / "saved.safetensors")
+    return folder / "saved.safetensors"
+
+
+def encoder_of(m: Model) -> UMT5Encoder:
+    encoder = UMT5Encoder(TEXT)
+    encoder.load_state_dict(dict(m.official), assign=True)
+    return encoder
+
+
+@pytest.mark.parametrize("layout", WRITERS)
+@pytest.mark.parametrize("name", ["dit", "dit heads", "text", "vae 2.1", "vae 2.2"])
+def test_every_layout_loads_to_the_same_bits(name: str, layout: str, tmp_path: Path) -> None:
+    m = model(name)
+    source = WRITERS[layout](m, tmp_path)
+    options = {"tokenizer": tokenizer_file(tmp_path)} if m.kind == "text_encoder" and layout != "saved" else {}
+    loaded = m.load(source, **options)
+    assert same_bits(loaded.state_dict(), m.official)
+    ours = m.module.encoder.config if isinstance(m.module, TextEncoder) else m.module.config
+    if layout != "state_dict":
+        assert loaded.config == ours
+    assert not loaded.training and not any(p.requires_grad for p in loaded.parameters())
+
+
+def tokenizer_file(folder: Path) -> Path:
+    path = folder / "elsewhere" / "spiece.model"
+    path.parent.mkdir()
+    path.write_bytes(spiece())
+    return path
+
+
+def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        a.dtype == theirs[n].dtype and a.shape == theirs[n].shape and torch.equal(as_bytes(a), as_bytes(theirs[n]))
+        for n, a in ours.items()
+    )
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)
+
+
+@torch.no_grad()
+def test_a_diffusers_transformer_computes_the_same(tmp_path: Path) -> None:
+    """Names of equal shapes could be confused by a table without any shape being wrong: compare what comes out."""
+    torch.manual_seed(1)
+    theirs = diffusers_transformer(SMALL_HEADS).eval()
+    for name, parameter in theirs.named_parameters():
+        fan_in = parameter[0].numel() if parameter.ndim > 1 else 30
+        parameter.copy_(torch.randn_like(parameter) / fan_in**0.5 + float("norm" in name and name.endswith("weight")))
+    theirs.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    ours = load_dit(tmp_path)
+    x, timestep, rows = torch.randn(1, 36, 2, 4, 6), torch.tensor([437.0]), torch.randn(1, 512, SMALL_HEADS.text_dim)
+    assert torch.allclose(ours(x, timestep, rows), theirs(x, timestep, rows).sample, atol=2e-5, rtol=1e-4)
+
+
+def test_the_tables_name_every_parameter() -> None:
+    assert list(model("dit").official) == sorted(dit_names(2), key=list(model("dit").official).index)
+    for name in ("dit", "vae 2.1", "vae 2.2"):
+        assert len(model(name).foreign) == len(model(name).official)
+
+
+# ------------------------------------------------------------------------------------------------------- without copies
+
+
+@pytest.mark.parametrize("layout", ["official_file", "pth", "foreign_folder", "official_index", "prefixed"])
+def test_parameters_are_the_mapped_file(layout: str, tmp_path: Path) -> None:
+    m = model("dit")
+    checkpoint = open_checkpoint(WRITERS[layout](m, tmp_path))
+    names = detect(checkpoint).names
+    loaded = m.load(checkpoint)
+    assert all(p.data_ptr() == checkpoint.read(names[n]).data_ptr() for n, p in loaded.named_parameters())
+
+
+def test_state_dict_is_not_copied() -> None:
+    m = model("vae 2.1")
+    assert all(p.data_ptr() == m.official[n].data_ptr() for n, p in m.load(m.official).named_parameters())
+
+
+def test_writing_to_a_parameter_leaves_the_file_alone(tmp_path: Path) -> None:
+    path = official_file(model("dit"), tmp_path)
+    before = path.read_bytes()
+    module = load_dit(path)
+    module.blocks[0].modulation.data.fill_(7)
+    assert path.read_bytes() == before and (module.blocks[0].modulation == 7).all()
+
+
+def test_tensors_outlive_the_checkpoint(tmp_path: Path) -> None:
+    m = model("dit")
+    with open_checkpoint(official_file(m, tmp_path)) as checkpoint:
+        weight = checkpoint.read("head.head.weight")
+    assert torch.equal(weight, m.official["head.head.weight"])
+    with pytest.raises(CheckpointError, match="closed"):
+        checkpoint.read("head.head.weight")
+
+
+# --------------------------------------------------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_plain_fp8_becomes_bf16(stored: torch.dtype, tmp_path: Path) -> None:
+    m = model("dit")
+    keep = ("modulation", "norm")
+    mixed = {n: t.float() if any(k in n for k in keep) else t.to(stored) for n, t in m.official.items()}
+    write_safetensors(mixed, tmp_path / "fp8.safetensors", {})
+    loaded = load_dit(tmp_path / "fp8.safetensors").state_dict()
+    wanted = {n: t if t.dtype == torch.float32 else t.to(torch.bfloat16) for n, t in mixed.items()}
+    assert same_bits(loaded, wanted)
+    assert {t.dtype for t in load_dit(tmp_path / "fp8.safetensors", dtype=torch.float32).state_dict().values()} == {
+        torch.float32
+    }
+
+
+def test_matrices_of_a_mixed_file_agree(tmp_path: Path) -> None:
+    """A file with its patch embedding in float32 and its blocks in bfloat16 still runs."""
+    m = model("dit")
+    mixed = {n: t if "blocks" in n else t.float() for n, t in m.official.items()}
+    write_safetensors(mixed, tmp_path / "mixed.safetensors", {})
+    loaded = load_dit(tmp_path / "mixed.safetensors")
+    assert loaded.patch_embedding.weight.dtype == loaded.text_embedding[0].weight.dtype == torch.bfloat16
+    assert loaded.head.head.weight.dtype == loaded.time_embedding[0].weight.dtype == torch.float32
+    out = loaded(torch.randn(1, 16, 1, 4, 4), torch.tensor([500.0]), torch.randn(1, 3, DIT.text_dim))
+    assert out.dtype == torch.float32 and out.shape == (1, 16, 1, 4, 4)
+
+
+def test_other_dtypes_are_asked_for_in_vain() -> None:
+    with pytest.raises(OptionError, match=r"float8_e4m3fn.*bfloat16"):
+        load_dit(model("dit").official, dtype=torch.float8_e4m3fn)
+
+
+def test_empty_and_misaligned_tensors(tmp_path: Path) -> None:
+    state = {"bytes": torch.arange(3, dtype=torch.uint8), "odd": torch.arange(5.0), "none": torch.zeros(0, 4)}
+    blob, header, end = b"", {}, 0
+    for name, value in state.items():
+        raw = value.numpy().tobytes()
+        code = {"bytes": "U8"}.get(name, "F32")
+        header[name] = {"dtype": code, "shape": list(value.shape), "data_offsets": [end, end + len(raw)]}
+        blob, end = blob + raw, end + len(raw)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the values begin aligned, so the second tensor is not
+    (tmp_path / "odd.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + blob)
+    checkpoint = open_checkpoint(tmp_path / "odd.safetensors")
+    assert all(torch.equal(checkpoint.read(n), t) for n, t in state.items())
+    assert checkpoint.read("odd").data_ptr() % 4 == 0
+
+
+@pytest.mark.parametrize(
+    ("offsets", "length", "words"),
+    [
+        ([(0, 4), (4, 8)], 8, None),
+        ([(4, 8), (0, 4)], 8, None),
+        ([(0, 4), (8, 12)], 12, "hole"),
+        ([(0, 4), (0, 4)], 4, "overlaps"),
+        ([(0, 4), (2, 6), (8, 12)], 12, "overlaps"),
+        ([(0, 4), (0, 4), (8, 12)], 12, "overlaps"),
+        ([(0, 4), (4, 8)], 9, "follow the last tensor"),
+        ([(0, 4), (4, 8)], 7, "the header promises 8 bytes of values, the file has 7"),
+        ([(0, 4), (4, 7)], 7, "takes 4 bytes, its offsets span 3"),
+    ],
+)
+def test_values_fill_the_file(offsets: list[tuple[int, int]], length: int, words: str | None, tmp_path: Path) -> None:
+    entries = {f"t{n}": {"dtype": "F32", "shape": [1], "data_offsets": list(at)} for n, at in enumerate(offsets)}
+    text = json.dumps(entries).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(length))
+    if words is None:
+        assert len(open_checkpoint(tmp_path / "x.safetensors").tensors) == 2
+    else:
+        assert words in refusal(tmp_path / "x.safetensors")
+
+
+def test_what_we_write_the_library_reads(tmp_path: Path) -> None:
+    m = model("dit")
+    state = {
+        **m.official,
+        "empty": torch.zeros(0, 3),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "one": torch.tensor(2.0),
+    }
+    write_safetensors(state, tmp_path / "x.safetensors", {"a": "b"})
+    assert same_bits(safetensors.torch.load_file(tmp_path / "x.safetensors"), state)
+    header = json.loads((tmp_path / "x.safetensors").read_bytes()[8:].partition(b"}}")[0] + b"}}")
+    begins = {n: header[n]["data_offsets"][0] for n in state}
+    assert not any(begins[n] % t.element_size() for n, t in state.items())  # so that reading copies nothing
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]  # no temporary file is left
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = official_file(model("dit"), tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(KeyError):
+        write_safetensors({"x": torch.zeros(2, dtype=torch.complex64)}, path, {})
+    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ tokenizer
+
+
+def test_the_tokenizer_is_embedded_given_or_found(tmp_path: Path) -> None:
+    m = model("text")
+    bare = official_file(m, tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*without its tokenizer.*spiece\.model"):
+        load_text_encoder(bare)
+    given = tokenizer_file(tmp_path)
+    for option in (given, given.parent):
+        assert load_text_encoder(bare, tokenizer=option).tokenizer.proto == spiece()
+    save(load_text_encoder(bare, tokenizer=given), tmp_path / "with.safetensors")
+    assert load_text_encoder(tmp_path / "with.safetensors").tokenizer.proto == spiece()
+    beside = tmp_path / "google" / "umt5-xxl" / "spiece.model"
+    beside.parent.mkdir(parents=True)
+    beside.write_bytes(spiece())
+    assert load_text_encoder(bare).tokenizer.proto == spiece()
+    beside.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(CheckpointError, match="tokenizer cannot be used"):
+        load_text_encoder(bare)
+
+
+def test_the_tokenizer_of_a_diffusers_release(tmp_path: Path) -> None:
+    for name in ("text_encoder", "tokenizer"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "tokenizer" / "spiece.model").write_bytes(spiece())
+    assert load_text_encoder(foreign_folder(model("text"), tmp_path / "text_encoder")).tokenizer.proto == spiece()
+
+
+# ---------------------------------------------------------------------------------------------------- wrong and damaged
+
+
+def refusal(source: object, load: Callable[..., object] = load_dit) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load(source)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["dit", "text", "vae 2.1"])
+@pytest.mark.parametrize("wanted", ["dit", "text_encoder", "vae"])
+def test_swapped_parts_name_both(given: str, wanted: str, tmp_path: Path) -> None:
+    m = model(given)
+    if m.kind == wanted:
+        return
+    words = {"dit": "a Wan transformer", "text_encoder": "a UMT5 text encoder", "vae": "a Wan VAE"}
+    message = refusal(official_file(m, tmp_path), LOADERS[wanted])
+    assert "model.safetensors" in message and words[m.kind] in message and words[wanted] in message
+
+
+def edited(m: Model, edit: Callable[[dict[str, Tensor]], object]) -> dict[str, Tensor]:
+    state = dict(m.official)
+    edit(state)
+    return state
+
+
+@pytest.mark.parametrize("name", ["dit", "text", "vae 2.1", "vae 2.2"])
+def test_missing_unexpected_and_wrong_tensors_are_listed(name: str) -> None:
+    m = model(name)
+    load = LOADERS[m.kind]
+    some = list(m.official)[len(m.official) // 2]
+    assert some in refusal(edited(m, lambda s: s.pop(some)), load)
+    message = refusal(edited(m, lambda s: s.update({some + ".new": s.pop(some)})), load)
+    assert some in message and some + ".new" in message
+    assert "extra.thing" in refusal(edited(m, lambda s: s.update({"extra.thing": torch.zeros(1)})), load)
+    wrong = refusal(edited(m, lambda s: s.update({some: torch.zeros(7, *s[some].shape[1:])})), load)
+    assert some in wrong and str(list(m.official[some].shape)) in wrong.replace("(", "[").replace(",)", "]").replace(
+        ")", "]"
+    )
+
+
+def test_long_lists_are_counted() -> None:
+    state = {n: t for n, t in model("dit").official.items() if "blocks.0" not in n or "bias" not in n}
+    assert "11 tensors are missing" in refusal(state) and "and 6 more" in refusal(state)
+
+
+def test_absurd_numbers_are_refused_before_anything_is_built() -> None:
+    def stretched(name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        return edited(model("dit"), lambda s: s.update({name: torch.empty(shape)}))
+
+    far = {n.replace("blocks.1.", "blocks.99999."): t for n, t in model("dit").official.items()}
+    assert "100000 blocks, and at most 200" in refusal(far)
+    assert "text_embedding.0.weight" in refusal(stretched("text_embedding.0.weight", (0, 2**40)))
+    assert "patches" in refusal(stretched("patch_embedding.weight", (256, 16, 99, 1, 1)))
+    assert "num_heads" in refusal({n: t[:200] if t.shape[0] == 256 else t for n, t in model("dit").official.items()})
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["blocks.0.self_attn.q.weight_scale_2"], "scaled"),
+        (["face_adapter.fuser_blocks.0.linear1_q.weight"], "Animate"),
+        (["casual_audio_encoder.weights"], "S2V"),
+        (["vace_blocks.0.after_proj.weight"], "VACE"),
+        (["img_emb.proj.0.weight", "blocks.0.cross_attn.k_img.weight"], "Wan 2.1 image-to-video"),
+        (["control_adapter.conv.weight"], "Fun"),
+    ],
+)
+def test_extended_transformers_are_said_by_name(names: list[str], words: str, tmp_path: Path) -> None:
+    for prefix in ("", "model.diffusion_model."):
+        state = {prefix + n: t for n, t in model("dit").official.items()} | {prefix + n: torch.zeros(2) for n in names}
+        write_safetensors(state, tmp_path / "file.safetensors", {})
+        message = refusal(tmp_path / "file.safetensors")
+        assert words in message and "file.safetensors" in message and "a Wan transformer" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("diffusion_model.blocks.0.self_attn.q.lora_A.weight", "LoRA"),
+        ("lora_unet_blocks_0_self_attn_q.lora_up.weight", "LoRA"),
+        ("transformer.blocks.0.attn1.to_q.lora_B.default.weight", "LoRA"),
+        ("diffusion_model.blocks.0.self_attn.q.diff_b", "LoRA"),
+        ("vision_model.encoder.layers.0.mlp.fc1.weight", "CLIP vision"),
+        ("visual.transformer.resblocks.0.attn.in_proj_weight", "CLIP vision"),
+        ("text_model.encoder.layers.0.mlp.fc1.weight", "CLIP text"),
+        ("double_blocks.0.img_attn.qkv.weight", "Flux"),
+        ("model.diffusion_model.input_blocks.0.0.weight", "Stable Diffusion"),
+        ("decoder.up.0.block.0.conv1.weight", "VAE"),
+        ("something.else", "something.else"),
+    ],
+)
+def test_other_models_are_said_by_name(name: str, words: str, tmp_path: Path) -> None:
+    write_safetensors({name: torch.zeros(2, 2)}, tmp_path / "file.safetensors", {})
+    for load, wanted in ((load_dit, "a Wan transformer"), (load_vae, "a Wan VAE")):
+        message = refusal(tmp_path / "file.safetensors", load)
+        assert words in message and wanted in message and "file.safetensors" in message
+
+
+def test_an_all_in_one_file_is_said_so() -> None:
+    state = {"model.diffusion_model." + n: t for n, t in model("dit").official.items()}
+    state |= {"vae." + n: t for n, t in model("vae 2.1").official.items()}
+    assert "a transformer, a VAE" in refusal(state)
+
+
+def test_a_tensor_stored_twice_must_agree() -> None:
+    twice = {**model("text").foreign, "encoder.embed_tokens.weight": model("text").official["token_embedding.weight"]}
+    assert detect(twice).kind == "text_encoder"
+    twice["shared.weight"] = torch.zeros(3, 3)
+    assert "twice" in refusal(twice, load_text_encoder) or "embedding" in refusal(twice, load_text_encoder)
+
+
+def test_integer_weights_are_refused() -> None:
+    state = edited(model("dit"), lambda s: s.update({"head.head.weight": s["head.head.weight"].to(torch.int8)}))
+    assert "int8" in refusal(state)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "empty"),
+        (bytes(5000), "zeros"),
+        (b"GGUF\x03\0\0\0" + bytes(600), "GGUF"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "git-lfs"),
+        (b"\n<!DOCTYPE html><html>", "web page"),
+        (pickle.dumps({"a": 1}), "pickle"),
+        (b'{"error": "not found"}', "JSON"),
+        (b"PK\x03\x04" + bytes(30), "archive"),
+        (b"\xff\xfe\xfd\xfc" * 8, "ff fe fd fc"),
+    ],
+)
+def test_files_that_are_no_checkpoints(content: bytes, words: str, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "model.pth"):
+        (tmp_path / name).write_bytes(content)
+        message = refusal(tmp_path / name)
+        assert words in message and name in message
+
+
+def test_pickles_cannot_run_code(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"weight": torch.zeros(2), "evil": Evil()}, tmp_path / "evil.pth")
+    message = refusal(tmp_path / "evil.pth")
+    assert "evil.pth" in message and "refused" in message and "Path" in message and not (tmp_path / "ran").exists()
+
+
+def test_archives_that_torch_did_not_write(tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10**6))
+    assert "compressed" in refusal(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    assert "data.pkl" in refusal(path)
+    torch.save({"a": {"b": [1, 2]}, "c": torch.zeros(1)}, path)
+    assert "'a': dict" in refusal(path)
+    torch.save([torch.zeros(1)], path)
+    assert "list" in refusal(path)
+
+
+def test_a_tensor_that_repeats_its_values_is_refused(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(1).expand(10**9)}, tmp_path / "wide.pth")
+    assert "more values than are stored" in refusal(tmp_path / "wide.pth")
+
+
+# -------------------------------------------------------------------------------------------------------------- folders
+
+
+def test_missing_paths_and_empty_folders(tmp_path: Path) -> None:
+    assert "no such file" in refusal(tmp_path / "nothing.safetensors")
+    (tmp_path / "empty").mkdir()
+    assert "no model" in refusal(tmp_path / "empty") and "empty" in refusal(tmp_path / "empty")
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    index = official_index(model("dit"), tmp_path)
+    second = tmp_path / "diffusion_pytorch_model-00002-of-00003.safetensors"
+    second.unlink()
+    for source in (index, tmp_path):
+        assert second.name in refusal(source)
+    index.unlink()
+    assert second.name in refusal(tmp_path)
+
+
+def test_an_index_must_match_its_shards(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    index = official_index(model("dit"), tmp_path / "here")
+    write_safetensors({"new.weight": torch.zeros(1)}, tmp_path / "secret.safetensors", {})
+    good = json.loads(index.read_text())["weight_map"]
+    first = next(iter(good.values()))
+    for bad, words in (
+        ({**good, "new.weight": first}, "new.weight"),
+        ({**good, "new.weight": "../secret.safetensors"}, "not a file beside it"),
+        ({**good, "new.weight": str(tmp_path / "secret.safetensors")}, "not a file beside it"),
+        ({}, "weight_map"),
+        ({"a": 3}, "weight_map"),
+    ):
+        index.write_text(json.dumps({"weight_map": bad}))
+        assert words in refusal(index)
+    index.write_text("{")
+    assert "JSON" in refusal(index)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    placed = shards(model("dit").official, tmp_path, {}, 2)
+    for file in set(placed.values()):
+        write_safetensors(model("dit").official, tmp_path / file, {})
+    assert "in two shards" in refusal(tmp_path)
+
+
+def test_several_models_in_a_folder_are_listed(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        write_safetensors(model("dit").official, tmp_path / name, {})
+    assert "a.safetensors, b.safetensors" in refusal(tmp_path)
+
+
+def release(folder: Path, *paths: str) -> Path:
+    for path in paths:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).touch()
+    return folder
+
+
+T5, VAE_FILE, SPIECE = "models_t5_umt5-xxl-enc-bf16.pth", "Wan2.1_VAE.pth", "google/umt5-xxl/spiece.model"
+INDEX = "diffusion_pytorch_model.safetensors.index.json"
+RELEASES = {
+    "official A14B": (
+        (f"high_noise_model/{INDEX}", f"low_noise_model/{INDEX}", T5, VAE_FILE, SPIECE),
+        ("high_noise_model", "low_noise_model", T5, VAE_FILE, SPIECE),
+    ),
+    "official 5B": ((INDEX, T5, "Wan2.2_VAE.pth", SPIECE), (INDEX, None, T5, "Wan2.2_VAE.pth", SPIECE)),
+    "diffusers A14B": (
+        (f"transformer/{INDEX}", f"transformer_2/{INDEX}", "vae/x", "text_encoder/x", "tokenizer/spiece.model"),
+        ("transformer", "transformer_2", "text_encoder", "vae", "tokenizer/spiece.model"),
+    ),
+    "diffusers 5B": ((f"transformer/{INDEX}", "vae/x"), ("transformer", None, None, "vae", None)),
+}
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_releases_are_taken_apart(name: str, tmp_path: Path) -> None:
+    files, wanted = RELEASES[name]
+    found = find_parts(release(tmp_path, *files))
+    keys = ("high", "low", "text_encoder", "vae", "tokenizer")
+    assert found == {key: tmp_path / path for key, path in zip(keys, wanted, strict=True) if path}
+    message = refusal(tmp_path)
+    assert "whole release" in message and all(path in message for path in wanted if path)
+
+
+def test_a_folder_with_one_part_is_that_part(tmp_path: Path) -> None:
+    torch.save(dict(model("vae 2.1").official), tmp_path / "Wan2.1_VAE.pth")
+    release(tmp_path, SPIECE)
+    assert same_bits(load_vae(tmp_path).state_dict(), model("vae 2.1").official)
+
+
+def test_find_parts_needs_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a folder"):
+        find_parts(tmp_path / "nothing")

@@ -1,0 +1,400 @@
+"""GGUF files: every format's numbers, the reader, transformers and text encoders, and what is done with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from benchmarks.gguf_files import ENCODERS, encode_q8_0, write_gguf
+from tests.gguf_files import llama_name, matrices, random_rows, tokenizer_notes, write
+from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint, save
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.cli import main
+from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
+from wan_core.execution.optimize import compile_blocks
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.linears import quantized_names
+from wan_core.ops.kernels.gguf_blocks import FORMATS, unpack, unpack_reference
+from wan_core.ops.quant.fp8 import Fp8RowLinear
+from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
+from wan_core.ops.quant.swap import Quantization
+from wan_core.pipeline.builder import PACKED, precision_of
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY, recognise
+
+CPU = torch.device("cpu")
+HOLD = Quantization(PackedLinear, CPU)
+SMALL = DiTConfig(
+    in_channels=16, out_channels=16, dim=256, ffn_dim=512, num_heads=2, num_layers=2, text_dim=48, text_len=32
+)
+NOTES = {"num_heads": 2, "text_len": 32}
+NAMES = quantized_names(SMALL)
+
+
+def plain() -> dict[str, Tensor]:
+    return random_module(SMALL, device=CPU, dtype=torch.float32, seed=1).state_dict()
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(1, 16, 2, 8, 8, generator=generator)
+    return x, torch.tensor([500.0]), torch.randn(1, 4, 48, generator=generator)
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_table_is_ggmls(name: str) -> None:
+    fmt = FORMATS[name]
+    assert fmt.code == Kind[name] and (fmt.numbers, fmt.bytes) == gguf.GGML_QUANT_SIZES[Kind[name]]
+
+
+@settings(deadline=None, max_examples=12)
+@given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 9), blocks=st.integers(1, 3))
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_equal_the_packages_bit_for_bit(name: str, seed: int, rows: int, blocks: int) -> None:
+    """Over any bytes at all: infinite scales and NaN too."""
+    data = np.random.default_rng(seed).integers(0, 256, (rows, blocks * FORMATS[name].bytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.dequantize(data, Kind[name])
+    for found in (unpack_reference(torch.from_numpy(data), name), unpack(torch.from_numpy(data), name, torch.float32)):
+        assert found.shape == expected.shape
+        both = (found.numpy() == expected) | (np.isnan(found.numpy()) & np.isnan(expected))
+        assert both.all() and np.array_equal(
+            np.signbit(found.numpy()) | np.isnan(expected), np.signbit(expected) | np.isnan(expected)
+        )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_large_weights_are_widened_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.from_numpy(random_rows(name, 20, 512))
+    whole = unpack_reference(data, name)
+    monkeypatch.setattr("wan_core.ops.kernels.gguf_blocks.CHUNK", 1024)
+    assert torch.equal(unpack_reference(data, name), whole)
+    assert torch.equal(unpack_reference(data, name, torch.bfloat16), whole.bfloat16())
+    assert torch.equal(unpack_reference(data.view(4, 5, -1), name), whole.view(4, 5, -1))
+
+
+# --------------------------------------------------------------------------------------------------------------- reader
+
+
+def test_the_reader_agrees_with_the_packages(tmp_path: Path) -> None:
+    kinds = iter([*FORMATS, *FORMATS])
+    write(
+        tmp_path / "m.gguf",
+        plain(),
+        lambda n, v: next(kinds) if v.ndim == 2 and v.shape[-1] == 256 and "blocks" in n else "BF16",
+    )
+    theirs = gguf.GGUFReader(tmp_path / "m.gguf")
+    ours = open_checkpoint(tmp_path / "m.gguf")
+    assert set(ours.tensors) == {tensor.name for tensor in theirs.tensors}
+    for tensor in theirs.tensors:
+        info, numbers = ours.tensors[tensor.name], gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        assert info.nbytes == tensor.n_bytes and list(reversed(tensor.shape.tolist())) == list(info.shape)
+        assert (info.packing is not None) == (tensor.tensor_type.name in FORMATS)
+        read = ours.read(tensor.name)
+        assert read.dtype == info.dtype and torch.equal(read.float(), torch.from_numpy(numbers).reshape(info.shape))
+    assert ours.metadata["general.architecture"] == "wan"
+
+
+def test_nothing_is_copied(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", plain(), matrices("Q4_K"), notes=NOTES)
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    storages = {
+        (checkpoint.read_packed(name).parts["weight"] if info.packing else checkpoint.read(name))
+        .untyped_storage()
+        .nbytes()
+        for name, info in checkpoint.tensors.items()
+    }
+    before = checkpoint.read_packed("blocks.0.ffn.0.weight").parts["weight"]
+    again = checkpoint.read_packed("blocks.0.ffn.0.weight").parts["weight"]
+    assert before.data_ptr() == again.data_ptr() and storages
+    model = load_dit(checkpoint, quantization=HOLD, dtype=torch.float32)
+    assert model.blocks[0].ffn[0].weight.data_ptr() == before.data_ptr()
+
+
+def test_shapes_that_ggml_cannot_hold_come_back(tmp_path: Path) -> None:
+    """Leading axes of one are dropped by its tools; more than four axes are noted beside the tensor."""
+    state = plain()
+    flat = {n: v.squeeze(0) if n.endswith("modulation") else v for n, v in state.items()}
+    shape = list(state["patch_embedding.weight"].shape)
+    flat["patch_embedding.weight"] = state["patch_embedding.weight"].flatten(1)
+    notes = NOTES | {"comfy.gguf.orig_shape.patch_embedding.weight": shape}
+    write(tmp_path / "m.gguf", flat, matrices("Q8_0"), notes=notes)
+    found = load_dit(tmp_path / "m.gguf", dtype=torch.float32).state_dict()
+    for name in ("patch_embedding.weight", "blocks.1.modulation", "head.modulation"):
+        assert torch.equal(found[name], state[name])
+
+
+def test_names_with_a_prefix(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", plain(), matrices("Q8_0"), notes=NOTES, rename=lambda n: f"model.diffusion_model.{n}")
+    assert detect(tmp_path / "m.gguf").config == SMALL
+
+
+# ---------------------------------------------------------------------------------------------------------- transformer
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@torch.no_grad()
+def test_a_transformer_in_every_format(name: str, tmp_path: Path) -> None:
+    meant = write(tmp_path / "m.gguf", plain(), matrices(name), notes=NOTES)
+    wide = load_dit(tmp_path / "m.gguf", dtype=torch.float32)
+    assert all(torch.equal(value, meant[n]) for n, value in wide.state_dict().items())
+    held = load_dit(tmp_path / "m.gguf", dtype=torch.float32, quantization=HOLD)
+    assert {n for n, m in held.named_modules() if isinstance(m, PackedLinear)} == NAMES
+    assert torch.equal(held(*inputs()), wide(*inputs()))
+    half = load_dit(tmp_path / "m.gguf", dtype=torch.bfloat16, quantization=HOLD)(*inputs())
+    assert torch.equal(half, load_dit(tmp_path / "m.gguf", dtype=torch.bfloat16)(*inputs()))
+
+
+@torch.no_grad()
+def test_formats_may_be_mixed_and_the_rest_may_be_packed_too(tmp_path: Path) -> None:
+    """As the "_M" files do, and those that pack everything."""
+
+    def choose(name: str, value: Tensor) -> str:
+        if value.ndim != 2:
+            return "F16" if value.ndim == 1 else "F32"
+        if name.startswith("blocks."):
+            return "Q6_K" if ".v." in name else "BF16" if ".norm" in name or ".o." in name else "Q4_K"
+        return "Q8_0" if value.shape[-1] % 32 == 0 else "F16"
+
+    meant = write(tmp_path / "m.gguf", plain(), choose, notes=NOTES)
+    model = load_dit(tmp_path / "m.gguf", dtype=torch.float32, quantization=HOLD)
+    kept = {n: m.packing for n, m in model.named_modules() if isinstance(m, PackedLinear)}
+    assert set(kept) == {n for n in NAMES if not n.endswith(".o")} and kept["blocks.1.self_attn.v"] == "Q6_K"
+    wide = load_dit(tmp_path / "m.gguf", dtype=torch.float32)
+    assert all(torch.equal(value, meant[n]) for n, value in wide.state_dict().items())
+    assert torch.equal(model(*inputs()), wide(*inputs()))
+
+
+@torch.no_grad()
+def test_encoded_as_fp8_when_loaded(tmp_path: Path) -> None:
+    meant = write(tmp_path / "m.gguf", plain(), matrices("Q6_K"), notes=NOTES)
+    model = load_dit(tmp_path / "m.gguf", dtype=torch.bfloat16, quantization=Quantization(Fp8RowLinear, CPU))
+    linear = model.get_submodule("blocks.1.ffn.0")
+    expected = Fp8RowLinear.encode(meant["blocks.1.ffn.0.weight"])
+    assert torch.equal(linear.weight.view(torch.uint8), expected["weight"].view(torch.uint8))
+
+
+@torch.no_grad()
+def test_it_compiles_as_one_graph_and_the_bytes_can_move(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", plain(), matrices("Q4_K"), notes=NOTES)
+    model = load_dit(tmp_path / "m.gguf", dtype=torch.float32, quantization=HOLD)
+    expected = model(*inputs())
+    moved = {n: p.data.clone() for n, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.data = moved[name]  # as swapping does it
+    assert torch.equal(model(*inputs()), expected)
+    compile_blocks(model, CPU, backend="aot_eager")
+    assert torch.allclose(model(*inputs()), expected, atol=1e-5)
+
+
+def test_memory_is_counted_and_saving_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", plain(), matrices("Q4_K"), notes=NOTES)
+    part = recognise(tmp_path / "m.gguf", "dit", load_dit)
+    assert part.packed is not None and part.packed.fmt == "Q4_K"
+    assert precision_of("checkpoint", part, CPU) == PACKED and precision_of("bf16", part, CPU) == "bf16"
+    model = part.load(CPU, torch.bfloat16, HOLD)
+    held = sum(p.nbytes for p in model.parameters())
+    assert part.bytes(torch.bfloat16, HOLD) == held < 0.55 * part.bytes(torch.bfloat16)
+    with pytest.raises(OptionError, match="packed"):
+        save(model, tmp_path / "again.safetensors")
+
+
+# --------------------------------------------------------------------------------------------------------- text encoder
+
+
+def tiny_text(path: Path, fmt: str = "Q8_0") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The embedded text encoder as a GGUF file: (its own weights, those of the file)."""
+    encoder = load_text_encoder(TINY / "text_encoder.safetensors", dtype=torch.float32)
+    state = dict(encoder.encoder.state_dict())
+
+    def choose(name: str, value: Tensor) -> str:
+        return fmt if value.ndim == 2 and "pos_embedding" not in name else "F32"
+
+    notes = tokenizer_notes(encoder.tokenizer.proto)
+    return state, write(path, state, choose, arch="t5encoder", notes=notes, rename=llama_name)
+
+
+@torch.no_grad()
+def test_a_text_encoder_with_its_tokenizer(tmp_path: Path) -> None:
+    own, meant = tiny_text(tmp_path / "t.gguf")
+    assert detect(tmp_path / "t.gguf", "text_encoder").layout == "llama.cpp"
+    wide = load_text_encoder(tmp_path / "t.gguf", dtype=torch.float32)
+    assert (
+        all(torch.equal(value, meant[n]) for n, value in wide.encoder.state_dict().items())
+        and own.keys() == meant.keys()
+    )
+    held = load_text_encoder(tmp_path / "t.gguf", dtype=torch.float32, quantization=HOLD)
+    assert isinstance(held.encoder.token_embedding, PackedEmbedding)
+    linears = [m for m in held.encoder.modules() if isinstance(m, nn.Linear | PackedLinear)]
+    assert all(isinstance(m, PackedLinear) for m in linears) and linears
+    prompts = ["a red circle moving right on a blue background", "", "A GREEN  Cross … on ½ #&amp; ﬁ"]
+    original = load_text_encoder(TINY / "text_encoder.safetensors", dtype=torch.float32)
+    for prompt in prompts:
+        ids = original.tokenizer.encode(prompt)
+        assert held.tokenizer.encode(prompt)[: len(ids) - 1] == ids[:-1]
+    assert torch.equal(held.encode(prompts), wide.encode(prompts))
+    rows, expected = held.encode(prompts[:1]), original.encode(prompts[:1])
+    assert float((rows - expected).norm() / expected.norm()) < 0.02
+
+
+def test_a_table_in_every_format() -> None:
+    ids = torch.tensor([[3, 0], [7, 7]])
+    for name in FORMATS:
+        data = torch.from_numpy(random_rows(name, 9, 512))
+        from wan_core.ops.quant.packed import Packed
+
+        table = PackedEmbedding(torch.float32, Packed(name, (9, 512), {"weight": data}))
+        table.load_state_dict({"weight": data}, assign=True)
+        assert torch.equal(table(ids), unpack_reference(data, name)[ids])
+
+
+# ------------------------------------------------------------------------------------------------------ a whole request
+
+
+@pytest.mark.slow
+def test_a_video_from_gguf_files(tmp_path: Path) -> None:
+    """Both experts and the text encoder: nearly the video of the plain files, from less memory."""
+    for name in ("high", "low"):
+        model = load_dit(TINY / f"t2v_{name}.safetensors", dtype=torch.float32)
+        notes = {"num_heads": model.config.num_heads, "text_len": model.config.text_len, "eps": model.config.eps}
+        write(tmp_path / f"{name}.gguf", model.state_dict(), matrices("Q8_0"), notes=notes)
+    tiny_text(tmp_path / "text.gguf")
+    request = Request(prompt="a red circle moving right", steps=4, seed=3, width=48, height=48, frames=5)
+    files = {part: str(tmp_path / f"{part}.gguf") for part in ("high", "low")}
+    pipe = Pipeline.load(
+        LoadOptions(
+            task="t2v-tiny",
+            **files,
+            text_encoder=str(tmp_path / "text.gguf"),
+            vae=str(TINY / "vae.safetensors"),
+            device="cpu",
+        )
+    )
+    assert isinstance(pipe.models.expert("low").blocks[0].ffn[0], PackedLinear)
+    assert "packed as Q8_0" in str(pipe.report.settings["precision"]["high"])
+    found = pipe.generate(request).frames.astype(np.float32)
+    expected = Pipeline.load(LoadOptions(model="tiny", device="cpu")).generate(request).frames.astype(np.float32)
+    assert np.square(found - expected).mean() < 40  # 32 dB of 8-bit frames
+
+
+# -------------------------------------------------------------------------------------------------------------- refusal
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as fault:
+        load_dit(path)
+    return str(fault.value)
+
+
+def test_what_cannot_be_used_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write(path, plain(), matrices("Q8_0"), notes=NOTES)
+    content = path.read_bytes()
+    name = b"blocks.0.ffn.0.weight"
+    at = content.index(name) + len(name) + 4 + 2 * 8
+    coarse = content[:at] + (16).to_bytes(4, "little") + content[at + 4 :]
+    cases = {
+        "IQ2_XXS": coarse,
+        "version 1": content[:4] + (1).to_bytes(4, "little") + content[8:],
+        "byte order": content[:4] + (3).to_bytes(4, "big") + content[8:],
+        "truncated": content[: len(content) - 3000],
+    }
+    for words, damaged in cases.items():
+        path.write_bytes(damaged)
+        assert words in refusal(path)
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="transformer"):
+        load_text_encoder(path)
+
+
+def test_a_text_encoder_without_a_tokenizer(tmp_path: Path) -> None:
+    encoder = load_text_encoder(TINY / "text_encoder.safetensors", dtype=torch.float32)
+    write(tmp_path / "t.gguf", encoder.encoder.state_dict(), lambda *_: "F32", arch="t5encoder", rename=llama_name)
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        load_text_encoder(tmp_path / "t.gguf")
+    beside = tmp_path / "spiece.model"
+    beside.write_bytes(encoder.tokenizer.proto)
+    assert load_text_encoder(tmp_path / "t.gguf").tokenizer.proto == encoder.tokenizer.proto
+
+
+# ---------------------------------------------------------------------------------------------------------- measurement
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_what_the_benchmark_writes_is_what_the_package_reads(tmp_path: Path, name: str) -> None:
+    state = {**plain(), "blocks.0.ffn.0.weight": torch.zeros(512, 256)}  # scales of zero
+    packed = dict.fromkeys((f"{linear}.weight" for linear in NAMES), name)
+    write_gguf(tmp_path / "m.gguf", state, packed, {key: str(value) for key, value in NOTES.items()})
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    assert theirs.keys() == state.keys()
+    found = load_dit(tmp_path / "m.gguf", dtype=torch.float32).state_dict()
+    for key, value in state.items():
+        numbers = gguf.quants.dequantize(theirs[key].data, theirs[key].tensor_type)
+        assert np.array_equal(found[key].numpy(), numbers.reshape(value.shape))
+        error = float((found[key] - value).norm() / value.norm().clamp(min=1e-9))
+        assert error < {"Q8_0": 0.007, "Q4_K": 0.11}[name] if key in packed else error == 0
+    if name == "Q8_0":  # the package can encode it too
+        weight = state["blocks.1.ffn.0.weight"]
+        expected = gguf.quants.quantize(weight.numpy(), Kind.Q8_0)
+        assert (encode_q8_0(weight).numpy() == expected).mean() > 0.99  # it divides by the scale before rounding that
+
+
+@pytest.mark.slow
+def test_the_suite_measures_every_way_to_hold_a_file(tmp_path: Path) -> None:
+    source, out = tmp_path / "m.safetensors", tmp_path / "gguf.json"
+    save(random_module(SMALL, device=CPU, dtype=torch.float32, seed=1), source)
+    command = ["bench", "--suite", "gguf", "--device", "cpu", "--model", str(source), "--precision", "fp32"]
+    small = ["--size", "32x32x5", "--runs", "1", "--scratch", str(tmp_path), "--out", str(out)]
+    assert main([*command, *small]) == 0
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == ["fp32", "fp8", "Q8_0", "Q8_0 as fp8", "Q4_K", "Q4_K as fp8"]
+    assert rows["Q4_K"]["weights_gib"] <= rows["Q8_0"]["weights_gib"] <= rows["fp32"]["weights_gib"]
+    assert rows["fp32"]["error"] == 0 < rows["Q8_0"]["error"] < rows["Q4_K"]["error"] < 0.2
+    assert all(rows[name]["load_seconds"] > 0 and "file_gib" in rows[name] for name in ("Q8_0", "Q4_K as fp8"))
+    assert "widen_ms" in rows["Q4_K"] and "widen_ms" not in rows["Q4_K as fp8"]
+    assert not list(tmp_path.glob("wancore-gguf-*")), "its files are gone"
+    assert main([*command, "--scratch", str(tmp_path / "nowhere")]) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------- LoRAs
+
+
+@pytest.mark.parametrize("mode", ["attach", "merge"])
+@torch.no_grad()
+def test_a_lora_on_packed_weights(tmp_path: Path, mode: str) -> None:
+    """Attached, the bytes stay as they are; merged, the matrices that it changes are widened and the others stay."""
+    model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
+    notes = {"num_heads": model.config.num_heads, "text_len": model.config.text_len, "eps": model.config.eps}
+    meant = write(tmp_path / "m.gguf", model.state_dict(), matrices("Q8_0"), notes=notes)
+    name, generator = "blocks.2.ffn.0", torch.Generator().manual_seed(1)
+    n, k = meant[f"{name}.weight"].shape
+    up, down = torch.randn(n, 4, generator=generator) * 0.2, torch.randn(4, k, generator=generator) * 0.2
+    pair = {f"diffusion_model.{name}.lora_{which}.weight": value for which, value in (("A", down), ("B", up))}
+    write_safetensors(pair, tmp_path / "lora.safetensors", {})
+    options = LoadOptions(
+        task="t2v-tiny", high=str(tmp_path / "m.gguf"), low=str(tmp_path / "m.gguf"), device="cpu",
+        text_encoder=str(TINY / "text_encoder.safetensors"), vae=str(TINY / "vae.safetensors"),
+        loras=(LoraOptions(path=str(tmp_path / "lora.safetensors"), strength=0.5),), lora_mode=mode,
+    )  # fmt: skip
+    loaded = Pipeline.load(options).models.expert("high")
+    packed = {key for key, m in loaded.named_modules() if isinstance(m, PackedLinear)}
+    assert packed == quantized_names(model.config) - ({name} if mode == "merge" else set())
+    meant[f"{name}.weight"] += 0.5 * up @ down
+    model.load_state_dict(meant)
+    generator = torch.Generator().manual_seed(2)
+    x, text = torch.randn(1, 16, 2, 8, 8, generator=generator), torch.randn(1, 4, 64, generator=generator)
+    found, expected = (one(x, torch.tensor([500.0]), text) for one in (loaded, model))
+    assert float((found - expected).norm() / expected.norm()) < 1e-5

@@ -1,0 +1,132 @@
+"""Damaged and hostile GGUF files, and NVFP4 and MXFP8 files: the only outcomes are a `CheckpointError` that names the
+file, or a model that is whole. Under the same caps on memory and time as other files (`test_checkpoint_fuzz`)."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.test_checkpoint_fuzz import capped, flipped, flips, survives
+from tests.gguf_files import llama_name, matrices, tokenizer_notes, write
+from tests.ops.test_mx import stored
+from wan_core.checkpoint import load_text_encoder
+from wan_core.checkpoint.gguf_file import open_gguf
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.models.wan.config import DiTConfig
+from wan_core.pipeline.sources import TINY
+
+quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+NAMES = ("dit", "text")
+DIT = DiTConfig(in_channels=2, out_channels=2, dim=32, ffn_dim=32, num_heads=2, num_layers=1, text_dim=32, freq_dim=32)
+
+
+@cache
+def base(name: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.gguf"
+        if name == "dit":
+            state = random_module(DIT, device="cpu", dtype=torch.float32).state_dict()
+            notes = {"num_heads": 2, "comfy.gguf.orig_shape.patch_embedding.weight": [32, 2, 1, 2, 2]}
+            write(path, state, matrices("Q4_0"), notes=notes)
+        else:
+            encoder = load_text_encoder(TINY / "text_encoder.safetensors", dtype=torch.float32)
+            notes = tokenizer_notes(encoder.tokenizer.proto)
+            write(
+                path, encoder.encoder.state_dict(), lambda *_: "F16", arch="t5encoder", notes=notes, rename=llama_name
+            )
+        return path.read_bytes()
+
+
+def header_end(content: bytes) -> int:
+    """Where the values begin: nothing before is free of meaning."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.gguf"
+        path.write_bytes(content)
+        stored = sum((info.nbytes + 31) // 32 * 32 for info in open_gguf(path).tensors.values())
+    return len(content) - stored
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _capped() -> Iterator[None]:
+    for name in NAMES:
+        assert survives(base(name), "m.gguf") is None
+    for fmt in ("nvfp4", "mxfp8"):
+        microscaled(fmt)  # torch's encoders are warm before the cap
+    yield from capped()
+
+
+@settings(quick, max_examples=70)
+@given(name=st.sampled_from(NAMES), place=st.floats(0, 1, exclude_max=True))
+def test_truncated(name: str, place: float) -> None:
+    content = base(name)
+    message = survives(content[: int(place * (len(content) - 32))], "m.gguf")
+    assert message is not None
+
+
+@settings(quick, max_examples=250)
+@given(name=st.sampled_from(NAMES), where=flips)
+def test_flipped_header_bytes(name: str, where: list[tuple[float, int]]) -> None:
+    content = base(name)
+    survives(flipped(content, where, 4, header_end(content)), "m.gguf")
+
+
+@settings(quick, max_examples=60)
+@given(
+    name=st.sampled_from(NAMES),
+    field=st.integers(0, 400),
+    value=st.sampled_from([0, 1, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**64 - 1]),
+)
+def test_counts_and_lengths_that_lie(name: str, field: int, value: int) -> None:
+    """An eight-byte number in the place of some eight bytes of the header."""
+    content = bytearray(base(name))
+    at = 8 + field * 4
+    content[at : at + 8] = struct.pack("<Q", value)
+    survives(bytes(content), "m.gguf")
+
+
+@settings(quick, max_examples=30)
+@given(version=st.integers(0, 5), counts=st.tuples(*[st.integers(0, 2**64 - 1)] * 2), rest=st.binary(max_size=200))
+def test_random_bytes(version: int, counts: tuple[int, int], rest: bytes) -> None:
+    assert survives(b"GGUF" + struct.pack("<IQQ", version, *counts) + rest, "m.gguf")
+
+
+# ------------------------------------------------------------------------------------------------------ NVFP4 and MXFP8
+
+
+@cache
+def microscaled(fmt: str) -> dict[str, torch.Tensor]:
+    state, _, notes = stored(fmt)
+    text = torch.frombuffer(bytearray(json.dumps(notes).encode()), dtype=torch.uint8)
+    return {**state, "notes": text}
+
+
+dtypes = st.sampled_from([torch.uint8, torch.int8, torch.float32, torch.float8_e4m3fn, torch.bfloat16, torch.int64])
+sizes = st.lists(st.sampled_from([0, 1, 2, 3, 64, 128, 256]), max_size=3)
+
+
+@settings(quick, max_examples=40)
+@given(fmt=st.sampled_from(["nvfp4", "mxfp8"]), data=st.data())
+def test_parts_that_do_not_belong_together(fmt: str, data: st.DataObject) -> None:
+    state = dict(microscaled(fmt))
+    notes = json.loads(bytes(state.pop("notes").tolist()))
+    linear = data.draw(st.sampled_from(["blocks.0.ffn.0", "blocks.1.self_attn.q"]))
+    for _ in range(data.draw(st.integers(1, 3))):
+        part = data.draw(st.sampled_from(["weight", "weight_scale", "weight_scale_2", "comfy_quant", "input_scale"]))
+        if data.draw(st.booleans()):
+            state.pop(f"{linear}.{part}", None)
+        else:
+            shape, dtype = data.draw(sizes), data.draw(dtypes)
+            state[f"{linear}.{part}"] = torch.zeros(shape).to(dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        write_safetensors(state, Path(folder) / "x", notes)
+        survives((Path(folder) / "x").read_bytes())

@@ -1,0 +1,159 @@
+"""Packed weights on an NVIDIA GPU: the kernel's numbers, and transformers that hold them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gguf_files import ENCODERS, write_gguf
+from wan_core.checkpoint import load_dit
+from wan_core.checkpoint.random import random_module
+from wan_core.execution.graphs import GraphedBlocks
+from wan_core.execution.optimize import compilations, optimize
+from wan_core.models.wan.config import DiTConfig
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.kernels import fused
+from wan_core.ops.kernels.gguf_blocks import FORMATS, unpack, unpack_reference
+from wan_core.ops.kernels.microscaling import encode_mxfp8, encode_nvfp4
+from wan_core.ops.quant import mx
+from wan_core.ops.quant.fp8 import Fp8RowLinear
+from wan_core.ops.quant.packed import Packed, PackedEmbedding, PackedLinear
+from wan_core.ops.quant.packed import unpack as unpack_any
+from wan_core.ops.quant.swap import Quantization
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+SMALL = DiTConfig(
+    in_channels=16, out_channels=16, dim=512, ffn_dim=1280, num_heads=4, num_layers=3, text_dim=64, text_len=32
+)
+
+
+def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool(((found == expected) | (found.isnan() & expected.isnan())).all())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "blocks"), [(1, 1), (7, 3), (513, 20)])
+def test_the_kernel_gives_the_references_numbers(name, dtype, rows, blocks):
+    """Over any bytes, bit for bit; on the GPU and on the CPU."""
+    generator = torch.Generator().manual_seed(rows)
+    data = torch.randint(0, 256, (rows, blocks * FORMATS[name].bytes), generator=generator, dtype=torch.uint8)
+    expected = unpack_reference(data, name, dtype)
+    assert equal(unpack(data.to(CUDA), name, dtype).cpu(), expected)
+    with fused.use("torch"):
+        assert equal(unpack(data.to(CUDA), name, dtype).cpu(), expected)
+
+
+def test_the_kernel_runs_here():
+    from wan_core.ops.kernels import gguf_triton
+
+    assert fused.triton_runs(CUDA)
+    data = torch.zeros(4, 144, dtype=torch.uint8, device=CUDA)
+    assert gguf_triton.unpack(data, FORMATS["Q4_K"], torch.bfloat16).shape == (4, 256)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
+def test_small_scales_on_the_gpu(fmt):
+    x = torch.randn(160, 192, device=CUDA)
+    encoded = encode_mxfp8(x) if fmt == "mxfp8" else encode_nvfp4(x)
+    parts = dict(zip(("weight", "weight_scale", "weight_scale_2"), encoded, strict=False))
+    found = unpack_any(fmt, parts, torch.float32)
+    expected = unpack_any(fmt, {name: part.cpu() for name, part in parts.items()}, torch.float32)
+    assert torch.equal(found.cpu(), expected)
+    reason = mx.why_not_multiply(CUDA)
+    if reason is not None:
+        pytest.skip(reason)
+    out = mx.multiply(torch.randn(77, 192, device=CUDA).bfloat16(), fmt, parts, None)
+    assert out.shape == (77, 160) and out.isfinite().all()
+
+
+def test_a_table_on_the_gpu():
+    data = torch.randint(0, 100, (50, 4 * 210), dtype=torch.uint8)
+    table = PackedEmbedding(torch.bfloat16, Packed("Q6_K", (50, 1024), {"weight": data}))
+    table.load_state_dict({"weight": data.to(CUDA)}, assign=True)
+    ids = torch.tensor([[0, 49, 7]])
+    assert equal(table(ids.to(CUDA)).cpu(), unpack_reference(data, "Q6_K", torch.bfloat16)[ids])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    model = random_module(SMALL, device=CUDA, dtype=torch.bfloat16, seed=1)
+    names = [name for name, value in model.state_dict().items() if name.startswith("blocks.") and value.ndim == 2]
+    notes = {"num_heads": "4", "text_len": "32"}
+    for fmt in ENCODERS:
+        write_gguf(Path(folder) / f"{fmt}.gguf", model.state_dict(), dict.fromkeys(names, fmt), notes)
+    return folder
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(3)
+    x, text = torch.randn(1, 16, 5, 16, 16, generator=generator), torch.randn(1, 9, 64, generator=generator)
+    return x.to(CUDA), torch.tensor([500.0], device=CUDA), text.to(CUDA, torch.bfloat16)
+
+
+def held(files, fmt, device=CUDA, kind=PackedLinear):
+    quantization = Quantization(kind, CUDA)
+    return load_dit(files / f"{fmt}.gguf", device=device, dtype=torch.bfloat16, quantization=quantization)
+
+
+@pytest.mark.parametrize("fmt", ENCODERS)
+@torch.no_grad()
+def test_a_transformer_is_that_of_the_widened_file(files, fmt):
+    model, wide = held(files, fmt), load_dit(files / f"{fmt}.gguf", device=CUDA, dtype=torch.bfloat16)
+    assert any(isinstance(m, PackedLinear) for m in model.modules())
+    expected = wide(*inputs()).float()
+    assert float((model(*inputs()).float() - expected).norm() / expected.norm()) < 1e-3
+    if torch.cuda.get_device_capability(CUDA) >= (8, 9):
+        fp8 = held(files, fmt, kind=Fp8RowLinear)(*inputs()).float()
+        assert float((fp8 - expected).norm() / expected.norm()) < 0.1
+
+
+@torch.no_grad()
+def test_graphs_and_compiled_blocks_give_the_same(files):
+    """Small forwards are replayed from the second on; blocks compile once for all lengths."""
+    attend = resolve_attention("sdpa", CUDA, torch.bfloat16, 128)[1]
+    model = optimize(held(files, "Q4_K"), attend=attend, graphs=False)
+    expected = model(*inputs()).float()
+    optimize(model, attend=attend)
+    x, time, text = inputs()
+    prepared = model.prepare_text(text)
+    for _ in range(3):
+        replayed = model(x, time, prepared).float()
+    assert isinstance(model.run_blocks, GraphedBlocks) and model.run_blocks.kept
+    assert float((replayed - expected).norm() / expected.norm()) < 1e-3
+    optimize(model, attend=attend, compile="blocks", graphs=False)
+    before = compilations()
+    found = model(*inputs()).float()
+    assert float((found - expected).norm() / expected.norm()) < 5e-3
+    once = compilations()
+    model(x[:, :, :3, :12], time, text)
+    assert once > before and compilations() == once
+
+
+@torch.no_grad()
+def test_widening_never_waits_for_the_device(files):
+    model = held(files, "Q8_0")
+    arguments = inputs()
+    model(*arguments)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for linear in (m for m in model.modules() if isinstance(m, PackedLinear)):
+            linear(torch.randn(5, linear.in_features, device=CUDA, dtype=torch.bfloat16))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", [PackedLinear, Fp8RowLinear])
+@torch.no_grad()
+def test_weights_that_live_on_the_host_stay_there(files, kind):
+    """Widened and encoded on the GPU, because that takes a second there and a minute on a CPU."""
+    model = held(files, "Q4_K", device="cpu", kind=kind)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    there = held(files, "Q4_K", kind=kind)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), there.named_parameters(), strict=True):
+        assert torch.equal(ours.view(torch.uint8).to(CUDA), theirs.view(torch.uint8)), name

@@ -1,0 +1,128 @@
+"""LoRAs on an NVIDIA GPU: beside every precision and FP8 attention, in compiled blocks and captured graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint.test_lora import LINEARS, lora_of, relative, shapes, wanted
+from wan_core.checkpoint import load_dit
+from wan_core.config import LoadOptions, LoraOptions, Request
+from wan_core.execution.graphs import GraphedBlocks
+from wan_core.execution.optimize import begin_run, compilations, optimize
+from wan_core.media.metrics import judge
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.quant.schemes import SCHEMES
+from wan_core.pipeline.builder import find_quantization
+from wan_core.pipeline.loras import AppliedLoras, merging
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY, TINY_LORAS
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+SOURCE = TINY / "t2v_high.safetensors"
+STATE = lora_of(LINEARS, 1, rank=16, scale=0.3)
+
+
+def made(precision: str | None, attention: str = "sdpa", *, merged: bool = False, **options) -> WanModel:
+    if precision is not None and (reason := SCHEMES[precision].why_not(CUDA)):
+        pytest.skip(reason)
+    quantization = None if precision is None else find_quantization(precision, CUDA)
+    merge = merging([wanted(STATE)], CUDA) if merged else None
+    model = load_dit(SOURCE, device=CUDA, dtype=torch.bfloat16, quantization=quantization, loras=merge)
+    return optimize(model, attend=resolve_attention(attention, CUDA, torch.bfloat16)[1], device=CUDA, **options)
+
+
+@torch.no_grad()
+def run(model: WanModel, times: int = 1, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    config = model.config
+    x = torch.randn(1, config.in_channels, 5, 12, 12, generator=draw).to(CUDA)
+    text = model.prepare_text(torch.randn(1, 9, config.text_dim, generator=draw).to(CUDA))
+    begin_run(model)
+    for _ in range(times):
+        out = model(x, torch.tensor([700.0], device=CUDA), text)
+    return out.clone()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "math-fp8"])
+@pytest.mark.parametrize("precision", [None, *SCHEMES])
+def test_attached_is_merged_within_the_precision(precision, attention):
+    exact = run(made(None, merged=True))
+    plain = made(precision, attention, graphs=False)
+    before = run(plain)
+    AppliedLoras.of(plain).apply([wanted(STATE)])
+    attached, merged = run(plain), run(made(precision, attention, merged=True, graphs=False))
+    allowed = 0.03 if precision is None and attention == "sdpa" else 0.15
+    assert relative(attached, exact) < allowed and relative(merged, exact) < allowed
+    assert relative(before, exact) > 2 * relative(attached, exact)
+    AppliedLoras.of(plain).clear()
+    assert torch.equal(run(plain), before)
+
+
+@pytest.mark.parametrize("precision", [None, "fp8", "te-delayed"])
+def test_captured_graphs_see_another_strength(precision):
+    graphed, launched = made(precision, graphs=True), made(precision, graphs=False)
+    for model in (graphed, launched):
+        AppliedLoras.of(model).apply([wanted(STATE, 1.0)])
+    draw = torch.Generator().manual_seed(3)
+    config = graphed.config
+    x = torch.randn(1, config.in_channels, 5, 12, 12, generator=draw).to(CUDA)
+    rows, time = torch.randn(1, 9, config.text_dim, generator=draw).to(CUDA), torch.tensor([700.0], device=CUDA)
+    blocks = vars(graphed)["run_blocks"]
+    assert isinstance(blocks, GraphedBlocks)
+    with torch.no_grad():
+        texts = [model.prepare_text(rows) for model in (graphed, launched)]
+        for _ in range(3):
+            full = graphed(x, time, texts[0])
+            launched(x, time, texts[1])  # delayed scales follow from what a model has seen
+        captured = list(blocks.kept.values())
+        assert len(captured) == 1
+        for strength in (0.5, 0.0, -1.0):
+            for model in (graphed, launched):
+                AppliedLoras.of(model).apply([wanted(STATE, strength)])
+            one, other = graphed(x, time, texts[0]), launched(x, time, texts[1])
+            assert relative(one, other) < 0.03 and relative(one, full) > 0.02
+        assert list(blocks.kept.values()) == captured
+
+
+@pytest.mark.parametrize("precision", [None, "fp8", "te-current"])
+def test_compiled_blocks_are_compiled_once(precision):
+    torch._dynamo.reset()
+    compiled, eager = made(precision, compile="blocks", graphs=False), made(precision, graphs=False)
+    for model in (compiled, eager):
+        AppliedLoras.of(model).apply([wanted(STATE, 1.0)])
+    run(compiled)
+    count = compilations()
+    for strength in (1.0, 0.3, -1.0):
+        for model in (compiled, eager):
+            AppliedLoras.of(model).apply([wanted(STATE, strength)])
+        assert relative(run(compiled), run(eager)) < 0.05
+    assert compilations() == count
+
+
+WAYS = ({}, {"precision": "fp8"}, {"lora_mode": "attach"}, {"residency": "swap"}, {"compile": "blocks"})
+
+
+@pytest.mark.parametrize("options", [*WAYS, {"residency": "swap", "lora_mode": "merge"}], ids=str)
+def test_four_steps_of_the_embedded_model(options):
+    caption = "a green cross moving down on a white background"
+    loras = tuple(LoraOptions(path=str(path), expert=expert) for expert, path in TINY_LORAS.items())
+    request = Request(prompt=caption, seed=1)
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cuda", loras=loras, **options), request=request)
+    result = pipe.generate(request)
+    assert len(result.plan.steps) == 4
+    assert judge(torch.from_numpy(result.frames), caption).all_true
+
+
+def test_parameters_lie_where_they_lay():
+    model = made("fp8")
+    addresses = [p.data_ptr() for p in model.parameters()]
+    difference = {"diffusion_model.blocks.0.ffn.0.diff": torch.randn(shapes()["blocks.0.ffn.0.weight"])}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    AppliedLoras.of(model).apply([wanted({**STATE, **difference})])
+    AppliedLoras.of(model).clear()
+    assert addresses == [p.data_ptr() for p in model.parameters()]
+    assert all(torch.equal(v.view(torch.uint8), before[n].view(torch.uint8)) for n, v in model.state_dict().items())

@@ -1,0 +1,234 @@
+"""Staged reading: what threads read piece by piece is what the file holds, in any order, and nothing is left behind."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint, staged
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.checkpoint.staged import Feed, Mapped, Reading, open_feed, reading
+from wan_core.models.wan.config import DiTConfig
+from wan_core.ops.quant.fp8 import Fp8RowLinear
+from wan_core.ops.quant.swap import Quantization
+
+CPU = torch.device("cpu")
+DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.int64)
+SMALL = DiTConfig(
+    in_channels=16, out_channels=16, dim=64, ffn_dim=128, num_heads=2, num_layers=3, text_dim=48, text_len=32
+)
+
+
+METADATA = {"num_heads": "2", "text_len": "32"}
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+@settings(max_examples=30)
+@given(
+    shapes=st.lists(
+        st.tuples(st.lists(st.integers(0, 40), max_size=3), st.sampled_from(DTYPES)), min_size=1, max_size=12
+    ),
+    piece=st.integers(1, 300),
+    ahead=st.integers(1, 5000),
+    threads=st.integers(1, 5),
+    data=st.data(),
+)
+def test_every_byte_arrives_whatever_the_pieces(tmp_path_factory, shapes, piece, ahead, threads, data):
+    generator = torch.Generator().manual_seed(len(shapes))
+    tensors = {}
+    for i, (shape, dtype) in enumerate(shapes):
+        count = int(torch.tensor(shape).prod()) * dtype.itemsize
+        raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+        tensors[f"t{i}"] = raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+    path = tmp_path_factory.mktemp("staged") / "a.safetensors"
+    write_safetensors(tensors, path, {})
+    checkpoint = open_checkpoint(path)
+    order = data.draw(st.permutations(sorted(tensors)))
+    asked = data.draw(st.permutations(order)) if data.draw(st.booleans()) else order  # out of order works, slower
+    with (
+        patch.object(staged, "PIECE", piece),
+        patch.object(staged, "AHEAD", ahead),
+        patch.object(staged, "READS_AT", staged.READS_AT and data.draw(st.booleans())),
+        Feed(checkpoint, order, CPU, Reading(threads=threads)) as feed,
+    ):
+        for name in asked:
+            found = feed.read(name)
+            assert found.dtype == tensors[name].dtype and found.shape == tensors[name].shape
+            assert torch.equal(bytes_of(found), bytes_of(tensors[name]))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("file") / "high.safetensors"
+    model = random_module(SMALL, device="cpu", dtype=torch.float32)
+    write_safetensors(model.state_dict(), path, METADATA)
+    return path
+
+
+@pytest.mark.parametrize("quantization", [None, Quantization(Fp8RowLinear, CPU)], ids=["plain", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_a_model_is_the_same_whichever_way_it_was_read(file, dtype, quantization):
+    found = []
+    for how in (Reading(), Reading(mapped=False), Reading(mapped=False, threads=1)):
+        with reading(how), patch.object(staged, "PIECE", 1000):
+            found.append(load_dit(file, dtype=dtype, quantization=quantization).state_dict())
+    for other in found[1:]:
+        assert set(other) == set(found[0])
+        assert all(torch.equal(bytes_of(value), bytes_of(other[name])) for name, value in found[0].items())
+
+
+def test_shards_are_read_too(tmp_path):
+    model = random_module(SMALL, device="cpu", dtype=torch.float32).state_dict()
+    names = list(model)
+    for i, part in enumerate((names[::2], names[1::2]), 1):
+        write_safetensors({n: model[n] for n in part}, tmp_path / f"m-{i:05}-of-00002.safetensors", METADATA)
+    with reading(Reading(mapped=False)):
+        ours = load_dit(tmp_path).state_dict()
+    assert all(torch.equal(ours[name], model[name]) for name in model)
+    assert len({path for path, _ in open_checkpoint(tmp_path).places.values()}) == 2
+
+
+def test_progress_counts_every_byte_and_can_stop(file):
+    seen = []
+    for how in (Reading(seen.append), Reading(seen.append, mapped=False)):
+        seen.clear()
+        with reading(how):
+            load_dit(file)
+        assert sum(seen) == sum(info.nbytes for info in open_checkpoint(file).tensors.values())
+
+    class Stop(Exception):
+        pass
+
+    def stop(nbytes):
+        seen.append(nbytes)
+        if len(seen) == 4:
+            raise Stop
+
+    seen.clear()
+    with reading(Reading(stop, mapped=False)), pytest.raises(Stop):
+        load_dit(file)
+    assert len(seen) == 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
+
+
+@pytest.mark.parametrize("reads_at", {staged.READS_AT, False})
+def test_a_file_that_shrinks_is_an_error_of_the_file(reads_at, file, tmp_path, monkeypatch):
+    monkeypatch.setattr(staged, "READS_AT", reads_at)
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(file.read_bytes())
+    checkpoint = open_checkpoint(copy)
+    names = list(checkpoint.tensors)
+    with copy.open("r+b") as short:
+        short.truncate(copy.stat().st_size // 2)
+    with Feed(checkpoint, names, CPU, Reading()) as feed, pytest.raises(CheckpointError, match="become shorter"):
+        list(map(feed.read, names))
+
+
+@pytest.mark.parametrize("fault", [AssertionError(), KeyError("x"), MemoryError(), SystemExit(1)], ids=repr)
+def test_a_thread_that_dies_of_anything_wakes_who_reads(file, fault):
+    def fail(*_):
+        raise fault
+
+    checkpoint, said = open_checkpoint(file), []
+
+    def ask():
+        with Feed(checkpoint, list(checkpoint.tensors), CPU, Reading(threads=2)) as feed:
+            try:
+                feed.read("head.modulation")
+            except CheckpointError as error:
+                said.append(str(error))
+
+    with patch.object(staged, "_read_into", fail):
+        reader = threading.Thread(target=ask, daemon=True)
+        reader.start()
+        reader.join(20)
+    assert not reader.is_alive() and "head.modulation cannot be read" in said[0]
+
+
+@pytest.mark.parametrize("where", ["_go_on", "start"])
+def test_a_feed_that_cannot_begin_leaves_no_thread_behind(file, where):
+    checkpoint, begin, begun = open_checkpoint(file), threading.Thread.start, []
+
+    def start(thread):
+        begun.append(thread)
+        if len(begun) == 2:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    fails = patch.object(Feed, "_go_on", side_effect=torch.cuda.OutOfMemoryError("as a test wants it"))
+    with (
+        patch.object(staged, "PIECE", 1000),
+        fails if where == "_go_on" else patch.object(threading.Thread, "start", start),
+        pytest.raises(RuntimeError),
+    ):
+        Feed(checkpoint, list(checkpoint.tensors), CPU, Reading(threads=3))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
+
+
+def test_who_maps_and_who_reads(file):
+    checkpoint = open_checkpoint(file)
+    names = list(checkpoint.tensors)
+    assert isinstance(open_feed(checkpoint, names, CPU), Mapped)
+    with reading(Reading(mapped=False)), open_feed(checkpoint, names, CPU) as feed:
+        assert isinstance(feed, Feed)
+    state = open_checkpoint(random_module(SMALL, device="cpu", dtype=torch.float32).state_dict())
+    with Feed(state, list(state.tensors), CPU, Reading()) as feed:  # nothing to read from: they are there
+        assert torch.equal(feed.read("head.modulation"), state.read("head.modulation"))
+
+
+def test_reads_that_stop_short_go_on_where_they_stopped(file, monkeypatch):
+    """A signal or a file system may end one before it is done."""
+    if not staged.READS_AT:
+        pytest.skip("this system has no such reads")
+    whole = staged.os.preadv
+    monkeypatch.setattr(staged.os, "preadv", lambda fd, views, at: whole(fd, [views[0][:1000]], at))
+    checkpoint = open_checkpoint(file)
+    names = list(checkpoint.tensors)
+    with Feed(checkpoint, names, CPU, Reading()) as feed:
+        assert all(torch.equal(feed.read(name), checkpoint.read(name)) for name in names)
+
+
+class Moment:
+    """An event or a stream of a GPU, as far as the order of calls goes: whoever waits has something to wait for."""
+
+    recorded = False
+
+    def record(self, stream):
+        self.recorded = True
+
+    def synchronize(self):
+        assert self.recorded
+
+    def wait_event(self, event):
+        assert event.recorded
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("piece", [64, 1000, 1 << 20])
+def test_pieces_travel_through_locked_buffers(piece, threads, file, monkeypatch):
+    """As for a GPU, whose streams and memory are stood in for: which buffer is filled, and where its bytes end up."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, pin_memory=False, **kind: empty(*size, **kind))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Moment())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Moment())
+    monkeypatch.setattr(staged, "PIECE", piece)
+    checkpoint = open_checkpoint(file)
+    names = list(checkpoint.tensors)
+    with Feed(checkpoint, names, torch.device("cuda"), Reading(threads=threads)) as feed:
+        for name in names:
+            found, stored = feed.read(name), checkpoint.read(name)
+            assert found.dtype == stored.dtype and found.shape == stored.shape and torch.equal(found, stored)

@@ -1,0 +1,88 @@
+"""The doctor tests what it calls usable, finds what is broken, and says so in words and in JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from wan_core.cli import doctor, main
+from wan_core.ops.attention.registry import BACKENDS
+from wan_core.ops.kernels.formats import Quantized
+from wan_core.ops.quant.fp8 import Fp8RowLinear
+from wan_core.ops.quant.schemes import SCHEMES, Scheme
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_fp8_linear_is_as_exact_as_fp8_can_be(name: str) -> None:
+    """Of Transformer Engine's, the arithmetic that they have on a CPU."""
+    error = doctor.linear_self_test(SCHEMES[name].load(), CPU)
+    assert 0.02 < error <= doctor.LINEAR, "less than this is not FP8"
+
+
+class Loose(Fp8RowLinear):
+    """Its scales waste the upper end of FP8, so that small numbers lose their bits."""
+
+    def quantize(self, x: Tensor) -> Quantized:
+        data, scale = super().quantize(x)
+        return Quantized((data.float() / 2**15).to(data.dtype), scale * 2**15)
+
+
+class Wrong(Fp8RowLinear):
+    @classmethod
+    def encode(cls, weight: Tensor) -> dict[str, Tensor]:
+        values = super().encode(weight)
+        return values | {"weight_scale": values["weight_scale"] * 1.05}
+
+
+class Lost(Fp8RowLinear):
+    def quantize(self, x: Tensor) -> Quantized:
+        return Quantized(x.to(torch.float8_e4m3fn), torch.full((1,), float("nan")))
+
+
+class Broken(Fp8RowLinear):
+    def quantize(self, x: Tensor) -> Quantized:
+        raise RuntimeError("no such kernel\nand much more")
+
+
+@pytest.mark.parametrize(
+    ("kind", "why_not"),
+    [(Loose, "relative error"), (Wrong, "relative error"), (Lost, "relative error nan"), (Broken, "no such kernel")],
+)
+def test_a_precision_that_fails_its_test_is_not_usable(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Fp8RowLinear], why_not: str
+) -> None:
+    monkeypatch.setitem(SCHEMES, "fp8", Scheme("fp8", "broken", lambda device: None, lambda: kind))
+    found = doctor.examine("cpu")
+    assert not found["precisions"]["fp8"]["usable"]
+    assert why_not in found["precisions"]["fp8"]["why_not"] and "\n" not in found["precisions"]["fp8"]["why_not"]
+    assert "  fp8                    not usable: self-test failed" in doctor.text(found)
+    assert found["precisions"]["fp8-tensor"]["usable"], "the others are still tested"
+
+
+def test_words_and_json_say_the_same_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--device", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["doctor", "--device", "cpu"]) == 0
+    words = capsys.readouterr().out
+    assert list(found["precisions"]) == list(SCHEMES) and list(found["attention"]) == list(BACKENDS)
+    lines = {line.split()[0]: line for line in words[words.index("attention backends") :].splitlines()}
+    for name, part in {**found["precisions"], **found["attention"]}.items():
+        said = f"usable, self-test error {part['error']:.1e}" if part["usable"] else f"not usable: {part['why_not']}"
+        assert said in lines[name] and part["summary"] in lines[name]
+    native = [name for name in SCHEMES if not name.startswith("te-")]
+    assert [name for name, part in found["precisions"].items() if part["usable"]] == native
+    assert "NVIDIA GPU" in found["precisions"]["te-current"]["why_not"]
+    assert found["kernels"] == {"usable": False, "why_not": "needs an NVIDIA GPU"}
+    assert "fused kernels" in words
+    assert all(version["for"] in words for version in found["libraries"].values())
+
+
+def test_bytecode_that_is_kept_nowhere_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.pycache_prefix", str(tmp_path))
+    words = doctor.examine("cpu")["system"]["bytecode"]
+    assert "not kept" in words and "PYTHONDONTWRITEBYTECODE" in words and "compileall" in words

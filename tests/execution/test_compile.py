@@ -1,0 +1,90 @@
+"""One compilation serves all blocks of both experts, whatever size, length and prompt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo import config as dynamo
+from torch._dynamo.backends.debugging import aot_eager
+
+from wan_core.checkpoint.random import random_module
+from wan_core.execution.optimize import _constant_floats, compilations, compile_blocks, optimize
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.quant.fp8 import Fp8RowLinear
+from wan_core.ops.quant.swap import Quantization
+
+CPU = torch.device("cpu")
+SMALL = DiTConfig(
+    in_channels=16, out_channels=16, dim=128, ffn_dim=256, num_heads=2, num_layers=3, text_dim=48, text_len=32
+)
+# latent frames, rows, columns, and text rows of six videos
+SIZES = ((5, 8, 8, 4), (5, 12, 8, 9), (3, 8, 14, 30), (9, 6, 6, 1), (2, 20, 4, 32), (7, 10, 10, 17))
+
+
+def forward(model: WanModel, size: tuple[int, int, int, int]) -> torch.Tensor:
+    T, Y, X, rows = size
+    generator = torch.Generator().manual_seed(T)
+    x = torch.randn(1, 16, T, Y, X, generator=generator)
+    return model(x, torch.tensor([900.0]), torch.randn(1, rows, 48, generator=generator))
+
+
+@pytest.mark.parametrize("quantization", [None, Quantization(Fp8RowLinear, CPU)], ids=["plain", "fp8"])
+@torch.no_grad()
+def test_six_sizes_and_two_experts_compile_once(quantization):
+    """Also without a graph break, which `fullgraph` would raise. Dynamo decides what is compiled; the compiler behind
+    it, left out here, does not."""
+    torch.compiler.reset()
+    experts = [
+        random_module(SMALL, device=CPU, dtype=torch.float32, seed=seed, quantization=quantization) for seed in (0, 1)
+    ]
+    eager = [[forward(model, size) for size in SIZES] for model in experts]
+    for model in experts:
+        compile_blocks(model, CPU, backend="aot_eager")
+    before = compilations()
+    for model, expected in zip(experts, eager, strict=True):
+        for size, video in zip(SIZES, expected, strict=True):
+            torch.testing.assert_close(forward(model, size), video, rtol=1e-4, atol=1e-4)
+    assert compilations() - before == 1
+
+
+@torch.no_grad()
+def test_options_can_be_changed_back():
+    model = random_module(SMALL, device=CPU, dtype=torch.float32)
+    attend = resolve_attention("sdpa", CPU, torch.float32)[1]
+    before = compilations()
+    optimize(model, attend=attend, compile="blocks")
+    optimize(model, attend=attend, compile="off")
+    forward(model, SIZES[0])
+    assert compilations() == before
+
+
+@torch.no_grad()
+def test_a_block_is_traced_once():
+    """Epsilons are constants: taken for numbers that change, as sizes do, they have all traced a second time. What
+    others in this process want of the compiler stays as it was, also where a forward is interrupted."""
+    torch.compiler.reset()
+    seen = []
+
+    def compiler(graph, inputs):
+        seen.append(dynamo.specialize_float)
+        return aot_eager(graph, inputs)
+
+    model = random_module(SMALL, device=CPU, dtype=torch.float32)
+    attend = model.blocks[1].self_attn.attend
+    with dynamo.patch(specialize_float=False):
+        compile_blocks(model, CPU, backend=compiler)
+        forward(model, SIZES[0])
+        assert seen == [True] and not dynamo.specialize_float
+
+        def interrupted(*_):
+            assert dynamo.specialize_float
+            raise KeyboardInterrupt
+
+        model.blocks[0]._compiled_call_impl = _constant_floats(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            forward(model, SIZES[0])
+        assert not dynamo.specialize_float
+    optimize(model, attend=attend, compile="off")
+    assert all(block._compiled_call_impl is None for block in model.blocks)

@@ -1,0 +1,326 @@
+"""Streaming, locked memory and staged loading on an NVIDIA GPU: the same bits, without waiting, within the limit."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from wan_core.checkpoint import load_dit, save
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.staged import Reading, reading
+from wan_core.config import LoadOptions, MagCacheOptions, Request, SkipOptions, TaylorSeerOptions
+from wan_core.execution.memory.pinned_memory import Pages
+from wan_core.execution.memory.residency import Residency
+from wan_core.execution.optimize import begin_run, compilations, optimize
+from wan_core.models.wan.config import DiTConfig
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.quant.schemes import SCHEMES
+from wan_core.pipeline.builder import find_quantization
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.sampling.cache.curves import published_curves
+from wan_core.sampling.cache.skipping import leave_out
+from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.denoise import denoise
+from wan_core.sampling.plan import make_plan
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+LAYERS = 8
+# wide enough for copies and products to take time beside each other: 25 MB a block
+MIDDLE = DiTConfig(
+    in_channels=16, out_channels=16, dim=1024, ffn_dim=4096, num_heads=8, num_layers=LAYERS, text_dim=48, text_len=32
+)
+HANGS = 100  # seconds: longer than any of these tests takes
+CAPTION = "a green square moving left on a white background"
+PRECISIONS = ("bf16", "fp8", "fp8-weights", "te-current", "te-delayed")
+SKIPPING = {
+    "all steps": None,
+    "magcache": SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=2, retention=0.2)),
+    "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def shows_where_it_hangs(capfd):
+    """All threads' stacks on the terminal: copies, locks and threads wait for one another here."""
+    with capfd.disabled():
+        terminal = os.dup(2)
+    faulthandler.dump_traceback_later(HANGS, file=terminal)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    os.close(terminal)
+
+
+def held(precision: str):
+    if precision == "bf16":
+        return None
+    reason = SCHEMES[precision].why_not(CUDA)
+    if reason is not None:
+        pytest.skip(reason)
+    return find_quantization(precision, CUDA)
+
+
+def experts(precision: str, device, compile: str = "off"):
+    quantization, attend = held(precision), resolve_attention("sdpa", CUDA)[1]
+    models = {}
+    for seed, name in enumerate(("high", "low")):
+        model = random_module(
+            MIDDLE, device=device, dtype=torch.bfloat16, seed=seed, quantization=quantization, draw_on=CUDA
+        )
+        models[name] = optimize(model, attend=attend, compile=compile, device=CUDA, graphs=False)
+    return models
+
+
+def streaming(precision: str, resident: int | None, compile: str = "off") -> Residency:
+    residency = Residency(CUDA, "swap" if resident is None else "stream", resident_blocks=resident or 0)
+    for name, model in experts(precision, "cpu", compile).items():
+        residency.add(name, model)
+    return residency
+
+
+def run(use, plan, *, batched=False, prefetch=None, on_step=None):
+    def acquire(name):
+        model = use(name)
+        begin_run(model)
+        return model
+
+    text = [draw_noise(n, (1, 5, 48)).to(CUDA, torch.bfloat16) for n in (1, 2)]
+    with torch.no_grad():
+        noise = draw_noise(7, (1, 16, 5, 32, 32)).to(CUDA)
+        conditioning = Conditioning(cond=text[0], uncond=text[1])
+        return denoise(plan, acquire, conditioning, noise, batched=batched, ahead=prefetch, on_step=on_step)
+
+
+@pytest.mark.parametrize("skipping", SKIPPING)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_streamed_is_resident_bit_for_bit(precision, skipping):
+    plan = make_plan(steps=12)
+    if SKIPPING[skipping] is not None:
+        plan = leave_out(plan, SKIPPING[skipping], published_curves()["t2v-A14B"])
+    plain, residency = experts(precision, CUDA), streaming(precision, None)  # locking memory takes the time here
+    exacts = {batched: run(plain.__getitem__, plan, batched=batched) for batched in (False, True)}
+    for resident in (None, 0, 3, 5):
+        residency.follow("swap" if resident is None else "stream", resident or 0, None, {})
+        for batched, exact in exacts.items():
+            for _ in range(2):
+                ours = run(residency.use, plan, batched=batched, prefetch=residency.prefetch)
+                assert torch.equal(ours, exact), (resident, batched)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_compiled_blocks_are_the_same_and_compile_once(precision):
+    plan = make_plan(steps=4)
+    plain = experts(precision, CUDA, "blocks")
+    exact = run(plain.__getitem__, plan)
+    before = compilations()
+    for resident in (None, 2):
+        residency = streaming(precision, resident, "blocks")
+        assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
+    assert compilations() == before
+
+
+@pytest.mark.parametrize("resident", [None, 2])
+def test_nobody_waits(resident):
+    """`set_sync_debug_mode("error")` raises at a call that blocks the host on the device."""
+    residency, plan = streaming("bf16", resident), make_plan(steps=6)
+    exact = run(residency.use, plan, prefetch=residency.prefetch)
+    seen = []
+
+    def on_step(progress):
+        seen.append(progress.step.index)
+        if len(seen) == len(plan.steps):
+            torch.cuda.set_sync_debug_mode("default")
+
+    text = [draw_noise(n, (1, 5, 48)).to(CUDA, torch.bfloat16) for n in (1, 2)]
+    noise = draw_noise(7, (1, 16, 5, 32, 32)).to(CUDA)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.no_grad():
+            result = denoise(
+                plan, residency.use, Conditioning(cond=text[0], uncond=text[1]), noise,
+                ahead=residency.prefetch, on_step=on_step,
+            )  # fmt: skip
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(result, exact)
+
+
+def test_a_host_that_hurries_or_dawdles_changes_nothing():
+    import time
+
+    residency, plan = streaming("bf16", 1), make_plan(steps=4)
+    exact = run(experts("bf16", CUDA).__getitem__, plan)
+    for on_step in (None, lambda _: time.sleep(0.02), lambda _: torch.cuda.synchronize()):
+        assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch, on_step=on_step), exact)
+
+
+def test_pages_are_locked_and_let_go():
+    pages = Pages(64 << 20)
+    pages.bytes.fill_(7)
+    assert pages.lock() and pages.bytes.is_pinned()
+    flat = torch.empty(64 << 20, dtype=torch.uint8, device=CUDA)
+    flat.copy_(pages.bytes, non_blocking=True)
+    torch.cuda.synchronize()
+    assert bool((flat == 7).all())
+    del pages
+    torch.cuda.synchronize()
+    other = Pages(64 << 20)
+    assert other.lock()
+
+
+def test_memory_on_the_device_is_what_the_stage_says():
+    residency = streaming("bf16", 2)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    residency.use("high")
+    assert torch.cuda.memory_allocated() - before == pytest.approx(residency.weights_on_device(), rel=0.01)
+    residency.release("high")
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_staged_loading_is_the_plain_path_bit_for_bit(precision, tmp_path, monkeypatch):
+    monkeypatch.setattr("wan_core.checkpoint.staged.PIECE", 1 << 20)
+    few = replace(MIDDLE, num_layers=2)
+    save(random_module(few, device="cpu", dtype=torch.float32, draw_on=CUDA), tmp_path / "a.safetensors")
+    quantization = held(precision)
+    for dtype in (torch.bfloat16,) if quantization else (torch.bfloat16, torch.float32):
+        found = []
+        for how in (Reading(staged=False), Reading(mapped=False), Reading(threads=3)):
+            with reading(how):
+                model = load_dit(tmp_path / "a.safetensors", device=CUDA, dtype=dtype, quantization=quantization)
+            found.append(model.state_dict())
+        for other in found[1:]:
+            assert set(other) == set(found[0])
+            for name, value in found[0].items():
+                assert value.is_cuda and torch.equal(value.view(torch.uint8), other[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("residency", ["swap", "stream"])
+@pytest.mark.parametrize("compile", ["off", "blocks"])
+def test_whole_pipelines_make_the_same_video(residency, compile):
+    request = Request(prompt=CAPTION, seed=5)
+    options = {"model": "tiny", "device": "cuda", "compile": compile}
+    exact = Pipeline.load(LoadOptions(**options, residency="resident")).generate(request)
+    blocks = 3 if residency == "stream" else None
+    pipe = Pipeline.load(LoadOptions(**options, residency=residency, resident_blocks=blocks), request=request)
+    for _ in range(2):
+        ours = pipe.generate(request)
+        if ours.report.settings["guidance_mode"] == exact.report.settings["guidance_mode"]:
+            assert (ours.frames == exact.frames).all()
+
+
+def test_thirty_videos_hold_memory_flat():
+    """Two sizes in turn, streamed: device and host stay where they were after the first of each."""
+    from benchmarks.process import resident_bytes
+
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cuda", residency="stream", resident_blocks=2))
+    held_bytes, host = [], []
+    for seed in range(30):
+        size = ((96, 96), (128, 64))[seed % 2]
+        pipe.generate(Request(prompt=CAPTION, seed=seed, width=size[0], height=size[1], frames=9, steps=4))
+        held_bytes.append(torch.cuda.memory_allocated())
+        host.append(resident_bytes())
+    assert max(held_bytes[4:]) - held_bytes[4] < 2 << 20
+    assert host[-1] - host[6] < 64 << 20
+
+
+def test_out_of_memory_goes_on():
+    """A hard limit below what all-resident takes: the run finishes by a cheaper plan, with the same latents."""
+    code = """
+import torch
+from wan_core.config import LoadOptions, Request
+from wan_core.pipeline.pipeline import Pipeline
+request = Request(prompt="a red circle moving right on a blue background", steps=4, seed=3)
+pipe = Pipeline.load(LoadOptions(model="tiny", device="cuda", residency="resident"))
+exact = pipe.generate(request).latents
+failed = []
+def fail(*_):
+    if not failed:
+        failed.append(1)
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+pipe.models.residency.models["low"].blocks[2].self_attn.register_forward_pre_hook(fail)
+result = pipe.generate(request)
+assert failed and torch.equal(result.latents, exact), "differs"
+assert any("out of memory, going on" in note for note in result.report.notes)
+print("went on")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert "went on" in done.stdout, done.stderr[-2000:]
+
+
+PREPARED = ({"compile": "blocks"}, {"compile": "blocks", "precision": "fp8", "keep_blocks": 1}, {"attention": "sdpa"})
+
+
+@pytest.mark.parametrize("options", PREPARED, ids=str)
+def test_what_is_prepared_while_weights_are_read_changes_nothing(options, monkeypatch, tmp_path):
+    """The same latents, memory as without it, and no graph left to the first step; where some blocks stay exact, one
+    may be, of those in the middle that follow their like."""
+    from wan_core.pipeline.rehearsal import Rehearsal
+
+    monkeypatch.setenv("WANCORE_CACHE", str(tmp_path))
+    if "precision" in options:
+        held(options["precision"])
+    request = Request(prompt=CAPTION, seed=5, steps=4)
+    load = LoadOptions(model="tiny", device="cuda", residency="resident", **options)
+    pipe = Pipeline.load(load, request=request)
+    assert any("the first step was prepared" in note for note in pipe.loaded.notes), pipe.loaded.notes
+    before, allocated = compilations(), torch.cuda.memory_allocated()
+    ours = pipe.generate(request).latents
+    assert compilations() - before <= ("keep_blocks" in options)
+    del pipe
+    gc.collect()
+    monkeypatch.setattr(Rehearsal, "worthwhile", property(lambda self: False))
+    plain = Pipeline.load(load, request=request)
+    gc.collect()
+    assert abs(torch.cuda.memory_allocated() - allocated) < 1 << 20
+    assert torch.equal(plain.generate(request).latents, ours)
+
+
+def test_a_forward_of_the_stand_in_takes_what_was_said():
+    """At the size of a video, beside the reading: `why_not_beside` counts it before."""
+    from wan_core.execution.memory.planning import factor, unit_bytes
+    from wan_core.models.vae.config import VAE_21
+    from wan_core.models.wan.config import T2V_A14B
+    from wan_core.models.wan.tasks import find_task
+    from wan_core.pipeline.rehearsal import Rehearsal
+    from wan_core.pipeline.resolved_request import make_job
+
+    job = make_job(Request(prompt="", width=832, height=480, frames=81), find_task("t2v-A14B"), T2V_A14B, VAE_21)
+    attend = resolve_attention("auto", CUDA, torch.bfloat16, 128)[1]
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    rehearsal = Rehearsal(
+        config=T2V_A14B,
+        device=CUDA,
+        dtype=torch.bfloat16,
+        quantization=None,
+        attend=attend,
+        compile="off",
+        job=job,
+    )
+    rehearsal.run()
+    assert rehearsal.ready, rehearsal.notes
+    peak = torch.cuda.max_memory_allocated() - before
+    each = factor(T2V_A14B, itemsize=2, device="cuda", compile="off", precision="bf16")
+    said = sum(unit_bytes(replace(T2V_A14B, num_layers=1), 2, False)) + each * 2 * job.tokens * T2V_A14B.dim
+    assert peak < said + (1 << 30), (peak, said)
+    assert torch.cuda.memory_allocated() - before < 64 << 20  # but for workspaces of the libraries
+
+
+@pytest.mark.parametrize("policy", ["resident", "swap"])
+def test_tasks_that_take_turns_hold_memory_flat(policy):
+    from benchmarks.turns import turns_row
+
+    row = turns_row("tiny", ["96x64x9"], CUDA, None, policy, 12)
+    assert row["device_growth_mib"] < 2 and row["host_growth_mib"] < 64 and row["compilations"] == 0, row

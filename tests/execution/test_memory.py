@@ -1,0 +1,156 @@
+"""The memory plan: what fits is chosen, what was measured is said, and the command line prints one table."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wan_core.checkpoint.detect import empty_module
+from wan_core.cli import main
+from wan_core.config import LoadOptions, OptionError
+from wan_core.execution.memory.planning import (
+    FACTORS,
+    GIB,
+    Beside,
+    Sizes,
+    beside_weights,
+    limited,
+    plan_memory,
+    unit_bytes,
+    vae_bytes,
+)
+from wan_core.execution.memory.residency import Residency, tensors_of
+from wan_core.execution.memory.streaming import Stage, spread, stage_bytes
+from wan_core.models.vae.config import VAE_21, VAE_22
+from wan_core.models.wan.config import T2V_A14B, DiTConfig
+from wan_core.models.wan.linears import quantized_names
+from wan_core.ops.quant.fp8 import Fp8RowLinear
+from wan_core.ops.quant.swap import swap_linears
+
+SHAPE_720P, SHAPE_480P = (1, 16, 21, 90, 160), (1, 16, 21, 60, 104)
+TEXT, VAE = 11_361_000_000, 254_000_000  # bytes in bf16
+
+
+def a14b(fp8: bool) -> Sizes:
+    return Sizes(units=unit_bytes(T2V_A14B, 2, fp8), experts=2, text_encoder=TEXT, vae=VAE)
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_sizes_are_those_of_the_module(quantized, keep):
+    config = DiTConfig(
+        in_channels=36, out_channels=16, dim=256, ffn_dim=768, num_heads=4, num_layers=4, text_dim=64, text_len=16
+    )
+    module = empty_module(config)
+    if quantized:
+        swap_linears(module, Fp8RowLinear, quantized_names(config, keep), torch.bfloat16)
+    found = dict.fromkeys(range(5), 0)
+    for name, tensor in tensors_of(module).items():
+        unit = int(name.split(".")[1]) + 1 if name.startswith("blocks.") else 0
+        found[unit] += tensor.numel() * (
+            2 if tensor.dtype == torch.float32 and "scale" not in name else tensor.itemsize
+        )
+    assert unit_bytes(config, 2, quantized, keep) == tuple(found.values())
+
+
+def test_the_plan_says_what_was_measured_on_an_h200():
+    """benchmarks/results: switch (720p FP8, everything resident) 42.54 GiB; generate (480p bf16) denoise 67.92, decode
+    67.35; single (720p, one prompt) activations 4.034 GiB; VAE 2.1 at 720p 7.5, VAE 2.2 6.5."""
+    beside = beside_weights(T2V_A14B, VAE_21, SHAPE_720P, per_token=FACTORS["fused"])
+    plan = plan_memory(a14b(fp8=True), beside, 139 << 30)
+    phases = {phase.name: phase.total / GIB for phase in plan.phases}
+    assert plan.policy == "resident" and phases["denoise"] == pytest.approx(42.54, rel=0.01)
+    small = beside_weights(T2V_A14B, VAE_21, SHAPE_480P, per_token=FACTORS["fused"])
+    phases = {p.name: p.total / GIB for p in plan_memory(a14b(fp8=False), small, 139 << 30).phases}
+    assert phases["denoise"] == pytest.approx(67.92, rel=0.05) and phases["decode"] == pytest.approx(67.35, rel=0.05)
+    assert vae_bytes(VAE_21, 90, 160) / GIB == pytest.approx(7.5, rel=0.05)
+    assert vae_bytes(VAE_22, 44, 80) / GIB == pytest.approx(6.5, rel=0.05)
+
+
+@given(
+    gib=st.floats(4, 160),
+    fp8=st.booleans(),
+    shape=st.sampled_from([SHAPE_720P, SHAPE_480P]),
+    batched=st.booleans(),
+    residuals=st.integers(0, 4 << 30),
+)
+def test_what_is_chosen_fits_and_nothing_better_would(gib, fp8, shape, batched, residuals):
+    sizes = a14b(fp8)
+    beside = beside_weights(T2V_A14B, VAE_21, shape, per_token=FACTORS["fused"], batched=batched, residuals=residuals)
+    plan = plan_memory(sizes, beside, limited(gib))
+    denoise = next(phase for phase in plan.phases if phase.name == "denoise")
+    if plan.policy == "resident":
+        assert plan.fits and denoise.weights == sizes.all and plan.host == 0
+        return
+    assert sizes.all + beside.most > plan.room  # all of it would not fit
+    assert plan.host == sizes.all
+    if plan.policy == "swap":
+        assert sizes.expert + beside.denoise <= plan.room
+        return
+    assert sizes.expert + beside.denoise > plan.room  # nor would a whole expert
+    held = stage_bytes(list(sizes.units), plan.resident_blocks)
+    assert plan.resident_blocks == 0 or held + beside.denoise <= plan.room
+    if plan.resident_blocks < plan.blocks - 3:
+        assert stage_bytes(list(sizes.units), plan.resident_blocks + 1) + beside.denoise > plan.room
+
+
+def test_cards_of_24_gib_and_16_gib_take_720p():
+    """Streaming never waits for room: 16 GiB hold FP8 and bf16 at 720p, all phases."""
+    for gib in (48, 32, 24, 16):
+        for fp8 in (False, True):
+            beside = beside_weights(T2V_A14B, VAE_21, SHAPE_720P, per_token=FACTORS["fused"])
+            plan = plan_memory(a14b(fp8), beside, limited(gib))
+            assert plan.fits, plan.table()
+            assert plan.peak <= limited(gib)
+            assert plan.host <= 1.15 * a14b(fp8).all
+
+
+@given(blocks=st.integers(1, 60), data=st.data())
+def test_streamed_blocks_lie_evenly_apart(blocks, data):
+    resident = data.draw(st.integers(0, blocks))
+    found = spread(blocks, resident)
+    assert len(found) == len(set(found)) == blocks - resident and all(0 <= i < blocks for i in found)
+    gaps = {b - a for a, b in itertools.pairwise(found)}
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("resident", [None, 0, 2, 5])
+def test_a_stage_takes_the_bytes_that_were_planned(resident):
+    config = DiTConfig(
+        in_channels=16, out_channels=16, dim=64, ffn_dim=128, num_heads=2, num_layers=5, text_dim=32, text_len=8
+    )
+    model = empty_module(config).to_empty(device="cpu")
+    residency = Residency(torch.device("cpu"), "swap" if resident is None else "stream", resident_blocks=resident or 0)
+    residency.add("high", model)
+    stage = Stage(torch.device("cpu"), resident)
+    shelf = residency.shelves["high"]
+    stage.use(shelf)
+    assert stage.held == stage.nbytes(shelf) == stage_bytes([u.layout.nbytes for u in shelf.units], resident)
+    stage.leave_device()
+    assert stage.held == 0 and stage.is_empty
+
+
+def test_bad_numbers_are_refused():
+    sizes = a14b(True)
+    beside = Beside(text=1, denoise=1, decode=1)
+    with pytest.raises(OptionError, match="0 to 40"):
+        plan_memory(sizes, beside, 16 << 30, resident_blocks=41)
+    with pytest.raises(OptionError, match="memory limit 1"):
+        limited(1)
+    with pytest.raises(OptionError, match="use residency stream"):
+        LoadOptions(model="tiny", residency="swap", resident_blocks=3)
+
+
+def test_the_command_line_prints_one_table(capsys):
+    assert main(["plan", "--memory", "--memory-limit", "16", "--precision", "fp8"]) == 0
+    table = capsys.readouterr().out
+    assert "stream" in table and "of 40 blocks stay" in table and "denoise" in table and "host memory" in table
+    assert main(["plan", "--memory", "--memory-limit", "12"]) == 1  # the text encoder alone is larger
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert main(["plan", "--memory", "--memory-limit", "1"]) == 2
+    assert main(["generate", "--model", "tiny", "--prompt", "x", "--device", "cpu", "--memory-limit", "8"]) == 2
+    assert "GPU's memory" in capsys.readouterr().err

@@ -1,0 +1,41 @@
+"""Settings of the whole process are put back as they were, however the threads that want them overlap."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from wan_core.execution.process_settings import uncollected
+from wan_core.pipeline.rehearsal import TURNS, quick_turns
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_take_turns_as_before(fails):
+    before, first, second = sys.getswitchinterval(), ExitStack(), ExitStack()
+    first.enter_context(quick_turns)
+    second.enter_context(quick_turns)
+    first.close()  # two pipelines that load: the first is ready while the second goes on
+    assert sys.getswitchinterval() == pytest.approx(TURNS)
+    if fails:
+        with pytest.raises(KeyboardInterrupt), second:
+            raise KeyboardInterrupt
+    second.close()
+    assert sys.getswitchinterval() == before
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_garbage_is_collected_again_when_the_last_graph_is_captured(enabled):
+    try:
+        (gc.enable if enabled else gc.disable)()
+        first, second = ExitStack(), ExitStack()
+        first.enter_context(uncollected)
+        second.enter_context(uncollected)
+        first.close()
+        assert not gc.isenabled()  # the other one's capture goes on
+        second.close()
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

@@ -1,0 +1,393 @@
+"""Blocks that stream: the same numbers as resident ones, bit for bit, whatever streams, hands over or fails between.
+
+On a CPU the copies are plain ones; order and bookkeeping are those of a GPU. What a GPU adds is in test_gpu_stream.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan_core.checkpoint.detect import expected_shapes
+from wan_core.checkpoint.lora.read import read_lora
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.config import LoadOptions, LoraOptions, MagCacheOptions, OptionError, Request, SkipOptions
+from wan_core.execution.memory.host_weights import Shelf, tensors_of
+from wan_core.execution.memory.residency import Residency
+from wan_core.execution.memory.streaming import Stage, StreamedBlocks
+from wan_core.execution.optimize import begin_run, compilations, compile_blocks, optimize
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.quant.fp8 import Fp8RowLinear
+from wan_core.ops.quant.swap import Quantization
+from wan_core.ops.quant.transformer_engine import TEDelayedLinear
+from wan_core.pipeline.loras import AppliedLoras, Wanted, attachable
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.denoise import denoise, last_runs
+from wan_core.sampling.plan import make_plan
+
+CPU = torch.device("cpu")
+LAYERS = 6
+SMALL = DiTConfig(
+    in_channels=16, out_channels=16, dim=64, ffn_dim=128, num_heads=2, num_layers=LAYERS, text_dim=48, text_len=32
+)
+HELD = {
+    "plain": None,
+    "fp8, ends kept": Quantization(Fp8RowLinear, CPU, 1),
+    "te-delayed": Quantization(TEDelayedLinear, CPU),
+}
+CAPTION = "a red circle moving right on a blue background"
+
+
+def expert(seed: int, held: Quantization | None = None) -> WanModel:
+    model = random_module(SMALL, device=CPU, dtype=torch.float32, seed=seed, quantization=held)
+    assert isinstance(model, WanModel)
+    return optimize(model, attend=resolve_attention("sdpa", CPU)[1])
+
+
+def experts(held: Quantization | None = None) -> dict[str, WanModel]:
+    return {"high": expert(0, held), "low": expert(1, held)}
+
+
+def streaming(held: Quantization | None, resident: int | None) -> Residency:
+    residency = Residency(CPU, "swap" if resident is None else "stream", resident_blocks=resident or 0)
+    for name, model in experts(held).items():
+        residency.add(name, model)
+    return residency
+
+
+def run(use, plan, *, batched=False, on_step=None, prefetch=None, relieve=None):
+    def acquire(name):
+        model = use(name)
+        begin_run(model)
+        return model
+
+    text = [draw_noise(n, (1, 5, 48)) for n in (1, 2)]
+    with torch.no_grad():
+        return denoise(
+            plan, acquire, Conditioning(cond=text[0], uncond=text[1]), draw_noise(7, (1, 16, 2, 4, 6)),
+            batched=batched, on_step=on_step, ahead=prefetch, relieve=relieve,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=HELD)
+def held(request):
+    return HELD[request.param]
+
+
+@pytest.mark.parametrize("resident", [None, 0, 3, 5])
+def test_streamed_is_resident_bit_for_bit(held, resident):
+    plan = make_plan(steps=4)
+    assert set(plan.experts) == {"high", "low"}
+    residency = streaming(held, resident)
+    for batched in (False, True):
+        exact = run(experts(held).__getitem__, plan, batched=batched)
+        for _ in range(2):  # the second video finds what the first left
+            assert torch.equal(run(residency.use, plan, batched=batched, prefetch=residency.prefetch), exact)
+
+
+@settings(max_examples=15)
+@given(
+    resident=st.integers(0, LAYERS), calls=st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=8)
+)
+def test_any_order_of_uses_prompts_and_handovers(resident, calls):
+    """Each call: which expert, whether it is the last of its phase, whether a new prompt is prepared."""
+    residency, plain = streaming(None, resident), experts()
+    x, context = draw_noise(0, (1, 16, 2, 4, 6)), draw_noise(1, (1, 5, 48))
+    texts = {}
+    with torch.no_grad():
+        for low, last, prompt in calls:
+            name, other = ("low", "high") if low else ("high", "low")
+            model = residency.use(name)
+            if prompt or name not in texts:
+                texts[name] = model.prepare_text(context), plain[name].prepare_text(context)
+            if last:
+                residency.prefetch(name, other, 1)
+            ours, exact = texts[name]
+            time = torch.tensor([900.0])
+            assert torch.equal(model(x, time, ours), plain[name](x, time, exact))
+
+
+def test_what_stays_is_handed_over_behind_the_last_run():
+    """Then the next expert's blocks are there when it is used: only what belongs to no block is copied."""
+    residency, plan = streaming(None, 2), make_plan(steps=4)
+    stage, copied = next(iter(residency.stages.values())), []
+    fill = stage._fill
+    stage._fill = lambda unit, shelf, *, lead: (copied.append((unit, shelf)), fill(unit, shelf, lead=lead))[1]
+    marks = []
+
+    def prefetch(name, other, runs):
+        marks.append((name, other, runs))
+        residency.prefetch(name, other, runs)
+
+    def use(name):
+        copied.clear()
+        model = residency.use(name)
+        if name == "low":
+            assert {unit for unit, _ in copied} == {0}
+        return model
+
+    run(use, plan, prefetch=prefetch)
+    assert marks == [("high", "low", 2)]  # both branches of the last step
+    assert last_runs(plan.phases[0], batched=True) == (plan.phases[0][-1].index, 1)
+
+
+def test_a_skipped_step_moves_nothing():
+    plan = make_plan(steps=10)
+    options = SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=2, retention=0.2))
+    from wan_core.sampling.cache.curves import published_curves
+    from wan_core.sampling.cache.skipping import leave_out
+
+    skipping = leave_out(plan, options, published_curves()["t2v-A14B"])
+    residency, plain = streaming(None, 0), experts()
+    stage, loads, seen = next(iter(residency.stages.values())), [], []
+    load = stage._load
+    stage._load = lambda *a, **k: (loads.append(a), load(*a, **k))[1]
+
+    def on_step(progress):
+        seen.append((progress.forwards, len(loads)))
+
+    exact = run(plain.__getitem__, skipping)
+    assert torch.equal(run(residency.use, skipping, on_step=on_step, prefetch=residency.prefetch), exact)
+    idle = [after - before for (_, before), (forwards, after) in itertools.pairwise(seen) if not forwards]
+    assert idle and not any(idle)
+
+
+def test_compiled_blocks_compile_once_whatever_streams():
+    torch.compiler.reset()
+    plan = make_plan(steps=2)
+    plain = experts()
+    for model in plain.values():
+        compile_blocks(model, CPU, backend="aot_eager")
+    before = compilations()
+    exact = run(plain.__getitem__, plan)
+    assert compilations() - before == 1
+    for resident in (0, 3):
+        residency = streaming(None, resident)
+        for model in residency.models.values():
+            compile_blocks(model, CPU, backend="aot_eager")
+        assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
+    assert compilations() - before == 1
+
+
+def test_weights_come_home_and_names_never_change():
+    model = expert(0)
+    before = {name: tensor.clone() for name, tensor in tensors_of(model).items()}
+    shelf = Shelf(model, lock=False)
+    stage = Stage(CPU, 2)
+    stage.use(shelf)
+    with torch.no_grad():
+        model(draw_noise(0, (1, 16, 2, 4, 6)), torch.tensor([1.0]), draw_noise(1, (1, 5, 48)))
+    stage.leave_device()
+    after = tensors_of(model)
+    assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
+    homes = [unit.pages.bytes for unit in shelf.units]
+    inside = [any(h.data_ptr() <= t.data_ptr() < h.data_ptr() + len(h) for h in homes) for t in after.values()]
+    assert all(inside)
+
+
+def test_a_shelf_keeps_layouts_that_are_not_plain():
+    """Convolutions that run channels-last, empty tensors, views with holes."""
+    module = torch.nn.Module()
+    module.a = torch.nn.Parameter(torch.randn(4, 3, 2, 5).to(memory_format=torch.channels_last))
+    module.b = torch.nn.Parameter(torch.randn(8, 6)[:, ::2])
+    module.register_buffer("c", torch.zeros(0, 3))
+    module.register_buffer("d", torch.tensor(3, dtype=torch.int64))
+    before = {name: tensor.clone() for name, tensor in tensors_of(module).items()}
+    strides = module.a.stride()
+    shelf, stage = Shelf(module, lock=False), Stage(CPU)
+    stage.use(shelf)
+    assert module.a.stride() == strides and module.a.is_contiguous(memory_format=torch.channels_last)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(module).items())
+
+
+def test_weights_that_cannot_be_locked_stream_from_where_they_are(monkeypatch):
+    monkeypatch.setattr("wan_core.execution.memory.residency.available_bytes", lambda: 1000)
+    plan, residency = make_plan(steps=2), streaming(None, 3)
+    assert len(residency.notes) == 2 and "would not fit" in residency.notes[0]
+    assert all(unit.pages is None for shelf in residency.shelves.values() for unit in shelf.units)
+    assert torch.equal(run(residency.use, plan), run(experts().__getitem__, plan))
+
+
+# ----------------------------------------------------------------------------------------------------------- LoRAs
+
+RANKS = {"high": 2, "low": 5}
+
+
+def lora_state(config: DiTConfig, rank: int) -> dict[str, torch.Tensor]:
+    """On every linear that takes one, and a difference in full on a norm."""
+    draw, shapes, state = torch.Generator().manual_seed(rank), expected_shapes(config), {}
+    for module in sorted(attachable(config)):
+        n, k = shapes[f"{module}.weight"]
+        state[f"diffusion_model.{module}.lora_A.weight"] = torch.randn(rank, k, generator=draw) * k**-0.5
+        state[f"diffusion_model.{module}.lora_B.weight"] = torch.randn(n, rank, generator=draw) * 0.2
+    state["diffusion_model.blocks.1.norm3.diff"] = torch.randn(config.dim, generator=draw) * 0.1
+    return state
+
+
+def with_loras(held: Quantization | None, ranks: dict[str, int]) -> dict[str, WanModel]:
+    models = experts(held)
+    for name, model in models.items():
+        lora = read_lora(lora_state(SMALL, ranks[name]), expected_shapes(SMALL))
+        AppliedLoras.of(model, CPU).apply([Wanted(lora, 0.7, (name, 0, 0))])
+    return models
+
+
+@pytest.mark.parametrize(("resident", "ranks"), [(None, RANKS), (2, RANKS), (2, {"high": 3, "low": 3})], ids=str)
+def test_loras_beside_weights_stream_with_them(held, resident, ranks):
+    """Experts whose LoRAs are of different ranks differ in layout: each has a stage of its own then."""
+    plan = make_plan(steps=4)
+    plain = with_loras(held, ranks)
+    exact = run(plain.__getitem__, plan)
+    assert not torch.equal(exact, run(experts(held).__getitem__, plan))
+    residency = Residency(CPU, "swap" if resident is None else "stream", resident_blocks=resident or 0)
+    for name, model in with_loras(held, ranks).items():
+        residency.add(name, model)
+    assert len(residency.stages) == (1 if len(set(ranks.values())) == 1 else 2)
+    for _ in range(2):
+        assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)
+    for shelf in residency.shelves.values():
+        homes = [unit.pages.bytes for unit in shelf.units]
+        residency.release("high"), residency.release("low")
+        found = [t for name, t in tensors_of(shelf.model).items() if "lora_" in name]
+        assert len(found) == 2 * len(attachable(SMALL))
+        assert all(any(h.data_ptr() <= t.data_ptr() < h.data_ptr() + len(h) for h in homes) for t in found)
+
+
+@pytest.mark.parametrize("mode", ["attach", "merge"])
+def test_a_pipeline_that_streams_with_loras_of_different_ranks(tmp_path, mode):
+    config = Pipeline.load(LoadOptions(model="tiny", device="cpu")).models.dit_config
+    for name, rank in RANKS.items():
+        write_safetensors(lora_state(config, rank), tmp_path / f"{name}.safetensors", {})
+    loras = tuple(LoraOptions(path=str(tmp_path / f"{name}.safetensors"), expert=name) for name in RANKS)
+    request = Request(prompt=CAPTION, steps=4, seed=3, guidance_mode="sequential")
+    found = []
+    for where in ({}, {"residency": "stream", "resident_blocks": 2}):
+        pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", loras=loras, lora_mode=mode, **where))
+        found += [latents_of(pipe, request)[0] for _ in range(2)]
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+# --------------------------------------------------------------------------------------------------- out of memory
+
+
+@contextlib.contextmanager
+def memory_runs_out(model: WanModel, at: int):
+    """The `at`-th run of the third block raises what torch raises."""
+    calls = []
+
+    def hook(*_):
+        calls.append(1)
+        if len(calls) == at:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory (as a test wants it)")
+
+    handle = model.blocks[2].norm3.register_forward_pre_hook(hook)
+    other = model.blocks[2].self_attn.register_forward_pre_hook(hook)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+        other.remove()
+
+
+def latents_of(pipe: Pipeline, request: Request, on_step=None):
+    job = pipe.prepare(request)
+    return pipe.sample(job, pipe.encode(job), on_step), pipe.report
+
+
+@pytest.mark.parametrize("residency", ["auto", "stream"])
+@pytest.mark.parametrize("at", [1, 4])  # of 4 runs: the last is the one that hands over
+def test_out_of_memory_goes_on_from_the_last_finished_step(residency, at, caplog):
+    request = Request(prompt=CAPTION, steps=4, seed=3, guidance_mode="sequential")
+    options = LoadOptions(
+        model="tiny", device="cpu", residency=residency, resident_blocks=4 if residency == "stream" else None
+    )
+    pipe = Pipeline.load(options)
+    exact, _ = latents_of(pipe, request)
+    steps = []
+    with memory_runs_out(pipe.models.residency.models["high"], at) as calls:
+        latents, report = latents_of(pipe, request, lambda progress, _: steps.append(progress.step.index))
+    assert steps == [0, 1, 2, 3] and len(calls) >= at
+    assert torch.equal(latents, exact)
+    assert any("out of memory, going on" in note for note in report.notes) and "out of memory" in caplog.text
+    assert torch.equal(latents_of(pipe, request)[0], exact)  # and the next video is whole again
+
+
+def test_out_of_memory_twice_is_an_error():
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
+    model = pipe.models.residency.models["high"]
+    model.blocks[2].self_attn.register_forward_pre_hook(_fail)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="for ever"):
+        latents_of(pipe, Request(prompt=CAPTION, steps=2))
+
+
+def _fail(*_):
+    raise torch.cuda.OutOfMemoryError("for ever")
+
+
+def test_cheaper_plans_come_one_after_the_other():
+    residency = Residency(CPU, "resident")
+    for name, model in experts().items():
+        residency.add(name, model)
+    seen = []
+    while (words := residency.cheaper("low")) is not None:
+        seen.append((residency.policy, residency.resident_blocks))
+        assert words
+        with torch.no_grad():
+            residency.use("low")(draw_noise(0, (1, 16, 2, 4, 6)), torch.tensor([1.0]), draw_noise(1, (1, 5, 48)))
+    assert seen == [("swap", 0), ("stream", 3), ("stream", 1), ("stream", 0)]
+
+
+# --------------------------------------------------------------------------------------------------- whole pipelines
+
+
+def test_a_number_of_blocks_that_there_is_not():
+    with pytest.raises(OptionError, match="resident blocks"):
+        Pipeline.load(LoadOptions(model="tiny", device="cpu", residency="stream", resident_blocks=99))
+
+
+def test_models_are_let_go_with_their_residency():
+    residency = streaming(None, 2)
+    model = residency.use("high")
+    assert isinstance(vars(model)["run_blocks"], StreamedBlocks)
+    gone = weakref.ref(model)
+    del model, residency
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("at", [3, 5])
+def test_out_of_memory_between_skipped_steps(at):
+    """What a cache keeps, and that it stands around the blocks, outlives the change of plans."""
+    from wan_core.sampling.cache.curves import published_curves
+    from wan_core.sampling.cache.skipping import leave_out
+
+    options = SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=2, retention=0.2))
+    plan = leave_out(make_plan(steps=12), options, published_curves()["t2v-A14B"])
+    exact, forwards = run(experts().__getitem__, plan), []
+    residency = Residency(CPU, "resident")
+    for name, model in experts().items():
+        residency.add(name, model)
+
+    def relieve(name):
+        assert residency.cheaper(name)
+        residency.use(name)
+        return True
+
+    with memory_runs_out(residency.models["high"], at):
+        ours = run(
+            residency.use, plan, prefetch=residency.prefetch, relieve=relieve,
+            on_step=lambda progress: forwards.append(progress.forwards),
+        )  # fmt: skip
+    assert torch.equal(ours, exact) and forwards.count(0) > 2 and residency.policy == "swap"
+    assert torch.equal(run(residency.use, plan, prefetch=residency.prefetch), exact)

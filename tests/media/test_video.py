@@ -1,0 +1,278 @@
+"""Video files come back as they were written, and a failed write changes nothing on disk."""
+
+from __future__ import annotations
+
+import os
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from wan_core.config import OptionError
+from wan_core.media.shapes import PALETTE
+from wan_core.media.video import load_image, read_metadata, read_video, write_mp4
+
+
+def gradient(frames: int, height: int, width: int) -> np.ndarray:
+    """A smooth picture that moves: uint8 [F, H, W, 3]."""
+    f, y, x = np.mgrid[:frames, :height, :width]
+    waves = [np.sin(x / 25 + f / 4), np.cos(y / 20 - f / 5), np.sin((x + y) / 30)]
+    return (127.5 + 110 * np.stack(waves, axis=-1)).astype(np.uint8)
+
+
+def stripes(frames: int) -> np.ndarray:
+    """The saturated colours of the embedded model, in stripes of 16 pixels."""
+    row = np.repeat(np.array(list(PALETTE.values()), dtype=np.uint8), 16, axis=0)
+    return np.broadcast_to(row, (frames, 32, *row.shape)).copy()
+
+
+def files(folder) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+# a file per example, overwritten by the next: that a fixture is shared is no harm here
+shared_folder = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@settings(shared_folder, max_examples=10)
+@given(
+    frames=st.integers(1, 12),
+    height=st.integers(8, 40).map(lambda n: 2 * n),
+    width=st.integers(8, 40).map(lambda n: 2 * n),
+    fps=st.sampled_from([8, 16, 24, 23.976, Fraction(30000, 1001), 0.5]),
+)
+def test_frames_size_and_rate_survive(tmp_path, frames, height, width, fps):
+    video = gradient(frames, height, width)
+    path = write_mp4(tmp_path / "clip.mp4", iter(video), fps=fps)
+    back = read_video(path)
+    assert back.dtype == np.uint8 and back.shape == video.shape
+    assert np.abs(back.astype(int) - video).mean() < 3
+    with av.open(str(path)) as container:
+        rate = container.streams.video[0].average_rate
+    assert rate is not None and abs(rate - fps) < 1e-3 * fps
+    assert files(tmp_path) == ["clip.mp4"]
+
+
+def test_colours_survive(tmp_path):
+    """Within rounding: the file says that it is BT.709, and the decoder believes it."""
+    video = stripes(3)
+    back = read_video(write_mp4(tmp_path / "stripes.mp4", video, fps=8)).astype(int)
+    assert np.abs(back - video)[:, :, 8::16].max() <= 3
+    with av.open(str(tmp_path / "stripes.mp4")) as container:
+        codec = container.streams.video[0].codec_context
+        assert (codec.name, codec.pix_fmt, codec.colorspace, codec.color_range) == ("h264", "yuv420p", 1, 1)
+
+
+def test_lower_crf_is_closer(tmp_path):
+    video = gradient(6, 64, 64)
+    errors = []
+    for crf in (5, 25, 45):
+        back = read_video(write_mp4(tmp_path / "clip.mp4", video, fps=16, crf=crf))
+        errors.append(np.abs(back.astype(int) - video).mean())
+    assert errors[0] < errors[1] < errors[2]
+
+
+@settings(shared_folder, max_examples=15)
+@given(
+    metadata=st.dictionaries(
+        st.text(max_size=20), st.text(alphabet=st.characters(exclude_categories=()), max_size=60), max_size=4
+    )
+)
+def test_metadata_survives(tmp_path, metadata):
+    path = write_mp4(tmp_path / "clip.mp4", gradient(1, 16, 16), fps=8, metadata=metadata)
+    assert read_metadata(path) == metadata
+
+
+def test_tags_stand_beside_the_metadata(tmp_path):
+    workflow = '{"nodes": ["' + "x" * 100_000 + '"]}'
+    path = write_mp4(
+        tmp_path / "c.mp4", gradient(2, 16, 16), fps=8, metadata={"seed": "1"}, tags={"workflow": workflow}
+    )
+    with av.open(str(path)) as container:
+        assert container.metadata["workflow"] == workflow
+    assert read_metadata(path) == {"seed": "1"}
+
+
+def test_a_foreign_comment_is_not_metadata(tmp_path):
+    path = tmp_path / "foreign.mp4"
+    for comment in ("made with love", "[1]", '{"a": 1}', ""):
+        with av.open(str(path), "w") as container:
+            container.metadata["comment"] = comment
+            stream = container.add_stream("libx264", rate=8)
+            stream.width = stream.height = 16
+            container.mux(stream.encode(av.VideoFrame(16, 16, "yuv420p")))
+            container.mux(stream.encode(None))
+        assert read_metadata(path) == {}
+
+
+def test_max_frames(tmp_path):
+    path = write_mp4(tmp_path / "clip.mp4", gradient(9, 32, 32), fps=8)
+    assert np.array_equal(read_video(path, max_frames=4), read_video(path)[:4])
+    assert len(read_video(path, max_frames=99)) == 9
+    with pytest.raises(OptionError, match="max_frames 0"):
+        read_video(path, max_frames=0)
+
+
+# ------------------------------------------------------------------------------------------------------- failed writes
+
+
+class Unplugged(Exception):
+    pass
+
+
+def broken(good: int):
+    yield from gradient(good, 32, 32)
+    raise Unplugged
+
+
+@pytest.mark.parametrize("good", [0, 1, 40])
+@pytest.mark.parametrize("older", [True, False])
+def test_a_failing_source_changes_nothing(tmp_path, good, older):
+    path = tmp_path / "clip.mp4"
+    before = write_mp4(path, gradient(3, 32, 32), fps=8).read_bytes() if older else None
+    with pytest.raises(Unplugged):
+        write_mp4(path, broken(good), fps=16)
+    assert files(tmp_path) == (["clip.mp4"] if older else [])
+    assert before is None or path.read_bytes() == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows refuses to replace an open file")
+def test_a_reader_of_the_older_file_is_not_disturbed(tmp_path):
+    """The new file takes the older one's name in one step; the older one's bytes are never written to."""
+    path = write_mp4(tmp_path / "clip.mp4", gradient(3, 32, 32), fps=8)
+    before = path.read_bytes()
+    with path.open("rb") as reader:
+        write_mp4(path, gradient(9, 32, 32), fps=8)
+        assert reader.read() == before != path.read_bytes()
+
+
+FINE = gradient(2, 16, 16)
+REFUSED = {
+    "odd height": ({"frames": gradient(2, 15, 16)}, "16x15 pixels.*must be even"),
+    "odd width": ({"frames": gradient(2, 16, 17)}, "17x16 pixels.*must be even"),
+    "empty picture": ({"frames": FINE[:, :0]}, "must be even"),
+    "floats": ({"frames": FINE / 255}, r"frame 0 is float64 .*uint8"),
+    "four channels": ({"frames": np.concatenate([FINE, FINE[..., :1]], -1)}, r"\[16, 16, 4\]"),
+    "one picture": ({"frames": FINE[0]}, r"frame 0 is uint8 \[16, 3\]"),
+    "growing": ({"frames": [FINE[0], gradient(1, 18, 16)[0]]}, "frame 1 has 16x18 pixels, but the first has 16x16"),
+    "no frames": ({"frames": FINE[:0]}, "no frames"),
+    "crf": ({"crf": 52}, "crf 52 is not allowed"),
+    "fractional crf": ({"crf": 17.5}, "crf 17.5 is not allowed"),
+    "no fps": ({"fps": 0}, "fps 0 is not allowed"),
+    "not a rate": ({"fps": float("nan")}, "fps nan is not allowed"),
+    "format": ({"path": "clip.webm"}, "only MP4"),
+    "no extension": ({"path": "clip"}, "only MP4"),
+    "no folder": ({"path": "missing/clip.mp4"}, "No such file or directory.*Create the folder"),
+    "file as folder": ({"path": "file/clip.mp4"}, "into the folder .*file"),
+    "folder as file": ({"path": "folder.mp4"}, "a folder has that name"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_say_why_and_leave_nothing(tmp_path, case):
+    changes, message = REFUSED[case]
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.mp4").mkdir()
+    given = {"path": "clip.mp4", "frames": FINE, "fps": 8, "crf": 17, **changes}
+    with pytest.raises(OptionError, match=message):
+        write_mp4(tmp_path / given["path"], given["frames"], fps=given["fps"], crf=given["crf"])
+    assert files(tmp_path) == ["file", "folder.mp4"] and not files(tmp_path / "folder.mp4")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OptionError, match="Permission denied"):
+        write_mp4(tmp_path / "clip.mp4", FINE, fps=8)
+
+
+@pytest.mark.parametrize("read", [read_video, read_metadata, load_image])
+@pytest.mark.parametrize("content", [None, b"", b"not a picture" * 99], ids=["missing", "empty", "text"])
+def test_unreadable_files_are_named(tmp_path, read, content):
+    path = tmp_path / "input.bin"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(OptionError, match=r"cannot read .*input\.bin as a (video|picture)"):
+        read(path)
+
+
+def test_truncated_files_are_named(tmp_path):
+    path = write_mp4(tmp_path / "clip.mp4", gradient(9, 64, 64), fps=8)
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(OptionError, match=r"clip\.mp4"):
+        read_video(path)
+    Image.fromarray(gradient(1, 64, 64)[0]).save(tmp_path / "a.png")
+    (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:-300])
+    with pytest.raises(OptionError, match=r"a\.png"):
+        load_image(tmp_path / "a.png")
+
+
+# -------------------------------------------------------------------------------------------------------------- images
+
+
+def test_images_are_floats(tmp_path):
+    picture = gradient(1, 20, 31)[0]
+    Image.fromarray(picture).save(tmp_path / "a.png")
+    loaded = load_image(tmp_path / "a.png")
+    assert loaded.dtype == np.float32 and np.array_equal((loaded * 255).round(), picture)
+
+
+def test_orientation_is_applied(tmp_path):
+    """Orientation 6: the camera was held on its side, rows are to be read as columns."""
+    picture = gradient(1, 20, 30)[0]
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(picture).save(tmp_path / "a.png", exif=exif)
+    assert np.array_equal((load_image(tmp_path / "a.png") * 255).round(), np.rot90(picture, -1))
+
+
+def test_transparency_becomes_black(tmp_path):
+    picture = np.full((4, 6, 4), 255, dtype=np.uint8)
+    picture[:, :2, 3] = 0
+    picture[:, 2:4, 3] = 51
+    Image.fromarray(picture).save(tmp_path / "a.png")
+    np.testing.assert_allclose(load_image(tmp_path / "a.png")[0, :, 0], [0, 0, 0.2, 0.2, 1, 1], atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "1", "CMYK", "I;16"])
+def test_every_mode_is_read(tmp_path, mode):
+    grey = np.repeat(np.linspace(0, 255, 16).astype(np.uint8)[None], 8, axis=0)
+    if mode == "I;16":
+        Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "a.tiff")
+    else:
+        Image.fromarray(grey).convert(mode).save(tmp_path / "a.tiff")
+    loaded = load_image(tmp_path / "a.tiff")
+    assert loaded.shape == (8, 16, 3)
+    error = np.abs(loaded[..., 0] - grey / 255)
+    assert error.max() < 0.02 or (mode == "1" and np.array_equal(loaded, loaded.round()))
+
+
+@settings(shared_folder, max_examples=25)
+@given(size=st.tuples(st.integers(1, 60), st.integers(1, 60)), height=st.integers(1, 50), width=st.integers(1, 50))
+def test_resize_covers_and_crops_the_centre(tmp_path, size, height, width):
+    """A picture that is its own mirror image stays one, whichever side is cut."""
+    half = gradient(1, height, width)[0]
+    picture = np.concatenate([half, half[:, ::-1]], axis=1)
+    Image.fromarray(picture).save(tmp_path / "a.png")
+    loaded = load_image(tmp_path / "a.png", size)
+    assert loaded.shape == (size[1], size[0], 3)
+    assert np.abs(loaded - loaded[:, ::-1]).max() <= 2 / 255
+
+
+def test_resize_keeps_proportions(tmp_path):
+    """A disc stays a disc: a wide picture is cut, not squeezed."""
+    y, x = np.mgrid[:100, :300]
+    disc = (np.hypot(x - 149.5, y - 49.5) < 30).astype(np.uint8) * 255
+    Image.fromarray(disc).save(tmp_path / "a.png")
+    loaded = load_image(tmp_path / "a.png", (50, 50))[..., 0] > 0.5
+    assert abs(int(loaded.any(0).sum()) - 30) <= 1 and abs(int(loaded.any(1).sum()) - 30) <= 1
+
+
+@pytest.mark.parametrize("size", [(0, 4), (-1, 4), (4,)])
+def test_bad_sizes_are_explained(tmp_path, size):
+    with pytest.raises(OptionError, match="width, height"):
+        load_image(tmp_path / "a.png", size)

@@ -1,0 +1,192 @@
+"""The transformer against diffusers' WanTransformer3DModel, on tiny random weights in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan_core.checkpoint.layouts import diffusers_dit_names
+from wan_core.models.wan import layers
+from wan_core.models.wan.config import T2V_A14B, DiTConfig
+from wan_core.models.wan.layers import timestep_embedding
+from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.rope import rope_table
+from wan_core.ops.kernels.reference import rotate
+
+SMALL = DiTConfig(
+    in_channels=16, out_channels=16, dim=256, ffn_dim=320, num_heads=2, num_layers=2, text_dim=48, text_len=32
+)
+KINDS = {
+    "t2v": SMALL,
+    "i2v": dataclasses.replace(SMALL, in_channels=36),
+    "ti2v": dataclasses.replace(SMALL, in_channels=48, out_channels=48),
+}
+
+
+def random_pair(config: DiTConfig) -> tuple[WanModel, WanTransformer3DModel]:
+    """The same random weights in diffusers' module and in ours; every parameter random, biases and modulations too."""
+    torch.manual_seed(0)
+    theirs = WanTransformer3DModel(
+        patch_size=config.patch_size,
+        num_attention_heads=config.num_heads,
+        attention_head_dim=config.head_dim,
+        in_channels=config.in_channels,
+        out_channels=config.out_channels,
+        text_dim=config.text_dim,
+        freq_dim=config.freq_dim,
+        ffn_dim=config.ffn_dim,
+        num_layers=config.num_layers,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        eps=config.eps,
+    ).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.06)
+    names = diffusers_dit_names(theirs.state_dict().keys())
+    assert names is not None
+    ours = WanModel(config).eval()
+    ours.load_state_dict({names[name]: tensor for name, tensor in theirs.state_dict().items()}, strict=True)
+    return ours, theirs
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request):
+    return request.param, *random_pair(KINDS[request.param])
+
+
+@torch.no_grad()
+@settings(max_examples=12, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    T=st.integers(1, 5),
+    Y=st.integers(1, 5),
+    X=st.integers(1, 6),
+    text=st.integers(1, 32),
+    seed=st.integers(0, 99),
+)
+def test_matches_diffusers(pair, batch, T, Y, X, text, seed):
+    kind, ours, theirs = pair
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, ours.config.in_channels, T, 2 * Y, 2 * X, generator=generator)
+    context = torch.randn(batch, text, ours.config.text_dim, generator=generator)
+    timestep = torch.rand(batch, generator=generator) * 1000
+    theirs_timestep = timestep
+    if kind == "ti2v":  # the first latent frame is known: its tokens have timestep 0
+        timestep = timestep[:, None].repeat(1, T)
+        timestep[:, 0] = 0
+        theirs_timestep = timestep.repeat_interleave(Y * X, dim=1)
+    padded = torch.nn.functional.pad(context, (0, 0, 0, ours.config.text_len - text))
+    expected = theirs(x, theirs_timestep, padded, return_dict=False)[0]
+    assert (ours(x, timestep, context) - expected).abs().max() <= 1e-4
+    prepared = ours.prepare_text(context)
+    torch.testing.assert_close(ours(x, timestep, prepared), ours(x, timestep, context), rtol=0, atol=0)
+
+
+def test_full_size_parameter_count():
+    with torch.device("meta"):
+        assert sum(p.numel() for p in WanModel(T2V_A14B).parameters()) == 14_288_491_584
+
+
+def test_rope_is_relative_and_unitary():
+    """A rotation keeps norms, and q.k depends on the difference of positions only."""
+    table = rope_table((6, 7, 8), (44, 42, 42)).reshape(6, 7, 8, 1, 64, 2)
+    q, k = torch.randn(2, 1, 1, 1, 128, generator=torch.Generator().manual_seed(0))
+
+    def dot(a, b):
+        return (rotate(q, table[a][None]) * rotate(k, table[b][None])).sum()
+
+    assert torch.allclose(rotate(q, table[5, 6, 7][None]).norm(), q.norm())
+    assert torch.allclose(dot((1, 2, 3), (3, 4, 6)), dot((3, 4, 4), (5, 6, 7)), atol=1e-4)
+    assert not torch.allclose(dot((1, 2, 3), (3, 4, 6)), dot((1, 2, 3), (3, 5, 6)), atol=1e-2)
+
+
+def test_neighbouring_timesteps_differ():
+    """999 rounded to bf16 is 1000: the embedding must still tell them apart, and so must a fractional timestep."""
+    rows = timestep_embedding(torch.tensor([999.0, 1000.0, 937.5, 937.0]), 256)
+    distances = torch.cdist(rows, rows) + torch.eye(4)
+    assert distances.min() > 0.1
+
+
+def test_bf16_stays_close_to_fp32():
+    ours, _ = random_pair(SMALL)
+    generator = torch.Generator().manual_seed(1)
+    x, context = torch.randn(1, 16, 3, 6, 8, generator=generator), torch.randn(1, 9, 48, generator=generator)
+    timestep = torch.tensor([999.0])
+    with torch.no_grad():
+        full = ours(x, timestep, context)
+        half = ours.bfloat16()(x, timestep, context)
+    assert half.dtype == torch.float32
+    assert (half - full).norm() / full.norm() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("shape", "text"),
+    [
+        ((1, 16, 1, 3, 4), (1, 4, 48)),
+        ((1, 15, 1, 4, 4), (1, 4, 48)),
+        ((1, 16, 1, 4, 4), (1, 33, 48)),
+        ((1, 16, 1, 4, 4), (1, 4, 47)),
+    ],
+)
+def test_wrong_shapes_say_what_is_expected(shape, text):
+    with pytest.raises(ValueError, match="this model takes"):
+        WanModel(SMALL)(torch.zeros(shape), torch.zeros(1), torch.zeros(text))
+
+
+def test_a_model_is_freed_when_it_is_let_go():
+    """No reference cycle: gigabytes must not wait for the garbage collector."""
+    import gc
+    import weakref
+
+    gc.collect()
+    gc.disable()
+    try:
+        model = WanModel(SMALL)
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_the_head_takes_tokens_in_parts(frames, monkeypatch):
+    """The same numbers whatever the size of the parts, with a timestep for each sample or for each latent frame."""
+    torch.manual_seed(0)
+    model = WanModel(SMALL).eval()
+    x = torch.randn(2, 16, 3, 6, 4)
+    time = torch.tensor([700.0, 300.0]) if frames == 1 else torch.rand(2, 3) * 1000
+    with torch.no_grad():
+        whole = model(x, time, torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(1)))
+        monkeypatch.setattr(layers, "HEAD_TOKENS", 7)
+        parts = model(x, time, torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(1)))
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_a_host_may_use_either_of_torchs_settings_for_float32_products():
+    """Ours are restored, and never read where nothing is to be changed: torch refuses that to whoever mixes both."""
+    code = """
+import torch
+from wan_core.models.wan.layers import tf32
+for before in ("ieee", "tf32"):
+    torch.backends.cuda.matmul.fp32_precision = before
+    for allowed in (False, True):
+        with tf32(allowed):
+            assert torch.backends.cuda.matmul.fp32_precision == ("tf32" if allowed else before)
+        assert torch.backends.cuda.matmul.fp32_precision == before
+torch.backends.cuda.matmul.fp32_precision = "none"
+torch.set_float32_matmul_precision("high")
+with tf32(True):
+    pass
+assert torch.get_float32_matmul_precision() == "high"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr[-1000:]

@@ -1,0 +1,349 @@
+"""The text encoder against transformers' UMT5EncoderModel, its tokenizer against SentencePiece, and its key tables."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import sentencepiece
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import UMT5Config, UMT5EncoderModel
+
+from wan_core.checkpoint.layouts_text import expected_shapes, hf_text_names, text_config
+from wan_core.media.shapes import SCENES
+from wan_core.models.text.config import UMT5_XXL, TextConfig
+from wan_core.models.text.tokenizer import Tokenizer, clean
+from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder, bucket_thresholds, distance_buckets
+
+SMALL = TextConfig(vocab_size=128, dim=48, dim_attn=64, dim_ffn=80, num_heads=4, num_layers=3)
+PIECES = 44  # of the tokenizer
+
+
+def hf_model(config: TextConfig) -> UMT5EncoderModel:
+    return UMT5EncoderModel(
+        UMT5Config(
+            vocab_size=config.vocab_size,
+            d_model=config.dim,
+            d_kv=config.dim_attn // config.num_heads,
+            d_ff=config.dim_ffn,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            relative_attention_num_buckets=config.num_buckets,
+            relative_attention_max_distance=config.max_distance,
+            layer_norm_epsilon=config.eps,
+            feed_forward_proj="gated-gelu",
+        )
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[UMT5Encoder, UMT5EncoderModel]:
+    """The same random weights in transformers' module and in ours."""
+    torch.manual_seed(0)
+    theirs = hf_model(SMALL)
+    for name, parameter in theirs.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("layer_norm" in name), std=0.15)
+    weights = theirs.state_dict()
+    names = hf_text_names(weights)
+    assert names is not None
+    ours = UMT5Encoder(SMALL).eval()
+    ours.load_state_dict({names[name]: tensor for name, tensor in weights.items()}, strict=True)
+    return ours, theirs
+
+
+@pytest.fixture(scope="module")
+def proto() -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([scene.caption for scene in SCENES][:200]),
+        model_writer=model,
+        vocab_size=PIECES,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=3,
+    )
+    return model.getvalue()
+
+
+@pytest.fixture(scope="module")
+def text(pair, proto) -> TextEncoder:
+    return TextEncoder(pair[0], Tokenizer(proto))
+
+
+def padded(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(SMALL.vocab_size, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed))
+    return ids, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+
+
+# -------------------------------------------------------------------------------------------------------------- encoder
+
+
+@torch.no_grad()
+@settings(max_examples=15, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4), seed=st.integers(0, 999))
+def test_matches_transformers(pair, lengths, seed):
+    ours, theirs = pair
+    ids, mask = padded(lengths, seed)
+    expected = theirs(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    torch.testing.assert_close(ours(ids, mask)[mask], expected[mask], rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+def test_matches_transformers_beyond_the_last_bucket(pair):
+    ours, theirs = pair
+    ids, mask = padded([300, 120], seed=1)
+    expected = theirs(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    torch.testing.assert_close(ours(ids, mask)[mask], expected[mask], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (32, 40), (8, 20), (64, 256)])
+def test_buckets_match_transformers(num_buckets, max_distance):
+    config = TextConfig(vocab_size=4, dim=8, dim_attn=8, dim_ffn=8, num_heads=2, num_layers=1)
+    config = TextConfig(**{**vars(config), "num_buckets": num_buckets, "max_distance": max_distance})
+    attention = hf_model(config).encoder.block[0].layer[0].SelfAttention
+    distance = torch.arange(-599, 600)
+    thresholds = bucket_thresholds(num_buckets, max_distance)
+    ours = distance_buckets(600, num_buckets, thresholds, torch.device("cpu"))
+    theirs = attention._relative_position_bucket(distance)
+    # float32 logarithms put a threshold that is a whole number on either side of it; ours is exact
+    assert (ours == theirs).float().mean() > 0.99
+    assert torch.equal(ours[distance.abs() < 16], theirs[distance.abs() < 16]) or num_buckets == 8
+    if (num_buckets, max_distance) == (32, 128):
+        assert torch.equal(ours, theirs)
+
+
+def test_buckets_are_ordered_and_all_used():
+    buckets = distance_buckets(512, 32, bucket_thresholds(32, 128), torch.device("cpu"))
+    behind, ahead = buckets[:512].flip(0), buckets[511:]
+    assert torch.equal(behind[1:] + 16, ahead[1:])
+    assert (behind.diff() >= 0).all()
+    assert behind.unique().tolist() == list(range(16))
+    assert (behind[127], behind[90], behind[91]) == (15, 14, 15)
+
+
+def test_every_parameter_gets_a_gradient_and_matches_transformers(pair):
+    ours, theirs = pair
+    ids, mask = padded([7, 12, 3], seed=2)
+    weight = torch.randn(3, 12, SMALL.dim, generator=torch.Generator().manual_seed(3)) * mask[..., None]
+    (ours(ids, mask) * weight).sum().backward()
+    (theirs(input_ids=ids, attention_mask=mask.long()).last_hidden_state * weight).sum().backward()
+    names = hf_text_names(theirs.state_dict())
+    expected = {names[name]: p.grad for name, p in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+        assert (parameter.grad - expected[name]).norm() / expected[name].norm() < 1e-4, name
+    ours.zero_grad(), theirs.zero_grad()
+
+
+@torch.no_grad()
+def test_bf16_is_no_further_from_fp32_than_transformers(pair):
+    ids, mask = padded([20, 9], seed=4)
+    full = pair[0](ids, mask)[mask]
+    ours, theirs = (copy.deepcopy(model).bfloat16() for model in pair)
+    result = ours(ids, mask)[mask]
+    reference = theirs(input_ids=ids, attention_mask=mask.long()).last_hidden_state[mask]
+    assert result.dtype == torch.bfloat16
+    assert (result - full).norm() < 1.2 * (reference - full).norm() < 0.1 * full.norm()
+
+
+@torch.no_grad()
+def test_captures_in_one_graph(pair):
+    """A host synchronisation or a data-dependent branch would break the graph, and fullgraph raises on that."""
+    ids, mask = padded([11, 5], seed=5)
+    compiled = torch.compile(pair[0], backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids, mask), pair[0](ids, mask))
+
+
+def test_full_size_parameter_count():
+    with torch.device("meta"):
+        assert sum(p.numel() for p in UMT5Encoder(UMT5_XXL).parameters()) == 5_680_910_336
+
+
+# ------------------------------------------------------------------------------------------------------------ tokenizer
+
+
+def test_tokens_are_those_of_sentencepiece(proto):
+    direct = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    tokenizer = Tokenizer(proto)
+    for scene in SCENES[::97]:
+        assert tokenizer.encode(scene.caption) == [*direct.encode(scene.caption), 1]
+    assert tokenizer.encode("") == tokenizer.encode(" \n") == [1]
+    assert len(tokenizer) == PIECES and tokenizer.proto == proto
+
+
+def test_text_is_cleaned(proto):
+    assert clean("  a\tred \n\n circle &amp;amp; a\u3000square&nbsp;&lt;b&gt; ") == "a red circle & a square <b>"
+    tokenizer = Tokenizer(proto)
+    assert tokenizer.encode("\n a   red&#32;circle\t") == tokenizer.encode("a red circle")
+    assert tokenizer.encode("red \ud83d circle") == tokenizer.encode("red ? circle")
+
+
+@settings(max_examples=50, deadline=None)
+@given(words=st.text(alphabet=st.characters(exclude_categories=()), max_size=80), limit=st.integers(1, 20))
+def test_any_text_is_truncated_to_the_limit_and_ends(proto, words, limit):
+    """Lone surrogates and control characters included."""
+    whole, cut = Tokenizer(proto).encode(words), Tokenizer(proto, limit).encode(words)
+    assert cut == [*whole[:-1][: limit - 1], 1]
+    assert len(cut) <= limit and max(cut) < PIECES
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_damaged_models_are_refused_or_read(proto, data):
+    """Cut or overwritten anywhere: a ValueError, or a model that still encodes; never anything else."""
+    position = data.draw(st.integers(0, len(proto) - 1))
+    cut = data.draw(st.booleans())
+    damaged = proto[:position] if cut else proto[:position] + data.draw(st.binary(max_size=8)) + proto[position + 8 :]
+    try:
+        Tokenizer(damaged).encode("a red circle")
+    except ValueError:
+        return
+
+
+@pytest.mark.parametrize("bad", [b"", b"not a model", bytes(range(256)) * 9], ids=["empty", "text", "binary"])
+def test_malformed_models_are_named(bad, tmp_path):
+    path = tmp_path / "spiece.model"
+    path.write_bytes(bad)
+    with pytest.raises(ValueError, match=r"spiece\.model.*not a SentencePiece model"):
+        Tokenizer.from_file(path)
+
+
+def test_a_model_with_another_end_token_is_refused():
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a red circle on a blue background"] * 9),
+        model_writer=model,
+        vocab_size=19,
+        minloglevel=3,
+    )
+    with pytest.raises(ValueError, match="is 2, UMT5's is 1"):
+        Tokenizer(model.getvalue())
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(proto):
+    small = UMT5Encoder(TextConfig(vocab_size=PIECES - 1, dim=8, dim_attn=8, dim_ffn=8, num_heads=2, num_layers=1))
+    with pytest.raises(ValueError, match=rf"{PIECES} pieces.* {PIECES - 1} rows"):
+        TextEncoder(small, Tokenizer(proto))
+
+
+# ------------------------------------------------------------------------------------------------------ prompts to rows
+
+CAPTIONS = st.sampled_from([scene.caption for scene in SCENES] + ["", "blue", "Ünïcode 你好"])
+
+
+@settings(max_examples=12, deadline=None)
+@given(prompts=st.lists(CAPTIONS, min_size=1, max_size=4))
+def test_rows_do_not_depend_on_neighbours(text, prompts):
+    rows = text.encode(prompts)
+    lengths = [len(text.tokenizer.encode(prompt)) for prompt in prompts]
+    assert rows.shape == (len(prompts), max(lengths), SMALL.dim) and not rows.requires_grad
+    for row, length, prompt in zip(rows, lengths, prompts, strict=True):
+        torch.testing.assert_close(row[:length], text.encode([prompt])[0], rtol=0, atol=2e-5)
+        assert not row[length:].any()
+
+
+def test_rows_have_the_encoders_dtype(pair, proto):
+    half = UMT5Encoder(SMALL).bfloat16()
+    assert TextEncoder(half, Tokenizer(proto)).encode(["a", "a red circle"]).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bad", ["a red circle", []])
+def test_a_list_of_prompts_is_needed(text, bad):
+    with pytest.raises(ValueError, match="a list of at least one prompt"):
+        text.encode(bad)
+
+
+# ----------------------------------------------------------------------------------------------------------- key tables
+
+
+def test_names_map_one_to_one(pair):
+    ours, theirs = pair
+    names = set(theirs.state_dict()) - {"encoder.embed_tokens.weight"}
+    table = hf_text_names(names)
+    assert set(table) == names
+    assert sorted(table.values()) == sorted(ours.state_dict())
+    both = hf_text_names(names | {"encoder.embed_tokens.weight", "spiece_model", "scaled_fp8"})
+    assert both == {**table, "encoder.embed_tokens.weight": "token_embedding.weight"}
+
+
+def test_scales_are_renamed_with_their_weight():
+    q = "encoder.block.0.layer.0.SelfAttention.q"
+    table = hf_text_names(
+        [f"{q}.weight", f"{q}.scale_weight", "encoder.block.x.layer.1.layer_norm.weight", "lm_head.weight"]
+    )
+    assert table == {f"{q}.weight": "blocks.0.attn.q.weight", f"{q}.scale_weight": "blocks.0.attn.q.scale_weight"}
+
+
+def test_other_layouts_are_not_translated(pair):
+    assert hf_text_names(pair[0].state_dict()) is None
+    assert hf_text_names([]) is None
+
+
+@pytest.mark.parametrize("config", [SMALL, UMT5_XXL], ids=["small", "xxl"])
+def test_config_is_read_from_shapes(config):
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in UMT5Encoder(config).named_parameters()}
+    assert expected_shapes(config) == shapes
+    assert text_config({**shapes, "spiece_model": (9,)}, {}) == config
+    assert text_config(shapes, {"relative_attention_max_distance": "64"}).max_distance == 64
+
+
+HOSTILE = {
+    "no embedding": {"token_embedding.weight": None},
+    "scalar embedding": {"token_embedding.weight": ()},
+    "empty axis": {"token_embedding.weight": (0, 48)},
+    "huge axis": {"blocks.0.attn.q.weight": (2**62, 48)},
+    "odd heads": {f"blocks.{i}.pos_embedding.embedding.weight": (32, 5) for i in range(3)},
+    "odd buckets": {f"blocks.{i}.pos_embedding.embedding.weight": (30, 4) for i in range(3)},
+    "many buckets": {f"blocks.{i}.pos_embedding.embedding.weight": (2**20, 4) for i in range(3)},
+    "T5, not UMT5": {"blocks.1.pos_embedding.embedding.weight": None, "blocks.2.pos_embedding.embedding.weight": None},
+    "gap": {name: None for name in expected_shapes(SMALL) if name.startswith("blocks.1.")},
+    "far block": {"blocks.9999.norm1.weight": (48,)},
+    "other width": {"blocks.2.ffn.fc2.weight": (47, 80)},
+    "missing norm": {"norm.weight": None},
+    "three axes": {"blocks.2.attn.v.weight": (64, 48, 1)},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_impossible_shapes_are_explained(case):
+    shapes = {**expected_shapes(SMALL), **HOSTILE[case]}
+    with pytest.raises(ValueError, match=r"UMT5 encoder|not UMT5"):
+        text_config({name: shape for name, shape in shapes.items() if shape is not None}, {})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    changes=st.dictionaries(
+        st.sampled_from(sorted(expected_shapes(SMALL)))
+        | st.from_regex(r"blocks\.[0-9]{1,6}\.[a-z.]{1,20}", fullmatch=True),
+        st.none() | st.lists(st.integers(-1, 2**63), max_size=4).map(tuple),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_any_other_shapes_never_crash(changes):
+    shapes = {**expected_shapes(SMALL), **changes}
+    shapes = {name: shape for name, shape in shapes.items() if shape is not None}
+    try:
+        assert expected_shapes(text_config(shapes, {})).items() <= shapes.items()
+    except ValueError:
+        return
+
+
+@pytest.mark.parametrize("text", ["", "-3", "12.5", "9" * 5000, "0"])
+def test_a_bad_max_distance_is_explained(text):
+    with pytest.raises(ValueError, match="relative_attention_max_distance must be an integer"):
+        text_config(expected_shapes(SMALL), {"relative_attention_max_distance": text})
+
+
+def test_too_many_buckets_are_refused():
+    """Finding the thresholds of so many would take minutes."""
+    positions = {f"blocks.{i}.pos_embedding.embedding.weight": (65536, 4) for i in range(3)}
+    with pytest.raises(ValueError, match="65536 position buckets"):
+        text_config({**expected_shapes(SMALL), **positions}, {"relative_attention_max_distance": "99999"})

@@ -1,0 +1,522 @@
+"""The causal video VAE: parity with Diffusers, streaming, tiling, gradients, and what its files look like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from wan_core.checkpoint.layouts_vae import diffusers_vae_names, vae_config
+from wan_core.config import OptionError
+from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
+from wan_core.models.vae.layers import CausalConv3d, Chunk
+from wan_core.models.vae.tiling import TileSpec, axis_weights, plan_tiles, tile_starts
+from wan_core.models.vae.vae import VideoVAE
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan
+
+TINY_21 = replace(VAE_21, encoder_dim=16, decoder_dim=16, dim_mult=(1, 2, 3, 3), num_res_blocks=1)
+TINY_22 = replace(VAE_22, encoder_dim=8, decoder_dim=16, num_res_blocks=1)
+TINY = pytest.mark.parametrize("config", [TINY_21, TINY_22], ids=["2.1", "2.2"])
+FULL = pytest.mark.parametrize("config", [VAE_21, VAE_22, TINY_21, TINY_22], ids=["2.1", "2.2", "tiny-2.1", "tiny-2.2"])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Weights that keep activations near one, so that an error anywhere shows at the end."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            if name.endswith("gamma"):
+                p.copy_(1 + 0.3 * noise)
+            elif name.endswith("bias"):
+                p.copy_(0.1 * noise)
+            else:
+                p.copy_(1.2 * noise / p[0].numel() ** 0.5)
+
+
+def make_vae(config: VAEConfig) -> VideoVAE:
+    vae = VideoVAE(config)
+    randomise(vae)
+    return vae.requires_grad_(False)
+
+
+def diffusers_vae(config: VAEConfig) -> AutoencoderKLWan:
+    return pytest.importorskip("diffusers").AutoencoderKLWan(
+        base_dim=config.encoder_dim,
+        decoder_base_dim=config.decoder_dim,
+        z_dim=config.z_dim,
+        dim_mult=list(config.dim_mult),
+        num_res_blocks=config.num_res_blocks,
+        temperal_downsample=list(config.temporal_downsample),
+        is_residual=config.residual,
+        in_channels=3 * config.patch**2,
+        out_channels=3 * config.patch**2,
+        patch_size=None if config.patch == 1 else config.patch,
+        latents_mean=list(config.latents_mean),
+        latents_std=list(config.latents_std),
+        scale_factor_spatial=config.spatial_stride,
+    )
+
+
+def from_diffusers(reference: AutoencoderKLWan, config: VAEConfig) -> VideoVAE:
+    weights = reference.state_dict()
+    names = diffusers_vae_names(weights.keys())
+    assert names is not None
+    vae = VideoVAE(config)
+    vae.load_state_dict({names[name]: tensor for name, tensor in weights.items()})
+    return vae
+
+
+def make_video(config: VAEConfig, frames: int, rows: int, columns: int, batch: int = 1) -> Tensor:
+    """Noise, `rows` x `columns` latent cells large."""
+    size = (batch, 3, frames, rows * config.spatial_stride, columns * config.spatial_stride)
+    return torch.rand(size, generator=torch.Generator().manual_seed(frames)) * 2 - 1
+
+
+def make_latents(config: VAEConfig, frames: int, rows: int, columns: int, batch: int = 1) -> Tensor:
+    size = (batch, config.z_dim, frames, rows, columns)
+    return torch.randn(size, generator=torch.Generator().manual_seed(frames))
+
+
+# --------------------------------------------------------------------------------------------------------------- parity
+
+
+@TINY
+@pytest.mark.parametrize(("frames", "rows", "columns"), [(1, 3, 1), (5, 2, 3), (17, 1, 2)])
+def test_equals_diffusers(config: VAEConfig, frames: int, rows: int, columns: int) -> None:
+    reference = diffusers_vae(config).requires_grad_(False)
+    randomise(reference)
+    vae = from_diffusers(reference, config)
+    video, latents = (
+        make_video(config, frames, rows, columns, 2),
+        make_latents(config, 1 + frames // 4, rows, columns, 2),
+    )
+    posterior = reference.encode(video).latent_dist
+    with torch.no_grad():
+        mean, logvar = vae.encode_moments(video)
+        assert (mean - posterior.mean).abs().max() < 2e-5
+        assert (logvar.clamp(-30, 20) - posterior.logvar).abs().max() < 2e-5
+        assert (vae.decode(latents) - reference.decode(latents).sample).abs().max() < 2e-5
+
+
+@TINY
+def test_gradients_equal_diffusers(config: VAEConfig) -> None:
+    """Gradients of every parameter: the in-place operations and skipped kernel taps must not cost any."""
+    reference = diffusers_vae(config)
+    randomise(reference)
+    vae = from_diffusers(reference, config)
+    video, latents = make_video(config, 5, 1, 2), make_latents(config, 2, 1, 2)
+    reference.encode(video).latent_dist.mean.square().sum().backward()
+    (reference.decode(latents / 4).sample - 0.1).square().sum().backward()
+    vae.encode(video, chunk=None).square().sum().backward()
+    (vae.decode(latents / 4, chunk=None) - 0.1).square().sum().backward()
+    names = diffusers_vae_names([name for name, _ in reference.named_parameters()])
+    assert names is not None
+    ours = dict(vae.named_parameters())
+    for name, theirs in reference.named_parameters():
+        expected, got = theirs.grad, ours[names[name]].grad
+        assert expected is not None and got is not None, name
+        assert (got - expected).norm() <= 1e-4 * expected.norm() + 1e-6, name
+
+
+# ------------------------------------------------------------------------------------------------------------ streaming
+
+
+@TINY
+def test_chunks_do_not_matter(config: VAEConfig) -> None:
+    vae, video, latents = make_vae(config), make_video(config, 17, 1, 2), make_latents(config, 5, 1, 2)
+    encoded, decoded = vae.encode(video, chunk=None), vae.decode(latents, chunk=None)
+    for chunk in (1, 2, 3, 4, 5, 9):
+        assert (vae.encode(video, chunk=chunk) - encoded).abs().max() < 1e-5
+        assert (vae.decode(latents, chunk=chunk) - decoded).abs().max() < 1e-5
+
+
+@TINY
+def test_gradients_through_chunks(config: VAEConfig) -> None:
+    vae = make_vae(config)
+    video, latents = make_video(config, 9, 1, 1).requires_grad_(), make_latents(config, 3, 1, 1).requires_grad_()
+
+    def gradients(chunk: int | None) -> tuple[Tensor, ...]:
+        loss = (
+            vae.encode(video, chunk=chunk).square().sum() + vae.decode(latents, chunk=chunk, clamp=False).square().sum()
+        )
+        return torch.autograd.grad(loss, (video, latents))
+
+    for whole, streamed in zip(gradients(None), gradients(1), strict=True):
+        assert whole.abs().min() > 0
+        assert (whole - streamed).norm() < 1e-4 * whole.norm()
+
+
+@TINY
+def test_encoder_and_decoder_are_causal(config: VAEConfig) -> None:
+    """What comes later changes nothing before it."""
+    vae, video, latents = make_vae(config), make_video(config, 13, 1, 1), make_latents(config, 4, 1, 1)
+    later_video, later_latents = video.clone(), latents.clone()
+    later_video[:, :, 5:] = 0.5
+    later_latents[:, :, 2:] = 0.5
+    difference = (vae.encode(video) - vae.encode(later_video)).abs().amax(dim=(0, 1, 3, 4))
+    assert difference[:2].max() == 0 < difference[2:].min()
+    difference = (vae.decode(latents) - vae.decode(later_latents)).abs().amax(dim=(0, 1, 3, 4))
+    assert difference[:5].max() == 0 < difference[5:].min()
+
+
+@TINY
+def test_two_streams_share_a_model(config: VAEConfig) -> None:
+    """Pieces arrive as 1, 4, 4, ... frames; nothing of a clip is kept on the model."""
+    vae = make_vae(config)
+    clips = [make_latents(config, 3, 1, 1), make_latents(config, 3, 1, 1).flip(1)]
+    streams = [vae.decode_stream(clip) for clip in clips]
+    pieces = [[next(stream) for stream in streams] for _ in range(3)]
+    assert [first.shape[2] for first, _ in pieces] == [1, 4, 4]
+    for i, clip in enumerate(clips):
+        assert torch.equal(torch.cat([piece[i] for piece in pieces], dim=2), vae.decode(clip))
+
+
+@TINY
+def test_memory_of_a_stream_is_bounded(config: VAEConfig) -> None:
+    vae, latents = make_vae(config), make_latents(config, 5, 1, 1)
+    history: dict[nn.Module, Tensor] = {}
+    held = []
+    for t in range(5):
+        vae.decoder(latents[:, :, t : t + 1], Chunk(first=t == 0, last=t == 4, history=history))
+        held.append(sum(tensor.untyped_storage().nbytes() for tensor in history.values()))
+    assert 0 < held[0] < held[1] == held[2] == held[3]
+    assert held[4] == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- tiling
+
+
+@given(
+    length=st.integers(1, 90), tile=st.integers(1, 40), overlap=st.integers(0, 39), scale=st.sampled_from([1, 8, 16])
+)
+@settings(max_examples=150, deadline=None)
+def test_tile_weights_sum_to_one(length: int, tile: int, overlap: int, scale: int) -> None:
+    overlap = min(overlap, tile - 1)
+    starts = tile_starts(length, tile, overlap)
+    weights = axis_weights(starts, tile, length, scale)
+    size = min(tile, length)
+    assert starts[0] == 0 and starts[-1] + size == length
+    assert all(0 < b - a <= tile - overlap for a, b in pairwise(starts))
+    assert weights.min() > 0 and weights.max() <= 1
+    total = torch.zeros(length * scale)
+    for start, row in zip(starts, weights, strict=True):
+        total[start * scale : (start + size) * scale] += row
+    assert (total - 1).abs().max() < 1e-6
+
+
+@given(rows=st.integers(1, 24), columns=st.integers(1, 24), height=st.integers(3, 12), width=st.integers(3, 12))
+@settings(max_examples=50, deadline=None)
+def test_tiles_restore_what_they_cut(rows: int, columns: int, height: int, width: int) -> None:
+    x = torch.randn(2, rows * 8, columns * 8)
+    canvas = torch.zeros_like(x)
+    for tile in plan_tiles(rows, columns, TileSpec(height=height, width=width, overlap=2), scale=8):
+        tile.add_to(canvas, tile.crop(x, 8), 8)
+    assert (canvas - x).abs().max() < 1e-5
+
+
+def make_local(vae: VideoVAE) -> VideoVAE:
+    """Without the spatial taps around the centre and without attention a position only depends on itself."""
+    for name, p in vae.named_parameters():
+        if "proj" in name:
+            p.zero_()
+        elif name.endswith("weight") and p.shape[-1] == 3:
+            # A downsampling kernel covers inputs 2i, 2i + 1, 2i + 2: its first tap stays inside the position.
+            tap = 0 if ".resample." in name and name.startswith("encoder") else 1
+            centre = p[..., tap, tap].clone()
+            p.zero_()
+            p[..., tap, tap] = 3 * centre
+    return vae
+
+
+@TINY
+def test_tiles_of_a_local_model_are_exact(config: VAEConfig) -> None:
+    """Places, sizes and weights of tiles are right: if nothing is seen across borders, tiling changes nothing."""
+    vae = make_local(make_vae(config))
+    tile = TileSpec(height=3, width=4, overlap=2)
+    video, latents = make_video(config, 5, 4, 7), make_latents(config, 3, 4, 7)
+    assert (vae.encode(video, tile=tile) - vae.encode(video)).abs().max() < 1e-5
+    whole = vae.decode(latents)
+    assert whole.std() > 0.1
+    assert (vae.decode(latents, tile=tile) - whole).abs().max() < 1e-5
+    for chunk in (1, 2, None):
+        streamed = torch.cat(list(vae.decode_stream(latents, chunk=chunk, tile=tile)), dim=2)
+        assert (streamed - whole).abs().max() < 1e-5
+
+
+def smooth(x: Tensor) -> Tensor:
+    """Low frequencies only, of the size of `x`, standard deviation one."""
+    coarse = x[..., :2, :2].flatten(0, 2)[None]
+    fine = nn.functional.interpolate(coarse, size=x.shape[-2:], mode="bilinear", align_corners=True).view(x.shape)
+    return fine / fine.std()
+
+
+def seam(difference: Tensor) -> float:
+    """The largest step between neighbouring columns over the usual one: large where a tile ends abruptly."""
+    steps = difference.diff(dim=-1).abs().mean(dim=(0, 1, 2, 3))
+    return float(steps.max() / steps.median())
+
+
+@TINY
+def test_tiles_blend_without_seams(config: VAEConfig) -> None:
+    """Smooth content, untrained weights as initialised (no attention: its projection starts at zero).
+
+    A convolution invents zeros beyond a tile's border and tiles this small are mostly border, so the bounds are wide: a
+    third of the signal, where 0.06 to 0.18 is measured, and two thirds of the error of tiles that do not overlap,
+    measured 0.29 to 0.44.
+    """
+    torch.manual_seed(0)
+    vae = VideoVAE(config).requires_grad_(False)
+    latents, video = smooth(make_latents(config, 2, 10, 16)), smooth(make_video(config, 5, 10, 16)).clamp(-1, 1)
+    blended, cut = TileSpec(height=8, width=10, overlap=6), TileSpec(height=8, width=8, overlap=0)
+    for run, x in ((vae.decode, latents), (vae.encode, video)):
+        whole = run(x)
+        error, hard = run(x, tile=blended) - whole, run(x, tile=cut) - whole
+        assert error.std() < whole.std() / 3
+        assert error.std() < hard.std() * 2 / 3
+        if x is latents:
+            assert seam(error) < 3 < 5 < seam(hard)
+
+
+def test_gradients_through_tiles() -> None:
+    """The blend is linear, so the gradient of a sum through a local model is that of the whole picture."""
+    vae = make_local(make_vae(TINY_21))
+    latents = make_latents(TINY_21, 2, 4, 5).requires_grad_()
+    tile = TileSpec(height=3, width=3, overlap=1)
+    whole = torch.autograd.grad(vae.decode(latents, clamp=False).square().sum(), latents)[0]
+    tiled = torch.autograd.grad(vae.decode(latents, clamp=False, tile=tile).square().sum(), latents)[0]
+    assert (whole - tiled).norm() < 1e-4 * whole.norm()
+
+
+def test_a_tile_that_cannot_overlap_so_is_refused() -> None:
+    for height, width, overlap in ((8, 8, 8), (8, 4, 6), (8, 8, -1), (0, 8, 0)):
+        with pytest.raises(OptionError, match="overlap"):
+            TileSpec(height=height, width=width, overlap=overlap)
+
+
+# ------------------------------------------------------------------------------------------------------- numbers, sizes
+
+
+@TINY
+def test_bf16_stays_close(config: VAEConfig) -> None:
+    vae, video, latents = make_vae(config), make_video(config, 5, 2, 2), make_latents(config, 2, 2, 2)
+    encoded, decoded = vae.encode(video), vae.decode(latents)
+    vae.to(torch.bfloat16)
+    low, frames = vae.encode(video), vae.decode(latents)
+    assert low.dtype == frames.dtype == torch.bfloat16
+    # Some 25 layers each round to 8 bits: a few times 2**-8 of the signal.
+    assert (low.float() - encoded).std() < 0.03 * encoded.std()
+    assert (frames.float() - decoded).std() < 0.03 * decoded.std()
+
+
+@TINY
+def test_normalise(config: VAEConfig) -> None:
+    vae, latents = VideoVAE(config).to(torch.bfloat16), make_latents(config, 2, 2, 3)
+    expected = (latents.double().movedim(1, -1) - torch.tensor(config.latents_mean).double()) / torch.tensor(
+        config.latents_std
+    ).double()
+    assert vae.normalise(latents).dtype == vae.denormalise(latents.bfloat16()).dtype == torch.float32
+    assert (vae.normalise(latents).movedim(1, -1) - expected).abs().max() < 1e-5
+    assert (vae.denormalise(vae.normalise(latents)) - latents).abs().max() < 1e-5
+
+
+@TINY
+def test_channels_last_is_only_a_layout(config: VAEConfig) -> None:
+    vae, video, latents = make_vae(config), make_video(config, 9, 2, 2), make_latents(config, 3, 2, 2)
+    encoded, decoded = vae.encode(video), vae.decode(latents)
+    vae.channels_last()
+    assert (vae.encode(video) - encoded).abs().max() < 1e-5
+    assert (vae.decode(latents) - decoded).abs().max() < 1e-5
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("kernel", [(3, 3, 3), (3, 1, 1), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+def test_small_videos_take_no_slow_convolution(kernel: tuple[int, int, int], last: bool) -> None:
+    """torch has oneDNN's for large ones only; by it, one frame, several, and every second of them are the same."""
+    layout = torch.channels_last_3d if last else torch.contiguous_format
+    for time_stride, frames in ((1, 1), (1, 4), (2, 5))[: 3 if kernel[0] > 1 else 2]:
+        layer = CausalConv3d(8, 12, kernel, time_stride)
+        x = torch.randn(1, 8, frames, 12, 20).to(memory_format=layout)
+        with torch.no_grad(), torch.profiler.profile() as profile:
+            found = layer(x, Chunk(first=True, last=True))
+        front = torch.zeros(1, 8, layer.lead, 12, 20, dtype=torch.float64)
+        with torch.no_grad():
+            expected = layer.double()._conv_forward(torch.cat([front, x.double()], 2), layer.weight, layer.bias)
+        assert (found - expected).abs().max() < 1e-5
+        assert {"aten::mkldnn_convolution"} == {
+            e.name for e in profile.events() or () if "conv" in e.name.split("::")[-1]
+        }
+
+
+@pytest.mark.gpu
+@TINY
+def test_channels_last_survives_every_layer(config: VAEConfig) -> None:
+    """Convolutions put out the layout of their weights; what layers remember of their inputs shows where it is lost."""
+    vae = make_vae(config).cuda().channels_last()
+    last = torch.channels_last_3d
+    pixels = torch.randn(1, 3 * config.patch**2, 9, 16, 16).cuda()
+    for coder, x, cut in ((vae.encoder, pixels, 5), (vae.decoder, make_latents(config, 3, 2, 2).cuda(), 1)):
+        history: dict[nn.Module, Tensor] = {}
+        coder(x[:, :, :cut], Chunk(first=True, last=False, history=history))
+        coder(x[:, :, cut:], Chunk(first=False, last=False, history=history))
+        names = {layer: name for name, layer in coder.named_modules()}
+        lost = [names[layer] for layer, past in history.items() if not past.is_contiguous(memory_format=last)]
+        assert set(lost) <= {"conv1"}  # its input comes from the caller
+
+
+def test_clamp_is_a_choice() -> None:
+    vae, latents = make_vae(TINY_21), 3 * make_latents(TINY_21, 2, 2, 2)
+    free = vae.decode(latents, clamp=False)
+    assert free.abs().max() > 1
+    assert torch.equal(vae.decode(latents), free.clamp(-1, 1))
+
+
+@TINY
+def test_sizes_that_do_not_fit(config: VAEConfig) -> None:
+    vae, stride = VideoVAE(config), config.spatial_stride
+    for size, message in (
+        ((1, 3, 6, stride, stride), "drop the last 1 or add 3"),
+        ((1, 3, 5, stride + 1, 2 * stride), f"crop or resize to {2 * stride}x{stride}"),
+        ((1, 4, 5, stride, stride), "needed is"),
+        ((3, 5, stride, stride), "needed is"),
+        ((1, 3, 0, stride, stride), "needed is"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            vae.encode(torch.zeros(size))
+    with pytest.raises(OptionError, match="chunk"):
+        vae.encode(torch.zeros(1, 3, 1, stride, stride), chunk=0)
+    with pytest.raises(OptionError, match="decodes"):
+        vae.decode_stream(torch.zeros(1, config.z_dim + 1, 1, 2, 2))
+    with pytest.raises(OptionError, match="means"):
+        VideoVAE(replace(config, latents_mean=(0.0,)))
+    with pytest.raises(OptionError, match="one entry less"):
+        VideoVAE(replace(config, temporal_downsample=(True,)))
+
+
+def test_residual_shortcuts_must_divide() -> None:
+    with pytest.raises(OptionError, match="divides"):
+        VideoVAE(replace(TINY_22, dim_mult=(1, 2, 3, 3)))
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+@cache
+def shapes_of(config: VAEConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in VideoVAE(config).state_dict().items()}
+
+
+@FULL
+def test_diffusers_names_are_a_bijection(config: VAEConfig) -> None:
+    with torch.device("meta"):
+        theirs = {name: tuple(tensor.shape) for name, tensor in diffusers_vae(config).state_dict().items()}
+    ours = shapes_of(config)
+    names = diffusers_vae_names(theirs.keys())
+    assert names is not None
+    assert names.keys() == theirs.keys()
+    assert {names[name]: shape for name, shape in theirs.items()} == ours
+    assert diffusers_vae_names(ours.keys()) is None
+    assert diffusers_vae_names([*theirs, "decoder.extra.weight"]) is None
+    assert diffusers_vae_names([*theirs, "decoder.up_blocks.0.resnets.99999.conv1.weight"]) is None
+    assert diffusers_vae_names([]) is None
+
+
+def test_names_that_collide_are_refused() -> None:
+    with torch.device("meta"):
+        names = list(diffusers_vae(TINY_21).state_dict())
+    # The fourth block of a stage of two would take the place of the next stage's first.
+    assert diffusers_vae_names([*names, "decoder.up_blocks.0.resnets.3.norm1.gamma"]) is None
+
+
+@FULL
+def test_config_from_shapes(config: VAEConfig) -> None:
+    assert vae_config(shapes_of(config), {}) == config
+
+
+def test_config_of_other_sizes() -> None:
+    for config in (
+        replace(TINY_21, dim_mult=(1, 2), temporal_downsample=(True,), num_res_blocks=3, decoder_dim=8),
+        replace(TINY_21, dim_mult=(2, 2, 4), temporal_downsample=(False, False)),
+        replace(TINY_22, patch=4, num_res_blocks=2),
+    ):
+        assert vae_config(shapes_of(config), {}) == config
+
+
+def test_statistics_from_metadata() -> None:
+    config = replace(TINY_21, z_dim=4, latents_mean=(0.5, -1.0, 0.0, 2.0), latents_std=(1.0, 2.0, 0.5, 1e-3))
+    shapes = shapes_of(config)
+    mean, std = json.dumps(config.latents_mean), json.dumps(config.latents_std)
+    assert vae_config(shapes, {"latents_mean": mean, "latents_std": std}) == config
+    with pytest.raises(ValueError, match="metadata"):
+        vae_config(shapes, {})
+    for bad in (
+        "",
+        "[1, 2, 3]",
+        "[1, 2, 3, NaN]",
+        '[1, 2, 3, "4"]',
+        "{}",
+        "[" * 50_000,
+        "[1, 1, 1, 0]",
+        "[1, 1, 1, true]",
+    ):
+        with pytest.raises(ValueError, match="latents_std"):
+            vae_config(shapes, {"latents_mean": mean, "latents_std": bad})
+
+
+SIZES = st.one_of(st.integers(-1, 100), st.sampled_from([2**31, 2**63, 10**30]))
+
+
+@given(data=st.data(), shape=st.lists(SIZES, max_size=6).map(tuple))
+@settings(max_examples=200, deadline=None)
+def test_hostile_shapes_are_refused_in_words(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Whatever one tensor claims, and whichever is missing: a configuration within limits or a ValueError, at once."""
+    shapes = dict(shapes_of(TINY_22))
+    shapes[data.draw(st.sampled_from(sorted(shapes)))] = shape
+    del shapes[data.draw(st.sampled_from(sorted(shapes)))]
+    try:
+        config = vae_config(shapes, {})
+    except ValueError:
+        return
+    assert max(config.encoder_dim, config.decoder_dim) * max(config.dim_mult) < 10**7
+
+
+@pytest.mark.gpu
+@TINY
+def test_cuda_equals_cpu_without_synchronising(config: VAEConfig) -> None:
+    vae, latents = make_vae(config), make_latents(config, 3, 2, 3)
+    expected, video = vae.decode(latents), make_video(config, 5, 2, 3)
+    encoded = vae.encode(video)
+    vae.cuda()
+    latents, video = latents.cuda(), video.cuda()
+    vae.decode(latents)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        frames, again = vae.decode(latents), vae.normalise(vae.encode(video))
+        tiled = vae.decode(latents, tile=TileSpec(height=2, width=3, overlap=1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # TF32 convolutions round inputs to 10 bits.
+    assert (frames.cpu() - expected).std() < 0.01
+    assert (vae.denormalise(again).cpu() - encoded).std() < 0.01
+    assert (tiled.cpu() - expected).std() < 0.01

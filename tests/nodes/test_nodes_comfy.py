@@ -1,0 +1,536 @@
+"""The node pack in a running ComfyUI, driven through its API: what a page sends is what these tests send."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.comfyui import Client, ComfyUI, Graph, Refused, Run, find_comfyui, make_base
+from wan_core.checkpoint import save
+from wan_core.checkpoint.random import random_module
+from wan_core.media.metrics import judge
+from wan_core.media.shapes import draw, parse_caption
+from wan_core.media.video import read_video
+from wan_core.models.vae.config import VAE_22
+from wan_core.models.wan.config import DiTConfig
+
+pytestmark = pytest.mark.comfy
+
+CAPTION = "a red circle moving right on a blue background"
+TINY, TINY_I2V = "tiny (embedded)", "tiny i2v (embedded)"
+SMALL = {"width": 48, "height": 48, "frames": 5}  # where only the machinery matters
+SCHEMAS = Path(__file__).parent / "node_schemas.json"
+
+# A second pack, for what cannot be had otherwise: a VAE that runs out of memory.
+FAULTS = """
+import copy
+import torch
+
+class Short:
+    def __init__(self, vae, always):
+        self.vae, self.config, self.strips, self.always = vae, vae.config, vae.strips, always
+    def decode_stream(self, latents, tile=None, **how):
+        if tile is None or self.always:
+            raise torch.cuda.OutOfMemoryError("no memory left, says the test")
+        return self.vae.decode_stream(latents, tile=tile, **how)
+
+class ShortOfMemory:
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("VAE",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"vae": ("VAE",), "always": ("BOOLEAN", {"default": True})}}
+    def run(self, vae, always):
+        short = copy.copy(vae)
+        short._use = lambda *size: Short(vae._use(*size), always)
+        return (short,)
+
+NODE_CLASS_MAPPINGS = {"ShortOfMemory": ShortOfMemory}
+"""
+
+
+@pytest.fixture(scope="session")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    """One server for all of these tests."""
+    checkout = find_comfyui()
+    base = make_base(tmp_path_factory.mktemp("comfyui"), {"faults": FAULTS})
+    make_files(base)
+    server = ComfyUI(checkout, base, broken_libraries(base))
+    yield server
+    server.stop()
+
+
+BROKEN = ("transformer_engine", "flash_attn_interface", "cudnn")  # what speeds the engine up and ComfyUI never imports
+
+
+def broken_libraries(base: Path) -> dict[str, str]:
+    """An environment in which optional libraries are installed and raise when imported, as a wrong build does."""
+    for name in BROKEN:
+        (base / "site" / name).mkdir(parents=True)
+        (base / "site" / name / "__init__.py").write_text(f"raise RuntimeError('{name} is broken, says the test')\n")
+    return {"PYTHONPATH": str(base / "site")}
+
+
+def make_files(base: Path) -> None:
+    """A model file large enough to see in the server's memory, one that is none, and a picture."""
+    folder = base / "models" / "diffusion_models"
+    folder.mkdir(parents=True)
+    config = DiTConfig(
+        in_channels=16, out_channels=16, dim=1024, ffn_dim=4096, num_heads=8, num_layers=4, text_dim=64, text_len=32
+    )
+    large = random_module(config, device=torch.device("cpu"), dtype=torch.bfloat16, seed=0)
+    save(large, folder / "large.safetensors", torch.bfloat16)
+    (folder / "broken.safetensors").write_bytes(b"not a model at all")
+    make_ti2v(base)
+    first = draw([parse_caption(CAPTION)], seed=3)[0, :, 0]
+    Image.fromarray(((first + 1) * 127.5).byte().permute(1, 2, 0).numpy()).save(base / "input" / "first.png")
+
+
+def make_ti2v(base: Path) -> None:
+    """TI2V-5B in miniature: one transformer of 48 channels and a 2.2 VAE, with random weights."""
+    dit = DiTConfig(
+        in_channels=48, out_channels=48, dim=64, ffn_dim=96, num_heads=2, num_layers=2, text_dim=64, text_len=32
+    )
+    vae = replace(VAE_22, encoder_dim=16, decoder_dim=16, dim_mult=(1, 1, 1, 1), num_res_blocks=1)
+    for config, name in ((dit, "diffusion_models/ti2v.safetensors"), (vae, "vae/ti2v.safetensors")):
+        path = base / "models" / name
+        path.parent.mkdir(exist_ok=True)
+        save(random_module(config, device=torch.device("cpu"), dtype=torch.float32, seed=0), path)
+
+
+# -------------------------------------------------------------------------------------------------------------- graphs
+
+
+def node(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
+
+
+def sampler(**changed: Any) -> dict[str, Any]:
+    own = {"steps": 0, "shift": 0.0, "boundary": 0.0, "guidance_high": 0.0, "guidance_low": 0.0, "solver": "unipc"}
+    links = {"model": ["model", 0], "positive": ["text", 0], "negative": ["text", 1], "latent": ["size", 0]}
+    return node("WanCoreSampler", **{**links, "seed": 1, **own, "guidance_mode": "auto", **changed})
+
+
+def loaders(high: str = TINY, low: str = TINY) -> Graph:
+    """As prompts were saved before the model loader had more inputs: those must go on working."""
+    return {
+        "model": node(
+            "WanCoreModelLoader", high=high, low=low, precision="checkpoint", attention="auto", residency="auto"
+        ),
+        "encoder": node("WanCoreTextEncoderLoader", text_encoder=TINY, precision="checkpoint"),
+        "vae": node("WanCoreVAELoader", vae=TINY, precision="auto"),
+        "text": node("WanCoreTextEncode", clip=["encoder", 0], positive=CAPTION, negative=""),
+    }
+
+
+def save_nodes(images: list[Any]) -> Graph:
+    return {
+        "video": node("CreateVideo", images=images, fps=8),
+        "save": node("SaveVideo", video=["video", 0], filename_prefix="test", format="auto", codec="auto"),
+    }
+
+
+def text_to_video(size: dict[str, int] | None = None, **sampling: Any) -> Graph:
+    size = size or {"width": 96, "height": 96, "frames": 17}
+    return {
+        **loaders(),
+        "size": node("WanCoreEmptyLatent", **size, latent_type="Wan 2.1 VAE (A14B, tiny)"),
+        "sampler": sampler(**sampling),
+        "decode": node("WanCoreVAEDecode", vae=["vae", 0], latent=["sampler", 0], tiling="auto", report=["sampler", 1]),
+        **save_nodes(["decode", 0]),
+    }
+
+
+def small(**sampling: Any) -> Graph:
+    return text_to_video(SMALL, **{"steps": 2, **sampling})
+
+
+def image_to_video() -> Graph:
+    return {
+        **text_to_video(),
+        **loaders(TINY_I2V, TINY_I2V),
+        "picture": node("LoadImage", image="first.png"),
+        "size": node(
+            "WanCoreImageToVideo",
+            positive=["text", 0],
+            negative=["text", 1],
+            vae=["vae", 0],
+            width=96,
+            height=96,
+            frames=17,
+            first_image=["picture", 0],
+        ),
+        "sampler": sampler(positive=["size", 0], negative=["size", 1], latent=["size", 2]),
+    }
+
+
+def assert_comes_true(path: Path) -> None:
+    verdict = judge(torch.from_numpy(read_video(path)), CAPTION)
+    assert verdict.all_true, verdict
+
+
+def count(server: ComfyUI, words: str) -> int:
+    return server.log().count(words)
+
+
+# --------------------------------------------------------------------------------------------------------------- tests
+
+
+def test_all_nodes_register_without_a_warning(comfy: ComfyUI) -> None:
+    log = comfy.log()
+    start = log[log.index("Import times") :]
+    assert "wancore" in start and "IMPORT FAILED" not in log and "Traceback" not in log
+    assert not [line for line in log.splitlines() if "warning" in line.lower() and "wan" in line.lower()]
+    info = comfy.get("/object_info")
+    assert {name for name in info if name.startswith("WanCore")} == set(json.loads(SCHEMAS.read_text()))
+
+
+def test_a_broken_optional_library_costs_one_line_at_most(comfy: ComfyUI) -> None:
+    assert comfy.run(small(seed=31)).ok
+    for name in BROKEN:
+        assert count(comfy, f"{name} is broken") <= 1
+
+
+def test_every_input_has_a_tooltip_and_every_node_a_description(comfy: ComfyUI) -> None:
+    info = comfy.get("/object_info")
+    for name in json.loads(SCHEMAS.read_text()):
+        assert info[name]["description"] and info[name]["category"] == "WanCore", name
+        assert all(info[name]["output_tooltips"]), name
+        for group in ("required", "optional"):
+            for key, (_, options) in info[name]["input"].get(group, {}).items():
+                assert options.get("tooltip"), f"{name}.{key}"
+
+
+def test_the_schemas_are_those_that_are_frozen(comfy: ComfyUI) -> None:
+    """What a real ComfyUI tells its page; `test_nodes_schemas.py` holds the rules without one."""
+    info = comfy.get("/object_info")
+    for name, frozen in json.loads(SCHEMAS.read_text()).items():
+        groups = [info[name]["input"].get(group, {}) for group in ("required", "optional")]
+        given = [(key, kind) for group in groups for key, (kind, _) in group.items()]
+        order = [(entry["name"], entry["type"]) for entry in frozen["inputs"]]
+        assert sorted(given) == sorted(order) and [g for g in given if g in order] == given, name
+        assert info[name]["output"] == [entry["type"] for entry in frozen["outputs"]]
+        assert info[name]["output_name"] == [entry["name"] for entry in frozen["outputs"]]
+
+
+def test_text_to_video_with_preview_progress_plan_and_report(comfy: ComfyUI) -> None:
+    graph = text_to_video()
+    numbers = {key: value for key, value in graph["sampler"]["inputs"].items() if key in PLAN_INPUTS}
+    graph["model"]["inputs"]["precision"] = "fp32"  # no other test's loader: what is cached says nothing again
+    graph["plan"] = node("WanCorePlanPreview", model=["model", 0], **numbers, seconds_per_forward=0.5)
+    graph["report"] = node("WanCoreReport", report=["decode", 1])
+    graph["table"] = node("PreviewAny", source=["plan", 1])
+    graph["words"] = node("PreviewAny", source=["report", 1])
+    run = comfy.watch(graph)
+    assert run.ok, run.status
+    frames = read_video(comfy.output_file(run, "save"))
+    assert frames.shape == (17, 96, 96, 3)
+    assert_comes_true(comfy.output_file(run, "save"))
+
+    steps = [e["data"]["value"] for e in run.events if e["type"] == "progress" and e["data"]["node"] == "sampler"]
+    assert steps == list(range(1, 21))
+    decoded = [e["data"]["value"] for e in run.events if e["type"] == "progress" and e["data"]["node"] == "decode"]
+    assert decoded[-1] == 17 and len(decoded) > 1
+    pictures = [Image.open(io.BytesIO(e["data"])) for e in run.events if e["type"] == "preview"]
+    assert len(pictures) == 20
+    assert np.asarray(pictures[-1]).std() > 1
+    said = [e["data"] for e in run.events if e["type"] == "text" and e["node"] == "sampler"]
+    assert any("step 19 of 20, low-noise expert" in words and "left" in words for words in said)
+    assert "t2v-tiny: two experts" in run.outputs["model"]["text"][0]
+    assert "t2v-tiny: 20 steps" in run.outputs["sampler"]["text"][0]
+
+    for drawn in ("plan", "report"):
+        picture = Image.open(comfy.output_file(run, drawn))
+        assert picture.width == 960 and len(picture.getcolors(1 << 20)) > 20
+    table, words = (run.outputs[key]["text"][0] for key in ("table", "words"))
+    assert "boundary 875: high -> low" in table and table.count("\n") >= 21
+    assert all(phase in words for phase in ("text", "denoise high", "denoise low", "decode", "seed: 1", "t2v_high"))
+
+
+PLAN_INPUTS = ("steps", "shift", "boundary", "guidance_high", "guidance_low", "solver")
+
+
+def test_image_to_video(comfy: ComfyUI) -> None:
+    run = comfy.run(image_to_video())
+    assert run.ok, run.status
+    video = comfy.output_file(run, "save")
+    assert_comes_true(video)
+    first = np.asarray(Image.open(comfy.base / "input" / "first.png"), dtype=float)
+    assert np.abs(read_video(video)[0] - first).mean() < 16
+
+
+def test_mixed_with_native_nodes(comfy: ComfyUI) -> None:
+    """Text encode, image conditioning and decode by ComfyUI's own nodes around our sampler."""
+    graph = image_to_video()
+    graph["text"] = node("CLIPTextEncode", clip=["encoder", 0], text=CAPTION)
+    graph["nothing"] = node("CLIPTextEncode", clip=["encoder", 0], text="")
+    graph["size"] = node(
+        "WanImageToVideo",
+        positive=["text", 0],
+        negative=["nothing", 0],
+        vae=["vae", 0],
+        width=96,
+        height=96,
+        length=17,
+        batch_size=1,
+        start_image=["picture", 0],
+    )
+    graph["decode"] = node("VAEDecode", vae=["vae", 0], samples=["sampler", 0])
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    assert_comes_true(comfy.output_file(run, "save"))
+
+
+def test_native_conditioning_is_the_same_as_ours(comfy: ComfyUI) -> None:
+    """A first and a last frame through WanFirstLastFrameToVideo and through ours: the same pictures."""
+    graph = image_to_video()
+    graph["size"]["inputs"] |= SMALL
+    graph["sampler"]["inputs"] |= {"steps": 2}
+    graph["save"] = node("SaveImage", images=["decode", 0], filename_prefix="same")
+    graph["scaled"] = node(
+        "ImageScale", image=["picture", 0], upscale_method="area", width=48, height=48, crop="disabled"
+    )
+    graph["size"]["inputs"] |= {"first_image": ["scaled", 0], "last_image": ["scaled", 0]}
+    ours = comfy.run(graph)
+    graph["size"] = node(
+        "WanFirstLastFrameToVideo",
+        positive=["text", 0],
+        negative=["text", 1],
+        vae=["vae", 0],
+        width=48,
+        height=48,
+        length=5,
+        batch_size=1,
+        start_image=["scaled", 0],
+        end_image=["scaled", 0],
+    )
+    graph["decode"] = node("VAEDecodeTiled", vae=["vae", 0], samples=["sampler", 0], **TILES)
+    theirs = comfy.run(graph)
+    assert ours.ok and theirs.ok, (ours.status, theirs.status)
+    assert_same_pictures(comfy, ours, theirs)
+
+
+TILES = {"tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
+
+
+def test_one_transformer_with_a_known_first_frame_and_the_native_node_for_it(comfy: ComfyUI) -> None:
+    """TI2V-5B: our image node and Wan22ImageToVideoLatent give the same pictures."""
+    size = {"width": 64, "height": 64}
+    graph = image_to_video() | {"model": loaders("ti2v.safetensors", "none")["model"]}
+    graph["vae"] = node("WanCoreVAELoader", vae="ti2v.safetensors", precision="auto")
+    graph["size"]["inputs"] |= {**size, "frames": 5, "first_image": ["scaled", 0]}
+    graph["scaled"] = node("ImageScale", image=["picture", 0], upscale_method="area", crop="disabled", **size)
+    graph["sampler"]["inputs"] |= {"steps": 2}
+    graph["save"] = node("SaveImage", images=["decode", 0], filename_prefix="same")
+    ours = comfy.run(graph)
+    graph["size"] = node(
+        "Wan22ImageToVideoLatent", vae=["vae", 0], length=5, batch_size=1, start_image=["scaled", 0], **size
+    )
+    graph["sampler"]["inputs"] |= {"positive": ["text", 0], "negative": ["text", 1], "latent": ["size", 0]}
+    theirs = comfy.run(graph)
+    assert ours.ok and theirs.ok, (ours.status, theirs.status)
+    assert "one transformer for every step" in ours.outputs["model"]["text"][0]
+    assert_same_pictures(comfy, ours, theirs)
+    graph["size"]["inputs"].pop("start_image")
+    assert comfy.run(graph).ok, "without an image it is text to video"
+
+
+def assert_same_pictures(comfy: ComfyUI, ours: Run, theirs: Run) -> None:
+    for index in range(5):
+        a, b = (np.asarray(Image.open(comfy.output_file(run, "save", index)), dtype=int) for run in (ours, theirs))
+        assert np.abs(a - b).max() <= 1
+        assert a.std() > 0
+
+
+def test_encode_and_decode_are_inverse(comfy: ComfyUI) -> None:
+    graph = {
+        "vae": node("WanCoreVAELoader", vae=TINY, precision="auto"),
+        "picture": node("LoadImage", image="first.png"),
+        "encode": node("WanCoreVAEEncode", vae=["vae", 0], image=["picture", 0]),
+        "decode": node("WanCoreVAEDecode", vae=["vae", 0], latent=["encode", 0], tiling="always"),
+        "save": node("SaveImage", images=["decode", 0], filename_prefix="again"),
+    }
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    again = np.asarray(Image.open(comfy.output_file(run, "save")), dtype=float)
+    assert np.abs(again - np.asarray(Image.open(comfy.base / "input" / "first.png"), dtype=float)).mean() < 16
+
+
+@pytest.mark.parametrize(
+    ("where", "inputs", "words"),
+    [
+        ("size", {"width": 100}, "The nearest is 96x48"),
+        ("size", {"frames": 18}, "4n + 1"),
+        ("size", {"width": 16384}, "at most 8192 pixels"),
+        ("size", {"latent_type": "another"}, "another"),
+        ("model", {"high": "broken.safetensors"}, "broken.safetensors"),
+        ("model", {"high": TINY_I2V}, "the experts differ"),
+        ("model", {"attention": "cudnn"}, "NVIDIA"),
+        ("model", {"low": "gone.safetensors"}, "gone.safetensors"),
+        ("model", {"precision": "fp16"}, "fp16"),
+        ("vae", {"vae": "gone.safetensors"}, "gone.safetensors"),
+        ("sampler", {"steps": 5000}, "5000"),
+        ("sampler", {"boundary": 1.5}, "1.5"),
+        ("sampler", {"solver": "ddim"}, "ddim"),
+    ],
+)
+def test_bad_input_is_refused_at_its_node(comfy: ComfyUI, where: str, inputs: dict[str, Any], words: str) -> None:
+    graph = small()
+    graph[where]["inputs"] |= inputs
+    with pytest.raises(Refused) as refused:
+        comfy.queue(graph)
+    assert set(refused.value.errors) == {where}
+    said = json.dumps(refused.value.errors[where]["errors"])
+    assert words in said
+
+
+def test_what_only_shows_while_running_names_its_node(comfy: ComfyUI) -> None:
+    """Latents of the other VAE, and an image for a model that takes none."""
+    graph = small()
+    graph["size"]["inputs"] |= {"latent_type": "Wan 2.2 VAE (TI2V-5B)", "width": 64, "height": 64}
+    run = comfy.run(graph)
+    error = run.message("execution_error")
+    assert error["node_id"] == "sampler" and "latents of [1, 48, 2, 4, 4]" in error["exception_message"]
+    graph = image_to_video() | {"model": loaders()["model"]}
+    run = comfy.run(graph)
+    error = run.message("execution_error")
+    assert error["node_id"] == "sampler" and "takes no image" in error["exception_message"]
+
+
+def test_interruption_takes_effect_within_a_step_and_the_next_prompt_works(comfy: ComfyUI) -> None:
+    client = Client(comfy.port)
+    prompt = comfy.queue(small(steps=1000, seed=77, solver="euler"), client.name)
+    reached = 0
+    for event in client.events():
+        if event["type"] == "progress" and event["data"]["node"] == "sampler":
+            reached = event["data"]["value"]
+            if reached == 3:
+                comfy.post("/interrupt", {})
+        elif event["type"] == "execution_interrupted":
+            break
+    client.close()
+    run = comfy.wait(prompt)
+    assert not run.ok and run.message("execution_interrupted")["node_id"] == "sampler"
+    assert reached < 200  # of 1000: those that ran while the request was on its way
+    assert comfy.run(small(seed=78)).ok
+
+
+def test_many_prompts_load_once_and_keep_memory_flat(comfy: ComfyUI) -> None:
+    assert comfy.run(small(seed=1000)).ok
+    loads, memory = count(comfy, "WanCore loaded"), []
+    encoded = count(comfy, "WanCore encoded the text")
+    for seed in range(25):
+        graph = small(seed=seed)
+        graph["text"]["inputs"]["positive"] = CAPTION if seed % 2 else "a green star moving up on a white background"
+        assert comfy.run(graph).ok
+        memory.append(comfy.resident_bytes())
+    assert count(comfy, "WanCore loaded") == loads
+    assert count(comfy, "WanCore encoded the text") == encoded + 1  # the star, once; everything else was known
+    assert memory[-1] - memory[4] < 24 * 2**20, memory
+
+
+def test_out_of_memory_in_decode_leaves_the_latents_usable(comfy: ComfyUI) -> None:
+    graph = small(seed=4711)
+    graph["short"] = node("ShortOfMemory", vae=["vae", 0], always=True)
+    graph["decode"]["inputs"]["vae"] = ["short", 0]
+    failed = comfy.run(graph)
+    error = failed.message("execution_error")
+    assert error["node_id"] == "decode" and "no memory left" in error["exception_message"]
+    graph["short"]["inputs"]["always"] = False
+    run = comfy.run(graph)
+    assert run.ok and "sampler" in run.cached
+    assert read_video(comfy.output_file(run, "save")).shape == (5, 48, 48, 3)
+
+
+def test_a_picture_that_does_not_fit_is_decoded_in_tiles_and_the_report_says_so(comfy: ComfyUI) -> None:
+    graph = small(seed=4711)
+    graph["short"] = node("ShortOfMemory", vae=["vae", 0], always=False)
+    graph["decode"]["inputs"]["vae"] = ["short", 0]
+    graph["report"] = node("WanCoreReport", report=["decode", 1])
+    graph["words"] = node("PreviewAny", source=["report", 1])
+    run = comfy.run(graph)
+    assert run.ok and "decoded in tiles" in run.outputs["words"]["text"][0]
+
+
+LARGE = 128 * 2**20  # bytes; large.safetensors takes twice that in fp32
+
+
+def test_free_gives_memory_back_and_models_return_when_used(comfy: ComfyUI) -> None:
+    graph = small(seed=5)
+    graph |= {"model": loaders("large.safetensors", "none")["model"]}
+    before = comfy.resident_bytes()
+    assert comfy.run(graph).ok
+    held = comfy.resident_bytes()
+    assert held - before > LARGE
+    deadline = time.monotonic() + 30
+    while comfy.resident_bytes() > held - LARGE and time.monotonic() < deadline:
+        comfy.post("/free", {"unload_models": True})  # again: it hears nothing while it cleans up after a prompt
+        time.sleep(0.2)
+    assert held - comfy.resident_bytes() > LARGE
+    loads = count(comfy, "WanCore loaded the transformer")
+    graph["sampler"]["inputs"]["seed"] = 6
+    assert comfy.run(graph).ok
+    assert count(comfy, "WanCore loaded the transformer") == loads + 1
+    comfy.post("/free", {"unload_models": True, "free_memory": True})
+
+
+def test_another_model_replaces_the_last_one_at_once(comfy: ComfyUI) -> None:
+    """A loader that a graph no longer names is dropped, and what it held with it, not at the next collection."""
+    graph = small(seed=5)
+    graph |= {"model": loaders("large.safetensors", "none")["model"]}
+    assert comfy.run(graph).ok
+    held = comfy.resident_bytes()
+    assert comfy.run(small(seed=5)).ok
+    assert held - comfy.resident_bytes() > LARGE
+
+
+@pytest.mark.parametrize("residency", ["resident", "swap"])
+def test_residency(comfy: ComfyUI, residency: str) -> None:
+    graph = small(seed=9)
+    graph["model"]["inputs"]["residency"] = residency
+    before = len(comfy.log())
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    log = comfy.log()[before:]
+    high, low = (log.index(f"WanCore loaded the {expert}-noise expert") for expert in ("high", "low"))
+    assert ("WanCore evicted the high-noise expert" in log[high:low]) == (residency == "swap")
+
+
+def test_an_expert_that_streams_makes_the_same_video(comfy: ComfyUI) -> None:
+    videos = []
+    for residency in ("resident", "stream"):
+        graph = small(seed=11)
+        graph["model"]["inputs"]["residency"] = residency
+        before = len(comfy.log())
+        run = comfy.run(graph)
+        assert run.ok, run.status
+        log = comfy.log()[before:]
+        assert ("WanCore streams the high-noise expert: 3 of 6 blocks stay" in log) == (residency == "stream")
+        videos.append(read_video(comfy.output_file(run, "save")))
+    assert (videos[0] == videos[1]).all()
+    comfy.post("/free", {"unload_models": True, "free_memory": True})
+    again = comfy.run(small(seed=12) | {"model": graph["model"]})
+    assert again.ok, again.status
+
+
+def test_the_oldest_comfyui_that_the_pack_names(tmp_path: Path) -> None:
+    checkout = find_comfyui("~/comfy/ComfyUI-0.3.64", "COMFYUI_OLD_PATH")
+    server = ComfyUI(checkout, make_base(tmp_path))
+    try:
+        info = server.get("/object_info")
+        assert {name for name in info if name.startswith("WanCore")} == set(json.loads(SCHEMAS.read_text()))
+        assert "IMPORT FAILED" not in server.log() and "Traceback" not in server.log()
+        run = server.run(small())
+        assert run.ok, run.status
+        assert read_video(server.output_file(run, "save")).shape == (5, 48, 48, 3)
+    finally:
+        server.stop()

@@ -1,0 +1,263 @@
+"""What the nodes ask of the engine: conditioning and masks as ComfyUI carries them, pictures, previews, drawings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from wan_core import OptionError, load_text_encoder, load_vae, make_plan
+from wan_core.execution.report import Phase, Report
+from wan_core.media.drawing import EXPERT_COLOUR, clock, draw_plan, draw_report
+from wan_core.media.preview import WAN21, WAN22, fit_map, map_of_channels
+from wan_core.media.shapes import SCENES, draw, parse_caption
+from wan_core.media.video import fit_image
+from wan_core.models.text.cache import PromptCache
+from wan_core.models.vae.config import VAE_21, VAE_22
+from wan_core.models.vae.tiling import TileSpec
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.pipeline.images import decode_images, encode_images, pixels_to_video, video_to_pixels
+from wan_core.pipeline.sources import TINY, find_experts
+from wan_core.sampling.conditioning import (
+    empty_latents,
+    frame_mask,
+    hold_first,
+    image_channels,
+    join_image,
+    known_first,
+    known_frames,
+)
+from wan_core.sampling.plan import Branch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def vae() -> VideoVAE:
+    return load_vae(TINY / "vae.safetensors", dtype=torch.float32)
+
+
+# -------------------------------------------------------------------------------------------------------- conditioning
+
+
+@pytest.mark.parametrize("ends", ["first", "last", "both"])
+def test_image_conditioning_is_the_same_through_comfyui_s_keys(vae: VideoVAE, ends: str) -> None:
+    """The CLI's way in one go, and the nodes' way by latents and mask, one channel or four."""
+    first, last = torch.rand(2, 1, 3, 1, 32, 32) * 2 - 1
+    given = (first if ends != "last" else None, last if ends != "first" else None)
+    whole = image_channels(vae, *given, 9)
+    video, unknown = known_frames(*given, 9)
+    latents = vae.encode(video)
+    mask = frame_mask(unknown, latents)
+    assert torch.equal(join_image(latents, mask, vae.config), whole)
+    assert whole.shape == (1, 20, 3, 4, 4)
+    known = whole[0, :4, :, 0, 0]
+    assert known[:, 0].tolist() == ([1] * 4 if ends != "last" else [0] * 4)
+    assert known[:, -1].tolist() == ([0, 0, 0, 1] if ends != "first" else [0] * 4)
+    if ends == "first":  # WanImageToVideo's mask: one channel per latent frame
+        native = torch.ones(1, 1, 3, 4, 4)
+        native[:, :, 0] = 0
+        assert torch.equal(join_image(latents, native, vae.config), whole)
+        assert torch.equal(join_image(latents, native[:, :, :1], vae.config), whole), "frames left out are unknown"
+
+
+def test_image_conditioning_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(OptionError, match="none was given"):
+        known_frames(None, None, 5)
+    with pytest.raises(OptionError, match=r"latents \[batch, 16"):
+        join_image(torch.zeros(1, 48, 2, 4, 4), torch.ones(1, 1, 2, 4, 4), VAE_21)
+    with pytest.raises(OptionError, match="mask"):
+        join_image(torch.zeros(1, 16, 2, 4, 4), torch.ones(1, 1, 2, 32, 32), VAE_21)
+
+
+def test_a_known_first_latent_frame_travels_in_the_latent() -> None:
+    latents, first = empty_latents(VAE_22, 64, 32, 9), torch.randn(1, 48, 1, 2, 4)
+    samples, unknown = hold_first(first, latents)
+    known = known_first(samples, unknown, VAE_22)
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (VAE_22.latents_mean, VAE_22.latents_std))
+    assert known is not None
+    torch.testing.assert_close(known, (first - mean) / std)
+    assert known_first(samples, torch.ones_like(unknown), VAE_22) is None
+    for bad in (torch.zeros_like(unknown), unknown.flip(2), unknown[:, :, :1], torch.rand(unknown.shape)):
+        with pytest.raises(OptionError, match="mask"):
+            known_first(samples, bad, VAE_22)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 8), st.sampled_from([VAE_21, VAE_22]))
+def test_empty_latents_have_wan_s_sizes(columns, rows, n, config) -> None:
+    stride = config.spatial_stride
+    latents = empty_latents(config, columns * 2 * stride, rows * 2 * stride, 4 * n + 1)
+    assert latents.shape == (1, config.z_dim, n + 1, rows * 2, columns * 2)
+    for width, frames in ((columns * 2 * stride + stride, 4 * n + 1), (columns * 2 * stride, 4 * n + 3)):
+        with pytest.raises(OptionError, match="nearest"):
+            empty_latents(config, width, rows * 2 * stride, frames)
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+class Short:
+    """A VAE that runs out of memory unless it may tile."""
+
+    def __init__(self, vae: VideoVAE) -> None:
+        self.vae, self.config, self.strips = vae, vae.config, vae.strips
+
+    def decode_stream(self, latents: Tensor, *, tile: TileSpec | None = None, **how: Any) -> Iterator[Tensor]:
+        if tile is None:
+            raise torch.cuda.OutOfMemoryError("no memory")
+        return self.vae.decode_stream(latents, tile=tile, **how)
+
+
+def test_decoding_gives_pictures_of_all_videos_and_says_how_far_it_is(vae: VideoVAE) -> None:
+    latents = torch.randn(2, 16, 2, 4, 6)
+    said: list[tuple[int, int]] = []
+    images = decode_images(vae, latents, Report(CPU), on_frames=lambda done, total: said.append((done, total)))
+    assert images.shape == (10, 32, 48, 3) and images.dtype == torch.float32
+    assert said == [(1, 10), (5, 10), (6, 10), (10, 10)]
+    expected = torch.cat([video_to_pixels(vae.decode(video)) for video in latents.split(1)])
+    torch.testing.assert_close(images, expected)
+    small = decode_images(vae, latents, Report(CPU), dtype=torch.uint8)
+    assert (small.float() / 255 - images).abs().max() <= 0.5 / 255 + 1e-6
+
+
+def test_decoding_out_of_memory_goes_on_in_tiles_and_is_reported(vae: VideoVAE) -> None:
+    latents, report = torch.randn(1, 16, 2, 4, 4), Report(CPU)
+    images = decode_images(Short(vae), latents, report)  # type: ignore[arg-type]
+    torch.testing.assert_close(images, decode_images(vae, latents, Report(CPU)), atol=1e-5, rtol=0)
+    assert "decoded in tiles" in report.notes[0]
+    with pytest.raises(OptionError, match="5 dimensions"):
+        decode_images(vae, latents[0], report)
+
+
+def test_a_clip_survives_encoding_and_decoding(vae: VideoVAE) -> None:
+    video = draw([parse_caption("a red circle moving right on a blue background")], seed=0, frames=5)
+    pixels = video_to_pixels(video)
+    assert torch.equal(pixels_to_video(pixels), video) or (pixels_to_video(pixels) - video).abs().max() < 1e-6
+    again = decode_images(vae, encode_images(vae, pixels), Report(CPU))
+    assert (again - pixels).abs().mean() < 0.05
+
+
+def test_pictures_are_scaled_to_cover_and_cut_in_the_middle() -> None:
+    wide = np.zeros((40, 120, 3), np.float32)
+    wide[:, 40:80] = 1
+    fitted = fit_image(wide, (32, 32))
+    assert fitted.shape == (32, 32, 3) and fitted[:, 2:-2].min() > 0.99
+    assert fit_image(wide, (120, 40)) is wide
+
+
+# ------------------------------------------------------------------------------------------------- previews and drawing
+
+
+def test_the_fitted_preview_shows_the_colours_of_a_clip(vae: VideoVAE) -> None:
+    """Of clips that it was not fitted to; in levels of 255."""
+    rgb = fit_map(vae)
+    for scene in SCENES[7::61]:
+        clip = draw([scene], seed=7, frames=9)
+        picture = rgb.picture(vae.normalise(vae.encode(clip)))
+        assert picture.size == (256, 256)
+        shown = np.asarray(picture.resize((12, 12)), dtype=float)
+        truth = ((clip[0, :, 4] + 1) / 2).permute(1, 2, 0).numpy() * 255
+        assert np.abs(shown - truth.reshape(12, 8, 12, 8, 3).mean((1, 3))).mean() < 36, scene
+
+
+def test_wan_s_own_preview_maps_are_chosen_by_channels() -> None:
+    assert map_of_channels(16) is WAN21 and map_of_channels(48) is WAN22 and map_of_channels(32) is None
+    for rgb, channels in ((WAN21, 16), (WAN22, 48)):
+        assert len(rgb.factors) == channels
+        assert rgb.picture(torch.zeros(1, channels, 3, 45, 80)).size == (256, 144)
+
+
+@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B", "ti2v-5B"])
+@pytest.mark.parametrize("steps", [1, 4, 40])
+def test_a_drawn_plan_shows_the_experts_that_run(task: str, steps: int) -> None:
+    plan = make_plan(task=task, steps=steps)
+    picture = np.asarray(draw_plan(plan, 90.0))
+    assert picture.shape == (540, 960, 3)
+    for expert, colour in EXPERT_COLOUR.items():
+        rgb = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+        assert (np.abs(picture.astype(int) - rgb).max(-1) < 8).any() == (expert in plan.experts)
+
+
+def test_a_step_that_one_branch_skips_is_drawn_half_filled() -> None:
+    """The cell of a step has a half for each branch, filled where it computes."""
+    plan = make_plan(task="ti2v-5B", steps=20)
+    rgb = [int(EXPERT_COLOUR["high"][i : i + 2], 16) for i in (1, 3, 5)]
+
+    def filled(skipped: tuple[Branch, ...]) -> int:
+        steps = tuple(replace(step, action="reuse" if skipped else "compute", skipped=skipped) for step in plan.steps)
+        cells = np.asarray(draw_plan(replace(plan, steps=steps))).astype(int)[448:472]
+        return int((np.abs(cells - rgb).max(-1) < 8).sum())
+
+    both, cond, uncond, none = filled(()), filled(("uncond",)), filled(("cond",)), filled(("cond", "uncond"))
+    assert both > 1.5 * cond > 1.5 * 1.5 * none
+    assert abs(cond - uncond) < 0.1 * both
+
+
+def test_the_bars_of_a_report_are_as_long_as_its_phases() -> None:
+    report = Report(CPU, {"task": "t2v-tiny", "size": [96, 96]}, {"text": Phase(1.0), "decode": Phase(4.0)}, ["a note"])
+    picture = np.asarray(draw_report(report)).astype(int)
+    green = (np.abs(picture - [0x7B, 0xC4, 0x7F]).max(-1) < 8).sum(1)
+    assert green[68] * 3.5 < green[94] < green[68] * 4.5
+    assert draw_report(Report(CPU)).size[0] == 960
+
+
+def test_a_branch_of_a_report_leaves_the_first_as_it_is() -> None:
+    first = Report(CPU, {"a": 1}, {"text": Phase(1.0)}, [])
+    second = first.branch()
+    with second.phase("text"):
+        second.notes.append("more")
+        second.settings["b"] = 2
+    assert first.phases["text"].seconds == 1.0 < second.phases["text"].seconds
+    assert not first.notes and first.setting_lines() == ["a: 1"] and first.total_seconds == 1.0
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(4.24, "4.2 s"), (187, "3:07 min"), (3765, "1:02:45 h")])
+def test_clock(seconds: float, words: str) -> None:
+    assert clock(seconds) == words
+
+
+def test_the_estimate_counts_forwards() -> None:
+    plan = make_plan(task="t2v-A14B", steps=10, guidance_low=1.0)
+    high = sum(step.expert == "high" for step in plan.steps)
+    assert plan.estimate({"high": 2.0, "low": 5.0}) == high * 2 * 2.0 + (10 - high) * 5.0
+    assert plan.estimate({"high": 2.0}) is None
+
+
+# ------------------------------------------------------------------------------------------------------ text and files
+
+
+def test_a_known_prompt_never_runs_the_encoder_again() -> None:
+    encoder, runs = load_text_encoder(TINY / "text_encoder.safetensors", dtype=torch.float32), []
+
+    def load() -> object:
+        runs.append(1)
+        return encoder
+
+    cache = PromptCache(limit=2)
+    texts = ["a red circle moving right on a blue background", ""]
+    first = cache.encode(texts, load)  # type: ignore[arg-type]
+    again = cache.encode(texts[::-1], load)  # type: ignore[arg-type]
+    assert len(runs) == 1 and torch.equal(first[0], again[1]) and torch.equal(first[1], again[0])
+    for text, rows in zip(texts, first, strict=True):
+        torch.testing.assert_close(rows, encoder.encode([text]), atol=1e-5, rtol=1e-4)
+    cache.encode(["a green star"], load)  # type: ignore[arg-type]
+    cache.encode(texts[1:], load)  # type: ignore[arg-type]
+    assert len(runs) == 3, "the oldest of three was dropped"
+
+
+def test_experts_are_recognised_with_or_without_the_second_file(tmp_path: Path) -> None:
+    both = find_experts(TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors")
+    assert both.task.name == "t2v-tiny" and both.task.boundary == 0.875 and both.low is not None
+    assert both.vae == load_vae(TINY / "vae.safetensors").config
+    alone = find_experts(TINY / "i2v_low.safetensors")
+    assert alone.task.name == "i2v-tiny" and not alone.task.two_experts and alone.task.boundary == 0
+    with pytest.raises(OptionError, match="experts differ"):
+        find_experts(TINY / "t2v_high.safetensors", TINY / "i2v_low.safetensors")

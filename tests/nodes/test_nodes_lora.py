@@ -1,0 +1,183 @@
+"""The LoRA node in a running ComfyUI: chains, strengths that load nothing again, refusals; presets for few steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.comfyui import ComfyUI, Graph, Refused, Run, find_comfyui, make_base
+from tests.nodes.test_nodes_comfy import SMALL, loaders, node, sampler
+from wan_core.checkpoint import open_checkpoint
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.pipeline.sources import TINY
+
+pytestmark = pytest.mark.comfy
+
+# A second pack: a node that looks at the models and the latents of a run.
+LOOK = """
+import json
+import sys
+
+class Look:
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("WANCORE_MODEL",), "latent": ("LATENT",)}}
+    @classmethod
+    def IS_CHANGED(cls, **inputs):
+        return float("nan")
+    def run(self, model, latent):
+        contents = [model.held[expert].model.content for expert in ("high", "low")]
+        facts = {
+            "sum": float(latent["samples"].double().abs().sum()),
+            "modules": [id(content) for content in contents],
+            "attached": [content and sum(hasattr(m, "lora_up") for m in content.modules()) for content in contents],
+            "resident_blocks": model.held["high"].resident_blocks,
+        }
+        return (json.dumps(facts),)
+
+class Room:  # the pack believes in a device of so many MB; 0: in the one that is here
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("WANCORE_MODEL",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("WANCORE_MODEL",), "mb": ("FLOAT", {"default": 0})}}
+    @classmethod
+    def IS_CHANGED(cls, **inputs):
+        return float("nan")
+    def run(self, model, mb):
+        host = sys.modules[type(model.held["high"]).__module__]
+        host.true_room = getattr(host, "true_room", host.room)
+        host.room = (lambda: int(mb * 1e6)) if mb else host.true_room
+        return (model,)
+
+NODE_CLASS_MAPPINGS = {"Look": Look, "Room": Room}
+"""
+
+
+NARROW = 555.0  # MB: half a GiB is kept in reserve, and the rest is less than one of the embedded model's experts
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    base = make_base(tmp_path_factory.mktemp("comfyui"), {"look": LOOK})
+    folder = base / "models" / "loras"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_lora(folder / "style.safetensors", seed=1)
+    write_lora(folder / "other_4steps.safetensors", seed=2)
+    write_safetensors({"x.weight": torch.zeros(2)}, folder / "no_lora.safetensors", {})
+    server = ComfyUI(find_comfyui(), base)
+    yield server
+    server.stop()
+
+
+def write_lora(path: Path, seed: int) -> None:
+    """In kohya's spelling, on every linear of the embedded model's blocks."""
+    draw = torch.Generator().manual_seed(seed)
+    state = {}
+    for name, info in open_checkpoint(TINY / "t2v_high.safetensors").tensors.items():
+        if name.startswith("blocks.") and name.endswith(".weight") and len(info.shape) == 2:
+            (n, k), flat = info.shape, "lora_unet_" + name.removesuffix(".weight").replace(".", "_")
+            state[f"{flat}.lora_down.weight"] = torch.randn(4, k, generator=draw) * k**-0.5
+            state[f"{flat}.lora_up.weight"] = torch.randn(n, 4, generator=draw) * 0.3
+    write_safetensors(state, path, {})
+
+
+def lora(model: str = "model", **inputs: Any) -> dict[str, Any]:
+    numbers = {"high": "style.safetensors", "strength_high": 1.0, "low": "the file above", "strength_low": 1.0}
+    return node("WanCoreLoRA", model=[model, 0], **{**numbers, **inputs})
+
+
+def graph(*chain: dict[str, Any], **sampling: Any) -> Graph:
+    """A run of two steps with these LoRA nodes one behind the other."""
+    numbers = {"steps": 2, "guidance_high": 1.0, "guidance_low": 1.0, "preset": "none", **sampling}
+    names = ["model", *(f"lora{n}" for n in range(len(chain)))]
+    for before, one in zip(names, chain, strict=False):
+        one["inputs"]["model"] = [before, 0]
+    made = {**loaders(), **dict(zip(names[1:], chain, strict=True))}
+    made["size"] = node("WanCoreEmptyLatent", **SMALL, latent_type="Wan 2.1 VAE (A14B, tiny)")
+    made["sampler"] = sampler(**numbers)
+    made["sampler"]["inputs"]["model"] = [names[-1], 0]
+    made["look"] = node("Look", model=[names[-1], 0], latent=["sampler", 0])
+    made["facts"] = node("PreviewAny", source=["look", 0])
+    return made
+
+
+def facts(run: Run) -> dict[str, Any]:
+    assert run.ok, run.status
+    return json.loads(run.outputs["facts"]["text"][0])
+
+
+def test_another_strength_and_no_lora_load_nothing_again(comfy: ComfyUI) -> None:
+    plain = facts(comfy.run(graph()))
+    run = comfy.run(graph(lora()))
+    full = facts(run)
+    assert (
+        "LoRA of rank 4" in run.outputs["lora0"]["text"][0]
+        and "high: LoRA loras/style" in run.outputs["lora0"]["text"][0]
+    )
+    half = facts(comfy.run(graph(lora(strength_high=0.5, strength_low=0.5))))
+    none = facts(comfy.run(graph(lora(strength_high=0.0, strength_low=0.0))))
+    assert plain["modules"] == full["modules"] == half["modules"] == none["modules"]
+    assert full["attached"] == [60, 60] and plain["attached"] == [0, 0]
+    assert len({full["sum"], half["sum"], plain["sum"]}) == 3
+    assert none["sum"] == pytest.approx(plain["sum"], rel=1e-9)
+    again = facts(comfy.run(graph(seed=5)))
+    assert again["attached"] == [0, 0]
+
+
+def test_nodes_are_chained_and_experts_are_told_apart(comfy: ComfyUI) -> None:
+    both = facts(comfy.run(graph(lora(), lora(high="other_4steps.safetensors", strength_high=0.5, strength_low=0.5))))
+    first = facts(comfy.run(graph(lora())))
+    high = facts(comfy.run(graph(lora(low="none"))))
+    assert len({both["sum"], first["sum"], high["sum"]}) == 3
+    assert both["attached"] == [60, 60] and high["attached"] == [60, 0]
+
+
+def test_a_distilled_lora_brings_its_settings(comfy: ComfyUI) -> None:
+    made = graph(lora(high="other_4steps.safetensors"), steps=0, guidance_high=0.0, guidance_low=0.0, preset="auto")
+    made["plan"] = node("WanCorePlanPreview", model=["lora0", 0], steps=0, shift=0.0, boundary=0.0, guidance_high=0.0,
+                        guidance_low=0.0, solver="unipc", seconds_per_forward=1.0)  # fmt: skip
+    made["table"] = node("PreviewAny", source=["plan", 1])
+    run = comfy.run(made)
+    assert run.ok, run.status
+    table = run.outputs["table"]["text"][0]
+    assert "4 steps, euler, shift 5" in table and "4 forwards" in table and "preset 4-step" in table
+    assert "4 steps, euler" in run.outputs["sampler"]["text"][0]
+
+
+def test_what_is_no_lora_is_refused_by_name(comfy: ComfyUI) -> None:
+    run = comfy.run(graph(lora(high="no_lora.safetensors")))
+    assert not run.ok and "not a LoRA" in str(run.status)
+    with pytest.raises(Refused):
+        comfy.run(graph(lora(high="absent.safetensors")))
+
+
+def with_room(made: Graph, mb: float) -> Graph:
+    """The graph, its sampler on a device of so many MB."""
+    model = made["sampler"]["inputs"]["model"]
+    made["room"] = node("Room", model=model, mb=mb)
+    made["sampler"]["inputs"]["model"] = ["room", 0]
+    return made
+
+
+def test_weights_that_stream_take_no_lora_and_keep_none(comfy: ComfyUI) -> None:
+    """Refused before anything is loaded; what was on them before goes; and with room for a whole expert it is one."""
+    with_one = facts(comfy.run(with_room(graph(lora(), seed=21), 0)))
+    plain = facts(comfy.run(with_room(graph(seed=21), 0)))
+    assert facts(comfy.run(with_room(graph(lora(), seed=21, steps=3), 0)))["attached"] == [60, 60]
+    streamed = facts(comfy.run(with_room(graph(seed=21), NARROW)))
+    assert streamed["resident_blocks"] is not None and streamed["attached"] == [None, 0]
+    assert streamed["sum"] == pytest.approx(plain["sum"], rel=1e-9)
+    comfy.post("/free", {"unload_models": True, "free_memory": True})
+    before = len(comfy.log())
+    run = comfy.run(with_room(graph(lora(), seed=22), NARROW))
+    assert not run.ok and "LoRAs are not put on weights that stream" in str(run.status)
+    log = comfy.log()[before:]
+    assert not any(f"WanCore {did} the high-noise expert" in log for did in ("loaded", "streams"))
+    again = facts(comfy.run(with_room(graph(lora(), seed=21), 0)))
+    assert again["resident_blocks"] is None and again["attached"] == [60, 60] and again["sum"] == with_one["sum"]

@@ -1,0 +1,176 @@
+"""Workers under a running ComfyUI: two ranks on the CPU, driven through its API, and what becomes of the processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.comfyui import Client, ComfyUI, Graph, Refused, find_comfyui, make_base
+from tests.launched import below, ranks_below, wait_until_gone
+from tests.nodes.test_nodes_comfy import node, small, text_to_video
+from tests.nodes.test_workflows import api_form, caption_behind, page_form, prompt_of
+from wan_core.media.metrics import judge
+from wan_core.media.video import read_video
+
+pytestmark = pytest.mark.comfy
+
+LAUNCHER = {"devices": "cpu,cpu", "mesh": "auto", "start_timeout": 60, "step_timeout": 60}
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    server = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui")))
+    yield server
+    server.stop()
+
+
+def on_workers(graph: Graph, **changed: object) -> Graph:
+    graph["launcher"] = node("WanCoreLauncher", **{**LAUNCHER, **changed})
+    for loader in ("model", "encoder", "vae"):
+        graph[loader]["inputs"]["workers"] = ["launcher", 0]
+    return graph
+
+
+def save_pictures(graph: Graph) -> Graph:
+    graph["save"] = node("SaveImage", images=["decode", 0], filename_prefix="workers")
+    return graph
+
+
+def test_the_workflow_runs_from_the_page_and_from_the_api(comfy: ComfyUI) -> None:
+    """Both forms make the video that the prompt asks for; the second finds the workers of the first."""
+    workers = []
+    for seed, prompt in enumerate((prompt_of(page_form("multi_gpu")), api_form("multi_gpu")), start=2):
+        [sampler] = [key for key, entry in prompt.items() if entry["class_type"] == "WanCoreSampler"]
+        [saved] = [key for key, entry in prompt.items() if entry["class_type"] == "SaveVideo"]
+        [report] = [key for key, entry in prompt.items() if entry["class_type"] == "WanCoreReport"]
+        prompt[sampler]["inputs"]["seed"] = seed
+        prompt["words"] = node("PreviewAny", source=[report, 1])
+        run = comfy.watch(prompt)
+        assert run.ok, run.status
+        verdict = judge(torch.from_numpy(read_video(comfy.output_file(run, saved))), caption_behind(prompt, saved))
+        assert verdict.all_true, verdict
+        steps = [e["data"]["value"] for e in run.events if e["type"] == "progress" and e["data"]["node"] == sampler]
+        assert steps == list(range(1, 21))
+        assert sum(e["type"] == "preview" for e in run.events) == 20
+        words = run.outputs["words"]["text"][0]
+        assert all(word in words for word in ("denoise high", "decode", "mesh: 2x1x1"))
+        workers.append(ranks_below(comfy.process.pid))
+    assert len(workers[0]) == 2 and workers[0] == workers[1]
+    assert not list(comfy.base.rglob("unfinished-*"))
+
+
+def pictures(comfy: ComfyUI, graph: Graph) -> np.ndarray:
+    graph["save"] = node("SaveImage", images=["decode", 0], filename_prefix="workers")
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    return np.stack([np.asarray(Image.open(comfy.output_file(run, "save", i)), dtype=int) for i in range(5)])
+
+
+@pytest.mark.parametrize("mesh", ["auto", "1x1x2"])
+def test_the_same_pictures_as_without_workers(comfy: ComfyUI, mesh: str) -> None:
+    alone, together = pictures(comfy, small(steps=4)), pictures(comfy, on_workers(small(steps=4), mesh=mesh))
+    assert np.abs(alone - together).max() <= 1 and alone.std() > 0
+
+
+def test_interruption_leaves_the_workers_alive_and_the_next_prompt_uses_them(comfy: ComfyUI) -> None:
+    assert comfy.run(on_workers(small())).ok
+    workers = ranks_below(comfy.process.pid)
+    client, reached = Client(comfy.port), 0
+    prompt = comfy.queue(on_workers(text_to_video(steps=1000, seed=77, solver="euler")), client.name)
+    for event in client.events():
+        if event["type"] == "progress" and event["data"]["node"] == "sampler":
+            reached = event["data"]["value"]
+            if reached == 3:
+                comfy.post("/interrupt", {})
+        elif event["type"] == "execution_interrupted":
+            break
+    client.close()
+    assert comfy.wait(prompt).message("execution_interrupted")["node_id"] == "sampler"
+    assert reached < 300  # of 1000: those that ran while the request was on its way
+    assert comfy.run(on_workers(small(seed=78))).ok
+    assert ranks_below(comfy.process.pid) == workers
+
+
+def test_a_killed_worker_is_named_and_the_next_prompt_starts_anew(comfy: ComfyUI) -> None:
+    assert comfy.run(on_workers(small())).ok
+    workers, client = ranks_below(comfy.process.pid), Client(comfy.port)
+    prompt = comfy.queue(on_workers(small(steps=1000, seed=79, solver="euler")), client.name)
+    for event in client.events():
+        if event["type"] == "progress" and event["data"]["value"] == 3:
+            os.kill(workers[1], signal.SIGKILL)
+        elif event["type"] == "execution_error":
+            break
+    client.close()
+    error = comfy.wait(prompt).message("execution_error")
+    assert error["node_id"] == "sampler" and "SIGKILL" in error["exception_message"]
+    assert f"rank 1 on {os.uname().nodename} (process {workers[1]}, cpu)" in error["exception_message"]
+    wait_until_gone(workers)
+    assert comfy.run(on_workers(small(seed=80))).ok
+
+
+def test_free_ends_the_workers_and_they_come_back(comfy: ComfyUI) -> None:
+    assert comfy.run(on_workers(small(seed=81))).ok
+    processes = below(comfy.process.pid)
+    assert len(processes) >= 3
+    comfy.post("/free", {"unload_models": True})
+    wait_until_gone(processes, 20)
+    assert comfy.run(on_workers(small(seed=82))).ok
+
+
+def test_a_graph_without_the_node_ends_the_workers(comfy: ComfyUI) -> None:
+    assert comfy.run(on_workers(small(seed=83))).ok
+    processes = below(comfy.process.pid)
+    assert len(processes) >= 3
+    assert comfy.run(small(seed=83)).ok
+    wait_until_gone(processes, 20)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"devices": "cpu,gpu"}, "'gpu' is not known"),
+        ({"devices": "cuda:90"}, "sees"),
+        ({"mesh": "2x2x2"}, "needs 8 ranks"),
+        ({"mesh": "fast"}, "CFGxRINGxULYSSES"),
+        ({"step_timeout": 0}, "1 to 86400"),
+    ],
+)
+def test_bad_input_is_refused_at_the_launcher(comfy: ComfyUI, changed: dict[str, object], words: str) -> None:
+    with pytest.raises(Refused) as refused:
+        comfy.queue(on_workers(small(), **changed))
+    assert set(refused.value.errors) == {"launcher"}
+    assert words in json.dumps(refused.value.errors["launcher"]["errors"])
+
+
+def test_a_model_on_workers_cannot_be_calibrated_and_the_node_says_so(comfy: ComfyUI) -> None:
+    graph = on_workers(small())
+    inputs = {key: value for key, value in graph["sampler"]["inputs"].items() if key != "guidance_mode"}
+    graph["sampler"] = node("WanCoreCalibrate", **inputs, videos=1, keep="only show")
+    graph["decode"] = node("PreviewAny", source=["sampler", 2])
+    del graph["video"], graph["save"]
+    error = comfy.run(graph).message("execution_error")
+    assert "without workers" in error["exception_message"]
+
+
+def test_workers_die_with_a_comfyui_that_is_killed(tmp_path_factory: pytest.TempPathFactory, comfy: ComfyUI) -> None:
+    """And those of another ComfyUI on this host live on."""
+    other = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("other")))
+    try:
+        assert comfy.run(on_workers(small(seed=84))).ok
+        mine = below(comfy.process.pid)
+        assert other.run(on_workers(small(seed=84))).ok
+        processes = below(other.process.pid)
+        assert len(processes) >= 3
+        other.process.kill()
+        wait_until_gone(processes)
+        assert below(comfy.process.pid) == mine
+        assert comfy.run(on_workers(small(seed=85))).ok
+    finally:
+        other.stop()

@@ -1,0 +1,180 @@
+"""FP8 and compiled models in a running ComfyUI: what comes out, what its memory manager is told, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.comfyui import ComfyUI, Graph, Refused, Run, find_comfyui, make_base
+from tests.nodes.test_nodes_comfy import assert_comes_true, make_ti2v, node, small, text_to_video
+
+pytestmark = pytest.mark.comfy
+SCALES = 0.02  # share of the embedded model's weights, which are counted without them
+
+# A second pack: a node that looks at the models of a loader, and an attention backend for heads that no model here has.
+LOOK = """
+import json
+from dataclasses import replace
+
+class Look:
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        from wan_core.ops.attention.registry import BACKENDS, Needs
+        BACKENDS["odd"] = replace(BACKENDS["sdpa"], name="odd", needs=Needs(head_dims=(96,)))
+        return {"required": {"model": ("WANCORE_MODEL",), "after": ("LATENT",)}}
+    @classmethod
+    def IS_CHANGED(cls, **inputs):
+        return float("nan")
+    def run(self, model, after):
+        from wan_core.execution.memory.residency import tensors_of
+        from wan_core.execution.optimize import compilations
+        held = set(model.held.values())
+        tensors = [tensor for one in held for tensor in tensors_of(one.model.content).values()]
+        facts = {
+            "told": sum(one.model_size() for one in held),
+            "loaded": sum(one.loaded_size() for one in held),
+            "bytes": sum(tensor.nbytes for tensor in tensors),
+            "units": sum(sum(one.units) for one in held),
+            "fp8": sum(tensor.numel() for tensor in tensors if "float8" in str(tensor.dtype)),
+            "graphs": compilations(),
+        }
+        return (json.dumps(facts),)
+
+NODE_CLASS_MAPPINGS = {"Look": Look}
+"""
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    base = make_base(tmp_path_factory.mktemp("comfyui"), {"look": LOOK})
+    make_ti2v(base)
+    server = ComfyUI(find_comfyui(), base)
+    server.get("/object_info/Look")  # which registers the backend
+    yield server
+    server.stop()
+
+
+def with_loader(graph: Graph, **inputs: Any) -> Graph:
+    graph["model"]["inputs"] |= inputs
+    return graph
+
+
+def looked_at(graph: Graph) -> Graph:
+    return graph | {
+        "look": node("Look", model=["model", 0], after=["sampler", 0]),
+        "facts": node("PreviewAny", source=["look", 0]),
+    }
+
+
+def facts_of(run: Run) -> dict[str, int]:
+    assert run.ok, run.status
+    return json.loads(run.outputs["facts"]["text"][0])
+
+
+def in_pictures(**inputs: Any) -> Graph:
+    """A small graph that saves pictures, because a video's encoder makes much of the last bit."""
+    graph = with_loader(small(seed=21, guidance_mode="batched"), **inputs)
+    graph.pop("video")
+    return graph | {"save": node("SaveImage", images=["decode", 0], filename_prefix="same")}
+
+
+def pixels(comfy: ComfyUI, run: Run) -> np.ndarray:
+    files = [comfy.output_file(run, "save", index) for index in range(len(run.outputs["save"]["images"]))]
+    return np.stack([np.asarray(Image.open(file), dtype=int) for file in files])
+
+
+def test_fp8_makes_the_video_that_was_asked_for_and_says_that_it_is_fp8(comfy: ComfyUI) -> None:
+    graph = looked_at(with_loader(text_to_video(), precision="fp8"))
+    graph |= {"report": node("WanCoreReport", report=["decode", 1])}
+    graph |= {"words": node("PreviewAny", source=["report", 1])}
+    run = comfy.run(graph)
+    facts = facts_of(run)
+    assert_comes_true(comfy.output_file(run, "save"))
+    assert "blocks in fp8" in run.outputs["model"]["text"][0]
+    assert "precision: high fp8, low fp8" in run.outputs["words"]["text"][0]
+    matrices = 2 * 6 * (8 * 128 * 128 + 2 * 128 * 384)  # two experts of 6 blocks
+    assert facts["fp8"] == matrices
+    assert facts["loaded"] == facts["told"] == pytest.approx(facts["bytes"], rel=SCALES)
+
+
+def test_blocks_that_are_kept_are_not_quantised(comfy: ComfyUI) -> None:
+    [whole, kept] = [
+        facts_of(comfy.run(looked_at(with_loader(small(), precision="fp8", keep_blocks=count)))) for count in (0, 2)
+    ]
+    assert kept["fp8"] == whole["fp8"] / 3  # 2 of 6 blocks are between them
+    assert kept["told"] == pytest.approx(kept["bytes"], rel=SCALES) and kept["told"] > whole["told"]
+
+
+def evict_all(comfy: ComfyUI) -> None:
+    """Asked for more than once: ComfyUI hears nothing while it cleans up after a prompt."""
+    before = comfy.log().count("WanCore evicted")
+    deadline = time.monotonic() + 30
+    while comfy.log().count("WanCore evicted") == before:
+        assert time.monotonic() < deadline, "nothing was evicted"
+        comfy.post("/free", {"unload_models": True})
+        time.sleep(0.2)
+
+
+def test_fp8_is_the_same_after_it_left_the_device_and_came_back(comfy: ComfyUI) -> None:
+    graph = in_pictures(precision="fp8")
+    first = pixels(comfy, comfy.run(graph))
+    evict_all(comfy)
+    graph["sampler"]["inputs"]["shift"] = 5.0  # the model's own: the same, and yet not cached
+    assert np.abs(pixels(comfy, comfy.run(graph)) - first).max() <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: torch compiles nothing for a CPU")
+def test_a_compiled_model_comes_back_without_another_compilation(comfy: ComfyUI) -> None:
+    graph = looked_at(in_pictures(precision="fp8", compile="blocks"))
+    run = comfy.run(graph)
+    compiled = facts_of(run)["graphs"]
+    assert compiled > 0 and "compiled" in run.outputs["model"]["text"][0]
+    first = pixels(comfy, run)
+    plain = comfy.run(in_pictures(precision="fp8", compile="off"))
+    # Sums in another order, where FP8 makes a step of 6 % of some last bits: half of what FP8 changes by itself.
+    assert np.abs(pixels(comfy, plain) - first).mean() < 6
+
+    for size in ({"width": 64, "frames": 9}, {"width": 48, "frames": 5}):
+        evict_all(comfy)
+        graph["size"]["inputs"] |= size
+        run = comfy.run(graph)
+        assert facts_of(run)["graphs"] == compiled
+    assert np.abs(pixels(comfy, run) - first).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({"precision": "te-current"}, "NVIDIA GPU"),
+        ({"precision": "fp4"}, "fp8-weights"),
+        ({"keep_blocks": 1}, "quantises nothing"),
+        ({"precision": "fp8", "keep_blocks": 3}, "0 to 2 are possible"),
+        ({"precision": "fp8", "keep_blocks": -1}, "0 to 2 are possible"),
+        ({"high": "ti2v.safetensors", "low": "none", "precision": "fp8-block"}, "multiple of 128"),
+        ({"attention": "te-fp8"}, "NVIDIA GPU"),
+        ({"attention": "odd"}, "head dim of 96, this model has 64"),
+        ({"compile": "everything"}, "everything"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_the_loader(comfy: ComfyUI, inputs: dict[str, Any], words: str) -> None:
+    with pytest.raises(Refused) as refused:
+        comfy.queue(with_loader(small(), **inputs))
+    assert set(refused.value.errors) == {"model"}
+    assert words in json.dumps(refused.value.errors["model"]["errors"])
+
+
+def test_only_the_transformer_is_quantised(comfy: ComfyUI) -> None:
+    graph = small()
+    graph["encoder"]["inputs"]["precision"] = "fp8"
+    with pytest.raises(Refused) as refused:
+        comfy.queue(graph)
+    assert set(refused.value.errors) == {"encoder"}

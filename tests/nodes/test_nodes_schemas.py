@@ -1,0 +1,135 @@
+"""Shared workflows go on working: ids, inputs, order, defaults and sockets of the nodes are frozen, and only additions
+at the end, optional ones, pass.
+
+`node_schemas.json` is what ComfyUI's `/object_info` said when this version was made (`test_nodes_comfy.py` compares
+with a real one). Here the declarations are read without ComfyUI, through a recorder in place of its `io` module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "node_schemas.json").read_text())
+TYPES = {"Combo": "COMBO", "Int": "INT", "Float": "FLOAT", "String": "STRING", "Boolean": "BOOLEAN", "Clip": "CLIP"}
+TYPES |= {"Vae": "VAE", "Latent": "LATENT", "Image": "IMAGE", "Conditioning": "CONDITIONING"}
+
+
+class Recorder:
+    """Stands for a socket type: `Input` and `Output` keep what they are given."""
+
+    def __init__(self, io_type: str) -> None:
+        self.io_type = io_type
+
+    def Input(self, id: str, **options: Any) -> dict[str, Any]:
+        return {"name": id, "type": self.io_type, **options}
+
+    def Output(self, id: str, display_name: str, **options: Any) -> dict[str, Any]:
+        return {"id": id, "name": display_name, "type": self.io_type, **options}
+
+
+def modules() -> dict[str, types.ModuleType]:
+    """What `nodes` imports of ComfyUI, empty but for what its module bodies and schemas touch."""
+    made = {
+        name: types.ModuleType(name)
+        for name in ("comfy", "comfy.model_management", "comfy.model_patcher", "comfy.utils", "comfy_execution")
+    }
+    for name in ("comfy_execution.utils", "folder_paths", "server", "comfy_api", "comfy_api.latest"):
+        made[name] = types.ModuleType(name)
+    plain = {
+        "comfy": {"model_management": made["comfy.model_management"]},
+        "comfy.model_patcher": {"ModelPatcher": object},
+        "comfy.utils": {"ProgressBar": object},
+        "comfy_execution.utils": {"get_executing_context": None},
+        "folder_paths": {"get_filename_list": lambda folder: FILES.get(folder, []), "get_folder_paths": lambda _: []},
+        "server": {"PromptServer": object},
+    }
+    io = types.SimpleNamespace(**{name: Recorder(kind) for name, kind in TYPES.items()})
+    io.Custom, io.ComfyNode, io.Schema = Recorder, object, lambda **fields: types.SimpleNamespace(**fields)
+    plain["comfy_api.latest"] = {"io": io, "ui": None, "ComfyExtension": object}
+    for name, contents in plain.items():
+        vars(made[name]).update(contents)
+    return made
+
+
+FILES = {
+    "diffusion_models": [
+        "one.safetensors",
+        "big/part-00001-of-00002.safetensors",
+        "big/part-00002-of-00002.safetensors",
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def schemas() -> dict[str, Any]:
+    """Node id -> schema."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "nodes"]:
+            patch.delitem(sys.modules, name)
+        for name, module in modules().items():
+            patch.setitem(sys.modules, name, module)
+        nodes = importlib.import_module("nodes")
+        found = [node.define_schema() for node in nodes.NODES]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "nodes"]:
+            del sys.modules[name]
+    return {schema.node_id: schema for schema in found}
+
+
+def test_nothing_that_was_shared_is_gone(schemas: dict[str, Any]) -> None:
+    assert set(FROZEN) <= set(schemas)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_inputs_only_grow_at_the_end(schemas: dict[str, Any], name: str) -> None:
+    given, frozen = schemas[name].inputs, FROZEN[name]["inputs"]
+    for now, before in zip(given, frozen, strict=False):
+        for key in ("name", "type", "default", "optional", "control_after_generate"):
+            assert now.get(key, False) == before.get(key, False), f"{name}.{before['name']}: {key}"
+        gone = [option for option in before.get("options", []) if option not in now["options"]]
+        assert not gone, f"{name}.{before['name']} lost {gone}"
+    assert len(given) >= len(frozen)
+    # a prompt saved without the addition must still pass validation
+    assert all(added.get("optional") for added in given[len(frozen) :])
+    required = [not entry.get("optional", False) for entry in given]
+    assert required == sorted(required, reverse=True), "the page shows optional inputs last: declare them last"
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_outputs_only_grow_at_the_end(schemas: dict[str, Any], name: str) -> None:
+    given = [(entry["name"], entry["type"]) for entry in schemas[name].outputs]
+    frozen = [(entry["name"], entry["type"]) for entry in FROZEN[name]["outputs"]]
+    assert given[: len(frozen)] == frozen
+
+
+def test_names_of_inputs_and_outputs_do_not_meet(schemas: dict[str, Any]) -> None:
+    """ComfyUI 0.3.64 refuses a node in which an input and an output have one id."""
+    for schema in schemas.values():
+        ids = [entry["name"] for entry in schema.inputs] + [entry["id"] for entry in schema.outputs]
+        assert len(ids) == len(set(ids)), schema.node_id
+
+
+def test_everything_is_explained(schemas: dict[str, Any]) -> None:
+    for schema in schemas.values():
+        assert schema.node_id.startswith("WanCore") and schema.category == "WanCore" and schema.description
+        assert all(entry.get("tooltip") for entry in [*schema.inputs, *schema.outputs]), schema.node_id
+
+
+def test_shards_appear_as_one_entry_and_the_embedded_model_first(schemas: dict[str, Any]) -> None:
+    options = schemas["WanCoreModelLoader"].inputs[0]["options"]
+    assert options == ["tiny (embedded)", "tiny i2v (embedded)", "one.safetensors", "big/"]
+
+
+def test_the_pack_imports_nothing_of_comfyui_before_its_entry_point() -> None:
+    spec = importlib.util.spec_from_file_location("pack", Path(__file__).resolve().parents[2] / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    pack = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pack)
+    assert callable(pack.comfy_entrypoint) and not hasattr(pack, "NODE_CLASS_MAPPINGS")
+    assert (Path(__file__).resolve().parents[2] / pack.WEB_DIRECTORY).is_dir()

@@ -1,0 +1,144 @@
+"""Leaving forwards out, in a running ComfyUI: settings into sampler and preview, calibration, comparison."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.nodes.test_nodes_comfy import SMALL, TINY, loaders, node, sampler
+from wan_core.pipeline.sources import TINY as FILES
+from wan_core.sampling.cache.curves import read_curve
+
+pytestmark = pytest.mark.comfy
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    """A server with a copy of the embedded experts among the user's models."""
+    base = make_base(tmp_path_factory.mktemp("comfyui"))
+    (base / "models" / "diffusion_models").mkdir()
+    for expert in ("high", "low"):
+        shutil.copy(
+            FILES / f"t2v_{expert}.safetensors", base / "models" / "diffusion_models" / f"mine_{expert}.safetensors"
+        )
+    server = ComfyUI(find_comfyui(), base)
+    yield server
+    server.stop()
+
+
+def small(**sampling: Any) -> Graph:
+    return {
+        **loaders(),
+        "size": node("WanCoreEmptyLatent", **SMALL, latent_type="Wan 2.1 VAE (A14B, tiny)"),
+        "sampler": sampler(**{"steps": 12, **sampling}),
+        "decode": node("WanCoreVAEDecode", vae=["vae", 0], latent=["sampler", 0], tiling="auto", report=["sampler", 1]),
+    }
+
+
+MAG = {"preset": "custom", "threshold": 10.0, "max_skips": 2, "retention": 0.2, "rule": "joint", "order": 1}
+PLAN = {"steps": 12, "shift": 0.0, "boundary": 0.0, "guidance_high": 0.0, "guidance_low": 0.0, "solver": "unipc"}
+
+
+def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
+    graph = small(skipping=["guidance", 0])
+    graph["cache"] = node("WanCoreMagCache", **MAG)
+    graph["guidance"] = node("WanCoreGuidanceSchedule", low=0.0, high=1.0, every=2, skipping=["cache", 0])
+    graph["plan"] = node(
+        "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=1.0, skipping=["guidance", 0]
+    )
+    graph["table"] = node("PreviewAny", source=["plan", 1])
+    graph["report"] = node("WanCoreReport", report=["decode", 1])
+    graph["words"] = node("PreviewAny", source=["report", 1])
+    graph |= {"full": sampler(steps=12), "again": {**graph["decode"], "inputs": {**graph["decode"]["inputs"]}}}
+    graph["again"]["inputs"] |= {"latent": ["full", 0], "report": ["full", 1]}
+    graph["compare"] = node("WanCoreCompare", full=["again", 0], other=["decode", 0])
+    graph["pair"] = node("PreviewImage", images=["compare", 0])
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    table, words = (run.outputs[key]["text"][0] for key in ("table", "words"))
+    assert "forecast" in table and "last guidance" in table and "% saved" in table
+    assert "of 24 (" in words and "magcache 10/2/0.2, order 1, guidance every 2" in words
+    assert "% saved" in run.outputs["sampler"]["text"][0] and "saved" not in run.outputs["full"]["text"][0]
+    text = run.outputs["compare"]["text"][0]
+    assert "PSNR" in text and "equal" not in text and "caption" not in text
+    assert len(run.outputs["pair"]["images"]) == 5
+
+
+def test_every_policy_runs_and_only_one_may_decide(comfy: ComfyUI) -> None:
+    policies = {
+        "seer": node("WanCoreTaylorSeer", interval=2, order=2, retention=0.2),
+        "adaptive": node("WanCoreAdaptiveCache", threshold=5.0, max_skips=3, retention=0.2),
+    }
+    for name, policy in policies.items():
+        graph = small(skipping=[name, 0]) | {name: policy}
+        graph["show"] = node("WanCoreReport", report=["decode", 1])
+        graph["words"] = node("PreviewAny", source=["show", 1])
+        run = comfy.run(graph)
+        assert run.ok, run.status
+        assert "forwards: 24 of 24" not in run.outputs["words"]["text"][0], name
+    both = small(skipping=["adaptive", 0]) | policies
+    both["adaptive"]["inputs"]["skipping"] = ["seer", 0]
+    both["show"] = node("WanCoreReport", report=["decode", 1])
+    run = comfy.run(both)
+    assert not run.ok and "choose one" in run.message("execution_error")["exception_message"]
+
+
+def test_a_sparse_kernel_that_cannot_run_is_refused_before_any_step(comfy: ComfyUI) -> None:
+    sparse = {"preset": "custom", "sparsity": 0.5, "dense_steps": 1.0, "ramp": 0.0, "dense_layers": 0, "mass": 0.0}
+    sparse |= {"pooled": True, "reuse": 1, "kernel": "cudnn"}  # whose plan has no sparse step: no forward would notice
+    graph = small(skipping=["sparse", 0]) | {"sparse": node("WanCoreSparseAttention", **sparse)}
+    graph["show"] = node("WanCoreReport", report=["decode", 1])
+    run = comfy.run(graph)
+    assert not run.ok and "sparse kernel 'cudnn' cannot run" in run.message("execution_error")["exception_message"]
+
+
+def test_calibration_is_kept_beside_the_model_and_used(comfy: ComfyUI) -> None:
+    graph = loaders("mine_high.safetensors", "mine_low.safetensors") | {
+        "size": node("WanCoreEmptyLatent", **SMALL, latent_type="Wan 2.1 VAE (A14B, tiny)"),
+    }
+    links = {"positive": ["text", 0], "negative": ["text", 1], "latent": ["size", 0]}
+    graph["calibrate"] = node(
+        "WanCoreCalibrate", model=["model", 0], **links, seed=0, videos=2, **PLAN, keep="save beside the model"
+    )
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    path = comfy.base / "models" / "diffusion_models" / "mine_high.magcache.json"
+    curve = read_curve(path)
+    assert (curve.steps, curve.samples) == (12, 2)
+    assert "balanced" in run.outputs["calibrate"]["text"][0] and str(path) in run.outputs["calibrate"]["text"][0]
+    assert comfy.output_file(run, "calibrate").is_file()
+    graph["plan"] = node("WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=2.0, skipping=["c", 0])
+    graph["c"] = node("WanCoreMagCache", **MAG)
+    del graph["calibrate"]
+    assert comfy.run(graph).ok
+    path.write_text(json.dumps({"format": "nonsense"}))  # the same graph reads it again
+    run = comfy.run(graph)
+    assert not run.ok and "calibrate it again" in run.message("execution_error")["exception_message"]
+
+
+def test_calibration_says_before_the_videos_where_it_cannot_write(comfy: ComfyUI) -> None:
+    """The embedded model's curve is part of the pack: one of the user's would take its place for all later runs."""
+    graph = loaders() | {"size": node("WanCoreEmptyLatent", **SMALL, latent_type="Wan 2.1 VAE (A14B, tiny)")}
+    links = {"positive": ["text", 0], "negative": ["text", 1], "latent": ["size", 0]}
+    graph["calibrate"] = node(
+        "WanCoreCalibrate", model=["model", 0], **links, seed=0, videos=1, **PLAN, keep="save beside the model"
+    )
+    before = (FILES / "t2v-tiny.magcache.json").read_bytes()
+    run = comfy.run(graph)
+    assert not run.ok and "choose 'only show'" in run.message("execution_error")["exception_message"]
+    assert (FILES / "t2v-tiny.magcache.json").read_bytes() == before
+
+
+def test_the_embedded_model_s_own_curve_is_found(comfy: ComfyUI) -> None:
+    graph = {"model": loaders()["model"], "c": node("WanCoreMagCache", **{**MAG, "preset": "fast"})}
+    graph["plan"] = node(
+        "WanCorePlanPreview", model=["model", 0], **{**PLAN, "steps": 40}, seconds_per_forward=1.0, skipping=["c", 0]
+    )
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    assert TINY in graph["model"]["inputs"].values() and "57 % saved" in run.outputs["plan"]["text"][0]

@@ -1,0 +1,233 @@
+"""The shared workflows: consistent in themselves, the page's form and the API's the same graph, and in a real ComfyUI
+each makes the videos its prompts ask for, with no file but the pack's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.comfyui import ComfyUI, find_comfyui, make_base, python_of
+from tools.make_workflows import DESCRIPTIONS, NATIVE, main
+from tools.page_form import NATIVE_SCHEMAS, NOTE, WIDGETS, Workflow, native_schema, read_schemas
+from wan_core.media.metrics import judge
+from wan_core.media.video import read_video
+
+WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
+HEADLESS = (WORKFLOWS.parent / "docs" / "headless.md").read_text(encoding="utf-8")
+NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
+SCHEMAS = read_schemas()
+KINDS: dict[str, type | tuple[type, ...]] = {"INT": int, "FLOAT": (int, float), "STRING": str, "BOOLEAN": bool}
+CONTROLS = ("fixed", "increment", "decrement", "randomize")
+
+
+def page_form(name: str) -> dict[str, Any]:
+    return json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def api_form(name: str) -> dict[str, Any]:
+    return json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def widget_values(node: dict[str, Any]) -> dict[str, Any]:
+    """What the page reads out of `widgets_values`, by position; a seed is followed by what to do with it next."""
+    values, found = list(node["widgets_values"]), {}
+    for entry in SCHEMAS[node["type"]]["inputs"]:
+        if entry["type"] in WIDGETS:
+            found[entry["name"]] = values.pop(0)
+            if entry.get("control_after_generate"):
+                assert values.pop(0) in CONTROLS
+    assert not values, f"{node['type']} {node['id']} has values left over: {values}"
+    return found
+
+
+def prompt_of(page: dict[str, Any]) -> dict[str, Any]:
+    """The page's form as the page itself would send it."""
+    sources = {link[0]: [str(link[1]), link[2]] for link in page["links"]}
+    prompt = {}
+    for node in page["nodes"]:
+        if node["type"] == NOTE:
+            continue
+        inputs = widget_values(node)
+        inputs |= {entry["name"]: sources[entry["link"]] for entry in node["inputs"] if entry["link"] is not None}
+        prompt[str(node["id"])] = {"class_type": node["type"], "inputs": inputs}
+    return prompt
+
+
+def caption_behind(prompt: dict[str, Any], node: str) -> str:
+    """The positive prompt that a video was made from, found by going up its inputs."""
+    way = ("video", "images", "image", "samples", "latent", "positive")
+    inputs = prompt[node]["inputs"]
+    if prompt[node]["class_type"] in ("CLIPTextEncode", "WanCoreTextEncode"):
+        return inputs.get("positive", inputs.get("text"))
+    if prompt[node]["class_type"] in ("WanCoreSampler", "WanCoreImageToVideo", "WanImageToVideo"):
+        way = ("positive",)
+    return caption_behind(prompt, next(inputs[name][0] for name in way if name in inputs))
+
+
+def test_there_is_one_for_every_use() -> None:
+    assert {"text_to_video", "image_to_video", "embedded_demo", "mixed_with_native_nodes"} <= set(NAMES)
+    assert {path.stem for path in (WORKFLOWS / "api").glob("*.json")} == set(NAMES)
+
+
+def test_the_files_are_what_the_descriptions_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--check"]) == 0, capsys.readouterr().err
+    assert {describe.__name__ for describe in DESCRIPTIONS} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nodes_inputs_and_values_exist(name: str) -> None:
+    page = page_form(name)
+    for node in page["nodes"]:
+        if node["type"] == NOTE:
+            continue
+        schema = SCHEMAS[node["type"]]
+        names = sorted(entry["name"] for entry in schema["inputs"])
+        assert sorted(entry["name"] for entry in node["inputs"]) == names
+        assert [(out["name"], out["type"]) for out in node["outputs"]] == [
+            (out["name"], out["type"]) for out in schema["outputs"]
+        ]
+        values = widget_values(node)
+        for entry in schema["inputs"]:
+            if entry["type"] == "COMBO":
+                assert values[entry["name"]] in entry["options"], f"{node['type']}.{entry['name']}"
+            elif entry["type"] in KINDS:
+                assert isinstance(values[entry["name"]], KINDS[entry["type"]]), f"{node['type']}.{entry['name']}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_are_consistent(name: str) -> None:
+    page = page_form(name)
+    nodes = {node["id"]: node for node in page["nodes"]}
+    assert len(nodes) == len(page["nodes"]) and max(nodes) == page["last_node_id"]
+    assert [link[0] for link in page["links"]] == list(range(1, page["last_link_id"] + 1))
+    for number, source, slot, target, entry, kind in page["links"]:
+        out, into = nodes[source]["outputs"][slot], nodes[target]["inputs"][entry]
+        assert number in out["links"] and into["link"] == number
+        assert out["type"] == kind and into["type"] in (kind, "*")
+        assert nodes[source]["order"] < nodes[target]["order"]
+    ends = [entry["link"] for node in page["nodes"] for entry in node["inputs"] if entry["link"] is not None]
+    starts = [link for node in page["nodes"] for out in node["outputs"] for link in out["links"] or []]
+    assert sorted(ends) == sorted(starts) == [link[0] for link in page["links"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_needed_sockets_are_connected(name: str) -> None:
+    for node in page_form(name)["nodes"]:
+        optional = {entry["name"]: entry["optional"] for entry in SCHEMAS.get(node["type"], {"inputs": []})["inputs"]}
+        for entry in node["inputs"]:
+            assert "widget" in entry or entry["link"] or optional[entry["name"]], f"{node['type']}.{entry['name']}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_forms_are_one_graph(name: str) -> None:
+    api = api_form(name)
+    assert prompt_of(page_form(name)) == {
+        key: {"class_type": node["class_type"], "inputs": node["inputs"]} for key, node in api.items()
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_lies_on_anything_else(name: str) -> None:
+    boxes = [(*node["pos"], *node["size"]) for node in page_form(name)["nodes"]]
+    for index, (x, y, width, height) in enumerate(boxes):
+        for left, top, wide, high in boxes[:index]:
+            assert x >= left + wide or left >= x + width or y - 30 >= top + high or top - 30 >= y + height
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_note_says_which_files_go_where_and_the_video_is_saved(name: str) -> None:
+    page = page_form(name)
+    notes = " ".join(node["widgets_values"][0] for node in page["nodes"] if node["type"] == NOTE)
+    assert "embedded" in notes
+    assert name == "embedded_demo" or all(
+        folder in notes for folder in ("diffusion_models", "text_encoders", "vae", "high_noise", "umt5")
+    )
+    saved = [node for node in page["nodes"] if node["type"] == "SaveVideo"]
+    assert saved and sum(node["type"] == "CreateVideo" for node in page["nodes"]) == len(saved)
+
+
+def test_mistakes_in_a_description_are_told() -> None:
+    flow = Workflow("wrong", SCHEMAS)
+    flow.column("A", 0, 300)
+    with pytest.raises(ValueError, match="has no input"):
+        flow.add("EmptyImage", colour=1)
+    with pytest.raises(ValueError, match="needs 'samples'"):
+        flow.add("VAEDecode")
+    with pytest.raises(KeyError, match="no output"):
+        flow.add("EmptyImage")["LATENT"]
+
+
+def test_the_page_on_headless_use_names_nodes_and_files_that_exist() -> None:
+    prompt = api_form("text_to_video")
+    named = re.findall(r'\.\["(\d+)"\]\.inputs\.(\w+) =', HEADLESS)
+    assert named and all(field in prompt[node]["inputs"] for node, field in named)
+    assert set(re.findall(r"workflows/api/(\w+)\.json", HEADLESS)) <= set(NAMES)
+
+
+# ---------------------------------------------------------------------------------------------------- in a real ComfyUI
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    """A fresh installation: no model, no picture, nothing but the pack."""
+    server = ComfyUI(find_comfyui(), make_base(tmp_path_factory.mktemp("comfyui")))
+    yield server
+    server.stop()
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs_and_every_caption_comes_true(comfy: ComfyUI, name: str) -> None:
+    prompt = api_form(name)
+    run = comfy.run(prompt)
+    assert run.ok, run.status
+    saved = [key for key, node in prompt.items() if node["class_type"] == "SaveVideo"]
+    for key in saved:
+        video, caption = comfy.output_file(run, key), caption_behind(prompt, key)
+        frames = torch.from_numpy(read_video(video))
+        assert frames.shape == (17, 96, 96, 3)
+        verdict = judge(frames, caption)
+        assert verdict.all_true, f"{video.name}: {caption}: {verdict}"
+
+
+@pytest.mark.comfy
+def test_comfyuis_own_nodes_are_as_described(comfy: ComfyUI) -> None:
+    info = comfy.get("/object_info")
+    assert {name: native_schema(info[name]) for name in NATIVE} == json.loads(NATIVE_SCHEMAS.read_text())
+
+
+@pytest.mark.comfy
+def test_the_template_browser_shows_them(comfy: ComfyUI) -> None:
+    packs = comfy.get("/api/workflow_templates")
+    assert sorted(packs["wancore"]) == NAMES
+
+
+@pytest.mark.comfy
+def test_the_python_of_the_page_on_headless_use(comfy: ComfyUI, tmp_path: Path) -> None:
+    """As it stands there, with a Python that has what ComfyUI's has."""
+    [source] = re.findall(r"```python\n(.*?)```", HEADLESS, re.DOTALL)
+    (tmp_path / "generate.py").write_text(source, encoding="utf-8")
+    caption = "a purple cross moving left on a white background"
+    command = [python_of(find_comfyui()), "generate.py", str(WORKFLOWS / "api" / "text_to_video.json"), caption, "7"]
+    environment = {**os.environ, "COMFYUI": f"http://127.0.0.1:{comfy.port}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "WanCoreSampler\n" in done.stdout and "  20 of 20\n" in done.stdout
+    assert "step 20 of 20, low-noise expert" in done.stdout and (tmp_path / "preview.jpg").is_file()
+    [video] = tmp_path.glob("*.mp4")
+    assert judge(torch.from_numpy(read_video(video)), caption).all_true
+
+    wrong = api_form("text_to_video")
+    wrong["6"]["inputs"]["frames"] = 18
+    (tmp_path / "wrong.json").write_text(json.dumps(wrong))
+    command[2:] = ["wrong.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "18 frames given" in done.stdout

@@ -1,0 +1,425 @@
+"""Attention backends: the table, who is refused where and why, log-sum-exp, FP8 arithmetic, torch.compile."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan_core.cli import doctor
+from wan_core.ops.attention import cudnn_fp8, flash2, flash3, flash4, sage, te_fp8
+from wan_core.ops.attention.fp8 import Fp8Attention, key_mean, math_fp8, quantize, reference
+from wan_core.ops.attention.library import Library, probe
+from wan_core.ops.attention.registry import (
+    AUTO,
+    BACKENDS,
+    AttentionError,
+    Backend,
+    Needs,
+    auto_choice,
+    resolve_attention,
+)
+from wan_core.ops.attention.sdpa import math_lse, math_reference, sdpa, sdpa_lse
+from wan_core.ops.kernels.formats import FP8, Quantized
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+sizes = st.integers(1, 70)
+
+
+def random(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def qkv(queries: int, keys: int, heads: int = 2, dim: int = 16, batch: int = 1) -> list[torch.Tensor]:
+    return [random(i, batch, length, heads, dim) for i, length in enumerate((queries, keys, keys))]
+
+
+def says(sentence: str | None, words: str) -> bool:
+    return sentence is not None and re.search(words, sentence) is not None
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+def test_every_backend_loads_without_its_library_and_says_why_it_cannot_run():
+    for name, backend in BACKENDS.items():
+        assert callable(backend.load()), name
+        assert backend.lse is None or callable(backend.lse())
+        reason = backend.why_not(CPU, torch.float32, 128)
+        assert (reason is None) == (name in ("sdpa", "math", "math-fp8")), (name, reason)
+
+
+def test_the_kernels_that_parallelism_needs_return_log_sum_exp():
+    assert {n for n, b in BACKENDS.items() if b.lse} >= {"sdpa", "cudnn", "flash4", "flash3", "flash2", "math"}
+
+
+def test_an_unknown_name_lists_the_known():
+    with pytest.raises(AttentionError, match=r"'flash9' is not known; use one of: auto, sdpa, .*cudnn-fp8"):
+        resolve_attention("flash9", CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype", "head_dim", "words"),
+    [
+        ("cudnn", None, torch.bfloat16, 128, "NVIDIA GPU"),
+        ("cudnn", (7, 5), torch.bfloat16, 128, r"8\.0 \(Ampere\) or newer, this one has 7\.5"),
+        ("flash4", (8, 6), torch.bfloat16, 128, r"9\.0 \(Hopper\)"),
+        ("flash3", (10, 0), torch.bfloat16, 128, r"above compute capability 9\.x"),
+        ("cudnn-fp8", (8, 9), torch.bfloat16, 128, r"9\.0 \(Hopper\)"),
+        ("te-fp8", (12, 0), torch.bfloat16, 128, r"above compute capability 10\.x"),
+        ("flash4", (9, 0), torch.float32, 128, "not in float32: use sdpa"),
+        ("cudnn-fp8", (9, 0), torch.bfloat16, 72, "up to 128 in steps of 16, this model has 72: use sdpa"),
+        ("sage", (9, 0), torch.bfloat16, 32, "64 or 96 or 128, this model has 32"),
+        ("flash2", (9, 0), torch.bfloat16, 260, "up to 256 in steps of 8"),
+    ],
+)
+def test_what_a_kernel_cannot_compute_is_said(name, capability, dtype, head_dim, words):
+    assert says(BACKENDS[name].needs.why_not(capability, dtype, head_dim), words)
+
+
+@pytest.mark.parametrize("name", [n for n in BACKENDS if n not in ("sdpa", "math", "math-fp8", "sage")])
+@pytest.mark.parametrize("head_dim", [None, 32, 64, 128])
+def test_every_kernel_takes_every_head_dim_we_have(name, head_dim):
+    assert BACKENDS[name].needs.why_not((9, 0), torch.bfloat16, head_dim) is None
+
+
+def test_a_head_dim_is_refused_when_the_backend_is_resolved(monkeypatch):
+    odd = Backend("odd", "", load=lambda: sdpa, needs=Needs(head_dims=range(16, 129, 16)))
+    monkeypatch.setitem(BACKENDS, "odd", odd)
+    assert resolve_attention("odd", CPU, torch.float32, 64) == ("odd", sdpa)
+    assert resolve_attention("odd", CPU, torch.float32) == ("odd", sdpa)
+    with pytest.raises(AttentionError, match=r"'odd' cannot run on cpu: takes a head dim .*this model has 40.*doctor"):
+        resolve_attention("odd", CPU, torch.float32, 40)
+
+
+# ----------------------------------------------------------------------------------------------------------------- auto
+
+EVERYTHING, NOTHING = BACKENDS.keys(), frozenset({"sdpa", "cudnn"})
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "installed", "expected"),
+    [
+        (None, torch.float32, EVERYTHING, "sdpa"),
+        (None, torch.bfloat16, EVERYTHING, "sdpa"),
+        ((7, 5), torch.bfloat16, EVERYTHING, "sdpa"),
+        ((8, 0), torch.bfloat16, EVERYTHING, "flash2"),
+        ((8, 9), torch.bfloat16, NOTHING, "sdpa"),
+        ((9, 0), torch.bfloat16, EVERYTHING, "flash4"),
+        ((9, 0), torch.bfloat16, NOTHING, "cudnn"),
+        ((9, 0), torch.bfloat16, {"sdpa"}, "sdpa"),
+        ((9, 0), torch.float32, EVERYTHING, "sdpa"),
+        ((10, 0), torch.bfloat16, EVERYTHING, "cudnn"),
+        ((10, 3), torch.bfloat16, {"flash4", "sdpa"}, "flash4"),
+        ((12, 0), torch.bfloat16, EVERYTHING, "sdpa"),
+        ((99, 0), torch.bfloat16, EVERYTHING, "sdpa"),
+    ],
+)
+def test_auto_by_card_precision_and_what_is_installed(capability, dtype, installed, expected):
+    assert auto_choice(capability, dtype, 128, installed.__contains__) == expected
+
+
+def test_auto_never_changes_numbers_and_always_finds_one():
+    capabilities = [None, *itertools.product((*AUTO, 7, 13), (0, 6))]
+    for capability, dtype, dim in itertools.product(
+        capabilities, (torch.bfloat16, torch.float32), (None, 30, 128, 512)
+    ):
+        backend = BACKENDS[auto_choice(capability, dtype, dim, lambda name: True)]
+        assert backend.exact and backend.needs.why_not(capability, dtype, dim) is None
+
+
+def test_auto_says_once_what_it_took(caplog):
+    caplog.set_level("INFO")
+    assert resolve_attention("auto", CPU, torch.float32, 64)[0] == "sdpa"
+    assert [r.message for r in caplog.records if r.message.startswith("attention: sdpa (")] != []
+    assert len(caplog.records) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ libraries
+
+
+COUNT = itertools.count()
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Write a package whose import runs `source`; returns its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(source: str) -> str:
+        name = f"fake_attention_{next(COUNT)}"  # never the same: Python keeps what it imported
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+        return name
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("raise ImportError('libfoo.so: undefined symbol: _ZN3c10')", r"cannot be imported \(ImportError: libfoo"),
+        ("raise OSError('libcudart.so.12: cannot open')", r"OSError: libcudart"),
+        ("raise RuntimeError('first line\\nsecond')", r"RuntimeError: first line\)"),
+        ("raise RuntimeError", r"RuntimeError: no message"),
+        ("import torch; torch.not_there", r"AttributeError: .*not_there"),
+        ("assert False", "AssertionError"),
+        ("def attend(:", "SyntaxError"),
+        ("import not_installed_at_all", r"cannot be imported .*not_installed_at_all"),
+        ("def __getattr__(name): import not_installed_at_all", r"cannot be imported .*not_installed_at_all"),
+        ("attends = print", r"too old or incomplete, it has no attend"),
+    ],
+)
+def test_a_broken_library_is_a_sentence(package, source, words):
+    library = Library("Fake", package(source), "attend", "pip install fake")
+    assert says(probe(library), words)
+    assert probe(library).endswith("pip install fake") and "\n" not in probe(library)
+
+
+def test_a_library_that_works_or_is_not_there(package):
+    assert probe(Library("Fake", package("class deep:\n    attend = print"), "deep.attend", "")) is None
+    missing = probe(Library("Fake", "not_there.at.all", "attend", "pip install fake"))
+    assert missing == "Fake is not installed: pip install fake"
+
+
+def test_flash_attn_4_alone_is_not_flash_attn_2(package, tmp_path):
+    """Version 4 lives in a folder of version 2's package, which then has no `__init__` of its own."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("flash_attn_func = print")
+    program = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        from wan_core.ops.attention.registry import FLASH2, FLASH4
+        print(FLASH4.why_not()); print(FLASH2.why_not())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    lines = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert lines[0] == "None" and lines[1].startswith("flash-attn is not installed")
+
+
+def test_the_table_imports_no_library():
+    program = (
+        "import sys, wan_core.ops.attention.registry; "
+        "print([m for m in sys.modules if m.split('.')[0] in sys.argv[1:]])"
+    )
+    libraries = ["flash_attn", "flash_attn_interface", "sageattention", "cudnn", "transformer_engine", "triton"]
+    found = subprocess.run([sys.executable, "-c", program, *libraries], cwd=ROOT, check=True, capture_output=True)
+    assert found.stdout.strip() == b"[]"
+
+
+# ---------------------------------------------------------------------------------------------------------- log-sum-exp
+
+
+@settings(deadline=None, max_examples=25)
+@given(sizes, sizes, st.integers(1, 3), st.sampled_from([8, 32, 64]), st.sampled_from([sdpa_lse, math_lse]))
+def test_log_sum_exp_is_torchs(queries, keys, heads, dim, attend):
+    q, k, v = qkv(queries, keys, heads, dim, batch=2)
+    out, lse = attend(q, k, v)
+    expected = torch.logsumexp(torch.einsum("blhd,bshd->bhls", q, k) * dim**-0.5, -1)
+    assert lse.shape == (2, heads, queries) and lse.dtype == torch.float32
+    torch.testing.assert_close(lse, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, math_reference(q, k, v), atol=1e-5, rtol=1e-4)
+
+
+def merge(parts):
+    """Attention over all keys from (out [B, L, H, D], lse [B, H, L]) over each part of them."""
+    outs, lses = zip(*parts, strict=True)
+    weights = torch.stack(lses).softmax(0).transpose(-1, -2)[..., None]  # [parts, B, L, H, 1]
+    return (torch.stack(outs) * weights).sum(0)
+
+
+@settings(deadline=None, max_examples=25)
+@given(sizes, sizes, sizes, st.sampled_from(["sdpa", "math", "math-fp8"]))
+def test_two_parts_of_the_keys_merge_to_the_whole(queries, first, second, name):
+    q, k, v = qkv(queries, first + second)
+    k[:, first:] += 2  # parts whose means differ: FP8 must put back what it took off
+    form = BACKENDS[name].lse()
+    merged = merge([form(q, k[:, part], v[:, part]) for part in (slice(0, first), slice(first, None))])
+    assert relative(merged, math_reference(q, k, v)) < (1e-5 if BACKENDS[name].exact else 0.15)
+
+
+# ------------------------------------------------------------------------------------------------------------------ FP8
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.floats(-30, 30), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.integers(0, 9))
+def test_quantising_rounds_once_under_a_power_of_two(exponent, dtype, centred, seed):
+    x = (random(seed, 1, 50, 2, 16) * 2**exponent).to(dtype)
+    offset = key_mean(x) if centred else None
+    data, scale = quantize(x, offset)
+    assert data.dtype == FP8 and scale.shape == (1,) and scale.dtype == torch.float32
+    assert torch.frexp(scale).mantissa.item() == 0.5
+    assert 30 <= data.float().abs().max() <= 256
+    wanted = (x if offset is None else x - offset).float()
+    error = (data.float() * scale - wanted).abs()
+    # half a step of three bits; below 2^-6 the steps are even; x - offset was itself rounded to x's dtype
+    slack = 0 if offset is None else float(wanted.abs().max()) * 2.0**-8
+    assert (error <= wanted.abs() / 16 + scale * 2.0**-10 + slack).all()
+
+
+def test_quantising_zeros_gives_zeros():
+    data, scale = quantize(torch.zeros(1, 5, 1, 16))
+    assert (data.float() == 0).all() and scale.isfinite().all() and (1 / scale).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_attention_of_random_data(dtype):
+    q, k, v = (x.to(dtype) for x in qkv(333, 201, heads=3, dim=128))
+    out = math_fp8()(q, k, v)
+    assert out.dtype == dtype
+    assert 0.01 < relative(out, math_reference(q.float(), k.float(), v.float())) < 0.1
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.floats(-40, 40), st.integers(0, 5))
+def test_a_constant_added_to_the_keys_costs_fp8_nothing(shift, seed):
+    """This is what removing K's mean buys: without it the error grows with the shift."""
+    q, k, v = qkv(200, 150, dim=64)
+    direction = random(seed, 1, 1, 2, 64)
+    expected = math_reference(q, k, v)
+    assert relative(math_fp8()(q, k + shift * direction, v), expected) < 0.1
+
+
+def test_without_the_mean_removed_it_would_cost_a_lot():
+    q, k, v = qkv(200, 150, dim=64)
+    shifted = k + 40 * random(1, 1, 1, 2, 64)
+    kept = reference(quantize(q), quantize(shifted), quantize(v)).dequantize()
+    assert relative(kept, math_reference(q, k, v)) > 0.3
+
+
+def test_the_output_under_vs_scale_cannot_overflow():
+    q, k, v = qkv(20, 30)
+    v[:, 3] = 100  # one key whose value is the largest, and every query looks at it alone
+    k[:, 3] = 60 * q.mean(1)
+    q = q.abs() * q.mean(1).sign()
+    out = math_fp8()(q, k, v)
+    assert out.isfinite().all() and relative(out, math_reference(q, k, v)) < 0.1
+
+
+def test_fp8_attention_takes_and_returns_fp8():
+    """What a fused kernel hands over: any per-tensor scale, K's mean gone, and an output that needs no other scale."""
+    q, k, v = qkv(65, 40)
+    parts = [Quantized((x / s).to(FP8), torch.tensor([s])) for x, s in ((q, 0.03), (k, 1 / 64), (v, 0.011))]
+    out, scale = math_fp8().quantized(*parts)
+    assert out.dtype == FP8 and out.shape == q.shape and torch.equal(scale, parts[2].scale)
+    exact = math_reference(*(x.dequantize() for x in parts))
+    assert relative(out.float() * scale, exact) < 0.04  # E4M3 of the output alone
+
+
+def test_fp8_reads_views_of_one_tensor():
+    x = random(0, 1, 70, 3, 2, 16)
+    q, k, v = x.unbind(2)
+    assert torch.equal(math_fp8()(q, k, v), math_fp8()(q.contiguous(), k.contiguous(), v.contiguous()))
+
+
+# -------------------------------------------------------------------------------------------------------- torch.compile
+
+
+class Counting:
+    """torch.compile's aot_eager, counting the graphs it finished."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph, inputs):
+        compiled = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        self.graphs += 1  # not before: it may ask for the graph again, with less made symbolic
+        return compiled
+
+
+@pytest.mark.parametrize("name", ["sdpa", "math", "math-fp8"])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_one_graph_for_every_length(name, with_lse):
+    attend = BACKENDS[name].lse() if with_lse else BACKENDS[name].load()
+    torch._dynamo.reset()
+    counting = Counting()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counting)
+    for length in (40, 65, 129):
+        q, k, v = qkv(length, length)
+        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+    assert counting.graphs == 1
+
+
+OPERATORS = {
+    "flash4": (flash4.flash4, False),
+    "flash4_lse": (flash4.flash4_lse, True),
+    "flash3": (flash3.flash3, False),
+    "flash3_lse": (flash3.flash3_lse, True),
+    "flash2": (flash2.flash2, False),
+    "flash2_lse": (flash2.flash2_lse, True),
+    "sage": (sage.sage, False),
+    "cudnn_fp8": (cudnn_fp8.attention(), False),
+    "cudnn_fp8_lse": (cudnn_fp8.attention().with_lse, True),
+    "te_fp8": (te_fp8.attention(), False),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_without_its_library_still_has_a_shape_and_one_graph(name):
+    """Tensors without data: what torch.compile sees. The library is not even installed."""
+    attend, with_lse = OPERATORS[name]
+    torch._dynamo.reset()
+    counting = Counting()
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counting)
+    for length in (40, 65):
+        strided = torch.empty(2, length, 3, 4, 64, dtype=torch.bfloat16, device="meta").unbind(2)
+        out = compiled(*strided)
+        if with_lse:
+            out, lse = out
+            assert lse.shape == (2, 4, length) and lse.dtype == torch.float32
+        assert out.shape == (2, length, 4, 64) and out.dtype == torch.bfloat16 and out.is_contiguous()
+    assert counting.graphs == 1
+
+
+@pytest.mark.parametrize("module", [cudnn_fp8, te_fp8])
+def test_fp8_operators_return_fp8(module):
+    data, scale = torch.empty(1, 9, 2, 16, dtype=FP8, device="meta"), torch.empty(1, device="meta")
+    assert isinstance(module.attention(), Fp8Attention)
+    out = module.attention().quantized(*[Quantized(data, scale)] * 3)
+    assert out.data.dtype == FP8 and out.data.shape == data.shape and out.scale is scale
+
+
+# --------------------------------------------------------------------------------------------------------------- doctor
+
+
+def test_doctor_tests_both_forms():
+    found = doctor.examine("cpu")
+    assert found["auto"] == "sdpa"
+    assert found["attention"]["sdpa"]["usable"] and found["attention"]["sdpa"]["lse_error"] < 1e-5
+    rounded = found["attention"]["math-fp8"]
+    assert rounded["usable"] and doctor.TOLERANCE < rounded["error"] < doctor.ROUNDED
+    assert not found["attention"]["cudnn-fp8"]["usable"]
+    page = doctor.text(found)
+    assert all(name in page for name in BACKENDS) and "(auto: sdpa)" in page
+
+
+def fails(q, k, v):
+    raise RuntimeError("no kernel image is available\nfor this device")
+
+
+@pytest.mark.parametrize(
+    ("load", "lse", "words"),
+    [
+        (lambda: lambda q, k, v: sdpa(q, k, v) * 1.05, None, r"relative error 0\.05, allowed 0\.01"),
+        (lambda: lambda q, k, v: sdpa(q, k, v) * float("nan"), None, "relative error nan"),
+        (lambda: sdpa, lambda: lambda q, k, v: (sdpa(q, k, v), math_lse(q, k, v)[1] / 0.6931), "log-sum-exp error"),
+        (lambda: fails, None, "no kernel image is available$"),
+    ],
+)
+def test_doctor_reports_a_backend_that_computes_something_else(monkeypatch, load, lse, words):
+    monkeypatch.setitem(BACKENDS, "wrong", Backend("wrong", "", load=load, lse=lse))
+    found = doctor.examine("cpu")["attention"]["wrong"]
+    assert not found["usable"]
+    assert says(found["why_not"], words)

@@ -1,0 +1,124 @@
+"""On an NVIDIA GPU: every attention backend that runs here against the formula, with views, log-sum-exp and compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wan_core.cli import doctor
+from wan_core.ops.attention.fp8 import Fp8Attention, reference_lse
+from wan_core.ops.attention.registry import BACKENDS, AttentionError, auto_choice, capability, resolve_attention
+from wan_core.ops.attention.sdpa import math_lse, math_reference
+from wan_core.ops.kernels.formats import FP8, Quantized
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(params=[name for name in BACKENDS if not name.startswith("math")])
+def backend(request):
+    found = BACKENDS[request.param]
+    reason = found.why_not(CUDA, torch.bfloat16, 128)
+    if reason is not None:
+        with pytest.raises(AttentionError):
+            resolve_attention(request.param, CUDA, torch.bfloat16, 128)
+        pytest.skip(reason)
+    return found
+
+
+def allowed(backend) -> float:
+    return doctor.TOLERANCE if backend.exact else doctor.ROUNDED
+
+
+def qkv(queries: int, keys: int, heads: int = 3, dim: int = 128) -> list[torch.Tensor]:
+    return [torch.randn(1, n, heads, dim, device=CUDA, dtype=torch.bfloat16) for n in (queries, keys, keys)]
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(333, 201, 128), (4136, 4136, 128), (1001, 1001, 64)])
+def test_backend_matches_the_formula(backend, queries, keys, dim):
+    q, k, v = qkv(queries, keys, dim=dim)
+    assert relative(backend.load()(q, k, v), math_reference(q.float(), k.float(), v.float())) <= allowed(backend)
+
+
+def test_the_doctor_finds_it_usable(backend):
+    found = doctor._backend(backend.name, CUDA)
+    assert found["usable"], found
+
+
+def test_views_of_one_tensor_give_the_same(backend):
+    q, k, v = torch.randn(1, 1001, 3, 4, 128, device=CUDA, dtype=torch.bfloat16).unbind(2)
+    attend = backend.load()
+    assert relative(attend(q, k, v), attend(q.contiguous(), k.contiguous(), v.contiguous())) < 1e-3
+
+
+def test_log_sum_exp_of_keys_with_a_mean(backend):
+    if backend.lse is None:
+        pytest.skip("has no log-sum-exp form")
+    q, k, v = qkv(333, 201)
+    k = k + 3
+    out, lse = backend.lse()(q, k, v)
+    expected_out, expected = math_lse(q.float(), k.float(), v.float())
+    assert lse.shape == (1, 3, 333) and float((lse - expected).abs().max()) <= allowed(backend)
+    assert relative(out, expected_out) <= allowed(backend)
+
+
+def test_compiled_without_a_break_once_for_every_length(backend):
+    attend = backend.load()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: attend(q * 2, k, v) + 1, fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for length in (1000, 777, 2345):
+            q, k, v = qkv(length, length)
+            assert relative(compiled(q, k, v), attend(q * 2, k, v) + 1) < 0.01
+
+
+def test_it_follows_the_current_stream_and_never_waits(backend):
+    attend = backend.load()
+    q, k, v = qkv(1000, 1000)
+    expected = attend(q, k, v)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)  # so that a kernel on another stream would read q before it is there
+            found = attend(q * 1, k * 1, v * 1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+
+
+def test_the_users_random_numbers_are_left_alone(backend):
+    attend = backend.load()
+    q, k, v = qkv(500, 500)
+    before = torch.cuda.get_rng_state()
+    attend(q, k, v)
+    assert torch.equal(before, torch.cuda.get_rng_state())
+
+
+def test_fp8_in_and_out_is_the_reference(backend):
+    attend = backend.load()
+    if not isinstance(attend, Fp8Attention):
+        pytest.skip("not an FP8 backend")
+    fused = torch.randn(1, 1001, 3, 4, 128, device=CUDA).to(FP8)
+    scales = [torch.full((1,), s, device=CUDA) for s in (1.5, 0.03, 0.7)]
+    q, k, v = (Quantized(x, s) for x, s in zip(fused.unbind(2), scales, strict=True))
+    out, scale = attend.quantized(q, k, v)
+    (expected, _), lse = reference_lse(q, k, v)
+    assert out.dtype == FP8 and scale is v.scale
+    assert relative(out.float(), expected.float()) < 0.08  # it also rounds the probabilities
+    if attend.quantized_lse is not None:
+        assert float((attend.quantized_lse(q, k, v)[1] - lse).abs().max()) < 0.01
+
+
+def test_auto_takes_an_exact_kernel_that_runs():
+    name = resolve_attention("auto", CUDA, torch.bfloat16, 128)[0]
+    assert BACKENDS[name].exact and name == auto_choice(capability(CUDA), torch.bfloat16, 128)
+    assert resolve_attention("auto", CUDA, torch.float32)[0] == "sdpa"
+    with pytest.raises(AttentionError, match="bf16"):
+        resolve_attention("cudnn", CUDA, torch.float32)

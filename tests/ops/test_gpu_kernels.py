@@ -1,0 +1,220 @@
+"""Triton kernels, FP8 products, compiled blocks and CUDA graphs on an NVIDIA GPU, against plain torch."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from wan_core.checkpoint.random import random_module
+from wan_core.execution.graphs import GRAPHED_TOKENS, GraphedBlocks
+from wan_core.execution.optimize import compilations, optimize, set_attention
+from wan_core.models.wan import layers
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.model import PreparedText, WanModel
+from wan_core.models.wan.rope import rope_table
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.kernels import fused, reference
+from wan_core.ops.kernels.formats import quantize_reference
+from wan_core.ops.quant.schemes import SCHEMES
+from wan_core.ops.quant.swap import Quantization
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+SMALL = DiTConfig(
+    in_channels=16, out_channels=16, dim=384, ffn_dim=1280, num_heads=3, num_layers=3, text_dim=64, text_len=32
+)
+SIZES = ((5, 8, 8), (5, 12, 8), (3, 8, 14), (9, 6, 6), (2, 20, 4), (7, 10, 10))
+NATIVE = [name for name in SCHEMES if name.startswith("fp8")]
+
+
+def relative(found, expected) -> float:
+    found = found if isinstance(found, torch.Tensor) else found.dequantize()
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def runs(name: str) -> bool:
+    return torch.cuda.is_available() and SCHEMES[name].why_not(CUDA) is None
+
+
+@pytest.mark.parametrize("fmt", [None, "row", "block", "tensor"])
+@pytest.mark.parametrize(
+    ("batch", "frames", "each", "width"), [(1, 1, 1003, 5120), (2, 1, 77, 3072), (2, 3, 50, 384), (1, 1, 9, 13824)]
+)
+def test_fused_passes(fmt, batch, frames, each, width):
+    torch.manual_seed(0)
+    x, y = (torch.randn(batch, frames * each, width, device=CUDA).bfloat16() for _ in range(2))
+    gate, mul, add = (torch.randn(batch, frames, width, device=CUDA) for _ in range(3))
+    allowed = 0.003 if fmt is None else 0.04
+    assert relative(fused.norm(x, mul, add, 1e-6, fmt), reference.scaled_norm(x, mul, add, 1e-6)) < allowed
+    for g in (None, gate):
+        expected = reference.residual(x, y, g)
+        total, normed = fused.residual_norm(x.clone(), y.clone(), g, mul, add, 1e-6, fmt)
+        assert relative(total, expected) < 0.004
+        assert relative(normed, reference.scaled_norm(expected, mul, add, 1e-6)) < allowed + 0.003
+        assert relative(fused.residual(x.clone(), y.clone(), g), expected) < 0.004
+    assert relative(fused.gelu(x.clone(), fmt), F.gelu(x.double(), approximate="tanh")) < allowed
+    if fmt is not None:
+        found, expected = fused.quantize(x, fmt), quantize_reference(x, fmt)
+        assert found.scale.shape == expected.scale.shape and relative(found.scale, expected.scale) < 1e-5
+        assert relative(found, expected.dequantize()) < 0.01  # a rounding here and there falls the other way
+
+
+@pytest.mark.parametrize(("width", "heads"), [(5120, 40), (3072, 24), (128, 2), (96, 3)])
+def test_head_norms(width, heads):
+    torch.manual_seed(0)
+    D = width // heads
+    x, weight = torch.randn(2, 60, width, device=CUDA).bfloat16(), torch.randn(width, device=CUDA).bfloat16()
+    table = rope_table((3, 4, 5), (D - 4 * (D // 6), 2 * (D // 6), 2 * (D // 6)), CUDA)
+    exact = reference.rms_norm(x.double(), weight, 1e-6).unflatten(-1, (heads, -1)).float()
+    assert relative(fused.head_norm(x.clone(), weight, heads, 1e-6), exact) < 0.003
+    exact = reference.rotate(exact, table)
+    assert relative(fused.head_norm(x.clone(), weight, heads, 1e-6, table), exact) < 0.003
+    assert relative(fused.head_norm_fp8(x, weight, heads, 1e-6, table), exact) < 0.04
+    centred = exact - exact[:, ::32].mean((0, 1))
+    assert relative(fused.head_norm_fp8(x, weight, heads, 1e-6, table, centre=True), centred) < 0.04
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("rows", [1, 17, 4095])
+def test_products(name, rows):
+    if not runs(name):
+        pytest.skip(SCHEMES[name].why_not(CUDA))
+    torch.manual_seed(0)
+    kind, linear = SCHEMES[name].load(), nn.Linear(512, 384, device=CUDA, dtype=torch.bfloat16)
+    x = torch.randn(1, rows, 512, device=CUDA, dtype=torch.bfloat16)
+    found = kind(512, 384)
+    found.load({**kind.encode(linear.weight), "bias": linear.bias})
+    with torch.no_grad():
+        exact = F.linear(x.double(), linear.weight.double(), linear.bias.double())
+        assert relative(found(x), exact) < 0.04
+        if kind.takes_fp8:
+            assert relative(found(quantize_reference(x, "tensor")), exact) < 0.045
+
+
+def case(model: WanModel, size: tuple[int, int, int], batch: int = 1):
+    generator = torch.Generator(CUDA).manual_seed(size[0])
+    x = torch.randn(batch, 16, *size, generator=generator, device=CUDA)
+    context = torch.randn(batch, 9, 64, generator=generator, device=CUDA).bfloat16()
+    return x, torch.full((batch,), 900.0, device=CUDA), model.prepare_text(context)
+
+
+def build(name: str | None, seed: int = 0, **options) -> WanModel:
+    quantization = None if name is None else Quantization(SCHEMES[name].load(), CUDA)
+    model = random_module(SMALL, device=CUDA, dtype=torch.bfloat16, seed=seed, quantization=quantization)
+    attend = resolve_attention(options.pop("attention", "auto"), CUDA, torch.bfloat16, SMALL.head_dim)[1]
+    return optimize(model, attend=attend, **options)
+
+
+@torch.no_grad()
+def test_kernels_change_a_forward_no_more_than_rounding():
+    model = build(None, graphs=False)
+    inputs = case(model, SIZES[0])
+    with fused.use("torch"):
+        plain = model(*inputs)
+    text = PreparedText(tuple((k.float(), v.float()) for k, v in inputs[2].keys_values))
+    set_attention(model.float(), resolve_attention("math", CUDA, torch.float32)[1])
+    exact = model(inputs[0], inputs[1], text)
+    set_attention(model, resolve_attention("auto", CUDA, torch.bfloat16, SMALL.head_dim)[1])
+    model.bfloat16()
+    assert relative(model(*inputs), exact) < 2 * relative(plain, exact)
+
+
+@pytest.mark.parametrize("name", [None, *SCHEMES])
+@torch.no_grad()
+def test_one_compilation_for_both_experts_and_six_sizes(name):
+    if name is not None and not runs(name):
+        pytest.skip(SCHEMES[name].why_not(CUDA))
+    torch.compiler.reset()
+    experts = [build(name, seed, graphs=False) for seed in (0, 1)]
+    inputs = [case(experts[0], size) for size in SIZES]
+    eager = [[model(*one) for one in inputs] for model in experts]
+    before = compilations()
+    for model, expected in zip(experts, eager, strict=True):
+        optimize(model, attend=model.blocks[0].self_attn.attend, compile="blocks", graphs=False)
+        for one, video in zip(inputs, expected, strict=True):
+            # delayed scales have moved on since the eager forwards
+            assert relative(model(*one), video) < (0.05 if name == "te-delayed" else 0.01)
+    assert compilations() - before == 1
+
+
+@pytest.mark.parametrize("name", [None, "fp8"])
+@torch.no_grad()
+def test_graphs_give_what_launches_give(name):
+    """Several prompts and sizes, one after the other and again; new values under the same addresses; moved weights."""
+    model, plain = build(name), build(name, graphs=False)
+    inputs = [case(plain, size, batch) for size in SIZES[:2] for batch in (1, 2)]
+    for _ in range(2):
+        for x, time, text in inputs:
+            for offset in (0.0, 0.3):
+                assert torch.equal(
+                    model(x + offset, time - 100 * offset, text), plain(x + offset, time - 100 * offset, text)
+                )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    x, time, text = inputs[0]
+    for _ in range(3):  # launched, captured, replayed
+        assert torch.equal(model(x, time, text), plain(x, time, text))
+    wrapper = model.run_blocks
+    assert isinstance(wrapper, GraphedBlocks) and wrapper.kept
+    del inputs, text
+    assert not wrapper.kept  # prompts and tables are gone, and their graphs with them
+    big = (GRAPHED_TOKENS // 64 + 1, 16, 16)
+    model(*case(plain, big))
+    assert not wrapper.kept  # a large forward is launched
+
+
+@torch.no_grad()
+def test_a_model_with_graphs_gives_its_memory_back():
+    model = build(None)
+    inputs = case(model, SIZES[0])
+    for _ in range(3):  # libraries take their workspaces, which stay
+        model(*inputs)
+    del model, inputs
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = build(None)
+    inputs = case(model, SIZES[0])
+    for _ in range(3):
+        model(*inputs)
+    assert model.run_blocks.kept
+    del model, inputs
+    assert torch.cuda.memory_allocated() - before < 2**20  # without the garbage collector
+
+
+@torch.no_grad()
+def test_fp8_attention_hands_fp8_to_the_output_projection():
+    if resolve_or_skip("cudnn-fp8"):
+        exact, found = build("fp8", graphs=False), build("fp8", graphs=False, attention="cudnn-fp8")
+        inputs = case(exact, SIZES[0])
+        assert relative(found(*inputs), exact(*inputs)) < 0.05
+
+
+def resolve_or_skip(name: str) -> bool:
+    from wan_core.ops.attention.registry import BACKENDS
+
+    reason = BACKENDS[name].why_not(CUDA, torch.bfloat16, SMALL.head_dim)
+    if reason is not None:
+        pytest.skip(reason)
+    return True
+
+
+@torch.no_grad()
+def test_float32_products_of_others_stay_as_they_were():
+    before = torch.get_float32_matmul_precision()
+    model = build(None)
+    model(*case(model, SIZES[0]))
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("name", [None, "fp8", "fp8-block"])
+@torch.no_grad()
+def test_a_feed_forward_in_halves_is_the_whole(name, monkeypatch):
+    model = build(name, graphs=False)
+    inputs = case(model, SIZES[3])  # an odd number of tokens
+    whole = model(*inputs)
+    monkeypatch.setattr(layers, "HALVED_TOKENS", 1)
+    assert relative(model(*inputs), whole) < 0.01

@@ -1,0 +1,266 @@
+"""On an NVIDIA GPU: block-sparse kernels against the formula, layouts and passes against plain torch, and a denoise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wan_core.checkpoint.random import random_module
+from wan_core.execution.optimize import optimize
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.fp8 import key_mean
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.attention.sdpa import math_reference
+from wan_core.ops.attention.sparse.forward import Forward, SparseAttention, SparseFp8Attention, forward
+from wan_core.ops.attention.sparse.kernels import KERNELS
+from wan_core.ops.attention.sparse.reference import sparse_reference
+from wan_core.ops.attention.sparse.ring import read_around
+from wan_core.ops.attention.sparse.routing import Route, Rule, route
+from wan_core.ops.attention.sparse.tiles import make_tiles
+from wan_core.ops.kernels import blocked, fused
+from wan_core.ops.kernels.formats import FP8, Quantized
+from wan_core.parallel.mesh import Group
+from wan_core.parallel.ring import Ring
+from wan_core.sampling.sparsity.run import AlwaysSparse
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+GRIDS = [(5, 17, 23), (4, 16, 16), (7, 20, 31)]  # 1,955 (35 tokens in the last block), 1,024 and 4,340 tokens
+
+
+@pytest.fixture(params=[name for name in KERNELS if name != "math"])
+def kernel(request):
+    found = KERNELS[request.param]
+    reason = found.why_not(CUDA, torch.bfloat16, 128)
+    if reason is not None:
+        pytest.skip(reason)
+    return found
+
+
+def qkv(tokens: int, heads: int = 3, dim: int = 128) -> list[torch.Tensor]:
+    generator = torch.Generator(CUDA).manual_seed(0)
+    return [
+        torch.randn(1, tokens, heads, dim, device=CUDA, dtype=torch.bfloat16, generator=generator) for _ in range(3)
+    ]
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def poison() -> None:
+    """Leave NaN in memory that is about to be handed out again: whoever reads what nobody wrote shows it."""
+    held = [torch.full((1 << 24,), float("nan"), device=CUDA) for _ in range(8)]
+    held += [torch.full((n << 16,), float("nan"), device=CUDA) for n in (1, 3, 7, 20)]
+    del held
+
+
+def random_route(tokens: int, heads: int, counts: bool) -> Route:
+    generator = torch.Generator(CUDA).manual_seed(1)
+    n = -(-tokens // 128)
+    order = torch.rand(1, heads, n, n, device=CUDA, generator=generator).argsort(-1).int()
+    if not counts:
+        return Route(order[..., : max(1, n // 2)].contiguous())
+    return Route(order, torch.randint(1, n + 1, (1, heads, n), device=CUDA, generator=generator).int())
+
+
+def attention(kernel, tiles, rule: Rule, q, k, v, *, pooled: bool) -> torch.Tensor:
+    """As a block runs it, in the precision of the kernel."""
+    with forward(Forward(kernel, [], tiles, [rule], pooled=pooled)):
+        if not kernel.fp8:
+            return SparseAttention()(q, k, v)
+        laid = blocked.quantize_heads_first(q, 128), blocked.quantize_heads_first(k, 128, key_mean(k))
+        return (
+            SparseFp8Attention(128)
+            .quantized(*laid, blocked.quantize_values(v.flatten(-2), v.shape[2], 128))
+            .dequantize()
+        )
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_kernel_is_attention_under_a_mask(kernel, grid):
+    """Random routes, with a last block that is not full; nothing behind the tokens is read."""
+    tokens = grid[0] * grid[1] * grid[2]
+    q, k, v = qkv(tokens)
+    for counts in {False, kernel.counts}:
+        chosen = random_route(tokens, 3, counts)
+        expected, expected_lse = sparse_reference(q.float(), k.float(), v.float(), chosen, 128)
+        poison()
+        if kernel.fp8:
+            centred = k - key_mean(k)
+            laid = blocked.quantize_heads_first(q, 128), blocked.quantize_heads_first(centred, 128)
+            values = blocked.quantize_values(v.flatten(-2), 3, 128)
+            out, lse = kernel.load()(*laid, values, chosen, 128)
+            tail = (chosen.blocks == chosen.blocks.shape[2] - 1).any(-1)
+            found = blocked.finish(
+                out, lse, laid[0].data, 128, q_scale=laid[0].scale, pads=-tokens % 128, tail=tail, scale=values.scale
+            )
+            out = found.float() * values.scale
+            assert relative(out, expected) < 0.12
+            rows = tail.repeat_interleave(128, -1)[..., :tokens]
+            less = torch.where(rows, blocked.without_pads(lse[..., :tokens], -tokens % 128), lse[..., :tokens])
+            taken = (q * key_mean(k)).sum(-1, dtype=torch.float32).transpose(1, 2) * 128**-0.5
+            assert (less + taken - expected_lse).abs().max() < 0.1
+        else:
+            out, lse = kernel.load()(q, k, v, chosen, 128)
+            assert relative(out, expected) < 0.01
+            assert (lse[..., :tokens] - expected_lse).abs().max() < 0.02
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_reading_every_block_is_dense_attention(kernel, grid):
+    q, k, v = qkv(grid[0] * grid[1] * grid[2])
+    tiles = make_tiles(grid, 128, CUDA)
+    poison()
+    found = attention(kernel, tiles, Rule(1.0), q, k, v, pooled=True)
+    exact = math_reference(q.float(), k.float(), v.float())
+    assert relative(found, exact) < (0.12 if kernel.fp8 else 0.01)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_what_is_chosen_is_read_and_the_rest_stands_in(kernel, grid, pooled):
+    """A whole layer on the device against the same in plain torch on a CPU, from the same route."""
+    tokens = grid[0] * grid[1] * grid[2]
+    q, k, v = qkv(tokens)
+    tiles, there = make_tiles(grid, 128, CUDA), make_tiles(grid, 128, torch.device("cpu"))
+    found = attention(kernel, tiles, Rule(0.4), q, k, v, pooled=pooled)
+    hosts = [t.float().cpu() for t in (q, k, v)]
+    with forward(Forward(KERNELS["math"], [], there, [Rule(0.4)], pooled=pooled)):
+        expected = SparseAttention()(*hosts)
+    # FP8 may rank two blocks of random numbers the other way round: few rows differ by more than rounding.
+    assert relative(found.cpu(), expected) < (0.35 if kernel.fp8 else 0.06)
+
+
+def test_passes_match_plain_torch():
+    tokens, heads, dim = 1955, 5, 128
+    q, _, v = qkv(tokens, heads)
+    if fused.why_not(CUDA) is not None:
+        pytest.skip("Triton does not run here")
+    poison()
+    values = blocked.quantize_values(v.flatten(-2), heads, 128)
+    with fused.use("torch"):
+        plain = blocked.quantize_values(v.flatten(-2), heads, 128)
+    whole = blocked.whole(values.data, 128)
+    assert whole is not None
+    assert whole.is_contiguous()
+    assert not whole[..., tokens:].float().any()
+    assert relative(values.dequantize(), plain.dequantize()) < 0.01
+    for x in (q, values.data, blocked.heads_first(q, 128)):
+        found = blocked.pool(x, 128)
+        with fused.use("torch"):
+            expected = blocked.pool(x, 128)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    weight, rope = torch.rand(heads * dim, device=CUDA) + 0.5, torch.randn(tokens, 1, dim // 2, 2, device=CUDA)
+    x = q.flatten(-2)
+    for centre in (False, True):
+        laid = fused.head_norm_fp8(x.clone(), weight.bfloat16(), heads, 1e-6, rope, centre=centre, block=128)
+        usual = fused.head_norm_fp8(x.clone(), weight.bfloat16(), heads, 1e-6, rope, centre=centre)
+        assert torch.equal(laid.data.float(), usual.data.float())
+        memory = blocked.whole(laid.data, 128)
+        assert memory is not None
+        assert not memory[:, :, tokens:].float().any()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_finish_matches_plain_torch(fp8, pooled):
+    tokens, heads = 1955, 3
+    if fused.why_not(CUDA) is not None:
+        pytest.skip("Triton does not run here")
+    q, k, v = qkv(tokens, heads)
+    tiles = make_tiles((5, 17, 23), 128, CUDA)
+    chosen = route(q, k, 128, Rule(0.5), tiles.forced)
+    out, lse = sparse_reference(q, k, v, chosen, 128)
+    kept = chosen.kept(tiles.blocks)
+    means = blocked.Pooled(blocked.pool(k, 128)[0], blocked.pool(v, 128)[0], kept) if pooled else None
+    scale = torch.full((1,), 0.01, device=CUDA) if fp8 else None
+    given = {"pads": -tokens % 128, "tail": kept[..., -1], "pooled": means, "scale": scale}
+    found = blocked.finish(out.clone(), lse, q, 128, **given)  # which it may write over
+    with fused.use("torch"):
+        expected = blocked.finish(out, lse, q, 128, **given)
+    assert found.dtype == (FP8 if fp8 else torch.bfloat16)
+    assert found.is_contiguous()
+    assert relative(found, expected) < (0.03 if fp8 else 0.01)
+    eighth = Quantized(q.to(FP8), torch.full((1,), 1.0, device=CUDA))
+    again = blocked.finish(
+        out, lse, eighth.data, 128, q_scale=eighth.scale, **{**given, "scale": torch.ones(1, device=CUDA)}
+    )
+    assert again.float().isfinite().all()
+
+
+@pytest.mark.parametrize(("precision", "backend"), [("plain", "sdpa"), ("fp8", "cudnn-fp8")])
+@pytest.mark.parametrize("compile", ["off", "blocks"])
+def test_a_forward_is_close_to_dense(precision, backend, compile):
+    """A transformer of random weights, everything read and then half: eager and compiled give the same."""
+    from benchmarks.setups import Setup
+    from wan_core.ops.attention.registry import BACKENDS
+
+    setup = Setup("test", precision, backend, compile=compile)
+    reason = BACKENDS[backend].why_not(CUDA, torch.bfloat16, 128) or setup.why_not(CUDA, torch.bfloat16, 128)
+    if reason is not None:
+        pytest.skip(reason)
+    config = DiTConfig(
+        in_channels=16, out_channels=16, dim=512, ffn_dim=1024, num_heads=4, num_layers=3, text_dim=64, text_len=32
+    )
+    model = random_module(config, device=CUDA, dtype=torch.bfloat16, quantization=setup.quantization(CUDA))
+    assert isinstance(model, WanModel)
+    optimize(model, attend=resolve_attention(backend, CUDA, torch.bfloat16, 128)[1], compile=compile)
+    x = torch.randn(1, 16, 5, 68, 92, device=CUDA)  # 7,820 tokens
+    text = model.prepare_text(torch.randn(1, 8, 64, device=CUDA, dtype=torch.bfloat16))
+    time = torch.tensor([900.0], device=CUDA)
+    with torch.no_grad():
+        dense = model(x, time, text)
+        AlwaysSparse.install(model, 0.999)
+        poison()
+        whole = model(x, time, text)
+        del model.run_blocks
+        optimize(model, attend=resolve_attention(backend, CUDA, torch.bfloat16, 128)[1], compile=compile)
+        AlwaysSparse.install(model, 0.5)
+        half = model(x, time, text)
+    assert relative(whole, dense) < (0.05 if precision == "fp8" else 0.02)
+    assert half.isfinite().all()
+    assert relative(half, dense) < 0.5
+
+
+class Here(Ring):
+    """A ring whose ranks are all here: what is handed to it are the keys and values of all."""
+
+    def around(self, k, v):
+        parts = zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True)
+        return ((rank, *part) for rank, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("keep", [0.06, 0.4])
+def test_what_was_chosen_is_read_part_by_part(kernel, keep, pooled):
+    """As a rank of a ring does: its rows over the blocks of all ranks' keys, of some of which they read nothing."""
+    if not kernel.counts:
+        pytest.skip("a ring has no such kernel")
+    tokens, tiles = 4340, make_tiles((7, 20, 31), 128, CUDA)
+    q, k, v = qkv(tokens)
+    chosen, sizes = route(q, k, 128, Rule(keep), tiles.forced), blocked.block_sizes(tokens, 128, CUDA)
+    kept = chosen.kept(tiles.blocks)
+    means = blocked.pool(k, 128)[0], blocked.pool(v, 128)[0]
+    out, lse = sparse_reference(q.float(), k.float(), v.float(), chosen, 128)
+    with fused.use("torch"):
+        pools = blocked.Pooled(*means, kept) if pooled else None
+        exact = blocked.finish(out, lse, q.float(), 128, pooled=pools)
+    lengths = [12 * 128, 11 * 128, tokens - 23 * 128]
+    found, nothing = [], 0
+    poison()
+    for rank, mine in enumerate(q.split(lengths, 1)):
+        first = sum(lengths[:rank]) // 128
+        rows = slice(first, first - (-lengths[rank] // 128))
+        some = Route(chosen.blocks[:, :, rows])
+        nothing += int(some.part(0, 12)[1].sum())
+        ring = Here(Group(None, (0,), 0), lengths, lambda *_: (q, q))
+        out, lse = read_around(kernel.load(), mine, k, v, some, 128, ring)
+        assert lse.isfinite().all()
+        pools = blocked.Pooled(*means, kept[:, :, rows], sizes) if pooled else None
+        found.append(blocked.finish(out, lse, mine, 128, pooled=pools))
+    assert nothing > 0 or keep > 0.1
+    assert relative(torch.cat(found, 1), exact) < 0.015

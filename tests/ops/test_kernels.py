@@ -1,0 +1,209 @@
+"""The fused operations and FP8 formats, in plain torch against float64. On a GPU, tests/test_gpu_kernels.py compares
+the Triton kernels with these; where Triton is installed without a GPU, its interpreter runs them here."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan_core.models.wan.rope import rope_table
+from wan_core.ops.kernels import fused, reference
+from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Quantized, quantize_reference
+
+FORMATS = ("tensor", "row", "block")
+HALF_STEP = 2**-4  # E4M3 keeps three bits: a number is off by at most a sixteenth of itself
+TINIEST = 2**-10  # or, below its normal range, by half of its smallest number
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def spread(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    wide = scale.shape[-1] not in (1, like.shape[-1])
+    return scale.repeat_interleave(BLOCK, -1) if wide else scale.expand_as(like)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    fmt=st.sampled_from(FORMATS),
+    rows=st.integers(1, 5),
+    groups=st.integers(1, 4),
+    power=st.integers(-30, 30),
+    outlier=st.floats(1, 1e6),
+    seed=st.integers(0, 2**31),
+)
+def test_quantising_is_off_by_at_most_half_a_step(fmt, rows, groups, power, outlier, seed):
+    x = draw(rows, groups * BLOCK, seed=seed) * 2.0**power
+    x[0, 0] *= outlier
+    found = quantize_reference(x, fmt)
+    assert found.data.dtype == FP8 and found.data.shape == x.shape and found.scale.dtype == torch.float32
+    assert found.scale.shape == {"tensor": (1,), "row": (rows, 1), "block": (rows, groups)}[fmt]
+    allowed = x.abs() * HALF_STEP * 1.0001 + spread(found.scale, x) * TINIEST
+    assert ((found.dequantize() - x).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_zeros_stay_zeros(fmt):
+    found = quantize_reference(torch.zeros(3, 256), fmt)
+    assert (found.dequantize() == 0).all() and (found.scale > 0).all()
+
+
+@pytest.mark.parametrize("fmt", [None, *FORMATS])
+@pytest.mark.parametrize("frames", [1, 3])
+def test_norm_and_residual_are_the_formula(fmt, frames):
+    x, update = draw(2, 3 * 4, 256, seed=1), draw(2, 3 * 4, 256, seed=2)
+    gate, mul, add = (draw(2, frames, 256, seed=s) for s in (3, 4, 5))
+    wide = lambda v: v.double().repeat_interleave(12 // frames, 1)  # noqa: E731
+    total = x.double() + update.double() * wide(gate)
+    normed = F.layer_norm(total, (256,), eps=1e-6) * wide(mul) + wide(add)
+    found_total, found = fused.residual_norm(x.clone(), update.clone(), gate, mul, add, 1e-6, fmt)
+    torch.testing.assert_close(found_total.double(), total, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found_total, fused.residual(x.clone(), update.clone(), gate))
+    if fmt is None:
+        torch.testing.assert_close(found.double(), normed, rtol=1e-5, atol=1e-5)
+        plain = F.layer_norm(x.double(), (256,), eps=1e-6) * wide(mul) + wide(add)
+        torch.testing.assert_close(fused.norm(x, mul, add, 1e-6).double(), plain, rtol=1e-5, atol=1e-5)
+    else:
+        assert relative(found.dequantize(), normed) < 0.04
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    heads=st.integers(1, 4),
+    half=st.sampled_from((4, 6, 16, 32)),
+    weight=st.floats(0.01, 50),
+    centre=st.booleans(),
+    spike=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_the_scale_of_queries_and_keys_holds_whatever_comes(heads, half, weight, centre, spike, seed):
+    """It is known before the numbers are: an RMSNorm bounds them. Also a row whose whole length is one number."""
+    width = 2 * half * heads
+    x = draw(1, 6, width, seed=seed)
+    if spike:
+        x[:, ::2] = 0
+        x[:, ::2, seed % width] = 1e4
+    norm = draw(width, seed=seed + 1) * weight
+    axes = (2 * half - 4 * (half // 3), 2 * (half // 3), 2 * (half // 3))
+    table = rope_table((1, 2, 3), axes)
+    found = fused.head_norm_fp8(x, norm, heads, 1e-6, table, centre=centre)
+    assert found.data.shape == (1, 6, heads, 2 * half) and found.scale.shape == (1,)
+    exact = fused.head_norm(x.double(), norm.double(), heads, 1e-6, table).float()
+    if centre:
+        exact = exact - exact[:, ::32].mean((0, 1))
+    assert (exact.abs().amax() / found.scale) <= FP8_MAX * 1.001  # nothing was clamped
+    if not spike:
+        assert relative(found.dequantize(), exact) < 0.05
+
+
+def test_a_constant_taken_off_the_keys_changes_no_attention():
+    q, k = draw(1, 40, 2, 16, seed=1), draw(1, 40, 2, 16, seed=2) + 5
+    scores = torch.einsum("blhd,bshd->bhls", q, k).softmax(-1)
+    without = torch.einsum("blhd,bshd->bhls", q, k - k.mean(1, keepdim=True)).softmax(-1)
+    torch.testing.assert_close(scores, without, rtol=1e-4, atol=1e-6)
+
+
+def test_rotation_depends_on_distance_alone():
+    table = rope_table((1, 1, 12), (4, 6, 6))
+    q, k = draw(1, 1, 1, 16, seed=1), draw(1, 1, 1, 16, seed=2)
+    at = lambda x, i: reference.rotate(x, table[i : i + 1])  # noqa: E731
+    scores = [float((at(q, i) * at(k, i + 3)).sum()) for i in range(9)]
+    assert max(scores) - min(scores) < 1e-5
+
+
+@pytest.mark.parametrize("fmt", [None, *FORMATS])
+def test_gelu_is_the_tanh_form(fmt):
+    x = draw(3, 256) * 3
+    exact = F.gelu(x.double(), approximate="tanh")
+    found = fused.gelu(x.clone(), fmt)
+    assert relative(found if fmt is None else found.dequantize(), exact) < (1e-6 if fmt is None else 0.04)
+
+
+def test_use_is_undone_also_after_a_failure():
+    def fail() -> None:
+        with fused.use("torch"):
+            assert fused._Choice.kernels == "torch"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert fused._Choice.kernels == "triton"
+
+
+def test_no_kernel_on_a_cpu_says_so():
+    assert "GPU" in fused.why_not(torch.device("cpu"))
+
+
+INTERPRETED = """
+import torch
+from wan_core.ops.kernels import reference, triton_ops
+from wan_core.ops.kernels.formats import quantize_reference
+from wan_core.models.wan.rope import rope_table
+
+def draw(*shape): return torch.randn(shape).bfloat16()
+def close(found, expected, allowed):
+    error = float((found.float() - expected.float()).norm() / expected.float().norm())
+    assert error < allowed, error
+def plain(x): return x if isinstance(x, torch.Tensor) else x.dequantize()
+
+torch.manual_seed(0)
+EXACT, ROUGH = 0.01, 0.12  # the interpreter cuts digits off where the hardware rounds
+for B, frames, each, C, H in ((1, 1, 10, 256, 2), (2, 1, 8, 384, 3), (2, 3, 5, 192, 3), (1, 2, 9, 96, 3)):
+    L = frames * each
+    x, y = draw(B, L, C), draw(B, L, C)
+    gate, mul, add = (torch.randn(B, frames, C) for _ in range(3))
+    for fmt in (None, "row", *(("block",) if C in (256, 384) else ())):
+        allowed = EXACT if fmt is None else ROUGH
+        close(plain(triton_ops.norm(x, mul, add, 1e-6, fmt)), reference.scaled_norm(x, mul, add, 1e-6), allowed)
+        for g in (None, gate):
+            total, normed = triton_ops.residual_norm(x.clone(), y, g, mul, add, 1e-6, fmt)
+            close(total, reference.residual(x, y, g), EXACT)
+            close(plain(normed), reference.scaled_norm(reference.residual(x, y, g), mul, add, 1e-6), allowed)
+        close(plain(triton_ops.gelu(x.clone(), fmt)), torch.nn.functional.gelu(x.float(), approximate="tanh"), allowed)
+        if fmt: close(plain(triton_ops.quantize(x, fmt)), x, ROUGH)
+    close(triton_ops.residual(x.clone(), y, gate), reference.residual(x, y, gate), EXACT)
+    close(plain(triton_ops.quantize(x, "tensor")), x, ROUGH)
+    D, weight = C // H, draw(C)
+    table = rope_table((frames, 1, each), (D - 4 * (D // 6), 2 * (D // 6), 2 * (D // 6)))
+    for rope in (None, table):
+        exact = reference.rms_norm(x.float(), weight, 1e-6).unflatten(-1, (H, -1))
+        exact = exact if rope is None else reference.rotate(exact, rope)
+        close(triton_ops.head_norm(x.clone(), weight, 1e-6, rope, H), exact, EXACT)
+    mean = exact.mean((0, 1)).flatten()
+    for taken, factor in ((None, 1), (mean, 2)):
+        found = triton_ops.head_norm_fp8(x, weight, 1e-6, table, H, taken)
+        close(found.scale, reference.bound_scale(weight, factor), EXACT)
+        close(found.dequantize(), exact if taken is None else exact - mean.unflatten(0, (H, -1)), ROUGH)
+print("all close")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton")
+def test_kernels_in_tritons_interpreter():
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "all close" in done.stdout, done.stderr[-2000:]
+
+
+def test_quantized_values_of_every_shape_of_scale():
+    data = torch.full((2, 256), 2.0).to(FP8)
+    for shape in ((1,), (2, 1), (2, 2)):
+        scale = torch.arange(1, math.prod(shape) + 1).float().reshape(shape)
+        expected = 2 * (scale.repeat_interleave(BLOCK, -1) if shape == (2, 2) else scale.expand(2, 256))
+        assert torch.equal(Quantized(data, scale).dequantize(), expected)

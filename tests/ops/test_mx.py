@@ -1,0 +1,307 @@
+"""NVFP4 and MXFP8: their numbers, ComfyUI's files of them, and what holds them in memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.comfyui import find_comfyui, python_of
+from wan_core.checkpoint import CheckpointError, detect, load_dit, open_checkpoint
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.cli import doctor
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.linears import quantized_names
+from wan_core.ops.kernels.formats import FP8, quantize_reference
+from wan_core.ops.kernels.microscaling import (
+    E2M1,
+    GROUP,
+    decode_mxfp8,
+    decode_nvfp4,
+    encode_mxfp8,
+    encode_nvfp4,
+    power_of_two,
+    tiled,
+    tiled_shape,
+    untiled,
+)
+from wan_core.ops.quant import mx
+from wan_core.ops.quant.fp8 import Fp8RowLinear
+from wan_core.ops.quant.packed import Packed, PackedLinear, unpack
+from wan_core.ops.quant.swap import Quantization
+from wan_core.pipeline.builder import PACKED, precision_of
+from wan_core.pipeline.sources import recognise
+
+CPU = torch.device("cpu")
+HOLD = Quantization(PackedLinear, CPU)
+FORMATS = ("nvfp4", "mxfp8")
+SMALL = DiTConfig(
+    in_channels=16, out_channels=16, dim=128, ffn_dim=256, num_heads=2, num_layers=2, text_dim=48, text_len=32
+)
+NOTES = {"num_heads": "2", "text_len": "32"}
+NAMES = quantized_names(SMALL)
+shapes = st.tuples(st.integers(1, 300), st.integers(1, 9))
+
+
+def encoded(fmt: str, x: Tensor) -> dict[str, Tensor]:
+    parts = encode_mxfp8(x) if fmt == "mxfp8" else encode_nvfp4(x)
+    return dict(zip(("weight", "weight_scale", "weight_scale_2"), parts, strict=False))
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+
+
+@settings(deadline=None)
+@given(shapes)
+def test_scales_go_into_tiles_and_come_back(shape: tuple[int, int]) -> None:
+    scales = torch.arange(shape[0] * shape[1]).remainder(251).to(torch.uint8).view(shape)
+    stored = tiled(scales)
+    assert stored.shape == tiled_shape(*shape) and torch.equal(untiled(stored, *shape), scales)
+
+
+def test_a_tile_as_the_library_draws_it() -> None:
+    """cuBLAS: within 128 x 4, the scale of (row, column) is at (row % 32) * 16 + (row // 32) * 4 + column; the tiles of
+    128 rows follow one another."""
+    scales = torch.arange(256 * 8).remainder(256).to(torch.uint8).view(256, 8)
+    stored = tiled(scales).flatten()
+    for row in range(0, 256, 7):
+        for column in range(8):
+            tile = row // 128 * 2 + column // 4
+            at = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+            assert stored[at] == scales[row, column]
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=st.integers(1, 40), groups=st.integers(1, 5), seed=st.integers(0, 2**31), size=st.floats(-20, 20))
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_encoding_rounds_to_the_nearest(fmt: str, rows: int, groups: int, seed: int, size: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, groups * GROUP[fmt], generator=generator) * 2.0**size
+    x[0] = 0
+    found = unpack(fmt, encoded(fmt, x), torch.float32)
+    assert torch.equal(found[0], torch.zeros_like(x[0]))
+    # Half a step of the widest interval: E2M1 has a third of the largest number there, E4M3 a fourteenth.
+    step = {"nvfp4": 1 / 6 + 1 / 15, "mxfp8": 1 / 14}[fmt]  # and E4M3's rounding of a scale
+    largest = x.unflatten(1, (-1, GROUP[fmt])).abs().amax(-1, keepdim=True)
+    assert ((found - x).unflatten(1, (-1, GROUP[fmt])).abs() <= step * largest + 1e-6 * x.abs().max()).all()
+
+
+def test_every_number_of_four_bits() -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    data = ((codes << 4) | codes.flip(0))[None]  # the first number of a byte is in its high half
+    one = tiled(torch.full((1, 2), 56, dtype=torch.uint8))  # E4M3 of one
+    numbers = decode_nvfp4(data, one, torch.tensor(0.5))
+    assert numbers[0, ::2].tolist() == [v / 2 for v in (*E2M1, *(-v for v in E2M1))]
+    assert numbers[0, 1::2].tolist() == [v / 2 for v in (*(-v for v in reversed(E2M1)), *reversed(E2M1))]
+    x = torch.tensor([*E2M1, *(-v for v in E2M1)])[None]
+    again, scales, scale = encode_nvfp4(x)
+    assert torch.equal(decode_nvfp4(again, scales, scale), x)
+    ties = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 2])
+    assert decode_nvfp4(*encode_nvfp4(ties))[0, :8].tolist() == [0, 1, 1, 2, 2, 4, 4, 6]  # to the even code
+
+
+def test_powers_of_two() -> None:
+    found = power_of_two(torch.tensor([0, 1, 127, 130, 254, 255], dtype=torch.uint8))
+    assert found[:5].tolist() == [0.0, 2.0**-126, 1.0, 8.0, 2.0**127] and found[5].isnan()
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def stored(fmt: str, spelling: str = "tensor", mixed: bool = False) -> tuple[dict[str, Tensor], dict, dict[str, str]]:
+    """(the file's tensors, the numbers that they mean, the file's notes). mixed: one linear in FP8, one in bf16."""
+    state, meant, layers = {}, {}, {}
+    for name, value in random_module(SMALL, device=CPU, dtype=torch.bfloat16, seed=1).state_dict().items():
+        linear = name.rpartition(".")[0]
+        if linear not in NAMES or not name.endswith(".weight") or (mixed and linear.endswith(".k")):
+            state[name], meant[name] = value, value.float()
+            continue
+        if mixed and linear.endswith("ffn.0"):
+            data, scale = quantize_reference(value, "tensor")
+            state |= {name: data, f"{linear}.weight_scale": scale}
+            meant[name], layers[linear] = data.float() * scale, "float8_e4m3fn"
+        else:
+            parts = encoded(fmt, value)
+            if fmt == "nvfp4":
+                parts["weight_scale"] = parts["weight_scale"].view(FP8)
+            state |= {f"{linear}.{part}": tensor for part, tensor in parts.items()}
+            meant[name], layers[linear] = unpack(fmt, encoded(fmt, value), torch.float32), fmt
+            state[f"{linear}.input_scale"] = torch.tensor(1.0)
+        if spelling == "tensor":
+            text = json.dumps({"format": layers[linear]}).encode()
+            state[f"{linear}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
+    noted = {"layers": layers if spelling == "words" else {name: {"format": f} for name, f in layers.items()}}
+    return state, meant, NOTES if spelling == "tensor" else NOTES | {"_quantization_metadata": json.dumps(noted)}
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(1, 16, 2, 8, 8, generator=generator)
+    return x, torch.tensor([500.0]), torch.randn(1, 4, 48, generator=generator)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("spelling", ["tensor", "words", "tables"])
+@pytest.mark.parametrize("mixed", [False, True])
+@torch.no_grad()
+def test_a_file_in_every_spelling(tmp_path: Path, fmt: str, spelling: str, mixed: bool) -> None:
+    state, meant, notes = stored(fmt, spelling, mixed)
+    path = tmp_path / "m.safetensors"
+    write_safetensors(state, path, notes)
+    assert detect(path).config == SMALL
+    wide = load_dit(path, dtype=torch.float32)
+    assert all(torch.equal(value, meant[name]) for name, value in wide.state_dict().items())
+    held = load_dit(path, dtype=torch.float32, quantization=HOLD)
+    kinds = {name: m.packing for name, m in held.named_modules() if isinstance(m, PackedLinear)}
+    plain = {name for name in NAMES if mixed and name.endswith(".k")}
+    assert set(kinds) == NAMES - plain
+    assert all(kind == ("fp8" if mixed and name.endswith("ffn.0") else fmt) for name, kind in kinds.items())
+    assert torch.equal(held(*inputs()), wide(*inputs()))
+    part = recognise(path, "dit", load_dit)
+    assert part.packed is not None and part.packed.fmt == fmt and precision_of("checkpoint", part, CPU) == PACKED
+    if not mixed:
+        model = part.load(CPU, torch.bfloat16, HOLD)
+        assert part.bytes(torch.bfloat16, HOLD) == sum(p.nbytes for p in model.parameters())
+
+
+def test_encoded_anew_as_fp8(tmp_path: Path) -> None:
+    state, meant, notes = stored("nvfp4")
+    write_safetensors(state, tmp_path / "m.safetensors", notes)
+    model = load_dit(tmp_path / "m.safetensors", dtype=torch.bfloat16, quantization=Quantization(Fp8RowLinear, CPU))
+    weight = model.get_submodule("blocks.0.ffn.2").weight
+    expected = Fp8RowLinear.encode(meant["blocks.0.ffn.2.weight"])["weight"]
+    assert torch.equal(weight.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_damage_is_said(tmp_path: Path, fmt: str) -> None:
+    state, _, notes = stored(fmt)
+    one = "blocks.1.ffn.0"
+    missing = {name: t for name, t in state.items() if name != f"{one}.weight_scale"}
+    cases = {
+        "is missing": missing,
+        "do not fit": state | {f"{one}.weight_scale": torch.zeros(128, 4, dtype=torch.uint8)},
+        "parts": state | {f"{one}.weight": torch.zeros(256, 128)},
+        "quantised": state | {f"{one}.weight_scale_3": torch.ones(()), f"{one}.weight_scale_inv": torch.ones(())},
+    }
+    for words, damaged in cases.items():
+        write_safetensors(damaged, tmp_path / "bad.safetensors", notes)
+        with pytest.raises(CheckpointError, match=words):
+            load_dit(tmp_path / "bad.safetensors")
+
+
+def test_a_packed_matrix_reads_as_numbers(tmp_path: Path) -> None:
+    state, meant, notes = stored("mxfp8")
+    write_safetensors(state, tmp_path / "m.safetensors", notes)
+    checkpoint = open_checkpoint(tmp_path / "m.safetensors")
+    assert torch.equal(checkpoint.read("blocks.0.ffn.0.weight"), meant["blocks.0.ffn.0.weight"])
+    packed = checkpoint.read_packed("blocks.0.ffn.0.weight")
+    assert isinstance(packed, Packed) and packed.nbytes == checkpoint.tensors["blocks.0.ffn.0.weight"].nbytes
+
+
+# ------------------------------------------------------------------------------------------------------------- hardware
+
+
+def test_what_multiplies_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Blackwell" in str(mx.why_not_multiply(CPU))
+    found = doctor.examine("cpu")
+    words = [line for line in doctor.text(found).splitlines() if line.split()[0] in FORMATS]
+    assert len(words) == 2 and all("widened for each product" in line and "Blackwell" in line for line in words)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (10, 0))
+    monkeypatch.setattr(mx, "find_spec", lambda _: None)
+    assert "comfy-kitchen" in str(mx.why_not_multiply(torch.device("cuda")))
+    monkeypatch.setattr(mx, "find_spec", lambda name: name)
+    assert mx.why_not_multiply(torch.device("cuda")) is None
+    assert "untested on hardware" in doctor.product_words({"usable": True, "error": 0.1})
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("rows", [1, 37, 64])
+def test_the_call_of_the_product(fmt: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's functions are stood in for by the same arithmetic in float32: what is handed over fits together."""
+
+    def finished(product: Tensor, bias: Tensor | None, out_dtype: torch.dtype, **_: Tensor) -> Tensor:
+        return (product if bias is None else product + bias).to(out_dtype)
+
+    def quantize_nvfp4(x: Tensor, scale: Tensor, pad_16x: bool) -> tuple[Tensor, Tensor]:
+        assert pad_16x or len(x) % 16 == 0
+        x = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 16))
+        data, scales, own = encode_nvfp4(x)
+        assert torch.allclose(own, scale)
+        return data, scales
+
+    def quantize_mxfp8(x: Tensor, pad_32x: bool) -> tuple[Tensor, Tensor]:
+        assert pad_32x or len(x) % 32 == 0
+        return encode_mxfp8(torch.nn.functional.pad(x, (0, 0, 0, -len(x) % 32)))
+
+    def scaled_mm_nvfp4(a: Tensor, b: Tensor, **given: Tensor) -> Tensor:
+        left = decode_nvfp4(a, given["block_scale_a"], given["tensor_scale_a"])
+        right = decode_nvfp4(b, given["block_scale_b"].view(torch.uint8), given["tensor_scale_b"])
+        return finished(left @ right.t(), **given)
+
+    def scaled_mm_mxfp8(a: Tensor, b: Tensor, own: Tensor, scales: Tensor, **given: Tensor) -> Tensor:
+        assert scales.dtype == torch.float8_e8m0fnu
+        product = decode_mxfp8(a, own) @ decode_mxfp8(b, scales.view(torch.uint8)).t()
+        return finished(product, **given)
+
+    import sys
+    import types
+
+    kitchen = types.ModuleType("comfy_kitchen")
+    for function in (quantize_nvfp4, quantize_mxfp8, scaled_mm_nvfp4, scaled_mm_mxfp8):
+        setattr(kitchen, function.__name__, function)
+    monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen)
+    assert doctor.product_self_test(fmt, CPU) < {"nvfp4": doctor.ROUNDED_FP4, "mxfp8": 0.06}[fmt]
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(48, 64, generator=generator), torch.randn(48, generator=generator)
+    linear = PackedLinear(64, 48, True, torch.float32, Packed(fmt, (48, 64), encoded(fmt, weight)))
+    linear.load_state_dict(encoded(fmt, weight) | {"bias": bias}, assign=True)
+    linear.multiplies = True
+    x = torch.randn(2, rows, 64, generator=generator)
+    found, expected = linear(x), x @ weight.t() + bias
+    assert found.shape == expected.shape
+    assert float((found - expected).norm() / expected.norm()) < {"nvfp4": 0.2, "mxfp8": 0.06}[fmt]
+
+
+WRITE = """
+import sys, torch, comfy_kitchen as kitchen
+from safetensors.torch import save_file
+torch.manual_seed(0)
+x = torch.randn(160, 192)
+scale = x.abs().amax() / (448 * 6)
+data, scales = kitchen.quantize_nvfp4(x, scale)
+data8, scales8 = kitchen.quantize_mxfp8(x)
+save_file({
+    "a.weight": data, "a.weight_scale": scales, "a.weight_scale_2": scale, "a.x": x,
+    "a.meant": kitchen.dequantize_nvfp4(data, scale, scales, torch.float32),
+    "b.weight": data8, "b.weight_scale": scales8.view(torch.uint8),
+    "b.meant": kitchen.dequantize_mxfp8(data8, scales8, torch.float32),
+}, sys.argv[1], {"_quantization_metadata": '{"layers": {"a": {"format": "nvfp4"}, "b": {"format": "mxfp8"}}}'})
+"""
+
+
+@pytest.mark.comfy
+def test_what_comfy_kitchen_writes(tmp_path: Path) -> None:
+    """Its reading of its own tensors, and ours; and our encoding against its own."""
+    python = python_of(find_comfyui())
+    done = subprocess.run([python, "-c", WRITE, str(tmp_path / "k.safetensors")], capture_output=True, text=True)
+    if "No module named 'comfy_kitchen'" in done.stderr:
+        pytest.skip("this ComfyUI has no comfy-kitchen")
+    assert done.returncode == 0, done.stderr
+    checkpoint = open_checkpoint(tmp_path / "k.safetensors")
+    x = checkpoint.read("a.x")
+    for module, fmt in (("a", "nvfp4"), ("b", "mxfp8")):
+        packed = checkpoint.read_packed(f"{module}.weight")
+        assert packed.fmt == fmt and packed.shape == (160, 192)
+        assert torch.equal(packed.dequantize(), checkpoint.read(f"{module}.meant"))
+        ours = encoded(fmt, x)
+        same = ours["weight"].view(torch.uint8) == packed.parts["weight"].view(torch.uint8)
+        assert same.float().mean() > 0.999 and torch.equal(ours["weight_scale"], packed.parts["weight_scale"])

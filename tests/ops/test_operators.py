@@ -1,0 +1,70 @@
+"""Operators of this package: one call to a compiler, and none that imports one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from wan_core.ops.custom_ops import operator, shapes_of
+
+
+@operator("test_scale_in_place", mutates_args=("x",))
+def scale_in_place(x: Tensor, factor: float, name: str) -> None:
+    x.mul_(factor if name == "times" else 1 / factor)
+
+
+@shapes_of(scale_in_place)
+def _(x: Tensor, factor: float, name: str) -> None:
+    return None
+
+
+@operator("test_split")
+def split(x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    assert not isinstance(x, torch._subclasses.FakeTensor), "a compiler looked inside"
+    y = x if bias is None else x + bias
+    return y.to(dtype).t().contiguous().t(), y.sum().reshape(1)
+
+
+@shapes_of(split)
+def _(x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_strided(x.shape, (1, x.shape[0]), dtype=dtype), x.new_empty(1)
+
+
+def chain(x: Tensor, bias: Tensor) -> Tensor:
+    y = x * 2
+    scale_in_place(y, 3.0, "times")
+    whole, total = split(y, torch.float64, bias)
+    part, _ = split(y, torch.float64, None)
+    return torch.relu(whole + part).float() / total.abs()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_as_they_run(backend: str) -> None:
+    torch._dynamo.reset()
+    x, bias = torch.randn(5, 7), torch.randn(7)
+    with torch.no_grad():
+        found = torch.compile(chain, fullgraph=True, dynamic=True, backend=backend)(x, bias)
+        assert torch.equal(found, chain(x, bias))
+
+
+@pytest.mark.parametrize("operation", [scale_in_place, split])
+def test_what_they_say_of_their_results_is_so(operation: object) -> None:
+    """Schema, aliases, shapes and strides, by torch's own check."""
+    given = (torch.randn(5, 7), 3.0, "times") if operation is scale_in_place else (torch.randn(5, 7), torch.half, None)
+    torch.library.opcheck(operation, given)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_first_call_imports_no_compiler() -> None:
+    code = """
+import sys, torch
+from wan_core.ops.kernels import gguf_blocks
+from wan_core.ops.attention.sparse import forward
+gguf_blocks._unpack(torch.zeros(2, 34, dtype=torch.uint8), "Q8_0", torch.float32)
+print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr[-2000:]

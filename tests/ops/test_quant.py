@@ -1,0 +1,197 @@
+"""FP8 linears: what they store, what they compute, where they are put, and what that does to a whole video."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from wan_core.checkpoint import load_dit, save
+from wan_core.checkpoint.random import random_module
+from wan_core.config import QUANTIZED, LoadOptions, OptionError
+from wan_core.execution.optimize import set_attention
+from wan_core.models.wan.config import T2V_A14B, DiTConfig
+from wan_core.models.wan.linears import quantized_names
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.kernels.formats import FP8, Quantized, quantize_reference
+from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear
+from wan_core.ops.quant.linear import QuantLinear
+from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
+from wan_core.ops.quant.swap import Quantization, quantize_model
+from wan_core.pipeline.builder import find_quantization
+from wan_core.pipeline.sources import find_models
+
+CPU = torch.device("cpu")
+KINDS = (Fp8RowLinear, Fp8TensorLinear, Fp8BlockLinear, Fp8WeightLinear)
+SMALL = DiTConfig(
+    in_channels=16, out_channels=16, dim=128, ffn_dim=256, num_heads=2, num_layers=5, text_dim=48, text_len=32
+)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def quantized(kind: type[QuantLinear], linear: nn.Linear) -> QuantLinear:
+    found = kind(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.dtype)
+    found.load({**kind.encode(linear.weight), **({} if linear.bias is None else {"bias": linear.bias})})
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    n=st.integers(1, 20).map(lambda i: 16 * i),
+    k=st.integers(1, 3).map(lambda i: 128 * i),
+    rows=st.integers(1, 7),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_a_product_is_within_what_three_bits_allow(kind, n, k, rows, bias, seed):
+    torch.manual_seed(seed)
+    linear, x = nn.Linear(k, n, bias=bias), torch.randn(2, rows, k)
+    found = quantized(kind, linear)
+    assert found.weight.dtype == FP8 and found.weight_scale.shape == kind.scale_shape(n, k)
+    with torch.no_grad():
+        exact, out = F.linear(x.double(), linear.weight.double(), None), found(x).double()
+        out = out if linear.bias is None else out - linear.bias.double()
+    assert out.shape == exact.shape and relative(out, exact) <= 0.06
+
+
+@pytest.mark.parametrize("kind", [Fp8RowLinear, Fp8TensorLinear, Fp8BlockLinear])
+def test_one_quantisation_serves_several_linears(kind):
+    torch.manual_seed(0)
+    x = torch.randn(1, 6, 256)
+    linears = [quantized(kind, nn.Linear(256, 128)) for _ in range(3)]
+    shared = linears[0].quantize(x)
+    with torch.no_grad():
+        assert all(torch.equal(linear(shared), linear(x)) for linear in linears)
+
+
+@pytest.mark.parametrize("kind", [Fp8RowLinear, Fp8TensorLinear])
+def test_output_of_fp8_attention_goes_in_as_it_is(kind):
+    torch.manual_seed(0)
+    linear, x = nn.Linear(256, 128), torch.randn(1, 6, 256)
+    given_ = quantize_reference(x, "tensor")
+    with torch.no_grad():
+        exact = F.linear(given_.dequantize(), linear.weight, linear.bias)
+        assert kind.takes_fp8 and relative(quantized(kind, linear)(Quantized(*given_)), exact) < 0.04
+
+
+def test_weights_are_widened_for_fp8_weights_alone():
+    """Activations are not rounded: only the weight's error is there."""
+    torch.manual_seed(0)
+    linear, x = nn.Linear(128, 64), torch.randn(4, 128)
+    found = quantized(Fp8WeightLinear, linear)
+    weight = Quantized(found.weight, found.weight_scale).dequantize()
+    with torch.no_grad():
+        torch.testing.assert_close(found(x), F.linear(x, weight, linear.bias), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_what_is_quantised(keep):
+    names = quantized_names(SMALL, keep)
+    plain = dict(WanModel(SMALL).named_modules())
+    assert all(isinstance(plain[name], nn.Linear) for name in names)
+    left = {n for n, m in plain.items() if isinstance(m, nn.Linear)} - names
+    inner = {n for n in left if n.startswith("blocks.")}
+    assert {n.split(".")[1] for n in inner} == {str(i) for i in (*range(keep), *range(5 - keep, 5))}
+    assert {n.split(".")[0] for n in left - inner} == {"text_embedding", "time_embedding", "time_projection", "head"}
+
+
+def test_bad_options_say_what_is_possible():
+    with pytest.raises(OptionError, match="0 to 2 are possible"):
+        quantized_names(SMALL, 3)
+    with pytest.raises(OptionError, match="quantises nothing"):
+        find_quantization("bf16", CPU, keep_blocks=1)
+    odd = dataclasses.replace(SMALL, dim=100, ffn_dim=100, num_heads=2)
+    for kind, config, says in ((Fp8RowLinear, odd, "multiples of 16"), (Fp8BlockLinear, TOO_NARROW, "multiple of 128")):
+        model = random_module(config, device=CPU, dtype=torch.float32)
+        with pytest.raises(OptionError, match=says):
+            quantize_model(model, kind, quantized_names(config), torch.float32)
+
+
+TOO_NARROW = dataclasses.replace(SMALL, dim=96, ffn_dim=192)
+
+
+@pytest.mark.parametrize("name", [n for n in QUANTIZED if n.startswith("te-")])
+def test_transformer_engine_needs_a_gpu(name):
+    with pytest.raises(OptionError, match=f"{name}.*cannot run on cpu"):
+        resolve_scheme(name, CPU)
+
+
+def test_every_scheme_has_a_kind_and_words():
+    assert tuple(SCHEMES) == QUANTIZED
+    assert all(issubclass(s.load(), QuantLinear) and s.summary for s in SCHEMES.values())
+    assert all(resolve_scheme(name, CPU) is None for name in ("checkpoint", "bf16", "fp32"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keep", [0, 1])
+def test_loading_drawing_and_converting_give_the_same_model(tmp_path, kind, keep):
+    """Encoded one by one while a file is read, while weights are drawn, or afterwards."""
+    quantization = Quantization(kind, CPU, keep)
+    plain = random_module(SMALL, device=CPU, dtype=torch.bfloat16, seed=3)
+    save(plain, tmp_path / "dit.safetensors")
+    loaded = load_dit(tmp_path / "dit.safetensors", dtype=torch.bfloat16, quantization=quantization)
+    drawn = random_module(SMALL, device=CPU, dtype=torch.bfloat16, seed=3, quantization=quantization)
+    quantize_model(plain, kind, quantized_names(SMALL, quantization.keep_blocks), torch.bfloat16)
+    states = [model.state_dict() for model in (loaded, drawn, plain)]
+    assert states[0].keys() == states[1].keys() == states[2].keys()
+    for name, value in states[0].items():
+        assert all(value.dtype == s[name].dtype and torch.equal(value.float(), s[name].float()) for s in states[1:])
+    fp8 = {name.removesuffix(".weight") for name, value in states[0].items() if value.dtype == FP8}
+    assert fp8 == quantized_names(SMALL, quantization.keep_blocks)
+    assert not any(p.requires_grad for p in loaded.parameters())
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-tensor", "fp8-block", "fp8-weights"])
+def test_bytes_are_known_before_loading(name):
+    """What the plan for memory counts is what the parameters take, scales (a thousandth) aside."""
+    options = LoadOptions(model="tiny", precision=name, device="cpu")
+    part = find_models(options).of["high"]
+    quantization = find_quantization(name, CPU)
+    model = part.load(CPU, torch.bfloat16, quantization)
+    weights = [p for n, p in model.named_parameters() if not n.endswith("weight_scale")]
+    assert part.bytes(torch.bfloat16, quantization) == sum(p.numel() * p.element_size() for p in weights)
+    assert part.bytes(torch.bfloat16) > 1.6 * part.bytes(torch.bfloat16, quantization)
+
+
+def test_a14b_in_fp8_is_half_the_bytes():
+    part = find_models(LoadOptions(model="random:t2v-A14B")).of["high"]
+    assert part.config == T2V_A14B
+    ratio = part.bytes(torch.bfloat16, Quantization(Fp8RowLinear, CPU)) / part.bytes(torch.bfloat16)
+    assert 0.5 < ratio < 0.52
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_stays_close(kind):
+    torch.manual_seed(0)
+    plain = random_module(SMALL, device=CPU, dtype=torch.float32, seed=1)
+    x, context = torch.randn(1, 16, 3, 8, 8), torch.randn(1, 9, 48)
+    time = torch.tensor([700.0])
+    with torch.no_grad():
+        exact = plain(x, time, context)
+        quantize_model(plain, kind, quantized_names(SMALL), torch.float32)
+        assert 0 < relative(plain(x, time, context), exact) < 0.1
+
+
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_fp8_attention_feeds_every_kind_of_output_projection(kind):
+    """Also where norms are kept wider than the matrices, as `load_dit` keeps them without a dtype."""
+    model = random_module(SMALL, device=CPU, dtype=torch.bfloat16, seed=1)
+    x, context, time = torch.randn(1, 16, 3, 8, 8), torch.randn(1, 9, 48), torch.tensor([700.0])
+    with torch.no_grad():
+        exact = model(x, time, context)
+        for block in model.blocks:
+            block.self_attn.norm_q.float(), block.self_attn.norm_k.float()
+        if kind is not None:
+            quantize_model(model, kind, quantized_names(SMALL), torch.bfloat16)
+        set_attention(model, resolve_attention("math-fp8", CPU, torch.bfloat16)[1])
+        assert 0 < relative(model(x, time, context), exact) < 0.2

@@ -1,0 +1,403 @@
+"""Block-sparse attention: the order of tokens, the choice of blocks, and attention over what was chosen.
+
+Legend: B batch, L tokens, H heads, D head dim, n blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan_core.ops.attention.registry import AttentionError
+from wan_core.ops.attention.sdpa import math_lse, math_reference
+from wan_core.ops.attention.sparse import reference
+from wan_core.ops.attention.sparse.flex import block_mask, sparse_flex
+from wan_core.ops.attention.sparse.kernels import KERNELS, Run, block_length, resolve_kernel
+from wan_core.ops.attention.sparse.reference import sparse_reference
+from wan_core.ops.attention.sparse.ring import read_around
+from wan_core.ops.attention.sparse.routing import Route, Rule, choose, coverage, estimate, gain, mass_kept, route
+from wan_core.ops.attention.sparse.structured import structured
+from wan_core.ops.attention.sparse.tiles import make_tiles
+from wan_core.ops.kernels import blocked
+from wan_core.ops.kernels.formats import FP8, Quantized
+from wan_core.parallel.mesh import Group
+from wan_core.parallel.ring import Ring
+
+CPU = torch.device("cpu")
+GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 11))
+BLOCKS = st.sampled_from([1, 2, 4, 7, 8, 16, 32, 128])
+SEEDS = st.integers(0, 1000)
+few = settings(max_examples=25, deadline=None)
+
+
+def drawn(tokens: int, seed: int, batch: int = 2, heads: int = 3, dim: int = 16) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, tokens, heads, dim, generator=generator) for _ in range(3))
+
+
+def random_route(tokens: int, block: int, seed: int, batch: int = 2, heads: int = 3) -> Route:
+    """Any blocks, none twice in a row, at least one; counts of their own for every row."""
+    generator = torch.Generator().manual_seed(seed)
+    n = -(-tokens // block)
+    order = torch.rand(batch, heads, n, n, generator=generator).argsort(-1).int()
+    return Route(order, torch.randint(1, n + 1, (batch, heads, n), generator=generator).int())
+
+
+def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, route: Route, block: int) -> torch.Tensor:
+    """torch's own attention under a mask of tokens, made one entry at a time."""
+    B, L, H, _ = q.shape
+    mask = torch.zeros(B, H, L, k.shape[1], dtype=torch.bool)
+    for b, h, row in itertools.product(range(B), range(H), range(route.blocks.shape[2])):
+        count = route.blocks.shape[3] if route.counts is None else int(route.counts[b, h, row])
+        for column in route.blocks[b, h, row, :count].tolist():
+            mask[b, h, row * block : (row + 1) * block, column * block : (column + 1) * block] = True
+    heads = (t.transpose(1, 2) for t in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2)
+
+
+# --------------------------------------------------------------------------------------------------------------- tiles
+
+
+@few
+@given(GRIDS, BLOCKS, st.booleans(), st.booleans())
+def test_tiles_are_an_order_of_all_tokens(grid: tuple[int, int, int], block: int, apart: bool, image: bool) -> None:
+    tiles = make_tiles(grid, block, CPU, frames_apart=apart, image=image)
+    tokens = grid[0] * grid[1] * grid[2]
+    assert torch.equal(tiles.order.sort().values, torch.arange(tokens))
+    assert torch.equal(tiles.order[tiles.inverse], torch.arange(tokens))
+    assert tiles.blocks == -(-tokens // block)
+    assert tiles.forced.diagonal().all()
+    if apart:  # modulation by frame finds its tokens where they were
+        assert torch.equal(tiles.order // (grid[1] * grid[2]), torch.arange(tokens) // (grid[1] * grid[2]))
+
+
+@pytest.mark.parametrize("grid", [(21, 45, 80), (21, 30, 52), (31, 22, 40), (5, 17, 23)])
+def test_a_block_is_a_neighbourhood(grid: tuple[int, int, int]) -> None:
+    """Near 2 x 8 x 8: no block reaches farther than a few of those; a line of 128 tokens does."""
+    tiles = make_tiles(grid, 128, CPU)
+    cells = torch.stack(torch.unravel_index(tiles.order, grid), 1)
+    sides = torch.stack([part.amax(0) - part.amin(0) + 1 for part in cells.split(128)]).float()
+    assert (sides[:, 0] <= 4).all()
+    assert (sides[:, 1:].amax(1) <= 16).all()
+    assert sides.prod(1).mean() < 2 * 128  # boxes around blocks are hardly larger than they
+
+
+def test_neighbours_in_time_are_forced_and_an_images_frame() -> None:
+    tiles = make_tiles((6, 8, 8), 64, CPU)
+    frames = tiles.order // 64
+    for row in range(tiles.blocks):
+        mine = frames[row * 64 : (row + 1) * 64]
+        read = torch.cat([frames[c * 64 : (c + 1) * 64] for c in tiles.forced[row].nonzero()[:, 0].tolist()])
+        assert read.min() == max(0, int(mine.min()) - 1) or read.min() < mine.min() or mine.min() == 0
+        assert read.max() > mine.max() or mine.max() == 5
+    image = make_tiles((6, 8, 8), 16, CPU, image=True)
+    assert image.forced[:, :4].all()  # 64 tokens of the first frame lead, in blocks of their own
+    assert (image.order[:64] < 64).all()
+
+
+# ------------------------------------------------------------------------------------------------------------- routing
+
+
+@few
+@given(GRIDS, st.sampled_from([4, 8, 16]), SEEDS, st.floats(0.05, 1), st.sampled_from([None, 0.5, 0.9]))
+def test_a_route_keeps_what_it_must(
+    grid: tuple[int, int, int], block: int, seed: int, keep: float, mass: float | None
+) -> None:
+    tiles = make_tiles(grid, block, CPU)
+    q, k, _ = drawn(len(tiles.order), seed)
+    rule = Rule(keep, mass, floor=0.1)
+    found = route(q, k, block, rule, tiles.forced)
+    n, most = tiles.blocks, rule.most(tiles.blocks)
+    kept = found.kept(n)
+    counts = kept.sum(-1)
+    assert found.blocks.dtype == torch.int32
+    assert found.blocks.shape[-1] == most
+    if mass is None:
+        assert (counts == most).all()  # none twice
+    else:
+        assert torch.equal(counts, found.counts.long())
+        assert (counts >= min(most, max(1, round(0.1 * n)))).all()
+        assert (counts <= most).all()
+    room = tiles.forced.sum(1) <= most
+    assert (kept | ~tiles.forced)[:, :, room].all()
+
+
+def test_the_mass_rule_stops_where_enough_is_held() -> None:
+    scores = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(1, 1, 4, 4)
+    sizes = torch.ones(4, dtype=torch.int32)
+    nothing = torch.zeros(4, 4, dtype=torch.bool)
+    for mass, count in ((0.4, 1), (0.6, 2), (0.9, 3), (0.99, 4)):
+        assert (choose(scores, Rule(1.0, mass), nothing, sizes).counts == count).all()
+
+
+def test_the_gain_of_scatter_is_that_of_drawn_scores() -> None:
+    """log mean exp of normal scores: half the variance where it is small, and no more than the largest draw."""
+    generator = torch.Generator().manual_seed(0)
+    size = torch.tensor([128])
+    for spread in (0.3, 1.0, 2.0, 6.0):
+        drawn_scores = spread * torch.randn(4000, 128, generator=generator)
+        measured = (drawn_scores.logsumexp(1) - torch.tensor(128.0).log()).mean()
+        assert gain(torch.tensor([spread**2]), size).item() == pytest.approx(measured.item(), rel=0.25, abs=0.05)
+
+
+def test_routing_finds_attention_that_has_structure() -> None:
+    """On drawn maps of attention: far more than a random choice, more in tiles than in lines, and scatter helps."""
+    grid, block = (6, 16, 20), 32
+    q, k, _ = structured(grid, heads=4, dim=32)
+    found = {}
+    for raster, score in itertools.product((False, True), ("mean", "spread")):
+        tiles = make_tiles(grid, block, CPU, raster=raster)
+        kept = route(q[:, tiles.order], k[:, tiles.order], block, Rule(0.25, score=score), tiles.forced)
+        found[raster, score] = mass_kept(q[:, tiles.order], k[:, tiles.order], kept.kept(tiles.blocks), block).mean()
+    assert found[False, "spread"] > 0.5
+    assert found[False, "spread"] > 1.08 * found[True, "spread"]
+    assert found[False, "spread"] >= found[False, "mean"]
+    tiles = make_tiles(grid, block, CPU)
+    covered = coverage(q[:, tiles.order], k[:, tiles.order], block, tiles.forced, (0.25, 1.0), rows=60)
+    assert covered[:, 0].mean() == pytest.approx(found[False, "spread"].item(), abs=1e-4)
+    assert torch.allclose(covered[:, 1], torch.ones(4), atol=1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+@few
+@given(st.integers(1, 90), BLOCKS, SEEDS)
+def test_the_reference_is_attention_under_a_mask(tokens: int, block: int, seed: int) -> None:
+    q, k, v = drawn(tokens, seed)
+    chosen = random_route(tokens, block, seed)
+    out, lse = sparse_reference(q, k, v, chosen, block)
+    torch.testing.assert_close(out, masked(q, k, v, chosen, block), rtol=1e-4, atol=1e-5)
+    every = torch.arange(-(-tokens // block), dtype=torch.int32).expand_as(chosen.blocks).contiguous()
+    out, lse = sparse_reference(q, k, v, Route(every), block)
+    dense, dense_lse = math_lse(q, k, v)
+    torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, dense_lse, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [4, 7])
+def test_the_reference_holds_some_rows_at_a_time(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = drawn(60, 3)
+    chosen = random_route(60, block, 3)
+    whole = sparse_reference(q, k, v, chosen, block)
+    sizes: list[int] = []
+    masks = reference.spread
+    monkeypatch.setattr(reference, "SCORES", 2 * 60 * 2 * block)  # two blocks of queries of both samples
+    monkeypatch.setattr(reference, "spread", lambda *given: sizes.append(given[2]) or masks(*given))
+    parts = sparse_reference(q, k, v, chosen, block)
+    assert max(sizes) == 2 * block
+    for a, b in zip(parts, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "block"), [(60, 16), (64, 16), (33, 8)])
+def test_flex_is_the_reference(tokens: int, block: int) -> None:
+    q, k, v = drawn(tokens, 1)
+    chosen = random_route(tokens, block, 1)
+    out, lse = sparse_flex(q, k, v, chosen, block)
+    expected, expected_lse = sparse_reference(q, k, v, chosen, block)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [60, 64])
+@pytest.mark.parametrize("counted", [False, True])
+def test_what_flex_is_handed_are_the_blocks_of_the_route(tokens: int, counted: bool) -> None:
+    """All of them once, and the last one as a part where it is not full: whole blocks are not looked into."""
+    chosen = random_route(tokens, 16, 3)
+    if not counted:
+        chosen = Route(chosen.blocks)
+    mask = block_mask(chosen, tokens, tokens, 16)
+    kept = chosen.kept(4)
+    for b, h, row in itertools.product(range(2), range(3), range(4)):
+        whole = mask.full_kv_indices[b, h, row, : mask.full_kv_num_blocks[b, h, row]].tolist()
+        part = mask.kv_indices[b, h, row, : mask.kv_num_blocks[b, h, row]].tolist()
+        assert sorted(whole + part) == kept[b, h, row].nonzero()[:, 0].tolist()
+        assert part == ([3] if tokens % 16 and kept[b, h, row, 3] else [])
+
+
+@pytest.mark.parametrize("run", [sparse_reference, sparse_flex])
+def test_what_lies_behind_the_keys_is_never_read(run: object) -> None:
+    """q, k and v are the beginnings of longer tensors of NaN, as they are where a buffer is rounded up."""
+    big = [torch.full((2, 80, 3, 16), float("nan")) for _ in range(3)]
+    for whole, part in zip(big, drawn(60, 2), strict=True):
+        whole[:, :60] = part
+    q, k, v = (whole[:, :60] for whole in big)
+    chosen = random_route(60, 16, 2)
+    out, lse = run(q, k, v, chosen, 16)  # type: ignore[operator]
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+    torch.testing.assert_close(out, masked(*drawn(60, 2), chosen, 16), rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------ the FP8 layout
+
+
+@few
+@given(st.integers(1, 70), st.sampled_from([16, 32]), SEEDS)
+def test_layouts_are_views_with_zeros_behind(tokens: int, block: int, seed: int) -> None:
+    x = drawn(tokens, seed)[0]
+    for lay, turned in ((blocked.heads_first, (0, 2, 1, 3)), (blocked.channels_first, (0, 2, 3, 1))):
+        view = lay(x, block)
+        assert torch.equal(view, x)
+        whole = blocked.whole(view, block)
+        assert whole is not None
+        assert whole.is_contiguous()
+        tail = whole[:, :, tokens:] if lay is blocked.heads_first else whole[..., tokens:]
+        assert not tail.any()
+        head = whole[:, :, :tokens] if lay is blocked.heads_first else whole[..., :tokens]
+        assert torch.equal(head, x.permute(turned))
+    if -tokens % block:
+        assert blocked.whole(x.contiguous(), block) is None
+
+
+@few
+@given(st.integers(1, 70), SEEDS)
+def test_means_and_variances_of_blocks(tokens: int, seed: int) -> None:
+    x = drawn(tokens, seed)[0]
+    for given_x in (x, blocked.heads_first(x, 16), blocked.channels_first(x, 16)):
+        mean, variance = blocked.pool(given_x, 16)
+        for n, part in enumerate(x.split(16, 1)):
+            torch.testing.assert_close(mean[:, :, n], part.mean(1))
+            torch.testing.assert_close(variance[:, :, n], part.var(1, correction=0), rtol=1e-4, atol=1e-6)
+
+
+def whole_block_kernel(
+    q: Quantized, k: Quantized, v: Quantized, route: Route, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the FP8 kernel promises, in torch: whole blocks, the keys of zeros at their end among them."""
+    memory = [blocked.whole(t.data, block) for t in (q, k, v)]
+    assert all(m is not None for m in memory)
+    tokens = q.data.shape[1]
+    wide = [m.float() * t.scale for m, t in zip(memory, (q, k, v), strict=True)]  # type: ignore[union-attr]
+    heads = wide[0].transpose(1, 2), wide[1].transpose(1, 2), wide[2].permute(0, 3, 1, 2)
+    out, lse = sparse_reference(*heads, route, block)
+    return out[:, :tokens], lse
+
+
+@few
+@given(st.integers(20, 70), SEEDS)
+def test_keys_of_zeros_are_taken_out_exactly(tokens: int, seed: int) -> None:
+    block = 16
+    q, k, v = (t.to(FP8).float() for t in drawn(tokens, seed))
+    k = (k - k.mean(1, keepdim=True)).to(FP8).float()
+    n = -(-tokens // block)
+    chosen = random_route(tokens, block, seed)._replace(counts=None)
+    chosen = Route(chosen.blocks[..., : max(1, n - 1)])
+    one = torch.ones(1)
+    laid = [Quantized(blocked.heads_first(t.to(FP8), block), one) for t in (q, k)]
+    values = Quantized(blocked.channels_first(v.to(FP8), block), one)
+    out, lse = whole_block_kernel(*laid, values, chosen, block)
+    tail = (chosen.blocks == n - 1).any(-1)
+    exact, _ = sparse_reference(q, k, v, chosen, block)
+    found = blocked.finish(out, lse, q, block, pads=-tokens % block, tail=tail)
+    torch.testing.assert_close(found, exact, rtol=2e-3, atol=1e-4)
+    if -tokens % block and tail.any():
+        assert not torch.allclose(out, exact, rtol=2e-3, atol=1e-4)  # the pads did count before
+
+
+@few
+@given(st.integers(8, 70), st.sampled_from([4, 16]), SEEDS)
+def test_the_rest_stands_in_by_its_means(tokens: int, block: int, seed: int) -> None:
+    """Exact where the keys and values of a block are all the same; nothing to add where everything is read."""
+    q, k, v = drawn(tokens, seed)
+    n = -(-tokens // block)
+    for t in (k, v):
+        t.copy_(torch.cat([part.mean(1, keepdim=True).expand_as(part) for part in t.split(block, 1)], 1))
+    chosen = random_route(tokens, block, seed)
+    out, lse = sparse_reference(q, k, v, chosen, block)
+    pooled = blocked.Pooled(blocked.pool(k, block)[0], blocked.pool(v, block)[0], chosen.kept(n))
+    found = blocked.finish(out, lse, q, block, pooled=pooled)
+    torch.testing.assert_close(found, math_reference(q, k, v), rtol=1e-3, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------- the table
+
+
+def test_kernels_say_why_not() -> None:
+    for name, kernel in KERNELS.items():
+        reason = kernel.why_not(CPU, torch.bfloat16, 128)
+        assert (reason is None) == (name == "math")
+    with pytest.raises(AttentionError, match="NVIDIA GPU"):
+        resolve_kernel("cudnn", CPU, torch.bfloat16, 128, 75600, fp8=False)
+    with pytest.raises(AttentionError, match="not known"):
+        resolve_kernel("other", CPU, torch.bfloat16, 128, 75600, fp8=False)
+    assert resolve_kernel("auto", CPU, torch.float32, 64, 180, fp8=True).name == "math"
+    assert block_length(KERNELS["math"], 180) == 2
+    assert block_length(KERNELS["math"], 75600) == 128
+    assert block_length(KERNELS["cudnn"], 180) == 128
+
+
+def test_the_estimate_is_of_the_mean_score() -> None:
+    q, k, _ = drawn(32, 0)
+    means = [blocked.pool(t, 8) for t in (q, k)]
+    sizes = blocked.block_sizes(32, 8, CPU)
+    found = estimate(means[0][0], *means[1], sizes, "mean")
+    scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) * 16**-0.5
+    torch.testing.assert_close(
+        found, scores.unflatten(3, (4, 8)).unflatten(2, (4, 8)).mean((3, 5)), rtol=1e-4, atol=1e-5
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+@few
+@given(st.integers(1, 40), st.integers(1, 5), SEEDS, st.booleans())
+def test_a_route_falls_into_parts(n: int, parts: int, seed: int, counted: bool) -> None:
+    """Together they are what the route names; a row of which a part has nothing is said to have nothing."""
+    chosen = random_route(n * 4, 4, seed)
+    chosen = chosen if counted else Route(chosen.blocks[..., : max(1, n // 3)])
+    kept = chosen.kept(n)
+    cuts = sorted({0, n, *torch.randint(0, n + 1, (parts,), generator=torch.Generator().manual_seed(seed)).tolist()})
+    for first, end in itertools.pairwise(cuts):
+        some, none = chosen.part(first, end - first)
+        assert some.blocks.dtype == torch.int32
+        assert some.counts is not None
+        assert some.counts.dtype == torch.int32
+        assert 0 <= int(some.blocks.min()) <= int(some.blocks.max()) < end - first
+        found, expected = some.kept(end - first), kept[..., first:end]
+        assert torch.equal(none, ~expected.any(-1))
+        assert torch.equal(found & ~none[..., None], expected)
+        assert (found[none].sum(-1) == 1).all()  # something to read, to be given no weight
+
+
+def test_rows_apart_choose_what_they_choose_together() -> None:
+    """Where others have the rest of the rows, their sinks are those of all."""
+    scores = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+    scores[:, :, :10, 5] += 2  # what most of the first rows look at
+    scores[:, :, 10:, 17] += 3  # and what most of all do
+    sizes, forced, rule = torch.full((24,), 4), torch.eye(24, dtype=torch.bool), Rule(0.1)
+    share = (scores + sizes.log()).softmax(-1)
+    together = choose(scores, rule, forced, sizes).kept(24)
+    assert together[..., 17].all()
+    for rows in (slice(0, 10), slice(10, 24)):
+        apart = choose(scores[:, :, rows], rule, forced[rows], sizes, lambda _: share.mean(2, keepdim=True))
+        assert torch.equal(apart.kept(24), together[:, :, rows])
+    alone = choose(scores[:, :, :10], rule, forced[:10], sizes).kept(24)
+    assert not torch.equal(alone, together[:, :, :10])
+
+
+class Here(Ring):
+    """A ring whose ranks are all here: what is handed to it are the keys and values of all."""
+
+    def around(self, k: torch.Tensor, v: torch.Tensor):
+        parts = zip(k.split(self.lengths, 1), v.split(self.lengths, 1), strict=True)
+        return ((rank, *part) for rank, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("run", [sparse_reference, sparse_flex])
+def test_what_was_chosen_is_read_part_by_part(run: Run) -> None:
+    """One rank's rows over three parts of the keys, the last of which ends inside a block."""
+    q, k, v = drawn(100, 1)
+    blocks = random_route(100, 16, 1).blocks[:, :, 2:5]  # of 7
+    rows = Route(blocks, torch.ones_like(blocks[..., 0]))  # one block each: two of the parts have none
+    expected, expected_lse = sparse_reference(q[:, 32:80], k, v, rows, 16)
+    ring = Here(Group(None, (0,), 0), [32, 48, 20], lambda *_: (q, q))
+    found, lse = read_around(run, q[:, 32:80], k, v, rows, 16, ring)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)

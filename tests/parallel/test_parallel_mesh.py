@@ -1,0 +1,272 @@
+"""Meshes as numbers: who works with whom, which mesh `auto` takes, how tokens are cut, how parts are merged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wan_core.config import OptionError, SparseOptions, UserError
+from wan_core.models.wan.config import T2V_A14B, TI2V_5B
+from wan_core.ops.attention.registry import BACKENDS
+from wan_core.ops.attention.sdpa import math_lse, math_reference
+from wan_core.ops.attention.sparse.kernels import SparseKernel
+from wan_core.parallel.costs import H200, all_meshes, choose_mesh, forward_seconds, shares_read
+from wan_core.parallel.mesh import Mesh, even_parts
+from wan_core.parallel.ring import merge
+from wan_core.parallel.sequence import check_mesh, find_lse, shard_lengths
+from wan_core.sampling.plan import make_plan
+from wan_core.sampling.sparsity.run import ring_note
+from wan_core.sampling.sparsity.schedule import sparsify
+from wan_core.workers.jobs import Jobs
+
+MESHES = st.builds(
+    lambda cfg, ring, ulysses, both: Mesh(cfg, ring, ulysses, both and ring > 1),
+    st.integers(1, 2), st.integers(1, 4), st.integers(1, 4), st.booleans(),
+)  # fmt: skip
+FP8 = {"fp8_linears": True, "fp8_attention": True}
+
+
+@given(MESHES)
+def test_every_rank_is_in_one_row_of_each_dimension(mesh):
+    sizes = {"cfg": mesh.cfg, "ring": mesh.ring, "ulysses": mesh.ulysses, "sequence": mesh.shards}
+    for name, rows in mesh.rows().items():
+        assert sorted(rank for row in rows for rank in row) == list(range(mesh.size))
+        assert {len(row) for row in rows} == {sizes[name]}
+    assert len({mesh.place(rank) for rank in range(mesh.size)}) == mesh.size
+    assert Mesh.parse(str(mesh)) == mesh
+
+
+@given(MESHES)
+def test_neighbours_in_ulysses_are_neighbours_on_the_host(mesh):
+    for row in mesh.rows()["ulysses"] + mesh.rows()["sequence"]:
+        assert row == list(range(row[0], row[0] + len(row)))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2", "2x2", "3x1x1", "0x1x1", "1x0x1", "1x1x-1", "axbxc", "1x1x1x1", "99999x1x1", "1x1bx4", "1bx2x1"]
+)
+def test_what_is_no_mesh_is_refused(text):
+    with pytest.raises(OptionError, match="mesh"):
+        Mesh.parse(text)
+
+
+@given(st.integers(1, 5000), st.integers(1, 16))
+def test_shards_cover_the_tokens_and_differ_by_one(tokens, shards):
+    if tokens < shards:
+        with pytest.raises(OptionError, match="cannot be shared"):
+            shard_lengths(tokens, 1, shards)
+        return
+    lengths, _ = shard_lengths(tokens, 1, shards)
+    assert sum(lengths) == tokens and max(lengths) - min(lengths) <= 1
+
+
+@given(st.integers(2, 31), st.integers(1, 900), st.integers(1, 8))
+def test_units_of_a_shard_lie_in_one_frame(frames, inside, shards):
+    tokens = frames * inside
+    if tokens < shards:
+        return
+    lengths, unit = shard_lengths(tokens, frames, shards)
+    assert inside % unit == 0 and sum(lengths) == tokens and all(length % unit == 0 for length in lengths)
+    assert max(lengths) - min(lengths) <= max(1, tokens // shards // 32)  # no rank has much more to do
+
+
+@given(st.integers(1, 100), st.integers(1, 17))
+def test_even_parts(total, parts):
+    found = even_parts(total, parts)
+    assert sum(found) == total and len(found) == parts and found == sorted(found, reverse=True)
+    assert max(found) - min(found) <= 1
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.floats(1, 40), st.integers(0, 99))
+def test_merged_parts_are_the_whole(lengths, spread, seed):
+    """Also where one part's scores are far above another's, which numerators over one maximum survive."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, n, 2, 8, generator=generator) for n in (5, sum(lengths), sum(lengths)))
+    k[:, : lengths[0]] *= spread
+    parts = [math_lse(q, *some) for some in zip(k.split(lengths, 1), v.split(lengths, 1), strict=True)]
+    torch.testing.assert_close(merge(parts), math_reference(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_parts_are_merged_in_float32():
+    """Many equal parts: a sum in bf16 would stop growing."""
+    part = torch.full((1, 2, 1, 8), 1.0, dtype=torch.bfloat16), torch.zeros(1, 1, 2)
+    assert torch.equal(merge([part] * 300), part[0])
+
+
+# ------------------------------------------------------------------------------------------------------------- choosing
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 6, 8])
+def test_guidance_comes_first(gpus):
+    assert choose_mesh(gpus, T2V_A14B, 75_600, **FP8).mesh.cfg == 2
+
+
+def test_without_guidance_or_with_an_odd_number_all_share_the_tokens():
+    assert choose_mesh(4, T2V_A14B, 75_600, paired=0).mesh.cfg == 1
+    assert choose_mesh(3, T2V_A14B, 75_600).mesh.cfg == 1
+
+
+def test_heads_that_divide_are_exchanged_on_one_host():
+    assert choose_mesh(4, T2V_A14B, 75_600, paired=0, **FP8).mesh == Mesh(1, 1, 4)
+
+
+def test_across_hosts_a_ring():
+    """Two hosts of 8: Ulysses over 16 would send everything through the network, and 40 heads do not divide."""
+    mesh = choose_mesh(16, T2V_A14B, 75_600, paired=0, gpus_per_host=8, **FP8).mesh
+    assert mesh.ring >= 2 and mesh.ulysses <= 8
+
+
+def test_what_ulysses_cannot_divide_is_left_to_a_ring_or_its_cost_is_known():
+    seconds = {str(m): forward_seconds(m, T2V_A14B, 75_600) for m in all_meshes(16, T2V_A14B, 75_600) if m.cfg == 1}
+    assert seconds["1x2x8"] < seconds["1x1x16"]  # 3 heads of 40 on the fullest of 16 ranks
+
+
+@pytest.mark.parametrize("tokens", [180, 500])
+def test_a_small_video_on_many_gpus_is_refused_in_numbers(tokens):
+    with pytest.raises(
+        OptionError, match=r"slower than one GPU for \d+ tokens: an estimated \d+ ms a step, \d+ on one"
+    ):
+        choose_mesh(3, T2V_A14B, tokens)
+
+
+def test_nothing_is_refused_where_no_speed_is_known():
+    assert choose_mesh(3, TI2V_5B, 300, speeds=None).mesh == Mesh(1, 1, 3)
+    assert choose_mesh(2, TI2V_5B, 300, speeds=None).mesh == Mesh(2, 1, 1)
+
+
+def test_more_gpus_than_tokens():
+    with pytest.raises(OptionError, match="cannot share"):
+        choose_mesh(7, T2V_A14B, 3)
+
+
+@given(st.integers(1, 16), st.sampled_from([T2V_A14B, TI2V_5B]), st.integers(20_000, 120_000), st.floats(0, 1))
+def test_the_choice_uses_all_gpus_and_no_other_mesh_is_much_faster(gpus, config, tokens, paired):
+    choice = choose_mesh(gpus, config, tokens, paired=paired)
+    assert choice.mesh.size == gpus and choice.seconds is not None and choice.single is not None
+    assert choice.seconds < choice.single or gpus == 1
+    if paired == 0:
+        others = [2 * forward_seconds(m, config, tokens, gpus_per_host=gpus) for m in all_meshes(gpus, config, tokens)]
+        assert choice.seconds <= 1.01 * min(others) + 1e-9
+
+
+def test_a_ring_needs_a_backend_with_a_log_sum_exp():
+    for name, backend in BACKENDS.items():
+        if backend.lse is None:
+            with pytest.raises(OptionError, match="log-sum-exp"):
+                find_lse(name, Mesh(1, 2, 1))
+        assert find_lse(name, Mesh(2, 1, 4)) is None
+    assert all(mesh.ring == 1 for mesh in all_meshes(4, T2V_A14B, 75_600, rings=False))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tokens", "sparse", "attention", "words"),
+    [
+        ("1x2x1", 1000, {}, "sdpa", None),
+        ("1x2x1", 100, {"kernel": "flex"}, "sdpa", "sparse kernel 'flex' cannot run"),
+        ("1x2x1", 3, {"kernel": "math"}, "math", None),
+        ("1x2x1", 2, {}, "sdpa", "2 tokens are 1 blocks of 2 for sparse attention, which a ring of 2 x 1 ranks"),
+        ("1x1x2", 1000, {"kernel": "cudnn"}, "sdpa", "sparse kernel 'cudnn' cannot run"),
+        ("1x1x2", 1, None, "sdpa", "1 tokens cannot be shared by 2 ranks"),
+        ("1x2x1", 1000, None, "math", None),
+        ("1x1x2", 1000, {}, "sdpa", None),
+    ],
+)
+def test_a_mesh_that_cannot_run_a_request_is_refused_before_anything_is_loaded(mesh, tokens, sparse, attention, words):
+    """A mesh that was named, as workers take it from a request, too."""
+    jobs = Jobs(SimpleNamespace(size=2, device=torch.device("cpu"), on_host=2))
+    plan = replace(make_plan(steps=2), sparse=None if sparse is None else SparseOptions(sparsity=0.5, **sparse))
+    if words is None:
+        assert str(jobs.choose(mesh, T2V_A14B, tokens, plan, "fp32", attention).mesh) == mesh
+        return
+    with pytest.raises(UserError, match=words):
+        jobs.choose(mesh, T2V_A14B, tokens, plan, "fp32", attention)
+
+
+def test_the_estimate_is_what_was_measured():
+    """Every mesh on four H200s, but for a ring both ways, which `auto` never takes."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "parallel-h200-20261120.json"
+    measured = {}
+    for row in json.loads(path.read_text())["rows"]:
+        if row["name"].startswith("fp8 + cudnn-fp8") and "b" not in row.get("mesh", ""):
+            mesh = Mesh.parse(row.get("mesh", "1x1x1"))
+            estimate = forward_seconds(mesh, T2V_A14B, row["tokens"], **FP8) / mesh.cfg
+            assert 0.92 < estimate / row["seconds"] < 1.08, row["name"]
+            measured[row["size"], mesh] = row["seconds"]
+    for tokens, size in ((75_600, "1280x720x81"), (32_760, "832x480x81")):
+        chosen = measured[size, choose_mesh(4, T2V_A14B, tokens, **FP8).mesh]
+        assert chosen <= 1.01 * min(seconds for (of, _), seconds in measured.items() if of == size)
+
+
+# ------------------------------------------------------------------------------------------- sparse attention in a ring
+
+
+@given(st.integers(1, 900), st.sampled_from([2, 8, 128]), st.integers(2, 5), st.integers(1, 4), st.integers(1, 9))
+def test_parts_of_a_ring_end_at_blocks(inside, block, rings, ulysses, frames):
+    tokens, blocks = frames * inside, -(-frames * inside // block)
+    if tokens < rings * ulysses or blocks < rings or block + min(0, tokens - blocks * block) < ulysses:
+        return  # refused, or so few that the last part may be
+    lengths, unit = shard_lengths(tokens, frames, rings * ulysses, rings=rings, block=block)
+    parts = [sum(lengths[i : i + ulysses]) for i in range(0, len(lengths), ulysses)]
+    assert sum(parts) == tokens and all(part % block == 0 for part in parts[:-1])
+    counts = [-(-part // block) for part in parts]
+    assert max(counts) - min(counts) <= 1 and min(lengths) > 0
+    for i in range(0, len(lengths), ulysses):
+        assert max(lengths[i : i + ulysses]) - min(lengths[i : i + ulysses]) <= (unit if frames > 1 else 1)
+    if frames > 1:
+        assert inside % unit == 0 and all(length % unit == 0 for length in lengths)
+
+
+def test_a_ring_that_cannot_have_whole_blocks_is_refused():
+    with pytest.raises(OptionError, match=r"250 tokens are 2 blocks of 128 .* a ring of 3 x 1 ranks cannot share"):
+        shard_lengths(250, 1, 3, rings=3, block=128)
+    with pytest.raises(OptionError, match="cannot share"):
+        shard_lengths(257, 1, 6, rings=3, block=128)  # the last part is one token, for two ranks
+
+
+def test_the_fp8_kernel_is_refused_on_a_ring_by_name_and_replaced_with_a_note_else(monkeypatch):
+    for kernel in ("auto", "cudnn", "flex", "math"):
+        check_mesh(Mesh(1, 2, 2), "sdpa", 75_600, SparseOptions(sparsity=0.5, kernel=kernel))
+    named = SparseOptions(sparsity=0.5, kernel="cudnn-fp8")
+    with pytest.raises(OptionError, match=r"reads as many for every row: use one of auto, cudnn, flex, math, .* 2x1x4"):
+        check_mesh(Mesh(2, 2, 2), "sdpa", 75_600, named)
+    check_mesh(Mesh(2, 1, 4), "sdpa", 75_600, named)
+    monkeypatch.setattr(SparseKernel, "why_not", lambda *_: None)
+    auto, cpu = SparseOptions(sparsity=0.5), torch.device("cpu")
+    assert "kernel cudnn in place of cudnn-fp8" in ring_note(auto, "cudnn-fp8", cpu, 128, 75_600)
+    assert ring_note(auto, "flash4", cpu, 128, 75_600) == ring_note(auto, "cudnn-fp8", cpu, 128, 1000) == ""
+    assert ring_note(SparseOptions(sparsity=0.5, mass=0.9), "cudnn-fp8", cpu, 128, 75_600) == ""
+
+
+def test_a_ring_moves_everything_whatever_is_read():
+    """Sparse attention hides less of what a ring moves, and reads in bf16 there: it gains less than on one GPU."""
+
+    def seconds(mesh: Mesh, read: float, gpus_per_host: int = 8) -> float:
+        return forward_seconds(mesh, T2V_A14B, 75_600, H200, gpus_per_host, **FP8, read=read)
+
+    ring, alone = Mesh(1, 4, 1), Mesh()
+    assert seconds(alone, 0.25) < 0.6 * seconds(alone, 1.0)
+    assert seconds(alone, 0.25) / seconds(alone, 1.0) < seconds(ring, 0.25) / seconds(ring, 1.0) < 1
+    network = replace(H200, link=H200.network)  # so slow that the exchange decides, and reading less gains little
+    slow = [forward_seconds(ring, T2V_A14B, 75_600, network, read=read) for read in (0.25, 0.125)]
+    assert slow[1] > 0.95 * slow[0]
+    for read in (0.25, 0.5):  # the bf16 kernel, as measured: milliseconds of a layer, dense 172
+        share = {0.25: 59, 0.5: 107}[read] / 172
+        assert 1.15 * read + 0.05 == pytest.approx(share, abs=0.01)
+
+
+def test_what_a_plan_reads_is_counted_for_the_choice():
+    plan = sparsify(make_plan(steps=20), SparseOptions(sparsity=0.75, dense_steps=0.1, ramp=0.3, dense_layers=4))
+    reads = shares_read(plan, T2V_A14B, 75_600)
+    assert sum(reads.values()) == pytest.approx(1) and reads.keys() == {1.0, 0.5, 0.25}
+    assert reads[0.25] == pytest.approx(0.7 * 0.9)
+    assert shares_read(plan, T2V_A14B, 1000) == shares_read(make_plan(steps=4), T2V_A14B, 75_600) == {1.0: 1.0}
+    sparse = choose_mesh(4, T2V_A14B, 75_600, **FP8, reads=reads)
+    dense = choose_mesh(4, T2V_A14B, 75_600, **FP8)
+    assert sparse.seconds < dense.seconds and sparse.single < dense.single and sparse.mesh.ring == 1

@@ -1,0 +1,116 @@
+"""The embedded model in four steps: its LoRAs are found, are what was trained, and keep captions true.
+
+The full comparison, 240 held-out captions and seeds, is benchmarks/results/distilled-*.json (written by
+`python -m tools.distill_tiny`); here a sample of it that a CPU makes in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.tiny.clips import held_out_scenes
+from tools.tiny.distill import merge_lora, student_plan, teacher_plan
+from wan_core.checkpoint import load_dit
+from wan_core.checkpoint.detect import expected_shapes
+from wan_core.checkpoint.lora.read import read_lora
+from wan_core.config import LoadOptions, LoraOptions, Request
+from wan_core.media.metrics import judge
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY_LORAS, own_loras
+from wan_core.sampling.presets import distilled_steps
+
+FOUR = Request(prompt="a red circle moving left on a blue background", preset="4-step")
+SAMPLE = list(enumerate(held_out_scenes(19)))[11:]  # without the LoRAs, 4 of these 8 come out right in four steps
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return Pipeline.load(LoadOptions(model="tiny", device="cpu"), request=FOUR)
+
+
+def test_four_steps_keep_captions_true(pipe: Pipeline) -> None:
+    assert captions_true(pipe) >= 7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["merge", "attach"])
+@pytest.mark.parametrize("precision", ["checkpoint", "fp8"])
+def test_four_steps_keep_captions_true_on_a_gpu(precision: str, mode: str) -> None:
+    options = LoadOptions(model="tiny", device="cuda", precision=precision, lora_mode=mode)
+    assert captions_true(Pipeline.load(options, request=FOUR)) >= 6
+
+
+def captions_true(pipe: Pipeline) -> int:
+    """Of the sample, with the seeds of the committed comparison."""
+    right = 0
+    for number, scene in SAMPLE:
+        request = Request(prompt=scene.caption, preset="4-step", seed=10_000 + number)
+        right += judge(torch.from_numpy(pipe.generate(request).frames), scene).all_true
+    return right
+
+
+@pytest.mark.parametrize("mode", ["merge", "attach"])
+def test_the_engine_makes_of_the_files_what_training_made(tiny_assets: Path, mode: str, pipe: Pipeline) -> None:
+    models = pipe.models
+    if mode == "attach":
+        models = Pipeline.load(LoadOptions(model="tiny", device="cpu", lora_mode=mode), request=FOUR).models
+    draw = torch.Generator().manual_seed(1)
+    noise, rows = torch.randn(1, 16, 2, 4, 4, generator=draw), torch.randn(1, 7, 64, generator=draw)
+    for expert, path in TINY_LORAS.items():
+        plain = load_dit(tiny_assets / f"t2v_{expert}.safetensors", dtype=torch.float32)
+        trained = load_dit(tiny_assets / f"t2v_{expert}.safetensors", dtype=torch.float32)
+        merge_lora(trained, path)
+        with torch.no_grad():
+            told = [net(noise, torch.tensor([800.0]), rows) for net in (models.expert(expert), trained, plain)]
+        assert (told[1] - told[2]).abs().mean() > 0.05, "the LoRA does nothing: nothing was compared"
+        torch.testing.assert_close(told[0], told[1], rtol=0, atol=1e-4)
+
+
+def test_every_tensor_of_the_files_is_used(tiny_assets: Path) -> None:
+    for expert, path in TINY_LORAS.items():
+        config = load_dit(tiny_assets / f"t2v_{expert}.safetensors", dtype=torch.float32).config
+        lora = read_lora(path, expected_shapes(config))
+        assert not lora.ignored and lora.ranks == (16,) and len(lora.changes) == 61
+        assert lora.metadata["expert"] == expert and distilled_steps(path) == 4
+
+
+def test_they_come_with_a_preset_for_few_steps_and_only_then() -> None:
+    tiny = LoadOptions(model="tiny")
+    for preset in ("4-step", "6-step", "8-step-guided"):
+        assert [(lora.expert, Path(lora.path)) for lora in own_loras(tiny, preset).loras] == [*TINY_LORAS.items()]
+    mine = LoadOptions(model="tiny", loras=(LoraOptions(path="mine.safetensors"),))
+    others = (LoadOptions(model="random:t2v-A14B"), LoadOptions(model="tiny", high="mine.safetensors"), mine)
+    assert own_loras(tiny, "auto") is tiny and own_loras(tiny, "none") is tiny
+    assert own_loras(tiny, "4-step", image=True) is tiny, "they are for text-to-video"
+    assert all(own_loras(options, "4-step") is options for options in others)
+
+
+def test_the_steps_are_those_that_were_distilled(pipe: Pipeline) -> None:
+    plan, trained = pipe.prepare(FOUR).plan, student_plan()
+    assert [(s.timestep, s.sigma, s.expert) for s in plan.steps] == [
+        (s.timestep, s.sigma, s.expert) for s in trained.steps
+    ]
+    assert plan.forwards == 4 and plan.solver == "euler"
+
+
+def test_few_steps_without_what_they_need_are_pointed_out(pipe: Pipeline) -> None:
+    assert pipe.prepare(FOUR).plan.notes == ("preset 4-step: asked for",)
+    bare = Pipeline.load(LoadOptions(model="tiny", device="cpu"))  # for no request: nothing asked for LoRAs
+    assert bare.prepare(FOUR).plan.notes == ("preset 4-step: asked for, and no file says that it is step-distilled",)
+
+
+def test_the_committed_comparison_reaches_its_target() -> None:
+    results = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("distilled-*.json"))
+    rows = {row["name"]: row for row in json.loads(results[-1].read_text())["rows"]}
+    teacher, student, bare = (rows[n] for n in ("40 steps, guidance 3", "4 steps, LoRA", "4 steps, no guidance"))
+    assert teacher["samples"] == student["samples"] >= 192
+    assert student["forwards"] * 10 <= teacher["forwards"] == teacher_plan().forwards
+    assert student["all"] >= teacher["all"] - 0.05 and bare["all"] < teacher["all"] - 0.2
+
+
+def test_they_stay_small() -> None:
+    assert sum(path.stat().st_size for path in TINY_LORAS.values()) <= 1.5e6

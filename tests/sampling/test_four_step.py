@@ -1,0 +1,164 @@
+"""Presets of step-distilled weights: their numbers, when they are recognised, and a user's own numbers beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.cli import main
+from wan_core.config import LoadOptions, LoraOptions, OptionError, Request, SkipOptions, TaylorSeerOptions
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY_LORAS, own_loras
+from wan_core.sampling.plan import SCHEDULES, make_plan
+from wan_core.sampling.presets import CHOICES, PRESETS, distilled_steps, find_preset, preset_plan
+
+TASKS = ("t2v-A14B", "i2v-A14B", "t2v-tiny", "i2v-tiny")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_four_steps_are_those_that_were_distilled(task):
+    plan = preset_plan("4-step", task=task)
+    assert [s.timestep for s in plan.steps] == pytest.approx([1000, 937.5, 2500 / 3, 625], abs=1e-3)
+    assert [s.sigma for s in plan.steps] == pytest.approx([1, 0.9375, 5 / 6, 0.625], abs=1e-6)
+    assert [s.expert for s in plan.steps] == ["high", "high", "low", "low"]
+    assert (plan.solver, plan.shift, plan.guided, plan.forwards) == ("euler", 5, False, 4)
+    assert any("preset 4-step" in note for note in plan.notes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    preset=st.sampled_from(sorted(PRESETS)),
+    task=st.sampled_from(TASKS),
+    steps=st.none() | st.integers(2, 20),
+    shift=st.none() | st.floats(1, 15),
+    solver=st.none() | st.sampled_from(sorted(SCHEDULES)),
+)
+def test_the_boundary_goes_by_steps(preset, task, steps, shift, solver):
+    """Half of the steps for each expert, whatever the schedule; a user's numbers stand."""
+    plan = preset_plan(preset, task=task, steps=steps, shift=shift, solver=solver)
+    count = steps or PRESETS[preset].steps
+    assert len(plan.steps) == count and plan.shift == (shift or 5) and plan.solver == (solver or "euler")
+    assert [s.expert for s in plan.steps] == ["high"] * (count // 2) + ["low"] * (count - count // 2)
+    assert plan.guidance_of("high") == PRESETS[preset].guidance_high
+    assert ("uncond" in plan.steps[0].branches) == preset.endswith("guided")
+    assert not any("uncond" in s.branches for s in plan.steps if s.expert == "low")
+
+
+def test_one_transformer_runs_every_step():
+    assert {s.expert for s in preset_plan("8-step", task="ti2v-5B").steps} == {"high"}
+    assert {s.expert for s in preset_plan("4-step", task="t2v-A14B", boundary=0.0, two_experts=False).steps} == {"high"}
+
+
+def test_given_numbers_stand():
+    plan = preset_plan("4-step", task="t2v-A14B", guidance_high=3.5, boundary=0.9)
+    assert plan.boundary == 0.9 and plan.guidance_of("high") == 3.5 and plan.guidance_of("low") == 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_none_is_the_plan_as_it_was(task):
+    assert preset_plan("none", [Path("lightx2v_4steps.safetensors")], task=task) == make_plan(task=task)
+    assert preset_plan("auto", [Path("wan2.2_t2v_high_noise.safetensors")], task=task) == make_plan(task=task)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("wan2.2_t2v_A14b_high_noise_lora_rank64_lightx2v_4step_1217.safetensors", 4),
+        ("Wan2.2-Lightning_T2V-A14B-4steps-lora_HIGH_fp16.safetensors", 4),
+        ("Wan21_T2V_14B_lightx2v_cfg_step_distill_lora_rank64.safetensors", 4),
+        ("Wan2.2-T2V-8-step-distill.safetensors", 8),
+        ("wan_turbo_6steps.safetensors", 6),
+        ("Wan21_CausVid_14B_T2V_lora_rank32.safetensors", 4),
+        ("my-style-3-step-1200.safetensors", None),
+        ("style_rank64.safetensors", None),
+        ("wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors", None),
+    ],
+)
+def test_names_that_say_it(name, steps):
+    assert distilled_steps(Path("/models/loras") / name) == steps
+    found, why = find_preset("auto", [Path("other.safetensors"), Path(name)])
+    assert (found.steps if found else None) == steps and (name in why) == (steps is not None)
+
+
+def test_metadata_that_says_it(tmp_path):
+    for said, steps in (("4-step", 4), ("8 steps", 8), ("yes", 4)):
+        write_safetensors({"x": torch.zeros(1)}, tmp_path / "plain.safetensors", {"distilled": said})
+        assert distilled_steps(tmp_path / "plain.safetensors") == steps
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 20)
+    assert distilled_steps(tmp_path / "broken.safetensors") is None
+
+
+def test_an_unknown_preset_names_the_known():
+    with pytest.raises(OptionError, match="4-step-guided"):
+        find_preset("5-step")
+    assert set(CHOICES) == {"auto", "none", *PRESETS}
+
+
+def lora(path: Path) -> Path:
+    write_safetensors(
+        {
+            "diffusion_model.blocks.0.ffn.0.lora_down.weight": torch.full((2, 128), 0.01),
+            "diffusion_model.blocks.0.ffn.0.lora_up.weight": torch.full((384, 2), 0.01),
+        },
+        path,
+        {},
+    )
+    return path
+
+
+def test_a_pipeline_recognises_it_and_leaves_caches_off(tmp_path):
+    path = lora(tmp_path / "mine_4steps.safetensors")
+    request = Request(
+        prompt="a red circle moving right on a blue background", width=32, height=32, frames=5,
+        skip=SkipOptions(taylorseer=TaylorSeerOptions(interval=2)),
+    )  # fmt: skip
+    options = LoadOptions(model="tiny", device="cpu", loras=(LoraOptions(path=str(path)),))
+    result = Pipeline.load(options, request=request).generate(request)
+    assert len(result.plan.steps) == 4 and result.plan.forwards == 4 and result.plan.solver == "euler"
+    assert any("preset 4-step: mine_4steps.safetensors is step-distilled" in note for note in result.report.notes)
+    assert any("TaylorSeer is off: the weights are step-distilled" in note for note in result.report.notes)
+    assert result.report.settings["guidance"] == {"high": 1.0, "low": 1.0}
+
+
+def test_command_line(tmp_path, capsys):
+    path = lora(tmp_path / "mine_4steps_high.safetensors")
+    assert main(["plan", "--lora", f"{path}:0.9"]) == 0
+    assert "4 steps, euler, shift 5" in capsys.readouterr().out
+    assert main(["plan", "--lora", f"{path}:0"]) == 0  # does not count
+    assert "40 steps, unipc" in capsys.readouterr().out
+    assert main(["plan", "--lora", str(path), "--preset", "none", "--steps", "7"]) == 0
+    assert "7 steps, unipc" in capsys.readouterr().out
+    assert main(["plan", "--preset", "8-step-guided", "--guidance-low", "2"]) == 0
+    assert "16 forwards" in capsys.readouterr().out
+    assert main(["plan", "--lora", str(tmp_path / "absent.safetensors")]) == 2
+    assert "absent.safetensors does not exist" in capsys.readouterr().err
+
+
+def test_the_embedded_model_has_its_own():
+    there = tuple(LoraOptions(path=str(path), expert=expert) for expert, path in TINY_LORAS.items())
+    assert len(there) == 2 and all(distilled_steps(path) == 4 for path in TINY_LORAS.values())
+    options = LoadOptions(model="tiny")
+    assert own_loras(options, "4-step").loras == there
+    assert own_loras(options, "auto").loras == () == own_loras(options, "4-step", image=True).loras
+    mine = LoadOptions(model="tiny", loras=(LoraOptions(path="mine.safetensors"),))
+    assert own_loras(mine, "4-step") == mine
+
+
+def test_the_benchmark_has_a_row_for_every_phase(tmp_path):
+    command = ["bench", "--suite", "four-step", "--device", "cpu", "--size", "48x48x5", "--runs", "1", "--layers", "2"]
+    assert main([*command, "--out", str(tmp_path / "x.json")]) == 0
+    rows = {row["name"]: row for row in json.loads((tmp_path / "x.json").read_text())["rows"]}
+    assert {"load", "load, LoRA merged", "load, LoRA attached", "text", "decode", "denoise + decode", "total"} <= set(
+        rows
+    )
+    assert rows["denoise high"]["steps"] == rows["denoise low"]["steps"] == 2
+    phases = sum(rows[name]["seconds"] for name in ("denoise high", "denoise low", "decode"))
+    assert rows["denoise + decode"]["seconds"] == pytest.approx(phases, abs=1e-3)
+    assert rows["load, LoRA merged"]["ratio_to"] == "load" and rows["denoise, attached"]["ratio_to"] == "denoise"
+    assert main([*command, "--scratch", str(tmp_path / "absent")]) == 2

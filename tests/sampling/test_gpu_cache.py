@@ -1,0 +1,144 @@
+"""Leaving forwards out, on an NVIDIA GPU: bit-identical where nothing is skipped, no waiting, memory as it was said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.sampling.test_denoise import small_dit
+from tests.sampling.test_residual import impatient  # noqa: F401  (a fixture)
+from wan_core.config import (
+    AdaptiveOptions,
+    GuidanceOptions,
+    LoadOptions,
+    MagCacheOptions,
+    Request,
+    SkipOptions,
+    TaylorSeerOptions,
+)
+from wan_core.execution.graphs import GraphedBlocks
+from wan_core.execution.optimize import optimize
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.sampling.cache.curves import published_curves
+from wan_core.sampling.cache.residual import residual_bytes
+from wan_core.sampling.cache.skipping import leave_out
+from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.denoise import denoise
+from wan_core.sampling.plan import make_plan
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+CURVE = published_curves()["t2v-A14B"]
+MAG = MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1)
+SETTINGS = {
+    "magcache": SkipOptions(magcache=MAG),
+    "published": SkipOptions(magcache=MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, rule="published")),
+    "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=2)),
+    "guidance": SkipOptions(guidance=GuidanceOptions(every=2)),
+    "adaptive": SkipOptions(adaptive=AdaptiveOptions(threshold=0.2)),
+}
+
+
+def made(graphs: bool, compile: str = "off") -> dict[str, WanModel]:
+    """Two small experts as they ship: what `optimize` puts around the blocks is beneath the cache."""
+    attend = resolve_attention("sdpa", CUDA)[1]
+    models = {name: small_dit(seed=n).to(CUDA, torch.bfloat16) for n, name in enumerate(("high", "low"))}
+    for model in models.values():
+        optimize(model, attend=attend, compile=compile, device=CUDA, graphs=graphs)
+        assert isinstance(vars(model).get("run_blocks"), GraphedBlocks) == graphs
+    return models
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["launched", "graphed"])
+def experts(request) -> dict[str, WanModel]:
+    return made(request.param)
+
+
+@pytest.fixture(scope="module")
+def launched() -> dict[str, WanModel]:
+    return made(graphs=False)
+
+
+def run(plan, experts, batched=False, on_step=None):
+    noise = draw_noise(7, (1, 16, 3, 8, 12)).to(CUDA)
+    text = [draw_noise(n, (1, 5, 12)).to(CUDA, torch.bfloat16) for n in (1, 2)]
+    with torch.no_grad():
+        conditioning = Conditioning(cond=text[0], uncond=text[1])
+        return denoise(plan, experts.__getitem__, conditioning, noise, batched=batched, on_step=on_step)
+
+
+@pytest.mark.parametrize("compile", ["off", "blocks"])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_cache_that_never_skips_is_bit_identical_to_none(batched, graphs, compile):
+    models = made(graphs, compile)
+    plan = make_plan(steps=20)
+    exact = run(plan, models, batched)
+    for options in (
+        SkipOptions(magcache=MagCacheOptions(threshold=0, max_skips=2, retention=0.2)),
+        SkipOptions(taylorseer=TaylorSeerOptions(interval=1, order=2)),
+        SkipOptions(adaptive=AdaptiveOptions(threshold=0)),
+    ):
+        assert torch.equal(run(leave_out(plan, options, CURVE), models, batched), exact)
+    seen: list[list[torch.Tensor]] = [[], []]
+    some = leave_out(plan, SETTINGS["magcache"], CURVE)
+    first = next(step.index for step in some.steps if step.skipped)
+    run(plan, models, batched, lambda progress: seen[0].append(progress.latents))
+    run(some, models, batched, lambda progress: seen[1].append(progress.latents))
+    assert [torch.equal(a, b) for a, b in zip(*seen, strict=True)] == [n < first for n in range(20)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_loop_never_waits_for_the_device(launched, impatient, name):  # noqa: F811
+    """`set_sync_debug_mode("error")` raises at a call that blocks the host on the device, but for an event's
+    `synchronize`, which the adaptive policy uses for rates that are two steps old: `impatient` raises at newer ones.
+    Graphs are captured anew for every prompt, which may wait: they are left out."""
+    plan = leave_out(make_plan(steps=20), SETTINGS[name], CURVE)
+    exact, steps = run(plan, launched), []
+
+    def on_step(progress):
+        steps.append(progress.forwards)
+        if len(steps) == len(plan.steps):
+            torch.cuda.set_sync_debug_mode("default")  # what follows the loop may wait
+
+    noise = draw_noise(7, (1, 16, 3, 8, 12)).to(CUDA)
+    text = [draw_noise(n, (1, 5, 12)).to(CUDA, torch.bfloat16) for n in (1, 2)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.no_grad():
+            conditioning = Conditioning(cond=text[0], uncond=text[1])
+            result = denoise(plan, launched.__getitem__, conditioning, noise, on_step=on_step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(result, exact) and sum(steps) < 40
+    assert len(impatient) == (40 if name == "adaptive" else 0)  # of both runs
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_repeats_bit_for_bit_whatever_the_host_does(experts, name):
+    """The adaptive policy sees values of fixed steps, not those that happen to have arrived."""
+    import time
+
+    plan = leave_out(make_plan(steps=20), SETTINGS[name], CURVE)
+    hurried = run(plan, experts)
+    slow = run(plan, experts, on_step=lambda _: time.sleep(0.01))
+    waiting = run(plan, experts, on_step=lambda _: torch.cuda.synchronize())
+    assert torch.equal(hurried, slow) and torch.equal(hurried, waiting)
+
+
+def test_memory_is_what_was_said_and_is_given_back():
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cuda", residency="resident"))
+    caption = "a green square moving left on a white background"
+    cached = Request(prompt=caption, seed=5, skip=SkipOptions(magcache=MAG))
+    first = pipe.generate(cached).frames
+    held = torch.cuda.memory_allocated()
+    for seed in range(3):
+        pipe.generate(Request(prompt=caption, seed=seed, skip=SkipOptions(magcache=MAG)))
+    assert torch.cuda.memory_allocated() - held < 1 << 20
+    assert (pipe.generate(cached).frames == first).all()
+    job = pipe.prepare(cached)
+    dim = pipe.models.dit_config.dim
+    assert residual_bytes(job.plan, job.tokens, dim) == 2 * 2 * job.tokens * dim * 2  # two slots of two branches, bf16

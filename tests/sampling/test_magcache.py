@@ -1,0 +1,464 @@
+"""Which steps MagCache skips: against a plain reference written from the published rule, and properties over all
+inputs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wan_core.cli import main
+from wan_core.config import (
+    AdaptiveOptions,
+    GuidanceOptions,
+    MagCacheOptions,
+    OptionError,
+    SkipOptions,
+    TaylorSeerOptions,
+)
+from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.curves import (
+    Curve,
+    curve_path,
+    find_curve,
+    nearest,
+    published_curves,
+    read_curve,
+    write_curve,
+)
+from wan_core.sampling.cache.magcache import PRESETS, parse_magcache, skip_magcache
+from wan_core.sampling.cache.residual import residual_program
+from wan_core.sampling.cache.skipping import leave_out, looks_distilled, skip_forwards
+from wan_core.sampling.plan import make_plan
+
+CURVES = published_curves()
+
+
+# ----------------------------------------------------------------------------------------------- the published rule
+
+
+def reference(task: str, steps: int, split: int, cond: list, uncond: list, T: float, K: int, R: float) -> list[bool]:
+    """The rule as it is published, one forward after another: which of the 2 * steps forwards are skipped. `split`: in
+    forwards. Plain lists and counters, and nothing of the engine."""
+    N = 2 * steps
+    r = np.empty(N)
+    index = np.round(np.arange(steps) * (len(cond) - 1) / max(1, steps - 1)).astype(int)
+    r[0::2], r[1::2] = np.array(cond)[index], np.array(uncond)[index]
+    ratio, error, count, skipped = [1.0, 1.0], [0.0, 0.0], [0, 0], []
+    for cnt in range(N):
+        if task == "t2v-A14B":
+            eligible = not cnt < int(split * R) and not (split <= cnt <= (N - split) * R + split)
+        elif task == "i2v-A14B":
+            eligible = cnt >= int(split + (N - split) * R)
+        else:
+            eligible = cnt >= int(N * R)
+        skip, side = False, cnt % 2
+        if eligible:
+            ratio[side] *= r[cnt]
+            count[side] += 1
+            error[side] += abs(1 - ratio[side])
+            skip = error[side] < T and count[side] <= K
+            if not skip:
+                ratio[side], error[side], count[side] = 1.0, 0.0, 0
+        skipped.append(skip)
+    return skipped
+
+
+SETTINGS = [
+    ("t2v-A14B", 0.04, 2, 0.2),
+    ("t2v-A14B", 0.06, 2, 0.4),
+    ("t2v-A14B", 0.12, 2, 0.2),
+    ("t2v-A14B", 0.24, 2, 0.1),
+    ("t2v-A14B", 0.12, 4, 0.2),
+    ("i2v-A14B", 0.06, 2, 0.1),
+    ("i2v-A14B", 0.06, 2, 0.2),
+    ("i2v-A14B", 0.12, 2, 0.2),
+    ("i2v-A14B", 0.24, 2, 0.1),
+    ("ti2v-5B", 0.06, 2, 0.2),
+    ("ti2v-5B", 0.12, 2, 0.2),
+    ("ti2v-5B", 0.06, 3, 0.2),
+]
+
+
+@pytest.mark.parametrize(("task", "T", "K", "R"), SETTINGS)
+@pytest.mark.parametrize("steps", [None, 20, 27, 61])
+def test_published_rule_is_the_reference(task, T, K, R, steps):
+    plan, curve = make_plan(task=task, steps=steps), CURVES[task]
+    options = MagCacheOptions(threshold=T, max_skips=K, retention=R, rule="published")
+    skipped = skip_magcache(plan, options, curve)
+    split = 2 * len(plan.phases[0])
+    expected = reference(task, len(plan.steps), split, list(curve.cond), list(curve.uncond), T, K, R)
+    given = [branch in step.skipped for step in skipped.steps for branch in ("cond", "uncond")]
+    assert given == expected
+    assert skipped.forwards == expected.count(False)
+
+
+def test_published_curves_are_the_published_numbers():
+    """Ends, lengths and the dip at the boundary, as they are in MagCache4Wan2.2."""
+    t2v, i2v = CURVES["t2v-A14B"], CURVES["i2v-A14B"]
+    assert (t2v.steps, t2v.high_steps, i2v.steps, i2v.high_steps) == (40, 26, 40, 15)
+    assert t2v.cond[:2] == (1.0, 1.00124) and t2v.uncond[-1] == 0.80181
+    assert (t2v.cond[26], t2v.uncond[26]) == (0.65523, 0.65252) == (min(t2v.cond), min(t2v.uncond))
+    assert (i2v.cond[15], i2v.uncond[15]) == (0.91076, 0.91046)
+    assert CURVES["ti2v-5B"].steps == CURVES["ti2v-5B-image"].steps == 50
+    for task in ("t2v-A14B", "i2v-A14B"):
+        assert sum(s.expert == "high" for s in make_plan(task=task).steps) == CURVES[task].high_steps
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "forwards"),
+    [
+        ("t2v-A14B", "0.04/2/0.2", 46),
+        ("t2v-A14B", "0.06/2/0.4", 54),
+        ("t2v-A14B", "0.12/2/0.2", 40),
+        ("t2v-A14B", "0.24/2/0.1", 34),
+        ("i2v-A14B", "0.06/2/0.1", 42),
+        ("i2v-A14B", "0.12/2/0.2", 42),
+        ("i2v-A14B", "0.24/2/0.1", 34),
+        ("ti2v-5B", "0.06/2/0.2", 52),
+        ("ti2v-5B", "0.12/2/0.2", 50),
+        ("ti2v-5B", "0.06/3/0.2", 50),
+    ],
+)
+def test_forwards_of_the_joint_rule(task, text, forwards):
+    """Against plain loops over the tables; a change of these numbers must be meant."""
+    plan = skip_magcache(make_plan(task=task), parse_magcache(text), CURVES[task])
+    assert plan.forwards == by_hand(CURVES[task], *map(float, text.split("/"))) == forwards
+
+
+def by_hand(curve: Curve, T: float, K: float, R: float) -> int:
+    """Forwards at the curve's own steps, with loops over one phase at a time."""
+    forwards = 0
+    for first, end in ((0, curve.high_steps), (curve.high_steps, curve.steps)):
+        free = first + max(1, -int(-(end - first) * R // 1))
+        last = first
+        for t in range(first, end):
+            errors = []
+            for ratios in (curve.cond, curve.uncond):
+                products = np.cumprod(ratios[last + 1 : t + 1])
+                errors.append(np.abs(1 - products).sum())
+            if t < free or t == curve.steps - 1 or t - last > K or max(errors) >= T:
+                last, forwards = t, forwards + 2
+    return forwards
+
+
+# --------------------------------------------------------------------------------------------------------- properties
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> Curve:
+    steps = draw(st.integers(2, 60))
+    ratios = st.lists(st.floats(0.3, 1.5) | st.floats(0.97, 1.01), min_size=steps, max_size=steps).map(tuple)
+    high = draw(st.integers(0, steps))
+    return Curve(
+        task="any", source="drawn", high_steps=high, shift=5, boundary=0.9, solver="unipc", samples=1,
+        cond=draw(ratios), uncond=draw(ratios),
+    )  # fmt: skip
+
+
+plans = st.builds(
+    make_plan,
+    task=st.sampled_from(["t2v-A14B", "i2v-A14B", "ti2v-5B"]),
+    steps=st.integers(1, 80),
+    shift=st.floats(0.5, 20),
+    boundary=st.floats(0, 1),
+    guidance_high=st.sampled_from([1.0, 3.5]),
+    guidance_low=st.sampled_from([1.0, 3.0]),
+)
+schedules = st.none() | st.builds(
+    GuidanceOptions, low=st.floats(0, 0.5), high=st.floats(0.6, 1), every=st.integers(1, 4)
+)
+magcaches = st.builds(
+    MagCacheOptions,
+    threshold=st.floats(0, 0.5) | st.just(10.0),
+    max_skips=st.integers(0, 6),
+    retention=st.floats(0, 1),
+    order=st.integers(0, 2),
+)
+
+
+@given(plans, curves(), magcaches, schedules)
+def test_properties_of_the_joint_rule(plan, curve, options, guidance):
+    skipped = leave_out(plan, SkipOptions(magcache=options, guidance=guidance), curve)
+    if len(plan.steps) < 10:
+        assert skipped.forwards <= plan.forwards and all(not s.skipped for s in skipped.steps)
+        assert any("MagCache is off" in note for note in skipped.notes)
+        return
+    assert not skipped.steps[-1].skipped, "the last step of the video computes"
+    for phase in skipped.phases:
+        assert not phase[0].skipped, "the first step of a phase has nothing to reuse"
+        assert not any(s.skipped for s in phase[: int(len(phase) * options.retention)])
+        runs = [len(list(group)) for skip, group in groupby(phase, lambda s: bool(s.skipped)) if skip]
+        assert max(runs, default=0) <= options.max_skips
+        held: set[str] = set()
+        for step in phase:
+            assert step.skipped in ((), step.branches), "both branches agree"
+            assert held.issuperset(step.skipped), "a skip needs a residual of this expert and branch"
+            held |= set(step.branches) - set(step.skipped)
+        assert oldest(phase) <= options.max_skips
+    if options.threshold == 0 or options.max_skips == 0:
+        assert skipped.forwards == sum(len(s.branches) for s in skipped.steps)
+
+
+@given(plans, curves(), magcaches, schedules)
+def test_properties_of_the_published_rule(plan, curve, options, guidance):
+    """With a guidance schedule too: a branch that does not run in a step grows older all the same."""
+    options = replace(options, rule="published")
+    skipped = leave_out(plan, SkipOptions(magcache=options, guidance=guidance), curve)
+    for phase in skipped.phases:
+        assert not phase[0].skipped and oldest(phase) <= options.max_skips
+        assert all(set(step.skipped) <= set(step.branches) for step in phase)
+
+
+@given(plans, curves(), magcaches, schedules)
+def test_an_action_says_what_happens(plan, curve, options, guidance):
+    """`forecast` and its order are what the residuals computed so far allow, whatever was asked for."""
+    both = SkipOptions(magcache=options, guidance=guidance)
+    seer = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=options.order, retention=0), guidance=guidance)
+    for skip in (both, seer):
+        for phase in leave_out(plan, skip, curve).phases:
+            terms = {b: residual_program(phase, b).use for b in ("cond", "uncond")}
+            for step in phase:
+                most = max((len(terms[b][step.index]) for b in step.skipped), default=1)
+                assert step.order == most - 1 <= options.order
+                assert step.action == ("compute" if not step.skipped else "forecast" if step.order else "reuse")
+
+
+def oldest(phase) -> int:
+    """The most steps that a residual is old when it stands in for its branch."""
+    computed, ages = {}, [0]
+    for step in phase:
+        ages += [step.index - computed[branch] for branch in step.skipped]
+        computed |= dict.fromkeys(set(step.branches) - set(step.skipped), step.index)
+    return max(ages)
+
+
+@given(plans, curves(), magcaches, st.data())
+def test_phases_decide_alone(plan, curve, options, data):
+    """State is reset at the boundary: another curve for one expert changes nothing in the other's phase."""
+    if len(plan.phases) < 2:
+        return
+    first = skip_magcache(plan, options, curve)
+    noise = data.draw(st.lists(st.floats(0.3, 1.5), min_size=curve.steps, max_size=curve.steps))
+    cut = curve.high_steps
+    other = {
+        "high": (*noise[:cut], *curve.cond[cut:]),
+        "low": (*curve.cond[:cut], *noise[cut:]),
+    }
+    for changed, kept in (("high", 1), ("low", 0)):
+        second = skip_magcache(plan, options, Curve(**{**vars(curve), "cond": other[changed]}))
+        assert first.phases[kept] == second.phases[kept]
+
+
+@given(plans, st.integers(1, 6), st.integers(0, 2), st.floats(0, 1), schedules)
+def test_properties_of_taylorseer(plan, interval, order, retention, guidance):
+    options = SkipOptions(
+        taylorseer=TaylorSeerOptions(interval=interval, order=order, retention=retention), guidance=guidance
+    )
+    skipped = leave_out(plan, options, None)
+    assert not skipped.steps[-1].skipped and not any(phase[0].skipped for phase in skipped.phases)
+    for phase in skipped.phases:
+        runs = [len(list(group)) for skip, group in groupby(phase, lambda s: bool(s.skipped)) if skip]
+        assert max(runs, default=0) < interval
+        assert all(s.action in ("reuse", "forecast") and s.order <= order for s in phase if s.skipped)
+        assert oldest(phase) < interval
+
+
+@given(plans, schedules)
+def test_guidance_is_scheduled(plan, guidance):
+    skipped = leave_out(plan, SkipOptions(guidance=guidance), None)
+    for phase in skipped.phases:
+        fresh = False  # whether the difference of the branches has been computed in this phase
+        for step, before in zip(phase, plan.steps[phase[0].index :], strict=False):
+            fresh |= "uncond" in step.branches
+            assert fresh or not step.delta
+            inside = guidance is None or guidance.low <= step.sigma <= guidance.high
+            guided = before.guidance != 1 and inside
+            assert step.guidance == (before.guidance if guided else 1)
+            assert (step.delta or "uncond" in step.branches) == guided
+
+
+@given(plans, st.integers(0, 6), st.floats(0, 1))
+def test_adaptive_marks_and_counts_no_saving_in_advance(plan, skips, retention):
+    options = AdaptiveOptions(threshold=0.1, max_skips=skips, retention=retention)
+    marked = leave_out(plan, SkipOptions(adaptive=options), None)
+    assert marked.forwards == plan.forwards and marked.saved == 0
+    assert not any(phase[0].skipped for phase in marked.phases) and not marked.steps[-1].skipped
+
+
+@given(st.lists(st.floats(0.5, 1), min_size=2, max_size=60), st.integers(2, 90))
+def test_resampling_keeps_ends_and_order(values, count):
+    sampled = nearest(values, count)
+    assert len(sampled) == count and sampled[0] == values[0] and sampled[-1] == values[-1]
+    assert set(sampled) <= set(values) and nearest(values, len(values)) == values
+    assert nearest(sorted(values), count) == sorted(nearest(sorted(values), count))
+
+
+def test_the_dip_at_the_boundary_is_in_no_phase():
+    """Resampled to any steps and shift: 0.655 compares two experts and may not stop a skip, nor be taken for one."""
+    for steps in range(10, 100, 7):
+        for shift in (3.0, 8.0, 12.0):
+            ratios = CURVES["t2v-A14B"].for_plan(make_plan(steps=steps, shift=shift))
+            assert all(r is None or r > 0.8 for branch in ratios.values() for r in branch)
+
+
+# ------------------------------------------------------------------------------------------------ options and files
+
+
+def test_ways_to_write_the_same():
+    assert parse_magcache("0.12/2/0.2") == parse_magcache("E012K2R20") == parse_magcache("e012k2r20")
+    assert (
+        parse_magcache("fast", order=1).order == 1
+        and PRESETS["fast"].order == 2
+        and parse_magcache("balanced") == PRESETS["balanced"]
+    )
+    for bad in ("", "0.12", "0.1/2", "slow", "0.1/x/0.2", "1.2.3/2/0.2", "99/2/0.2", "0.1/2/1.5"):
+        with pytest.raises(OptionError, match=r"use |allowed are"):
+            parse_magcache(bad)
+
+
+def test_it_switches_itself_off_and_says_so(tmp_path):
+    options = SkipOptions(magcache=PRESETS["fast"])
+    few = leave_out(make_plan(steps=9), options, CURVES["t2v-A14B"])
+    assert few.saved == 0 and "fewer than 10" in few.table()
+    assert leave_out(make_plan(steps=10), options, CURVES["t2v-A14B"]).saved > 0
+    plain, fast = tmp_path / "high_noise_14B_fp8.safetensors", tmp_path / "wan_4steps_high.safetensors"
+    assert skip_forwards(make_plan(steps=20), options, plain, plain).saved > 0
+    for high, low in ((fast, plain), (plain, fast), (fast, fast)):
+        plan = skip_forwards(make_plan(steps=20), options, high, low)
+        assert plan.saved == 0 and "step-distilled" in plan.notes[0] and "wan_4steps_high" in plan.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "distilled"),
+    [
+        ("Wan2.2-Lightning_high.safetensors", True),
+        ("wan_4steps_high.safetensors", True),
+        ("t2v_distill.pth", True),
+        ("wan2.2_t2v_lightx2v_high.safetensors", True),
+        ("wan2.2-i2v-4-step.safetensors", True),
+        ("wan_4steps_1080p.safetensors", True),
+        ("wan2.2_t2v_high_noise_14B_fp16.safetensors", False),
+        ("epoch-3-step-1200.safetensors", False),
+        ("epoch_3_step_1200.safetensors", False),
+        ("step-4000.safetensors", False),
+        ("wan_40steps.safetensors", False),
+    ],
+)
+def test_names_of_distilled_weights(name, distilled):
+    assert looks_distilled(Path("models") / name) == distilled
+
+
+def test_a_curve_beside_the_checkpoint_comes_first(tmp_path):
+    checkpoint = tmp_path / "wan2.2_t2v_high_noise_14B_fp16.safetensors"
+    assert find_curve(checkpoint, "t2v-A14B") == CURVES["t2v-A14B"]
+    assert find_curve(None, "ti2v-5B", image=True) == CURVES["ti2v-5B-image"]
+    assert find_curve(checkpoint, "unknown") is None
+    mine = replace(CURVES["t2v-A14B"], source="mine", cond=(0.5,) * 40)
+    path = write_curve(mine, curve_path(checkpoint, "t2v-A14B"))
+    assert path.name == "wan2.2_t2v_high_noise_14B_fp16.magcache.json"
+    assert find_curve(checkpoint, "t2v-A14B") == mine
+    folder = tmp_path / "high_noise_model"
+    folder.mkdir()
+    write_curve(mine, curve_path(folder, "t2v-A14B"))
+    assert find_curve(folder, "t2v-A14B") == mine
+    with pytest.raises(OptionError, match="calibrate"):
+        leave_out(make_plan(), SkipOptions(magcache=PRESETS["fast"]), None)
+
+
+def test_models_in_one_folder_have_curves_of_their_own(tmp_path):
+    """Names as ComfyUI's, with a dot in the version, and TI2V with and without an image."""
+    models = [
+        ("wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors", "t2v-A14B", False),
+        ("wan2.2_i2v_high_noise_14B_fp8_scaled.safetensors", "i2v-A14B", True),
+        ("wan2.2_ti2v_5B_fp16.safetensors", "ti2v-5B", False),
+        ("wan2.2_ti2v_5B_fp16.safetensors", "ti2v-5B", True),
+        ("Wan2.2-TI2V-5B-Q8_0.gguf", "ti2v-5B", False),
+        ("diffusion_pytorch_model.safetensors.index.json", "t2v-A14B", False),
+    ]
+    written = {}
+    for name, task, image in models:
+        mine = replace(CURVES["ti2v-5B"], task=f"{task}-image" if image and task == "ti2v-5B" else task, source=name)
+        path = write_curve(mine, curve_path(tmp_path / name, task, image=image))
+        assert path not in written and path.parent == tmp_path
+        written[path] = mine
+    for (name, task, image), mine in zip(models, written.values(), strict=True):
+        assert find_curve(tmp_path / name, task, image=image) == mine
+
+
+def test_a_curve_of_another_task_is_refused(tmp_path):
+    checkpoint = tmp_path / "wan2.2_t2v.safetensors"
+    write_curve(CURVES["ti2v-5B"], curve_path(checkpoint, "t2v-A14B"))
+    with pytest.raises(OptionError, match="curve of ti2v-5B, and the model is t2v-A14B"):
+        find_curve(checkpoint, "t2v-A14B")
+    # without one for images, that of the same weights without an image is the next best; the reverse is another model
+    assert find_curve(checkpoint, "ti2v-5B", image=True) == CURVES["ti2v-5B"]
+    write_curve(CURVES["ti2v-5B-image"], curve_path(checkpoint, "ti2v-5B"))
+    with pytest.raises(OptionError, match="ti2v-5B-image"):
+        find_curve(checkpoint, "ti2v-5B")
+
+
+GOOD = {
+    "format": "wancore-magcache-curve/1", "task": "t2v-A14B", "source": "x", "high_steps": 1, "shift": 5,
+    "boundary": 0.9, "solver": "unipc", "samples": None, "cond": [1, 0.9, 0.9], "uncond": [1, 0.9, 0.9],
+}  # fmt: skip
+BAD = [
+    {"cond": [1]}, {"cond": [1, True, 0.9]}, {"cond": [1, "x", 0.9]}, {"cond": [1, 10**400, 0.9]}, {"cond": "abc"},
+    {"cond": {"a": 1}}, {"cond": None}, {"high_steps": 26.5}, {"high_steps": True}, {"high_steps": "1"},
+    {"high_steps": -1}, {"shift": "x"}, {"shift": 10**400}, {"shift": None}, {"boundary": [1]}, {"task": 5},
+    {"source": None}, {"solver": {}}, {"samples": 1.5}, {"samples": False}, {"format": 3}, {"more": 1},
+]  # fmt: skip
+TEXTS = ["", "[]", "{}", "1", "null", "[" * 100_000, '{"format":' * 50_000, json.dumps(GOOD | {"shift": float("nan")})]
+
+
+@pytest.mark.parametrize("text", [*TEXTS, *(json.dumps(GOOD | bad) for bad in BAD)], ids=lambda text: text[-40:])
+def test_a_damaged_curve_is_refused(tmp_path, text):
+    path = tmp_path / "x.magcache.json"
+    path.write_text(json.dumps(GOOD))
+    assert read_curve(path).cond == (1, 0.9, 0.9)
+    path.write_text(text)
+    with pytest.raises(OptionError, match="calibrate"):
+        read_curve(path)
+
+
+@pytest.mark.parametrize("key", sorted(set(GOOD) - {"format"}))
+def test_a_curve_that_lacks_something_is_refused(tmp_path, key):
+    path = tmp_path / "x.magcache.json"
+    path.write_text(json.dumps({k: v for k, v in GOOD.items() if k != key}))
+    with pytest.raises(OptionError, match="calibrate"):
+        read_curve(path)
+
+
+@pytest.mark.parametrize("option", ["--magcache", "--taylorseer", "--adaptive", "--guidance-interval"])
+def test_an_empty_option_is_refused(option, capsys):
+    """A variable of a script that is empty must not run every forward without a word."""
+    assert main(["plan", option, ""]) == 2
+    assert "given" in capsys.readouterr().err
+
+
+def test_plan_knows_images_and_refuses_a_file_that_is_not_there(tmp_path, capsys):
+    command = ["plan", "--task", "ti2v-5B", "--magcache", "0.06/2/0.2", "--json"]
+    found = []
+    for more in ([], ["--image"]):
+        assert main([*command, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    for image, said in zip((False, True), found, strict=True):
+        plan = skip_forwards(make_plan(task="ti2v-5B"), parse_setting("magcache:0.06/2/0.2"), None, image=image)
+        assert said == json.loads(json.dumps(plan.as_dict()))
+    assert found[0]["unskipped"] == 100 and found[0]["forwards"] != found[1]["forwards"]
+    for option in ("--high", "--low"):
+        assert main([*command, option, str(tmp_path / "typo.safetensors")]) == 2
+        assert "does not exist" in capsys.readouterr().err
+
+
+def test_one_policy_at_a_time():
+    with pytest.raises(OptionError, match="choose one"):
+        SkipOptions(magcache=PRESETS["fast"], taylorseer=TaylorSeerOptions(interval=2))
+    with pytest.raises(OptionError, match="lower one first"):
+        GuidanceOptions(low=0.9, high=0.2)

@@ -1,0 +1,348 @@
+"""Skipped steps in the loop: what they compute, what they leave behind, and that skipping nothing changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT, small_dit
+from wan_core.config import AdaptiveOptions, GuidanceOptions, MagCacheOptions, SkipOptions, TaylorSeerOptions
+from wan_core.models.wan.model import WanModel
+from wan_core.sampling.cache.adaptive_run import Adaptive
+from wan_core.sampling.cache.curves import published_curves
+from wan_core.sampling.cache.residual import residual_program, residuals, weights
+from wan_core.sampling.cache.skipping import leave_out
+from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.denoise import denoise
+from wan_core.sampling.plan import make_plan
+from wan_core.sampling.solvers import SOLVERS, History
+
+CURVE = published_curves()["t2v-A14B"]
+MAG = {"threshold": 0.24, "max_skips": 2, "retention": 0.1}
+SETTINGS = {
+    "magcache": SkipOptions(magcache=MagCacheOptions(**MAG)),
+    "published": SkipOptions(magcache=MagCacheOptions(**MAG | {"threshold": 0.05}, rule="published")),
+    "magcache order 1": SkipOptions(magcache=MagCacheOptions(**MAG, order=1)),
+    "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=2, retention=0.1)),
+    "guidance": SkipOptions(guidance=GuidanceOptions(low=0.3, high=0.98, every=2)),
+    "both": SkipOptions(
+        magcache=MagCacheOptions(**MAG, order=1), guidance=GuidanceOptions(low=0.3, high=0.98, every=3)
+    ),
+}
+
+
+def run(plan, noise=NOISE, conditioning=TEXT, experts=EXPERTS, **options):
+    with torch.no_grad():
+        return denoise(plan, experts.__getitem__, conditioning, noise, **options)
+
+
+def path(plan, batched):
+    """The latents after every step."""
+    seen = []
+    run(plan, batched=batched, on_step=lambda progress: seen.append(progress.latents))
+    return seen
+
+
+def textbook(plan, noise):
+    """The loop written out: the residual of every branch and expert in a list, forecasts by numpy's polynomials."""
+    import numpy as np
+
+    x, history, delta = noise, History(), None
+    kept: dict[tuple[str, str], list[tuple[int, torch.Tensor]]] = {}
+    for step in plan.steps:
+        model, t, found = EXPERTS[step.expert], torch.full((len(noise),), step.timestep), {}
+        for branch in step.branches:
+            text = model.prepare_text(getattr(TEXT, branch).expand(len(noise), -1, -1))
+            grid, past = model.token_grid(x), kept.setdefault((step.expert, branch), [])
+            tokens, (time, modulation) = model.embed_patches(x, grid), model.embed_time(t)
+            if branch in step.skipped:
+                used = past[-(step.order + 1) :]
+                stacked = torch.stack([r for _, r in used]).flatten(1).double().numpy()
+                polynomial = np.polynomial.polynomial.polyfit([float(i) for i, _ in used], stacked, len(used) - 1)
+                value = np.polynomial.polynomial.polyval(float(step.index), polynomial)
+                after = tokens + torch.from_numpy(value).float().view_as(tokens)
+            else:
+                after = WanModel.run_blocks(model, tokens, modulation, model.rope(grid, x.device), text)
+                past.append((step.index, after - tokens))
+            found[branch] = model.unpatchify(model.head(after, time), grid)
+        if "uncond" in found:
+            delta = found["cond"] - found["uncond"]
+            velocity = found["uncond"] + step.guidance * delta
+        else:
+            velocity = found["cond"] + ((step.guidance - 1) * delta if step.delta else 0)
+        x, history = SOLVERS[plan.solver](x, velocity, step.index, plan.sigmas, history)
+    return x
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_equals_the_textbook(name, batched):
+    plan = leave_out(make_plan(steps=24, solver="euler"), SETTINGS[name], CURVE)
+    assert plan.saved > 0.2
+    noise = draw_noise(3, (2, *NOISE.shape[1:]))
+    with torch.no_grad():
+        expected = textbook(plan, noise)
+    torch.testing.assert_close(run(plan, noise, batched=batched), expected, rtol=1e-4, atol=1e-4)
+    full = run(make_plan(steps=24, solver="euler"), noise, batched=batched)
+    assert not torch.allclose(expected, full, rtol=1e-3, atol=1e-3), "skipping must show, or nothing is tested"
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_cache_that_never_skips_is_bit_identical_to_none(batched):
+    """No skip allowed; every step stored and none used; and the steps before the first that is skipped."""
+    plan = make_plan(steps=16)
+    exact = run(plan, batched=batched)
+    never = [
+        SkipOptions(magcache=MagCacheOptions(threshold=0, max_skips=2, retention=0.2)),
+        SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=0, retention=0.2)),
+        SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=5, retention=1)),
+        SkipOptions(taylorseer=TaylorSeerOptions(interval=1, order=2)),
+        SkipOptions(adaptive=AdaptiveOptions(threshold=0)),
+        SkipOptions(guidance=GuidanceOptions(low=0, high=1, every=1)),
+    ]
+    for options in never:
+        same = leave_out(plan, options, CURVE)
+        assert same.forwards == plan.forwards
+        assert torch.equal(run(same, batched=batched), exact), options
+    for name in ("magcache", "taylorseer", "magcache order 1"):
+        some = leave_out(plan, SETTINGS[name], CURVE)
+        first = next(s.index for s in some.steps if s.skipped)
+        equal = [torch.equal(a, b) for a, b in zip(path(plan, batched), path(some, batched), strict=True)]
+        assert equal == [i < first for i in range(16)], name
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, "adaptive"])
+def test_nothing_is_left_from_run_to_run(name):
+    """The same video again, after others of another size, prompt and length, and after one that was broken off."""
+    options = SETTINGS.get(name, SkipOptions(adaptive=AdaptiveOptions(threshold=0.5)))
+    plan = leave_out(make_plan(steps=20), options, CURVE)
+    experts = {"high": small_dit(seed=1), "low": small_dit(seed=2)}
+    first = run(plan, experts=experts)
+    run(plan, draw_noise(9, (1, 16, 2, 6, 4)), Conditioning(cond=TEXT.uncond, uncond=TEXT.cond), experts, batched=True)
+    run(leave_out(make_plan(steps=13, boundary=0.5), options, CURVE), experts=experts)
+
+    def interrupt(progress):
+        if progress.step.index == 11:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, experts=experts, on_step=interrupt)
+    assert all("run_blocks" not in vars(model) for model in experts.values())
+    assert torch.equal(run(plan, experts=experts), first)
+    fresh = {"high": small_dit(seed=1), "low": small_dit(seed=2)}
+    assert torch.equal(run(plan, experts=fresh), first)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_blocks_run_exactly_as_often_as_the_plan_says(name, batched):
+    rows, forwards = [], []
+    experts = {"high": small_dit(seed=1), "low": small_dit(seed=2)}
+    for model in experts.values():
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    plan = leave_out(make_plan(steps=24), SETTINGS[name], CURVE)
+    run(plan, experts=experts, batched=batched, on_step=lambda p: forwards.append(p.forwards))
+    assert sum(rows) == plan.forwards * 2  # two blocks
+    assert forwards == [step.forwards for step in plan.steps]
+
+
+class NotYet:
+    """Stands for a rate that may still be on its way."""
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host waits for a step that may still be running")
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Every decision raises if it waits for the rate of the last step: what it reads is two steps old at least."""
+    decide, decided = Adaptive.decide, []
+
+    def checked(self, step):
+        everything = list(self.measured)
+        self.measured[:] = [(i, mark if i <= step.index - 2 else NotYet()) for i, mark in everything]
+        skips = decide(self, step)
+        self.measured[:] = everything
+        decided.append(skips)
+        return skips
+
+    monkeypatch.setattr(Adaptive, "decide", checked)
+    return decided
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_adaptive_reads_only_what_has_arrived_long_ago(impatient, batched):
+    """No other test of waiting sees this one: an event's `synchronize` is none of what torch can be told to refuse."""
+    plan = leave_out(make_plan(steps=20), SkipOptions(adaptive=AdaptiveOptions(threshold=0.2)), None)
+    run(plan, batched=batched)
+    assert len(impatient) == 20 and any(impatient) and not all(impatient)
+
+
+def test_adaptive_skips_more_with_a_larger_threshold_and_says_how_many():
+    ran = []
+    for threshold in (0, 0.02, 0.1, 0.5, 10):
+        forwards = []
+        options = SkipOptions(adaptive=AdaptiveOptions(threshold=threshold, max_skips=3, retention=0.1))
+        plan = leave_out(make_plan(steps=30), options, None)
+        run(plan, on_step=lambda p: forwards.append(p.forwards))  # noqa: B023
+        skips = "".join("01"[n == 0] for n in forwards)
+        assert "1111" not in skips and forwards[0] == forwards[-1] == 2
+        ran.append(sum(forwards))
+    assert ran == sorted(ran, reverse=True) and ran[0] == 60 and ran[-1] < 30
+
+
+def test_residuals_go_beneath_what_shards_the_tokens():
+    """A wrapper that changes the tokens' shape, as sharding does, keeps the cache inside; what it adds it takes off."""
+    plan = leave_out(make_plan(steps=20), SETTINGS["magcache"], CURVE)
+    model, shapes = small_dit(seed=1), []
+
+    class Halves:
+        def __init__(self, run_shard):
+            self.run_shard = run_shard
+
+        def __call__(self, tokens, modulation, rope, text):
+            return torch.cat([self.run_shard(tokens[:, :9], modulation, rope[:9], text), tokens[:, 9:]], 1)
+
+    wrapper = model.run_blocks = Halves(model.run_blocks)
+    inner = wrapper.run_shard
+    with residuals(model, plan.phases[0]) as cache, torch.no_grad():
+        assert model.run_blocks is wrapper and wrapper.run_shard is cache
+        text = model.prepare_text(TEXT.cond)
+        store = next(iter(cache.programs["cond"].store))
+        cache.expect(store, ("cond",), False)
+        model(NOISE, torch.tensor([900.0]), text)
+        shapes = [tuple(b.shape) for b in cache.buffers.values()]
+    assert wrapper.run_shard is inner and shapes == [(1, 1, 9, 32)]
+
+
+def test_blocks_that_work_in_place_are_seen_through():
+    """The residual is what was added, also where the blocks write into the tokens they were given."""
+    plan = leave_out(make_plan(steps=20), SETTINGS["magcache"], CURVE)
+
+    def in_place(tokens, *_):
+        return tokens.add_(3.0)
+
+    model = type("Model", (), {})()
+    model.run_blocks = in_place
+    with residuals(model, plan.phases[0]) as cache:
+        at = next(iter(cache.programs["cond"].store))
+        cache.expect(at, ("cond",), False)
+        model.run_blocks(torch.zeros(1, 4, 2))
+        assert torch.equal(cache.buffers["cond"][0], torch.full((1, 4, 2), 3.0))
+    assert model.run_blocks is in_place
+
+
+@settings(max_examples=60)
+@given(st.integers(10, 60), st.integers(1, 5), st.integers(0, 2), st.integers(1, 4), st.floats(0, 0.4))
+def test_programs_hold_what_they_use(steps, interval, order, every, retention):
+    """Carried out on numbers: every residual that a skipped step sums up is there, and is of the newest computed
+    steps."""
+    options = SkipOptions(
+        taylorseer=TaylorSeerOptions(interval=interval, order=order, retention=retention),
+        guidance=GuidanceOptions(every=every),
+    )
+    for phase in leave_out(make_plan(steps=steps), options, None).phases:
+        for branch in ("cond", "uncond"):
+            program, slots, computed = residual_program(phase, branch), {}, []
+            assert program.slots <= order + 1
+            for step in phase:
+                if branch in step.skipped:
+                    used = [slots[slot] for slot, _ in program.use[step.index]]
+                    assert used == computed[-(order + 1) :]
+                elif branch in step.branches:
+                    computed.append(step.index)
+                    if step.index in program.store:
+                        slots[program.store[step.index]] = step.index
+            assert set(program.store.values()) <= set(range(program.slots))
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=3, unique=True), st.integers(51, 60), st.data())
+def test_forecasts_continue_polynomials(past, now, data):
+    degree = len(past) - 1
+    c = data.draw(st.lists(st.integers(-3, 3), min_size=degree + 1, max_size=degree + 1))
+    values = [sum(k * x**p for p, k in enumerate(c)) for x in past]
+    forecast = sum(w * v for w, v in zip(weights(past, now), values, strict=True))
+    assert forecast == pytest.approx(sum(k * now**p for p, k in enumerate(c)), abs=1e-5)
+
+
+def test_memory_follows_the_plan():
+    """Nothing is stored that no step will use, and buffers have the tokens' dtype."""
+    plan = make_plan(steps=20)
+    model = small_dit(seed=1).bfloat16()
+    with residuals(model, plan.phases[0]) as cache:
+        assert cache is None and "run_blocks" not in vars(model)
+    seer = leave_out(plan, SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1)), None)
+    only = [dataclasses.replace(s, branches=("cond",), skipped=s.skipped[:1]) for s in seer.phases[0]]
+    with residuals(model, only) as cache:
+        assert cache.programs["uncond"].slots == 0 and cache.programs["cond"].slots == 2
+        cache.expect(next(iter(cache.programs["cond"].store)), ("cond",), False)
+        with torch.no_grad():
+            model(NOISE, torch.tensor([900.0]), TEXT.cond)
+        assert {b: (t.dtype, t.shape[0]) for b, t in cache.buffers.items()} == {"cond": (torch.bfloat16, 2)}
+
+
+def test_two_videos_in_a_row_equal_fresh_processes(tmp_path):
+    """Through the command line: each in a process of its own, and both in this one, one after the other."""
+    import subprocess
+    import sys
+
+    from wan_core.checkpoint.latents import load_latents
+    from wan_core.cli import main
+
+    def arguments(out, seed):
+        size = ["--steps", "12", "--frames", "5", "--size", "64x48" if seed else "48x64"]
+        own = [
+            "--seed",
+            str(seed),
+            "--prompt",
+            f"a red circle moving {'right' if seed else 'left'} on a blue background",
+        ]
+        keep = ["--out", str(tmp_path / "x.mp4"), "--save-latents", str(out), "--device", "cpu"]
+        return ["generate", "--model", "tiny", "--magcache", "10/2/0.2", "--magcache-order", "1", *size, *own, *keep]
+
+    names = [(tmp_path / f"fresh{seed}.safetensors", tmp_path / f"row{seed}.safetensors") for seed in (0, 1)]
+    threads = f"import torch; torch.set_num_threads({torch.get_num_threads()}); from wan_core.cli import main"
+    for seed, (fresh, _) in enumerate(names):
+        code = f"{threads}; raise SystemExit(main({arguments(fresh, seed)!r}))"
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
+    for seed, (_, row) in enumerate(names):
+        assert main(arguments(row, seed)) == 0
+    for fresh, row in names:
+        assert torch.equal(load_latents(fresh)[0], load_latents(row)[0])
+
+
+def test_one_pipeline_makes_the_same_video_again(tiny_assets):
+    """The models stay loaded: a cached video, one of another size and prompt, one in full, one with a LoRA, and the
+    first again."""
+    from wan_core.config import LoadOptions, LoraOptions, Request
+    from wan_core.pipeline.loras import AppliedLoras, read_loras
+    from wan_core.pipeline.pipeline import Pipeline
+    from wan_core.pipeline.sources import TINY_LORAS
+
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
+    caption = "a red circle moving right on a blue background"
+    cached = Request(prompt=caption, width=64, height=48, frames=5, steps=12, skip=SETTINGS["magcache order 1"])
+    first = pipe.generate(cached)
+    assert any(note.startswith("forwards: ") and "saved" in note for note in first.report.notes)
+    pipe.generate(
+        dataclasses.replace(cached, width=48, height=64, prompt="a green square standing still on a white background")
+    )
+    full = pipe.generate(dataclasses.replace(cached, skip=None))
+    experts = {name: pipe.models.expert(name) for name in ("high", "low")}
+    loras = [LoraOptions(path=str(path), expert=expert, strength=0.5) for expert, path in TINY_LORAS.items()]
+    for name, wanted in read_loras(loras, pipe.models.dit_config, two_experts=True).items():
+        AppliedLoras.of(experts[name]).apply(wanted)
+    changed = pipe.generate(cached)
+    for model in experts.values():
+        AppliedLoras.of(model).clear()
+    assert not torch.equal(first.latents, changed.latents)
+    again = pipe.generate(cached)
+    assert torch.equal(first.latents, again.latents) and not torch.equal(first.latents, full.latents)
+    fresh = Pipeline.load(LoadOptions(model="tiny", device="cpu")).generate(cached)
+    assert torch.equal(first.latents, fresh.latents)
+    assert "magcache" in first.report.settings["skipping"] and "skipping" not in full.report.settings

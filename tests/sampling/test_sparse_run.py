@@ -1,0 +1,480 @@
+"""Sparse attention in plans and in models: schedules, budgets, and whole denoises on the embedded model."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan_core.checkpoint import load_dit
+from wan_core.config import LoadOptions, OptionError, Request, SparseOptions
+from wan_core.execution.optimize import compile_blocks, set_attention
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.registry import BACKENDS, AttentionError
+from wan_core.ops.attention.sdpa import sdpa
+from wan_core.ops.attention.sparse import forward as sparse_forward
+from wan_core.ops.attention.sparse.forward import SparseAttention
+from wan_core.ops.attention.sparse.routing import Route, Rule, choose
+from wan_core.ops.kernels import fused
+from wan_core.ops.kernels.formats import Quantized
+from wan_core.pipeline import pipeline
+from wan_core.pipeline.builder import TINY
+from wan_core.pipeline.evaluate.calibrate import plain
+from wan_core.pipeline.evaluate.sparsity import draw_coverage, measure_coverage, words
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import RANDOM
+from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.skipping import leave_out, skip_forwards, skip_words
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.denoise import denoise
+from wan_core.sampling.plan import Plan, make_plan
+from wan_core.sampling.sparsity.budgets import (
+    SHARES,
+    Coverage,
+    choose_keeps,
+    coverage_path,
+    find_keeps,
+    read_coverage,
+    write_coverage,
+)
+from wan_core.sampling.sparsity.run import AlwaysSparse, SparseBlocks, in_tiles
+from wan_core.sampling.sparsity.schedule import (
+    PRESETS,
+    attention_share,
+    parse_sparse,
+    sparse_words,
+    sparsify,
+    step_cost,
+    with_costs,
+)
+
+CPU = torch.device("cpu")
+A14B = RANDOM["t2v-A14B"][0]
+
+# --------------------------------------------------------------------------------------------------------------- plans
+
+OPTIONS = st.builds(
+    SparseOptions,
+    sparsity=st.sampled_from([0.25, 0.5, 0.75, 0.875]),
+    dense_steps=st.sampled_from([0.0, 0.1, 0.33, 1.0]),
+    dense_layers=st.integers(0, 3),
+    ramp=st.sampled_from([0.0, 0.3, 0.55, 1.0]),
+    mass=st.sampled_from([None, 0.8, 0.95]),
+    score=st.sampled_from(["mean", "spread"]),
+    pooled=st.booleans(),
+    reuse=st.integers(1, 4),
+    budgets=st.booleans(),
+    kernel=st.sampled_from(["auto", "math", "cudnn", "flex"]),
+)
+
+
+@given(OPTIONS)
+def test_options_are_what_their_words_say(options: SparseOptions) -> None:
+    assert parse_sparse(sparse_words(options)) == options
+
+
+@pytest.mark.parametrize(
+    "text", ["", "some", "2", "0.5/0.1/1/1", "0.5/x", "balanced:fp4", "0.5:reuse0", "0.5:massive", "-0.5", "nan"]
+)
+def test_what_makes_no_sense_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"given|not known"):
+        parse_sparse(text)
+
+
+@given(OPTIONS, st.integers(1, 60))
+def test_first_steps_read_more(options: SparseOptions, steps: int) -> None:
+    plan = make_plan(steps=steps)
+    found = sparsify(plan, options)
+    sparse = [step.sparsity > 0 for step in found.steps]
+    assert sparse == sorted(sparse)
+    assert steps - sum(sparse) >= options.dense_steps * steps - 1e-6
+    ramp = max(
+        min(0.5, options.sparsity), 1 - 2 * (1 - options.sparsity)
+    )  # half of the blocks, or twice those of later
+    assert {round(step.sparsity, 9) for step in found.steps} <= {round(s, 9) for s in (0.0, ramp, options.sparsity)}
+    assert [step.sparsity for step in found.steps] == sorted(step.sparsity for step in found.steps)
+    assert steps - sum(s.sparsity == options.sparsity for s in found.steps) >= (
+        options.ramp * steps - 1e-6 if options.sparsity > 0.5 else 0
+    )
+    assert plain(found) == plain(plan) == plan
+    assert found.forwards == plan.forwards
+
+
+def test_the_estimate_counts_what_is_read() -> None:
+    """As measured on an H200 at 720p: attention is 72 % of the work, half of the keys a forward at about 2/3."""
+    assert attention_share(A14B, 75600) == pytest.approx(0.72, abs=0.01)
+    assert step_cost(0.0, 0.72) == 1.0
+    for keep, seconds in ((0.5, 0.08307), (0.25, 0.04535), (0.125, 0.0269)):  # attention of a layer, dense 0.13917 s
+        assert step_cost(1 - keep, 1.0) == pytest.approx(seconds / 0.13917, abs=0.01)
+    for keep, seconds in ((0.5, 0.52832), (0.25, 0.36953), (0.125, 0.29364)):  # four blocks, dense 0.75105 s
+        assert step_cost(1 - keep, attention_share(A14B, 75600)) == pytest.approx(seconds / 0.75105, abs=0.035)
+    dense = make_plan(steps=40)
+    for name, before in (("quality", 1.0), ("balanced", 0.85), ("fast", 0.65)):
+        plan = with_costs(sparsify(dense, PRESETS[name]), A14B, 75600)
+        found = plan.estimate({"high": 1.0, "low": 1.0})
+        assert found is not None
+        assert found < before * 80
+        assert found == pytest.approx(sum(s.forwards * s.cost for s in plan.steps))
+    layers = A14B.num_layers
+    none, half = (
+        with_costs(sparsify(dense, parse_sparse(f"0.5/0/{n}")), A14B, 75600).steps[-1].cost
+        for n in (layers, layers // 2)
+    )
+    assert none == 1.0
+    assert half == pytest.approx((1 + step_cost(0.5, attention_share(A14B, 75600))) / 2, abs=1e-3)
+
+
+def test_budgets_of_another_model_are_refused_before_work() -> None:
+    plan = sparsify(make_plan(steps=4), PRESETS["balanced"], {"low": (0.25,) * 30})
+    with pytest.raises(OptionError, match="low-noise expert has 30 layers, and the model has 40"):
+        with_costs(plan, A14B, 75600)
+
+
+def test_a_plan_shows_it_beside_what_is_skipped() -> None:
+    options = parse_setting("taylorseer:2/1+sparse:0.75/0.05/0:reuse2")
+    assert options is not None
+    plan = skip_forwards(make_plan(steps=20), options, None)
+    table = plan.table()
+    assert "0.75/0.05/0:reuse2" in table
+    for share, sparsity in (("25 %", 0.75), ("50 %", 0.5)):
+        assert table.count(f"{share} of keys") == sum(s.sparsity == sparsity and s.forwards > 0 for s in plan.steps) > 0
+    assert "forecast" in table
+    assert "sparse 0.75/0.05/0:reuse2" in skip_words(options)
+    shown = json.loads(json.dumps(plan.as_dict()))
+    assert [s["sparsity"] for s in shown["steps"]] == [s.sparsity for s in plan.steps]
+    assert leave_out(plan, None, None) is plan
+
+
+# ------------------------------------------------------------------------------------------------------------- budgets
+
+
+def covering(powers: list[float], task: str = "t2v-A14B") -> Coverage:
+    """Layers whose mass grows as a power of the share."""
+    mass = tuple((tuple(share**power for share in SHARES),) for power in powers)
+    return Coverage(task=task, source="drawn", expert="high", tokens=1000, block=8, samples=1, shares=SHARES, mass=mass)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.05, 1.0), min_size=1, max_size=12), st.floats(0.1, 0.9))
+def test_budgets_keep_the_average_and_cover_no_less(powers: list[float], keep: float) -> None:
+    coverage = covering(powers)
+    keeps = choose_keeps(coverage, keep)
+    assert sum(keeps) / len(keeps) == pytest.approx(keep, abs=1 / 64)
+    even = sum(coverage.of_layer(n, keep) for n in range(len(powers)))
+    assert sum(coverage.of_layer(n, k) for n, k in enumerate(keeps)) >= even - 0.03 * len(powers)
+
+
+def test_layers_that_need_more_get_more() -> None:
+    """A layer that is nearly uniform gains by every block, a peaked one by the first few."""
+    flat, peaked = choose_keeps(covering([1.0, 0.1]), 0.5)
+    assert flat > peaked
+
+
+def test_coverage_is_found_beside_its_checkpoint(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "wan2.2_t2v_high.safetensors"
+    path = coverage_path(checkpoint, "t2v-A14B", "high")
+    assert path.name == "wan2.2_t2v_high.sparse.json"
+    coverage = covering([1.0, 0.2])
+    found = read_coverage(write_coverage(coverage, path))
+    assert replace(found, mass=coverage.mass) == coverage
+    options = parse_setting("sparse:0.75")
+    plan = skip_forwards(make_plan(), options, checkpoint, None)
+    assert dict(plan.keeps)["high"] == choose_keeps(found, 0.25)
+    assert "low" not in dict(plan.keeps)
+    assert "as calibrated for high" in plan.table()
+    assert skip_forwards(make_plan(), parse_setting("sparse:balanced:even"), checkpoint, None).keeps == ()
+    write_coverage(covering([1.0], task="i2v-A14B"), path)
+    with pytest.raises(OptionError, match="i2v-A14B"):
+        find_keeps(make_plan(), PRESETS["balanced"], checkpoint, None)
+    for damaged in ("", "{}", "[1]", path.read_text().replace("[[[", "[[["[:2]), '{"format": "x"}'):
+        path.write_text(damaged)
+        with pytest.raises(OptionError):
+            read_coverage(path)
+
+
+# ---------------------------------------------------------------------------------------------------------- the model
+
+
+@pytest.fixture(scope="module")
+def experts() -> dict[str, WanModel]:
+    return {
+        name: load_dit(TINY / f"t2v_{name}.safetensors", device=CPU, dtype=torch.float32) for name in ("high", "low")
+    }
+
+
+def conditioned(config: DiTConfig) -> Conditioning:
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randn(1, n, config.text_dim, generator=generator) for n in (6, 1)]
+    return Conditioning(cond=rows[0], uncond=rows[1])
+
+
+def run(experts: dict[str, WanModel], plan: Plan, batched: bool = False) -> torch.Tensor:
+    config = experts["high"].config
+    noise = torch.randn(1, 16, 3, 10, 14, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return denoise(plan, experts.__getitem__, conditioned(config), noise, batched=batched)  # type: ignore[arg-type]
+
+
+def sparse_plan(text: str, steps: int = 6) -> Plan:
+    return sparsify(make_plan(task="t2v-tiny", steps=steps), parse_sparse(f"{text}:ramp0"))
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_reading_all_blocks_is_dense_attention(experts: dict[str, WanModel], batched: bool) -> None:
+    """In tiles, with everything read: the same video but for rounding. Less read: another, but not far."""
+    dense = run(experts, make_plan(task="t2v-tiny", steps=6), batched)
+    assert difference(run(experts, sparse_plan("0.001/0"), batched), dense) < 1e-4
+    half = difference(run(experts, sparse_plan("0.5/0.2"), batched), dense)
+    assert 1e-4 < half < 0.3
+
+
+def test_a_step_that_is_skipped_uses_residuals_in_the_order_of_tiles(experts: dict[str, WanModel]) -> None:
+    """Everything read, and dense steps beside sparse ones: caches give what they give without tiles."""
+    options = parse_setting("taylorseer:2/1/0.2")
+    cached = leave_out(make_plan(task="t2v-tiny", steps=12), options, None)
+    tiled = sparsify(cached, parse_sparse("0.001/0.5:ramp0"))
+    assert any(step.skipped for step in tiled.steps if step.sparsity)
+    assert difference(run(experts, tiled), run(experts, cached)) < 1e-4
+
+
+def test_a_kernel_that_cannot_run_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "load_models", lambda *_: pytest.fail("weights were read"))
+    request = Request(prompt="a red circle", skip=parse_setting("sparse:0.5:cudnn"))
+    with pytest.raises(AttentionError, match="'cudnn' cannot run on cpu"):
+        Pipeline.load(LoadOptions(model="tiny", device="cpu"), request=request)
+
+
+def test_nothing_stays_behind(experts: dict[str, WanModel]) -> None:
+    model = experts["high"]
+    attends = [block.self_attn.attend for block in model.blocks]
+    run(experts, sparse_plan("0.5/0"))
+
+    class Stop(Exception):
+        pass
+
+    def stop(_: object) -> None:
+        assert isinstance(model.blocks[0].self_attn.attend, SparseAttention)
+        raise Stop
+
+    noise = torch.randn(1, 16, 3, 10, 14)
+    with pytest.raises(Stop), torch.no_grad():
+        denoise(sparse_plan("0.5/0"), experts.__getitem__, conditioned(model.config), noise, on_step=stop)  # type: ignore[arg-type]
+    assert [block.self_attn.attend for block in model.blocks] == attends
+    assert "run_blocks" not in vars(model)
+
+
+def test_the_same_seed_gives_the_same_video_and_a_route_may_be_used_again(experts: dict[str, WanModel]) -> None:
+    plan = sparse_plan("0.75/0")
+    assert torch.equal(run(experts, plan), run(experts, plan))
+    again = run(experts, sparse_plan("0.75/0:reuse3"))
+    assert 0 < difference(again, run(experts, plan)) < 0.5
+
+
+def test_a_choice_is_for_computed_steps_that_read_as_much(
+    experts: dict[str, WanModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that a cache skips do not count, and where the ramp ends blocks are chosen anew."""
+    made: list[tuple[int, float]] = []  # computed steps of the phase until then, share of the blocks
+
+    def counting(scores: torch.Tensor, rule: Rule, *rest: torch.Tensor) -> Route:
+        state = sparse_forward.running.get()
+        assert state is not None
+        made.append((state.step, rule.keep))
+        return choose(scores, rule, *rest)
+
+    monkeypatch.setattr(sparse_forward, "choose", counting)
+    cached = leave_out(make_plan(task="t2v-tiny", steps=20), parse_setting("taylorseer:2/1/0.2"), None)
+    plan = sparsify(cached, parse_sparse("0.75/0:ramp0.25:reuse2"))
+    run(experts, plan)
+    expected: list[tuple[int, float]] = []
+    for phase in plan.phases:
+        uses: dict[float, int] = {}
+        for step in phase:
+            if step.forwards:
+                keep = 1 - step.sparsity
+                uses[keep] = uses.get(keep, 0) + 1
+                layers = experts["high"].config.num_layers
+                expected += [(sum(uses.values()), keep)] * (len(step.branches) * layers * (uses[keep] % 2))
+    assert {keep for _, keep in expected} == {0.25, 0.5}
+    assert any(step.skipped for step in plan.steps)
+    assert made == expected
+
+
+def test_tokens_are_put_into_tiles_where_they_are(experts: dict[str, WanModel]) -> None:
+    """Who calls holds them until the blocks are done: a copy would be the largest tensor of a forward, twice."""
+    model = experts["high"]
+    blocks = SparseBlocks(model, parse_sparse("0.5/0"), None, (3, 5, 7))
+    tokens = torch.randn(2, 105, 8)
+    given, seen = tokens.clone(), []
+
+    def run_shard(x: torch.Tensor, *_: object) -> torch.Tensor:
+        seen.append((x.data_ptr(), x.clone()))
+        return x
+
+    blocks.run_shard = run_shard
+    found = blocks(tokens, torch.zeros(2, 1, 6, 8), torch.zeros(105, 1, 4, 2), None)  # type: ignore[arg-type]
+    assert seen[0][0] == tokens.data_ptr()
+    assert not torch.equal(seen[0][1], given)
+    assert torch.equal(found, given)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "math-fp8"])
+def test_while_attention_runs_nobody_holds_the_norm_before_it(
+    experts: dict[str, WanModel], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    attention = experts["high"].blocks[0].self_attn
+    backend, norm, made = BACKENDS[name].load(), fused.norm, []
+
+    def noting(*given: object) -> object:
+        found = norm(*given)  # type: ignore[arg-type]
+        made.append(weakref.ref(found))
+        return found
+
+    class Looking:
+        def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            assert made[0]() is None
+            return backend(q, k, v)
+
+    class LookingFp8(Looking):
+        def quantized(self, *given: Quantized) -> Quantized:
+            assert made[0]() is None
+            return backend.quantized(*given)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(fused, "norm", noting)
+    monkeypatch.setattr(attention, "attend", LookingFp8() if name == "math-fp8" else Looking())
+    dim, head = experts["high"].config.dim, experts["high"].config.head_dim
+    rope = experts["high"].rope((1, 2, 3), CPU)
+    assert rope.shape == (6, 1, head // 2, 2)
+    ones = torch.ones(1, 1, dim)
+    with torch.no_grad():
+        found = attention(torch.randn(1, 6, dim), ones, ones, 1e-6, rope)
+    assert found.shape == (1, 6, dim)
+    assert len(made) == 1
+
+
+def test_dense_layers_read_everything(experts: dict[str, WanModel]) -> None:
+    layers = experts["high"].config.num_layers
+    dense = run(experts, make_plan(task="t2v-tiny", steps=4))
+    assert difference(run(experts, sparse_plan(f"0.75/0/{layers}", 4)), dense) < 1e-4
+    one = SparseBlocks(experts["high"], parse_sparse("0.75/0/2"), None, (3, 5, 7))
+    assert [rule is None for rule in one.rules(0.75)] == [True, True] + [False] * (layers - 2)
+    keeps = [0.1 * (n + 1) for n in range(layers)]
+    shared = SparseBlocks(experts["high"], parse_sparse("0.75/0"), keeps, (3, 5, 7))
+    assert [rule.keep for rule in shared.rules(0.75) if rule] == keeps
+
+
+def test_modulation_by_frame_stays_with_its_tokens(experts: dict[str, WanModel]) -> None:
+    """A timestep for each frame, as where the first frame is known (TI2V)."""
+    model = experts["high"]
+    x = torch.randn(1, 16, 3, 10, 14)
+    times = torch.tensor([[0.0, 400.0, 900.0]])
+    text = model.prepare_text(conditioned(model.config).cond)
+    step = sparse_plan("0.001/0").steps[0]
+    with torch.no_grad():
+        dense = model(x, times, text)
+        with in_tiles(model, SparseBlocks(model, parse_sparse("0.001/0"), None, (3, 5, 7), image=True)) as blocks:
+            blocks.expect(step, ("cond",))
+            found = model(x, times, text)
+    assert difference(found, dense) < 1e-4
+
+
+def test_what_decorates_attention_keeps_its_place(experts: dict[str, WanModel]) -> None:
+    """Sparse attention goes beneath what moves tokens between devices: whatever has an attribute `attend`."""
+
+    class Around:
+        calls = 0
+
+        def __init__(self, attend: object) -> None:
+            self.attend = attend
+
+        def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            Around.calls += 1
+            return self.attend(q, k, v)  # type: ignore[operator]
+
+    model = experts["high"]
+    around = Around(sdpa)
+    plain_video = run(experts, sparse_plan("0.5/0", 3))
+    before = Around.calls
+    for each in experts.values():
+        set_attention(each, around)
+    try:
+        found = run(experts, sparse_plan("0.5/0", 3))
+        assert isinstance(model.blocks[0].self_attn.attend, Around)
+        assert around.attend is sdpa
+    finally:
+        for each in experts.values():
+            set_attention(each, sdpa)
+    assert Around.calls > before
+    assert torch.equal(found, plain_video)
+
+
+def test_a_compiled_block_is_one_for_all_layers() -> None:
+    """Layers and sparsities are not arguments of what is compiled: one graph dense, one sparse."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    model = load_dit(TINY / "t2v_high.safetensors", device=CPU, dtype=torch.float32)
+    del model.blocks[2:]
+    experts = {"high": model, "low": model}
+    plain_video = run(experts, sparse_plan("0.5/0.3", 4))
+    torch._dynamo.reset()
+    compile_blocks(model, CPU, backend="eager")
+    before = counters["stats"]["unique_graphs"]
+    found = run(experts, sparse_plan("0.5/0.3", 4))
+    assert difference(found, plain_video) < 1e-4
+    assert counters["stats"]["unique_graphs"] - before <= 3
+    after = counters["stats"]["unique_graphs"]
+    run(experts, sparse_plan("0.75/0.3/1", 4))
+    assert counters["stats"]["unique_graphs"] == after
+
+
+def test_single_forwards_can_be_sparse(experts: dict[str, WanModel]) -> None:
+    model = load_dit(TINY / "t2v_high.safetensors", device=CPU, dtype=torch.float32)
+    text = model.prepare_text(conditioned(model.config).cond)
+    x, time = torch.randn(1, 16, 3, 10, 14), torch.tensor([900.0])
+    with torch.no_grad():
+        dense = model(x, time, text)
+        AlwaysSparse.install(model, 0.5)
+        found = model(x, time, text)
+        model(x[..., :10], time, text)  # another size
+        again = model(x, time, text)
+    assert 1e-5 < difference(found, dense) < 0.5
+    assert torch.equal(found, again)
+
+
+def test_coverage_of_the_embedded_model(experts: dict[str, WanModel]) -> None:
+    plan = make_plan(task="t2v-tiny", steps=4)
+    noise = torch.randn(1, 16, 3, 10, 14, generator=torch.Generator().manual_seed(2))
+    seen: list[int] = []
+    with torch.no_grad():
+        found = measure_coverage(
+            plan,
+            experts.__getitem__,  # type: ignore[arg-type]
+            [(conditioned(experts["high"].config), noise)] * 2,
+            source="test",
+            on_step=seen.append,
+        )
+    assert seen == list(range(1, 9))
+    assert set(found) == {"high", "low"}
+    for coverage in found.values():
+        assert len(coverage.mass) == experts["high"].config.num_layers
+        for layer in coverage.mass:
+            for head in layer:
+                assert all(a <= b + 0.02 for a, b in pairwise(head))
+                assert head[-1] == pytest.approx(1, abs=1e-3)
+                assert head[SHARES.index(0.5)] > 0.5
+    assert "run_blocks" not in vars(experts["high"])
+    assert words(found).count("\n") == 6
+    assert draw_coverage(found).size == (960, 540)

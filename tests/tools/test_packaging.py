@@ -1,0 +1,51 @@
+"""What the package says about itself, and what installing it may not do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import tomllib
+
+import wan_core
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def names(requirements: str) -> list[str]:
+    """The normalised package names of a requirements file."""
+    lines = (line.split("#")[0].strip() for line in requirements.splitlines())
+    return [re.split(r"[\[<>=!~; ]", line)[0].lower().replace("_", "-") for line in lines if line]
+
+
+def test_one_version() -> None:
+    assert PROJECT["project"]["version"] == wan_core.__version__
+    assert f"## [{wan_core.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_no_installation_replaces_torch() -> None:
+    """A node pack that requires torch makes pip replace the build that fits the machine."""
+    extras = "\n".join(line for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines)
+    for text in ((ROOT / "requirements.txt").read_text(encoding="utf-8"), extras):
+        assert not {"torch", "torchvision", "torchaudio", "triton"} & set(names(text))
+
+
+def test_every_requirement_is_pinned_for_the_repeatable_set_up() -> None:
+    pinned = set(names((ROOT / "constraints.txt").read_text(encoding="utf-8")))
+    for file in ("requirements.txt", "tests/requirements.txt"):
+        assert set(names((ROOT / file).read_text(encoding="utf-8"))) <= pinned, file
+
+
+def test_the_registry_takes_the_name() -> None:
+    """ComfyUI's registry refuses names that contain its own; https://docs.comfy.org/registry/specifications."""
+    assert "comfyui" not in PROJECT["project"]["name"].lower()
+    assert {"PublisherId", "DisplayName", "Icon", "requires-comfyui"} <= PROJECT["tool"]["comfy"].keys()
+
+
+def test_every_asset_is_installed() -> None:
+    package = ROOT / "wan_core"
+    listed = {
+        path for pattern in PROJECT["tool"]["setuptools"]["package-data"]["wan_core"] for path in package.glob(pattern)
+    }
+    assert {path for path in (package / "assets").rglob("*") if path.is_file()} <= listed

@@ -1,0 +1,168 @@
+"""The training tool runs through all of its phases, and what it feeds the models is what the pipeline feeds them."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.tiny.clips import HELD_OUT, TRAINED, ClipRing, Drawing, Ring, Size, image_rows
+from tools.tiny.experts import caption_rows, draw_sigmas
+from tools.tiny.png import write_png
+from tools.tiny.vae import CONFIG, Kernels, choose_kernels, pixel_weights, set_memory_format, vae_losses
+from tools.tiny.words import DROPPED_ROWS, TEXT_LEN, token_table, train_tokenizer
+from tools.train_tiny import main
+from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
+from wan_core.media.shapes import SCENES, draw
+from wan_core.models.text.tokenizer import Tokenizer
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.sampling.conditioning import image_channels
+
+SMALL = ["--device", "cpu", "--size", "32", "--frames", "5"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few steps of every phase, through the real command."""
+    folder = tmp_path_factory.mktemp("tiny")
+    out = ["--out", str(folder), *SMALL]
+    main(["vae", *out, "--steps", "2", "--batch", "2", "--bank", "4", "--checks", "2"])
+    main(["t2v", *out, "--steps", "2", "--batch", "4", "--bank", "8"])
+    main(["i2v", *out, "--steps", "2", "--batch", "4", "--bank", "8"])
+    main(["eval", *out, "--steps", "2", "--samples", "2", "--guidance", "3"])
+    return folder
+
+
+def test_every_part_loads_and_all_fit_in_twelve_megabytes(trained: Path):
+    vae = load_vae(trained / "vae.safetensors")
+    assert vae.config.latents_std != CONFIG.latents_std, "the statistics were not measured"
+    text = load_text_encoder(trained / "text_encoder.safetensors", dtype=torch.float32)
+    assert text.encode(["a red circle", ""]).shape == (2, 4, 64)
+    for task, channels in (("t2v", 16), ("i2v", 36)):
+        for expert in ("high", "low"):
+            config = load_dit(trained / f"{task}_{expert}.safetensors").config
+            assert (config.in_channels, config.text_dim, config.text_len) == (channels, 64, TEXT_LEN)
+    assert sum(path.stat().st_size for path in trained.glob("*.safetensors")) < 12e6
+    assert all(path.stat().st_size < 16 * 2**20 for path in trained.iterdir())
+
+
+def test_the_evaluation_reports_both_tasks(trained: Path):
+    rows = json.loads(next(trained.glob("embedded-*.json")).read_text())["rows"]
+    assert [row["name"] for row in rows] == ["text-to-video, guidance 3", "image-to-video, guidance 3"]
+    assert all(0 <= row["all"] <= row["shape"] <= 1 for row in rows)
+    assert (trained / "i2v_guidance3.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_phase_goes_on_from_its_own_files(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    before = torch.load(trained / "resume_vae.pt", weights_only=True)["weights"]
+    one_step = ["--seed", "5", "--steps", "1", "--batch", "1", "--bank", "2", "--checks", "1"]
+    main(["vae", "--init", str(trained), "--out", str(tmp_path), *SMALL, *one_step])
+    after = torch.load(tmp_path / "resume_vae.pt", weights_only=True)["weights"]
+    assert "going on from" in capsys.readouterr().out
+    change = max(float((after[name] - before[name]).abs().max()) for name in before)
+    assert 0 < change < 1e-3, "one step of a warm-up changes weights, but hardly"
+
+
+def test_the_tokenizer_is_the_same_every_time_and_knows_every_word():
+    proto = train_tokenizer()
+    assert train_tokenizer() == proto
+    tokenizer = Tokenizer(proto)
+    for scene in SCENES[::7]:
+        assert len(tokenizer.encode(scene.caption)) == len(scene.caption.split()) + 1
+        assert tokenizer.encode(scene.caption.upper()) == tokenizer.encode(scene.caption)
+    assert tokenizer.encode("") == [Tokenizer.eos_id]
+
+
+def test_training_captions_are_spoken_or_silent_in_the_right_rows():
+    captions = [scene.caption for scene in TRAINED]
+    ids, mask = token_table(Tokenizer(train_tokenizer(), TEXT_LEN), captions)
+    assert len(ids) == 2 * len(captions) + DROPPED_ROWS
+    assert mask.sum(1)[2 * len(captions)] == 1, "the empty prompt is its end token"
+    scene = torch.arange(len(captions)).repeat(20)
+    rows = caption_rows(scene)
+    silent = rows >= 2 * len(captions)
+    assert torch.equal(rows[~silent] % len(captions), scene[~silent])
+    assert silent.float().mean() == pytest.approx(0.12, abs=0.01)
+
+
+def test_nothing_held_out_is_drawn():
+    assert not set(TRAINED) & set(HELD_OUT)
+    assert len(TRAINED) + len(HELD_OUT) == 1120
+    clips, scene = Drawing(Size(5, 32, 32), torch.device("cpu"), seed=0).draw(20)
+    again, _ = Drawing(Size(5, 32, 32), torch.device("cpu"), seed=0).draw(20)
+    assert torch.equal(clips, again)
+    assert scene.max() < len(TRAINED)
+
+
+def test_image_rows_are_the_pipelines_channels():
+    vae = VideoVAE(CONFIG)
+    clips = draw(SCENES[:2], seed=0, frames=9, height=32, width=32)
+    with torch.no_grad():
+        ours = image_rows(vae, clips, torch.tensor([False, True]))
+        first_only = image_channels(vae, clips[:1, :, :1], None, 9)
+        both = image_channels(vae, clips[1:, :, :1], clips[1:, :, -1:], 9)
+    torch.testing.assert_close(ours, torch.cat([first_only, both]), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("low", "high", "shift"), [(0.0, 0.885, 3.0), (0.865, 1.0, 5.0)])
+def test_sigmas_fill_their_range_evenly_in_shifted_time(low: float, high: float, shift: float):
+    sigma = draw_sigmas(512, low, high, shift, torch.device("cpu")).double()
+    assert sigma.min() >= low - 1e-6
+    assert sigma.max() <= high + 1e-6
+    assert (sigma.diff() > -1e-6).all()
+    middle = sum(s / (shift - (shift - 1) * s) for s in (low, high)) / 2
+    assert float(sigma.median()) == pytest.approx(shift * middle / (1 + (shift - 1) * middle), abs=0.01)
+
+
+def test_a_ring_replaces_its_oldest_rows():
+    ring = Ring(4)
+    for start in (0, 3, 6):
+        ring.add(value=torch.arange(start, start + 3))
+        assert set(ring.sample(200)["value"].tolist()) == set(range(max(0, start - 1), start + 3))
+
+
+def test_clips_survive_their_bytes():
+    ring = ClipRing(Drawing(Size(5, 32, 32), torch.device("cpu"), seed=0), 4)
+    ring.grow(4)
+    clips, _ = Drawing(Size(5, 32, 32), torch.device("cpu"), seed=0).draw(4)
+    assert (ring.rows["clip"].float() / 127.5 - 1 - clips).abs().max() <= 0.5 / 127.5 + 1e-6
+
+
+def test_pixels_at_edges_and_in_the_first_frame_count_more():
+    clips = draw(SCENES[:1], seed=0, frames=5, height=32, width=32)
+    weight = pixel_weights(clips)
+    assert float(weight.mean()) == pytest.approx(1, abs=1e-5)
+    assert math.isclose(weight[0, 0, 0, 0, 0], 2.5 * weight[0, 0, 1, 0, 0], rel_tol=1e-5)
+    assert weight[0, 0, 1].max() > 5 * weight[0, 0, 1, 0, 0]
+
+
+def test_a_png_holds_its_pixels(tmp_path: Path):
+    image = torch.randint(0, 256, (5, 7, 3), dtype=torch.uint8)
+    write_png(tmp_path / "a.png", image)
+    body = (tmp_path / "a.png").read_bytes()
+    start = body.index(b"IDAT")
+    rows = zlib.decompress(body[start + 4 : start + 4 + int.from_bytes(body[start - 4 : start], "big")])
+    assert rows == b"".join(b"\0" + row.numpy().tobytes() for row in image)
+
+
+def test_the_layout_in_memory_does_not_change_the_loss():
+    torch.manual_seed(0)
+    vae = VideoVAE(CONFIG)
+    ring = ClipRing(Drawing(Size(5, 32, 32), torch.device("cpu"), seed=0), 2)
+    ring.grow(2)
+    values = []
+    for channels_last in (False, True):
+        set_memory_format(vae, channels_last)
+        torch.manual_seed(1)
+        losses = vae_losses(vae, ring, 1, Kernels(channels_last, bf16=False))()
+        losses["l1"].backward()
+        gradient = vae.encoder.conv1.weight.grad
+        assert gradient is not None
+        values.append((losses["l1"].detach(), gradient.clone()))
+        vae.zero_grad()
+    torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-3)
+    assert choose_kernels(vae, ring, 1, bf16=False).bf16 is False

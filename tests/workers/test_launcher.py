@@ -1,0 +1,429 @@
+"""The control channel, and what a user may ask of workers: nothing here starts a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import socket
+import struct
+import threading
+import time
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wan_core.config import (
+    AdaptiveOptions,
+    GuidanceOptions,
+    MagCacheOptions,
+    OptionError,
+    Request,
+    SkipOptions,
+    SparseOptions,
+    TaylorSeerOptions,
+)
+from wan_core.execution.report import Phase, Report
+from wan_core.sampling.plan import make_plan
+from wan_core.sampling.sparsity.schedule import sparsify
+from wan_core.workers import control
+from wan_core.workers.control import (
+    MAX_BODY,
+    AuthenticationError,
+    Channel,
+    ChannelClosed,
+    ChannelError,
+    Listener,
+    connect,
+    new_key,
+    pack_tensors,
+    unpack_tensors,
+)
+from wan_core.workers.explain import explain
+from wan_core.workers.launcher import WorkerError, Workers
+from wan_core.workers.options import WorkerOptions, parse_devices
+from wan_core.workers.wire import plan_from, report_data, report_from, request_from
+
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.float16)
+
+
+def again(data: Any) -> Any:
+    return json.loads(json.dumps(data))
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+
+@st.composite
+def named_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    names = draw(st.lists(st.text(min_size=1, max_size=8), max_size=4, unique=True))
+    made = {}
+    for name in names:
+        shape = draw(st.lists(st.integers(0, 4), max_size=4))
+        made[name] = (torch.rand(shape) * 100).to(draw(st.sampled_from(DTYPES)))
+    return made
+
+
+@given(named_tensors())
+def test_tensors_come_back_and_are_a_safetensors_file(tensors: dict[str, torch.Tensor]) -> None:
+    data = b"".join(pack_tensors(tensors))
+    back = unpack_tensors(bytearray(data))
+    reference = safetensors.torch.load(data)
+    assert back.keys() == tensors.keys() == reference.keys()
+    for name, tensor in tensors.items():
+        for other in (back[name], reference[name]):
+            assert other.dtype == tensor.dtype and other.shape == tensor.shape and torch.equal(other, tensor)
+
+
+def test_what_is_not_contiguous_or_has_no_dimension_comes_back() -> None:
+    tensors = {"turned": torch.arange(6.0).view(2, 3).T, "number": torch.tensor(3.5)}
+    back = unpack_tensors(bytearray(b"".join(pack_tensors(tensors))))
+    assert torch.equal(back["turned"], tensors["turned"]) and back["number"].shape == ()
+
+
+def frame(header: Any, data: bytes = b"") -> bytearray:
+    text = json.dumps(header).encode()
+    return bytearray(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        bytearray(b""),
+        bytearray(b"\xff" * 16),
+        frame([1]),
+        frame({"a": 1}),
+        frame({"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}, b"0000"),
+        frame({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"0000"),
+        frame({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}),
+        frame({"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}, b"0000"),
+        frame({"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}, b"0000"),
+    ],
+)
+def test_bytes_that_are_no_tensors_are_refused(data: bytearray) -> None:
+    with pytest.raises(ChannelError, match="cannot be read"):
+        unpack_tensors(data)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_raise_anything_else(data: bytes) -> None:
+    with contextlib.suppress(ChannelError):
+        unpack_tensors(bytearray(data))
+
+
+# -------------------------------------------------------------------------------------------------------------- channel
+
+
+def pair(key: bytes, other: bytes | None = None) -> tuple[Channel, Channel]:
+    """(program's end, worker's end)."""
+    listener, ends = Listener(key), []
+    thread = threading.Thread(target=lambda: ends.append(listener.accept(10)))
+    thread.start()
+    try:
+        worker = connect(listener.port, other or key)
+    finally:
+        if other is None:
+            thread.join()
+        listener.close()
+    return ends[0], worker
+
+
+def test_frames_arrive_whole_and_in_order() -> None:
+    program, worker = pair(new_key())
+    picture = torch.rand(3, 500, 700)
+    threading.Thread(target=lambda: [worker.send({"n": n}, {"x": picture} if n else {}) for n in range(3)]).start()
+    for n in range(3):
+        header, tensors = program.receive()
+        assert header == {"n": n}
+        assert not n or torch.equal(tensors["x"], picture)
+    worker.close()
+    with pytest.raises(ChannelClosed):
+        program.receive()
+
+    def fill() -> None:
+        for _ in range(20):  # the first may still go into a buffer
+            program.send({"n": 1}, {"x": picture})
+
+    with pytest.raises(ChannelClosed):
+        fill()
+
+
+def test_a_wrong_key_is_refused_and_the_right_one_still_comes_through() -> None:
+    key, ends = new_key(), []
+    listener = Listener(key)
+    thread = threading.Thread(target=lambda: ends.append(listener.accept(20)))
+    thread.start()
+    with pytest.raises(AuthenticationError, match="key"):
+        connect(listener.port, new_key())
+    with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)
+    with socket.create_connection(("127.0.0.1", listener.port)):
+        pass
+    worker = connect(listener.port, key)
+    thread.join(10)
+    worker.send({"n": 1})
+    assert ends[0].receive()[0] == {"n": 1}
+
+
+def test_a_stranger_that_says_little_by_little_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte begins no new wait: or one stranger would keep the workers out until they give up."""
+    monkeypatch.setattr(control, "_HELLO_SECONDS", 0.5)
+    key, ends, done = new_key(), [], threading.Event()
+    listener = Listener(key)
+    stranger = socket.create_connection(("127.0.0.1", listener.port))
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            while not done.wait(0.1):
+                stranger.sendall(b"x")
+
+    threading.Thread(target=trickle, daemon=True).start()
+    thread = threading.Thread(target=lambda: ends.append(listener.accept(10)))
+    thread.start()
+    try:
+        begin = time.monotonic()
+        connect(listener.port, key).close()
+        assert time.monotonic() - begin < 3
+    finally:
+        done.set()
+        thread.join(10)
+        stranger.close()
+        listener.close()
+
+
+def test_a_program_that_does_not_know_the_key_is_refused_too() -> None:
+    """Whoever took the port cannot have work done for it."""
+    key, server = new_key(), socket.create_server(("127.0.0.1", 0))
+
+    def pretend() -> None:
+        connection, _ = server.accept()
+        connection.sendall(b"WanCore control 1\n" + bytes(32))
+        connection.recv(64)
+        connection.sendall(hmac.digest(b"another", b"", "sha256"))
+        connection.close()
+
+    threading.Thread(target=pretend).start()
+    with pytest.raises(AuthenticationError, match="does not know the key"):
+        connect(server.getsockname()[1], key)
+    server.close()
+
+
+def test_a_port_of_another_program_is_recognised() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def talk() -> None:
+        connection, _ = server.accept()
+        connection.sendall(b"220 mail.example ESMTP ready, how are you today? I have been waiting for so long")
+        connection.close()
+
+    threading.Thread(target=talk).start()
+    with pytest.raises(ChannelError, match="not a program of WanCore"):
+        connect(server.getsockname()[1], new_key())
+    server.close()
+
+
+def test_waiting_ends_and_may_be_given_up() -> None:
+    listener = Listener(new_key())
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="knows the key"):
+        listener.accept(0.3)
+
+    def check() -> None:
+        if time.monotonic() - begin > 0.5:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        listener.accept(60, check)
+    listener.close()
+
+
+@pytest.mark.parametrize("lengths", [(2**31, 0), (2, MAX_BODY + 1)])
+def test_a_frame_that_announces_too_much_is_not_read(lengths: tuple[int, int]) -> None:
+    program, worker = pair(new_key())
+    worker._socket.sendall(struct.pack(">IQ", *lengths))
+    with pytest.raises(ChannelError, match="more than is allowed"):
+        program.receive()
+
+
+@pytest.mark.parametrize("text", [b"not json", b"[1]", b"\xff\xff"])
+def test_a_header_that_is_none_is_refused(text: bytes) -> None:
+    program, worker = pair(new_key())
+    worker._socket.sendall(struct.pack(">IQ", len(text), 0) + text)
+    with pytest.raises(ChannelError, match="JSON"):
+        program.receive()
+
+
+# ------------------------------------------------------------------------------------------------- plans and requests
+
+
+@given(
+    st.sampled_from(["t2v-A14B", "i2v-A14B", "ti2v-5B", "t2v-tiny"]),
+    st.integers(1, 60),
+    st.floats(0.5, 20),
+    st.sampled_from(["unipc", "dpm++", "euler"]),
+)
+def test_a_plan_comes_back_exactly(task: str, steps: int, shift: float, solver: str) -> None:
+    plan = make_plan(task=task, steps=steps, shift=shift, solver=solver)
+    assert plan_from(again(asdict(plan))) == plan
+    plan = replace(sparsify(plan, SparseOptions(sparsity=0.5)), keeps=(("high", (0.5, 0.25)),))
+    assert plan_from(again(asdict(plan))) == plan
+
+
+@given(
+    st.one_of(
+        st.none(),
+        st.builds(
+            SkipOptions,
+            magcache=st.builds(
+                MagCacheOptions,
+                threshold=st.floats(0, 1),
+                max_skips=st.integers(0, 5),
+                retention=st.floats(0, 1),
+                rule=st.just("joint"),
+                order=st.integers(0, 2),
+            ),
+            guidance=st.one_of(st.none(), st.builds(GuidanceOptions, every=st.integers(1, 5))),
+        ),
+        st.builds(SkipOptions, taylorseer=st.builds(TaylorSeerOptions, interval=st.integers(1, 5))),
+        st.builds(SkipOptions, adaptive=st.builds(AdaptiveOptions, threshold=st.floats(0, 1))),
+    ),
+    st.integers(0, 2**64 - 1),
+)
+def test_a_request_comes_back_exactly(skip: SkipOptions | None, seed: int) -> None:
+    request = Request(prompt="a ✓ b", seed=seed, skip=skip, width=64, height=48, guidance_low=1.1)
+    assert request_from(again(asdict(request))) == request
+
+
+def test_a_report_of_elsewhere_goes_on_here() -> None:
+    report = Report(torch.device("cpu"), {"a": 1}, {"decode": Phase(1.5, peak=2**30, steps=3)}, ["a note"])
+    back = report_from(again(report_data(report) | {"device": "NVIDIA H200"}))
+    with back.phase("write"):
+        pass
+    assert back.phases["decode"] == report.phases["decode"] and back.notes == report.notes
+    assert "report (NVIDIA H200)" in back.branch().text() and "device 1.00 GiB" in back.text()
+
+
+# -------------------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "devices"),
+    [
+        ("auto", 2, ("cuda:0", "cuda:1")),
+        ("all", 1, ("cuda:0",)),
+        ("3", 8, ("cuda:0", "cuda:1", "cuda:2")),
+        ("0,2", 4, ("cuda:0", "cuda:2")),
+        ("cuda:3, cuda:1", 4, ("cuda:3", "cuda:1")),
+        ("cpu,cpu", 0, ("cpu", "cpu")),
+        ("CPU", 4, ("cpu",)),
+    ],
+)
+def test_devices(text: str, gpus: int, devices: tuple[str, ...]) -> None:
+    assert parse_devices(text, gpus) == devices
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "words"),
+    [
+        ("auto", 0, "cpu,cpu"),
+        ("3", 2, "sees 2"),
+        ("0", 2, "at most as many"),
+        ("1,2", 2, "cuda:2"),
+        ("0,0", 2, "one rank"),
+        ("cpu,0", 2, "do not work together"),
+        ("rocm,rocm", 2, "'rocm' is not known"),
+        ("", 2, "not known"),
+        ("cuda", 2, "not known"),
+    ],
+)
+def test_devices_that_cannot_be(text: str, gpus: int, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        parse_devices(text, gpus)
+
+
+@given(st.text(max_size=12), st.integers(0, 8))
+def test_devices_are_known_or_refused(text: str, gpus: int) -> None:
+    with contextlib.suppress(OptionError):
+        assert parse_devices(text, gpus)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"mesh": "2x1x2"}, "needs 4 ranks"),
+        ({"mesh": "fast"}, "CFGxRINGxULYSSES"),
+        ({"devices": ()}, "no device"),
+        ({"step_timeout": 0}, "1 to 86400"),
+        ({"nodes": 2}, "need a rendezvous"),
+        ({"rendezvous": "host:1"}, "one needs none"),
+        ({"nodes": 2, "rendezvous": "host"}, "HOST:PORT"),
+    ],
+)
+def test_options_that_cannot_be(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        WorkerOptions(**{"devices": ("cpu", "cpu"), **changed})
+
+
+def test_a_mesh_over_hosts_is_checked_when_they_are_there() -> None:
+    assert WorkerOptions(devices=("cpu",) * 2, mesh="2x1x2", nodes=2, rendezvous="host:29400").mesh == "2x1x2"
+
+
+# ---------------------------------------------------------------------------------------------------------------- words
+
+
+def test_the_rank_that_failed_is_named_before_those_that_lost_it() -> None:
+    def failure(rank: int, said: dict[str, Any] | None, exit: int = 1) -> dict[str, Any]:
+        signal = {-9: "SIGKILL", -15: "SIGTERM"}.get(exit)
+        return {"rank": rank, "pid": 100 + rank, "exit": exit, "signal": signal, "said": said, "tail": "oh\n\nno\n"}
+
+    def said(rank: int, reason: str, text: str) -> dict[str, Any]:
+        where = {"rank": rank, "host": "h", "pid": 100 + rank, "device": "cuda:1", "where": "denoise high, step 3 of 9"}
+        return {**where, "reason": reason, "type": "RuntimeError", "text": text}
+
+    status = {"host": "h", "device": "cpu", "phase": "decode", "step": 0, "of": 0}
+    statuses = [{**status, "rank": rank, "pid": 100 + rank} for rank in range(2)]
+    lost = failure(0, said(0, "peer", "Connection closed by peer"))
+    words = explain({"failures": [lost, failure(1, said(1, "memory", "tried to allocate 9 GiB"))]}, statuses, 1)
+    assert words.startswith("rank 1 on h (process 101, cuda:1) ran out of memory in denoise high, step 3 of 9")
+    assert "9 GiB" in words and "Connection closed" not in words
+    words = explain({"failures": [lost, failure(1, None, -9)]}, statuses, 1)
+    assert "rank 1 on h (process 101, cpu) was ended by signal 9 (SIGKILL) in decode" in words and "oh | no" in words
+    ended = failure(0, None, -15)  # by the launcher, because another failed
+    assert "rank 0" not in explain({"failures": [ended, failure(1, None, -9)]}, statuses, 1)
+    assert "SIGTERM" in explain({"failures": [ended]}, statuses, 1)
+    assert "Connection closed" in explain({"failures": [lost]}, statuses, 1)
+    assert "ended with -9" in explain(None, statuses, -9)
+
+
+def test_ranks_that_were_idle_for_long_do_not_hang() -> None:
+    """What they say just before a request reaches them is that nothing moved since the last one."""
+    workers = Workers(WorkerOptions(devices=("cpu",), step_timeout=10))
+    status = {"rank": 0, "host": "h", "pid": 1, "device": "cpu", "phase": "idle", "step": 0, "of": 0, "count": 3}
+    now = time.monotonic()
+    running: Any = SimpleNamespace(statuses=[{**status, "silent": 0.1, "still": 4000.0}], heard=now, begun=now)
+    workers._watch(running, "sample")
+    running.begun -= 11
+    with pytest.raises(WorkerError, match="no rank got any further for 10 s"):
+        workers._watch(running, "sample")
+
+
+def test_a_rank_is_not_blamed_for_the_silence_of_the_one_that_reports() -> None:
+    """Rank 0 says how long each of the others has been silent; while it is late itself, nobody knows."""
+    workers = Workers(WorkerOptions(devices=("cpu", "cpu"), silence=10))
+    status = {"host": "h", "pid": 1, "device": "cpu", "phase": "load", "step": 0, "of": 0, "count": 3, "still": 0.0}
+    statuses = [{**status, "rank": rank, "silent": 1.0 * rank} for rank in range(2)]
+    now = time.monotonic()
+    running: Any = SimpleNamespace(statuses=statuses, heard=now - 9.5, begun=now)
+    workers._watch(running, "sample")
+    running.heard -= 1
+    with pytest.raises(WorkerError, match=r"rank 0 gave no sign of life for 1[01] s"):
+        workers._watch(running, "sample")
+    running.heard, statuses[1]["silent"] = now, 11.0
+    with pytest.raises(WorkerError, match=r"rank 1 .* gave no sign of life for 11 s"):
+        workers._watch(running, "sample")

@@ -1,0 +1,394 @@
+"""Workers that are killed, stopped, starved and lied to: each fault ends in seconds with a message that names the rank,
+nothing is left running, and the next prompt works. Two real ranks on the CPU, the embedded model, real limits of the
+system. The first pair is started as a program starts it; those that come after a fault begin as copies (`forked.py`).
+
+Nothing here is told by time but what a fault's own message is about, and for that alone the limits are made short: a
+busy machine may pause any process for seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.forked import Forked, forking
+from tests.launched import below, memory_of, wait_until, wait_until_gone
+from wan_core import load_text_encoder, load_vae, make_plan
+from wan_core.checkpoint.latents import load_latents
+from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.execution.report import Report
+from wan_core.models.text.cache import PromptCache
+from wan_core.models.vae.tiling import TileSpec
+from wan_core.pipeline.images import decode_images, encode_images
+from wan_core.pipeline.pipeline import Pipeline, sample_latents
+from wan_core.pipeline.sources import TINY as TINY_FILES
+from wan_core.pipeline.sources import find_experts
+from wan_core.sampling.conditioning import Conditioning, draw_noise, join_image
+from wan_core.workers import client as remote
+from wan_core.workers import launcher
+from wan_core.workers.client import RemoteProgress, RemoteResult, generate
+from wan_core.workers.control import Listener, new_key
+from wan_core.workers.launcher import WorkerError, Workers
+from wan_core.workers.options import WorkerOptions
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and sets limits of other processes"),
+    pytest.mark.slow,
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = LoadOptions(model="tiny", device="cpu")
+SMALL = {"prompt": "a red circle moving right on a blue background", "width": 48, "height": 48, "frames": 5, "seed": 3}
+SMALL |= {"steps": 2}
+LEAST = {**SMALL, "width": 32, "height": 32, "steps": 1}
+LONG = {**SMALL, "steps": 1000, "solver": "euler", "width": 96, "height": 96, "frames": 17}  # half a minute at least
+MESH = "1x1x2"  # every forward needs both ranks
+PATIENCE: dict[str, Any] = {"start_timeout": 120.0, "step_timeout": 120.0, "silence": 60.0}  # for a busy machine
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    """One pair for all tests: each finds it working, or has it started anew by its first request."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))  # what is freed can be seen
+    with Workers(WorkerOptions(devices=("cpu", "cpu"), mesh=MESH, **PATIENCE)) as found:
+        assert run(found).frames.shape == (5, 48, 48, 3)
+        with forking():
+            yield found
+        processes = all_of(found) if found.is_running else set()
+    wait_until_gone(processes)
+
+
+@pytest.fixture(scope="module")
+def alone() -> torch.Tensor:
+    """The latents that one process makes of SMALL."""
+    return Pipeline.load(TINY).generate(Request(**SMALL)).latents
+
+
+def run(workers: Workers, **changed: Any) -> RemoteResult:
+    keep = changed.pop("keep_latents", None)
+    on_step: Callable[..., None] | None = changed.pop("on_step", None)
+    return generate(workers, TINY, Request(**{**SMALL, **changed}), on_step=on_step, keep_latents=keep)
+
+
+def ranks(workers: Workers) -> list[int]:
+    """Process ids by rank, of workers that are ready."""
+    if not workers.is_running:
+        run(workers)
+    found = sorted(all_of(workers) - {supervisor_of(workers)})
+    assert len(found) == 2
+    return found
+
+
+def supervisor_of(workers: Workers) -> int:
+    assert workers._running is not None
+    return workers._running.process.pid
+
+
+def all_of(workers: Workers) -> set[int]:
+    """Process ids of ranks and supervisor."""
+    return below(supervisor_of(workers)) | {supervisor_of(workers)}
+
+
+def in_a_step(workers: Workers, act: Callable[[], object]) -> Callable[..., None]:
+    """While steps run, once, when every rank has said that it is in one."""
+    done: list[bool] = []
+
+    def on_step(progress: RemoteProgress, _: float | None) -> None:
+        assert workers._running is not None
+        statuses = workers._running.statuses
+        if not done and len(statuses) == 2 and all(status["of"] == progress.total for status in statuses):
+            done.append(True)
+            act()
+
+    return on_step
+
+
+@contextlib.contextmanager
+def impatient(workers: Workers, **limits: float) -> Iterator[None]:
+    """With shorter limits."""
+    patient = workers.options
+    workers.options = replace(patient, **limits)  # pyright: ignore[reportArgumentType]
+    yield
+    workers.options = patient
+
+
+def failure(workers: Workers, **changed: Any) -> str:
+    """The message of a request that must fail long before patience ends, leaving no process."""
+    processes, begin = all_of(workers), time.monotonic()
+    with pytest.raises(WorkerError) as raised:
+        run(workers, **changed)
+    assert time.monotonic() - begin < 40
+    wait_until_gone(processes)
+    return str(raised.value)
+
+
+def test_the_same_result_as_one_process_and_fifty_prompts_take_no_more_memory(
+    workers: Workers, alone: torch.Tensor
+) -> None:
+    for prompt in range(50):
+        run(workers, **LEAST)
+        if prompt == 14:
+            before = [memory_of(pid) for pid in ranks(workers)]
+    grown = [memory_of(pid) - held for pid, held in zip(ranks(workers), before, strict=True)]
+    assert max(grown) < 12 * 2**20, grown
+    assert (run(workers).latents - alone).abs().max() < 1e-4
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Workers) -> None:
+    """Text, an image encoded, sampling from image channels, decoding whole and in tiles."""
+    spec = {"path": str(TINY_FILES / "vae.safetensors"), "precision": "auto"}
+    vae, report = load_vae(TINY_FILES / "vae.safetensors", dtype=torch.float32), Report(CPU)
+    images = torch.rand(5, 48, 64, 3, generator=torch.Generator().manual_seed(1))
+    latents = encode_images(vae, images)
+    assert (remote.encode(workers, spec, images) - latents).abs().max() < 1e-4
+    for tile in (None, TileSpec(height=4, width=4, overlap=2)):
+        seen: list[int] = []
+        tiles = None if tile is None else {"height": 4, "width": 4, "overlap": 2}
+        pictures = remote.decode(
+            workers, spec, latents, report, tile=tiles, on_frames=lambda done, total, seen=seen: seen.append(done)
+        )
+        assert (pictures - decode_images(vae, latents, Report(CPU), tile=tile)).abs().max() < 1e-4
+        assert seen == sorted(seen) and seen[-1] == 5
+
+    prompts = [SMALL["prompt"], "", "a green square"]
+    encoder = load_text_encoder(TINY_FILES / "text_encoder.safetensors", dtype=torch.float32)
+    text = {"path": str(TINY_FILES / "text_encoder.safetensors"), "precision": "fp32"}
+    cache = PromptCache()
+    for row, known in zip(
+        remote.encode_text(workers, text, prompts), cache.encode(prompts, lambda: encoder), strict=True
+    ):
+        torch.testing.assert_close(row[None], known, atol=1e-5, rtol=0)
+
+    high, low = (str(TINY_FILES / f"i2v_{name}.safetensors") for name in ("high", "low"))
+    found, plan = find_experts(high, low), make_plan(task="i2v-tiny", steps=4)
+    cond, uncond = cache.encode(prompts[:2], lambda: encoder)
+    concat = join_image(latents, torch.ones_like(latents[:, :1]), found.vae)
+    given = {"cond": cond, "uncond": uncond, "concat": concat}
+    experts = {"high": found.high.load(CPU, torch.float32, None), "low": found.low.load(CPU, torch.float32, None)}
+    noise = draw_noise(7, tuple(latents.shape))
+    alone = sample_latents(plan, experts.__getitem__, Conditioning(**given), noise, found.vae, Report(CPU))
+    model = {"high": high, "low": low, "precision": "fp32", "keep_blocks": 0, "attention": "auto", "compile": "off"}
+    steps: list[tuple[int, tuple[int, ...]]] = []
+    together = remote.sample(
+        workers,
+        {**model, "residency": "auto"},
+        plan,
+        given,
+        shape=latents.shape,
+        seed=7,
+        batched=False,
+        report=report,
+        fps=8,
+        on_step=lambda progress, seconds: steps.append((progress.step.index, tuple(progress.preview().shape))),
+    )
+    assert (together - alone).abs().max() < 1e-4
+    assert steps == [(i, (1, 16, 1, 6, 8)) for i in range(4)]
+    assert report.phases["denoise high"].steps + report.phases["denoise low"].steps == 4
+    assert report.settings["mesh"] == MESH
+
+
+def test_a_rank_killed_in_a_step(workers: Workers) -> None:
+    pids = ranks(workers)
+    words = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(pids[1], signal.SIGKILL)))
+    assert f"rank 1 on {socket.gethostname()} (process {pids[1]}, cpu) was ended by signal 9 (SIGKILL)" in words
+    assert "denoise" in words and "of 1000" in words and "anew" in words
+    assert run(workers).frames.std() > 0 and not set(ranks(workers)) & set(pids)
+
+
+def test_the_rank_that_talks_killed_in_a_step(workers: Workers) -> None:
+    pids = ranks(workers)
+    words = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(pids[0], signal.SIGKILL)))
+    assert f"(process {pids[0]}, cpu) was ended by signal 9" in words
+
+
+def test_a_rank_killed_between_prompts_costs_no_prompt(workers: Workers) -> None:
+    pids = ranks(workers)
+    assert workers.call("ping")[0]["kind"] == "pong"
+    processes = all_of(workers)
+    os.kill(pids[1], signal.SIGKILL)
+    wait_until_gone(processes)
+    wait_until(lambda: not workers.is_running, 20, "the end of the ranks is not noticed")
+    assert run(workers).frames.std() > 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stops(workers: Workers, rank: int) -> None:
+    """It is there and does not answer, as on a machine that hangs. A stopped process heeds no signal but KILL."""
+    pids = ranks(workers)
+
+    def stop() -> None:
+        os.kill(pids[rank], signal.SIGSTOP)
+        workers.options = replace(workers.options, silence=5.0)
+
+    with impatient(workers):  # from then on
+        words = failure(workers, **LONG, on_step=in_a_step(workers, stop))
+    assert f"rank {rank}" in words and "no sign of life" in words and "denoise" in words and "of 1000" in words
+
+
+def test_ranks_that_get_no_further(workers: Workers, tmp_path: Path) -> None:
+    """They live and say so, but wait for something that never comes: here, for a picture that nobody writes."""
+    ranks(workers)
+    os.mkfifo(tmp_path / "first.png")
+    with impatient(workers, step_timeout=3.0):
+        words = failure(workers, image=str(tmp_path / "first.png"))
+    assert "no rank got any further for 3 s" in words and "rank 0: idle; rank 1: idle" in words
+
+
+def limit_memory(pid: int) -> None:
+    """No more address space than it has now, and a little."""
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmSize")]
+    allowed = int(line.split()[1]) * 1024 + 16 * 2**20
+    resource.prlimit(pid, resource.RLIMIT_AS, (allowed, resource.RLIM_INFINITY))
+
+
+def test_a_rank_that_runs_out_of_memory(workers: Workers) -> None:
+    pids = ranks(workers)
+    limit_memory(pids[1])
+    # The noise is 22 MB, too much for this rank; the other waits for it at the first exchange.
+    words = failure(workers, width=1024, height=1024, frames=81, steps=1)
+    assert f"rank 1 on {socket.gethostname()} (process {pids[1]}, cpu) ran out of memory in " in words
+    assert "Smaller" in words or "smaller size" in words
+
+
+def test_ranks_that_all_run_out_of_memory_go_on_with_the_next_prompt(workers: Workers) -> None:
+    """A video too large for every rank costs no new start."""
+    pids = ranks(workers)
+    for pid in pids:
+        limit_memory(pid)
+    with pytest.raises(WorkerError, match=r"rank 0 .* ran out of memory"):
+        run(workers, width=8192, height=8192, frames=81, steps=1)
+    for pid in pids:
+        resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert run(workers).frames.std() > 0 and ranks(workers) == pids
+
+
+def test_a_disk_that_is_full_costs_no_video(workers: Workers, tmp_path: Path, alone: torch.Tensor) -> None:
+    """Rank 0 may write no byte: the latents are not kept, and that is said; the video comes all the same."""
+    pids = ranks(workers)
+    resource.prlimit(pids[0], resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    result = run(workers, keep_latents=tmp_path / "kept.safetensors")
+    assert any("could not be kept" in note for note in result.report.notes) and not list(tmp_path.iterdir())
+    assert (result.latents - alone).abs().max() < 1e-4
+    resource.prlimit(pids[0], resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    result = run(workers, keep_latents=tmp_path / "kept.safetensors")
+    assert torch.equal(load_latents(tmp_path / "kept.safetensors")[0], result.latents)
+    assert ranks(workers) == pids
+
+
+def test_what_is_refused_is_refused_in_words_and_costs_no_new_start(workers: Workers) -> None:
+    pids = ranks(workers)
+    with pytest.raises(OptionError, match="18 frames given"):
+        run(workers, frames=18)
+    with pytest.raises(OptionError, match=r"gone\.safetensors"):
+        generate(workers, LoadOptions(model="tiny", high="gone.safetensors"), Request(**SMALL))
+    assert run(workers).frames.std() > 0 and ranks(workers) == pids
+
+
+class Enough(Exception):
+    pass
+
+
+def test_an_interruption_stops_all_ranks_at_one_step(workers: Workers) -> None:
+    """In a video whose 1000 steps would take longer than may pass here."""
+    pids, seen = ranks(workers), []
+
+    def enough(progress: RemoteProgress, seconds: float | None) -> None:
+        seen.append((progress.step.index, time.monotonic()))
+        if progress.step.index == 5:
+            raise Enough
+
+    with pytest.raises(Enough):
+        run(workers, **LONG, on_step=enough)
+    took = (seen[5][1] - seen[0][1]) / 5
+    assert [index for index, _ in seen] == list(range(6))
+    assert time.monotonic() - seen[5][1] < 20 * took + 2
+    assert run(workers).frames.std() > 0 and ranks(workers) == pids
+
+
+def test_a_supervisor_that_is_killed_takes_its_ranks_along(workers: Workers) -> None:
+    pids = ranks(workers)
+    supervisor = supervisor_of(workers)
+    assert below(os.getpid()) >= {supervisor, *pids}
+    words = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(supervisor, signal.SIGKILL)))
+    assert "supervisor of the ranks ended with -9" in words
+    assert run(workers).frames.std() > 0
+
+
+def test_workers_that_are_dropped_end() -> None:
+    """Without a word, as a node does that is removed from its graph."""
+    dropped = Workers(WorkerOptions(devices=("cpu",), **PATIENCE))
+    with forking(ranks=1):
+        dropped.call("ping")
+    mine = all_of(dropped)
+    assert len(mine) == 2
+    folder = dropped._running.folder if dropped._running else ""
+    assert Path(folder).is_dir()
+    del dropped
+    wait_until_gone(mine)
+    wait_until(lambda: not Path(folder).exists(), 20, folder)
+
+
+def test_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks know another key than the program: neither works for the other."""
+    monkeypatch.setattr(launcher, "Listener", lambda key: Listener(new_key()))
+    others, begin = below(os.getpid()), time.monotonic()
+    strangers = Workers(WorkerOptions(devices=("cpu",), **PATIENCE))
+    with forking(ranks=1), pytest.raises(WorkerError, match="refused the key of this worker"):
+        run(strangers)
+    assert time.monotonic() - begin < 40
+    wait_until_gone(below(os.getpid()) - others)
+
+
+def test_a_rendezvous_port_that_is_taken() -> None:
+    """By a program that is no rendezvous and answers nothing."""
+    others, begin = below(os.getpid()), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = {"nodes": 2, "rendezvous": f"127.0.0.1:{taken.getsockname()[1]}", "run_id": "taken"}
+        lost = Workers(WorkerOptions(devices=("cpu",), **{**PATIENCE, "start_timeout": 4}, **options))
+        with forking(), pytest.raises(WorkerError, match=r"port taken|not ready within 4 s") as raised:
+            run(lost)
+    assert time.monotonic() - begin < 40, raised.value
+    wait_until_gone(below(os.getpid()) - others)
+
+
+PROGRAM = """
+    from wan_core.config import LoadOptions, Request
+    from wan_core.workers.launcher import Workers
+    from wan_core.workers.options import WorkerOptions
+    from wan_core.workers.client import generate
+
+    workers = Workers(WorkerOptions(devices=("cpu", "cpu"), mesh="1x1x2"))
+    request = Request(prompt="", steps=1000, solver="euler")
+    generate(workers, LoadOptions(model="tiny"), request, on_step=lambda p, s: print(p.step.index, flush=True))
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
+def test_a_program_that_is_killed_leaves_nothing(sign: signal.Signals) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    program = Forked(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "0\n"
+    processes = below(program.pid)
+    assert len(processes) == 3
+    os.kill(program.pid, sign)
+    program.wait(40)
+    program.stdout.close()
+    wait_until_gone(processes)

@@ -1,0 +1,275 @@
+"""What this machine can run, and why not what it cannot: libraries, GPU, and with a self-test each attention backends,
+precisions and kernels."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wan_core.config import imports
+from wan_core.execution.report import GIB
+from wan_core.ops.attention.library import IMPORT_FAULTS
+from wan_core.ops.attention.registry import BACKENDS, Attend, AttendLse, auto_choice, capability
+from wan_core.ops.attention.sdpa import math_lse, math_reference
+from wan_core.ops.kernels import fused
+from wan_core.ops.kernels.gguf_blocks import FORMATS
+from wan_core.ops.kernels.microscaling import encode_mxfp8, encode_nvfp4
+from wan_core.ops.quant import mx
+from wan_core.ops.quant.linear import QuantLinear
+from wan_core.ops.quant.packed import FORMATS as PACKED_FORMATS
+from wan_core.ops.quant.packed import MICROSCALED
+from wan_core.ops.quant.schemes import SCHEMES
+from wan_core.ops.quant.transformer_engine import DelayedState
+from wan_core.pipeline.builder import choose_device
+from wan_core.pipeline.sources import TINY
+
+# distribution -> (what it is for, how to get it); None: required
+LIBRARIES: dict[str, tuple[str, str | None]] = {
+    "torch": ("everything, from 2.6 on", None),
+    "numpy": ("frames", None),
+    "sentencepiece": ("tokenizer", None),
+    "av": ("writing and reading video", None),
+    "Pillow": ("reading images", None),
+    "flash-attn-4": ("attention on Hopper and Blackwell", "pip install 'wancore[attention]'"),
+    "flash-attn": ("attention on Ampere and newer", "pip install --no-build-isolation flash-attn"),
+    "sageattention": ("int8 attention", "see github.com/thu-ml/SageAttention"),
+    "nvidia-cudnn-frontend": ("FP8 attention", "pip install 'wancore[attention]'"),
+    "transformer-engine": ("FP8 linears and attention", "pip install --no-build-isolation 'wancore[te]'"),
+    "comfy-kitchen": ("products of NVFP4 and MXFP8 on Blackwell", "pip install 'wancore[comfy]'"),
+}
+TOLERANCE = 0.01  # of an exact backend in bf16, relative; the kernels measure 0.002 to 0.004
+ROUNDED = 0.10  # of one that rounds to FP8 or int8: they measure 0.05 to 0.08 on random data
+ROUNDED_FP4 = 0.20  # of a product in NVFP4, by the arithmetic of its definition on random data: 0.13
+LINEAR = 0.04  # of an FP8 linear, whatever its scales: random numbers measure 0.037, most of it the rounding itself
+HEAD_DIM = 128  # of every Wan 2.2 model
+WIDTH = 256  # of the matrix that tests an FP8 linear: two blocks of 128
+
+
+def examine(device: str = "auto") -> dict[str, Any]:
+    """Everything the doctor finds, as plain data: {"system", "libraries", "attention", "auto", "precisions", "packed",
+    "kernels", "video", "embedded model"}."""
+    chosen = choose_device(device)
+    return {
+        "system": _system(chosen),
+        "libraries": {name: _library(name) for name in LIBRARIES},
+        "attention": {name: _backend(name, chosen) for name in BACKENDS},
+        "auto": auto_choice(capability(chosen), _dtype(chosen), HEAD_DIM),
+        "precisions": {name: _precision(name, chosen) for name in SCHEMES},
+        "packed": {"formats": list(PACKED_FORMATS), "products": {name: _product(name, chosen) for name in MICROSCALED}},
+        "kernels": _kernels(chosen),
+        "video": _video(),
+        "embedded model": _assets(),
+    }
+
+
+def _system(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": str(device),
+        "bytecode": imports.describe(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "gpu": properties.name,
+            "memory_gib": round(properties.total_memory / GIB, 1),
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "fp8": (properties.major, properties.minor) >= (8, 9),
+        }
+    return found
+
+
+def _library(name: str) -> dict[str, Any]:
+    purpose, install = LIBRARIES[name]
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return {"for": purpose, "version": None, "note": install or "required: pip install -r requirements.txt"}
+    return {"for": purpose, "version": version, "note": None}
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _backend(name: str, device: torch.device) -> dict[str, Any]:
+    backend = BACKENDS[name]
+    reason = backend.why_not(device, _dtype(device), HEAD_DIM)
+    found: dict[str, Any] = {"summary": backend.summary, "usable": reason is None, "why_not": reason}
+    if reason is not None:
+        return found
+    try:
+        found["error"] = self_test(backend.load(), device)
+        found["lse_error"] = None if backend.lse is None else lse_self_test(backend.lse(), device)
+    except IMPORT_FAULTS as fault:  # what a broken library raises is what the doctor is asked for
+        return found | {"usable": False, "why_not": _failed(fault)}
+    allowed = TOLERANCE if backend.exact else ROUNDED
+    for what, error in (("relative error", found["error"]), ("log-sum-exp error", found["lse_error"])):
+        if error is not None and not error <= allowed:  # not `>`: NaN must fail
+            found |= {"usable": False, "why_not": f"self-test failed: {what} {error:.3g}, allowed {allowed}"}
+    return found
+
+
+def self_test(attend: Attend, device: torch.device) -> float:
+    """Relative error of a backend against the formula in float32, on random data of odd length at head dim 128."""
+    q, k, v = _random(device)
+    expected = math_reference(q.float(), k.float(), v.float())
+    return float((attend(q, k, v).float() - expected).norm() / expected.norm())
+
+
+def lse_self_test(attend: AttendLse, device: torch.device) -> float:
+    """Largest absolute error of a backend's log-sum-exp against torch's, on keys whose mean is not zero."""
+    q, k, v = _random(device)
+    k = k + 1
+    expected = math_lse(q.float(), k.float(), v.float())[1]
+    return float((attend(q, k, v)[1] - expected).abs().max())
+
+
+def _random(device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, length, 3, HEAD_DIM) for length in (333, 201, 201)]
+    return [torch.randn(shape, generator=generator).to(device, _dtype(device)) for shape in shapes]
+
+
+def _precision(name: str, device: torch.device) -> dict[str, Any]:
+    scheme = SCHEMES[name]
+    reason = scheme.why_not(device)
+    found = {"summary": scheme.summary, "usable": reason is None, "why_not": reason}
+    return _tested(found, lambda: linear_self_test(scheme.load(), device), LINEAR, device)
+
+
+def _product(name: str, device: torch.device) -> dict[str, Any]:
+    """Whether weights packed so are multiplied as they are; elsewhere they are widened for each product."""
+    reason = mx.why_not_multiply(device)
+    found = {"usable": reason is None, "why_not": reason}
+    return _tested(found, lambda: product_self_test(name, device), ROUNDED_FP4, device)
+
+
+def _kernels(device: torch.device) -> dict[str, Any]:
+    reason = fused.why_not(device)
+    return _tested({"usable": reason is None, "why_not": reason}, lambda: kernel_self_test(device), TOLERANCE, device)
+
+
+def _tested(found: dict[str, Any], test: Callable[[], float], allowed: float, device: torch.device) -> dict[str, Any]:
+    """`found` with the error that `test` measures; no longer usable where that is too large or cannot be had."""
+    if not found["usable"]:
+        return found
+    try:
+        error = test()
+    except _kernel_faults(device) as fault:
+        return found | {"usable": False, "why_not": _failed(fault)}
+    if not error <= allowed:
+        wrong = f"self-test failed: relative error {error:.3g}, allowed {allowed}"
+        found = found | {"usable": False, "why_not": wrong}
+    return found | {"error": error}
+
+
+def _kernel_faults(device: torch.device) -> tuple[type[Exception], ...]:
+    """What kernels raise that do not run here. Triton compiles at the first call, and needs a C compiler for it."""
+    if fused.why_not(device) is not None:
+        return IMPORT_FAULTS
+    from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
+
+    return (*IMPORT_FAULTS, subprocess.SubprocessError, TritonError)
+
+
+@torch.no_grad()
+def linear_self_test(kind: type[QuantLinear], device: torch.device) -> float:
+    """Relative error of a quantised linear against float32, on random data. One with delayed scales has calibrated
+    itself in a forward before: they are tested as they will be used, not as they begin."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(WIDTH, WIDTH, generator=generator).to(device) for _ in range(2))
+    linear = kind(WIDTH, WIDTH, bias=False, dtype=_dtype(device))
+    linear.load(kind.encode(weight))
+    DelayedState.install(linear, device)  # of one that needs it; updated after every forward
+    for _ in range(2):
+        out = linear(x.to(_dtype(device)))
+    expected = x @ weight.t()
+    return float((out.float() - expected).norm() / expected.norm())
+
+
+@torch.no_grad()
+def product_self_test(name: str, device: torch.device) -> float:
+    """Relative error of a product of packed weights against float32, on random data with a number of rows that needs
+    padding."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, WIDTH, generator=generator).to(device) for rows in (77, WIDTH))
+    encoded = encode_mxfp8(weight) if name == "mxfp8" else encode_nvfp4(weight)
+    parts: dict[str, torch.Tensor] = dict(zip(("weight", "weight_scale", "weight_scale_2"), encoded, strict=False))
+    out = mx.multiply(x.to(_dtype(device)), name, parts, None)
+    expected = x @ weight.t()
+    return float((out.float() - expected).norm() / expected.norm())
+
+
+@torch.no_grad()
+def kernel_self_test(device: torch.device) -> float:
+    """Relative error of a fused kernel against plain torch in float32: one shows whether any can be compiled here."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 77, WIDTH, generator=generator).to(device, torch.bfloat16)
+    mul, add = (torch.randn(1, 1, WIDTH, generator=generator).to(device) for _ in range(2))
+    out = fused.norm(x, mul, add, 1e-6)
+    assert isinstance(out, torch.Tensor)
+    expected = torch.nn.functional.layer_norm(x.float(), (WIDTH,), eps=1e-6) * mul + add
+    return float((out.float() - expected).norm() / expected.norm())
+
+
+def _failed(fault: BaseException) -> str:
+    return f"self-test failed: {(str(fault).splitlines() or [type(fault).__name__])[0]}"
+
+
+def _video() -> dict[str, Any]:
+    try:
+        from av.codec import codecs_available
+    except ImportError as fault:
+        return {"h264": False, "why_not": f"PyAV cannot be imported ({fault}): pip install av"}
+    if "libx264" not in codecs_available:
+        return {"h264": False, "why_not": "this build of PyAV has no libx264: pip install --force-reinstall av"}
+    return {"h264": True, "why_not": None}
+
+
+def _assets() -> dict[str, Any]:
+    files = sorted(TINY.glob("*.safetensors"))
+    return {"files": [f.name for f in files], "megabytes": round(sum(f.stat().st_size for f in files) / 1e6, 2)}
+
+
+def text(findings: dict[str, Any]) -> str:
+    """The findings for people, one a line."""
+    lines = ["system"] + [f"  {key:<22} {value}" for key, value in findings["system"].items()]
+    lines.append("libraries")
+    for name, library in findings["libraries"].items():
+        state = library["version"] or "not installed"
+        lines.append(
+            f"  {name:<22} {state:<16} {library['for']}" + (f" ({library['note']})" if library["note"] else "")
+        )
+    lines.append(f"attention backends (auto: {findings['auto']})")
+    for name, backend in findings["attention"].items():
+        known = backend["usable"] and backend["lse_error"] is not None
+        more = f", log-sum-exp {backend['lse_error']:.1e}" if known else ""
+        lines.append(f"  {name:<22} {_state(backend)}{more}  [{backend['summary']}]")
+    lines.append("precisions")
+    for name, precision in findings["precisions"].items():
+        lines.append(f"  {name:<22} {_state(precision)}  [{precision['summary']}]")
+    lines += ["packed weights", f"  GGUF                   usable  [{', '.join(FORMATS)}]"]
+    for name, product in findings["packed"]["products"].items():
+        lines.append(f"  {name:<22} usable, widened for each product; multiplied as it is: {product_words(product)}")
+    lines.append(f"fused kernels            {_state(findings['kernels'])}")
+    video, assets = findings["video"], findings["embedded model"]
+    lines.append(f"video                    {'H.264 through PyAV' if video['h264'] else video['why_not']}")
+    lines.append(f"embedded model           {len(assets['files'])} files, {assets['megabytes']} MB")
+    return "\n".join(lines)
+
+
+def product_words(found: dict[str, Any]) -> str:
+    return f"self-test error {found['error']:.1e}, else untested on hardware" if found["usable"] else found["why_not"]
+
+
+def _state(found: dict[str, Any]) -> str:
+    return f"usable, self-test error {found['error']:.1e}" if found["usable"] else f"not usable: {found['why_not']}"

@@ -1,0 +1,1 @@
+"""Where weights are while a video is made, and how much memory that takes."""

@@ -1,0 +1,351 @@
+"""The device memory that a run will take, known before it starts, and the cheapest plan in time that fits.
+
+Everything is a pure function of numbers: sizes of weights from the architectures, activations from the number of
+tokens. What a forward takes beside its weights is proportional to tokens * dim, with a factor that was measured on an
+H200 at 480p and 720p and is the same at both (`FACTORS`).
+
+Legend: L tokens of one forward, C channels of the transformer, GiB 1024^3 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from wan_core.config import OptionError
+from wan_core.execution.memory.residency import Policy
+from wan_core.execution.memory.streaming import SLOTS, spread
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.wan.config import DiTConfig
+
+GIB = 1024**3
+# Bytes of activations over 2 L C. benchmarks/results/single-*.json, activation_gib less the prompt's keys and values.
+FACTORS = {"fused": 5.05, "compiled": 6.06, "engine": 5.66, "torch": 10.05}
+DECODE = {False: 11.5, True: 15.5}  # of a VAE's widest layer at full size, 2.1 and 2.2, measured likewise
+LATENTS = 0.2 * GIB  # latents and their history, the rotation table, workspaces of products
+CONTEXT = int(0.6 * GIB)  # what CUDA and its libraries take of a card beside torch's own memory
+RESERVE = 0.5 * GIB, 0.025  # for holes between pieces of memory: so much, and this share of the room
+TRANSFER_TOKENS = 8192  # up to here a block's copy from the host takes longer than computing it once
+LEAST_STREAMED = SLOTS + 1  # blocks: fewer would take more memory for their slots than they free
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of the models, in bytes of weights. `units`: of one transformer, the rest first, then every block. `experts`:
+    how many transformers."""
+
+    units: tuple[int, ...]
+    experts: int
+    text_encoder: int
+    vae: int
+
+    @property
+    def expert(self) -> int:
+        return sum(self.units)
+
+    @property
+    def all(self) -> int:
+        return self.expert * self.experts + self.text_encoder + self.vae
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Of each phase, what runs beside the weights, in bytes. `denoise` has `residuals` and `prompts` in it."""
+
+    text: int
+    denoise: int
+    decode: int
+    image: int = 0  # encoding one; 0: there is none
+    residuals: int = 0
+    prompts: int = 0
+
+    @property
+    def most(self) -> int:
+        return max(self.text, self.denoise, self.decode, self.image)
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    weights: int
+    beside: int
+    what: str
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.beside
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What is where, and what each phase takes on the device. `room`: for weights and what runs beside them."""
+
+    policy: Policy
+    resident_blocks: int
+    blocks: int
+    room: int
+    reserve: int
+    host: int  # locked host memory
+    together: bool  # models stay beside each other where there is room
+    phases: tuple[Phase, ...]
+    beside: Mapping[str, int]  # by model: what `Residency` keeps free for it
+    why: str
+
+    @property
+    def peak(self) -> int:
+        return max(phase.total for phase in self.phases)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.room
+
+    @property
+    def denoises(self) -> bool:
+        """Whether the steps fit, half of the reserve counted in."""
+        found = next(phase for phase in self.phases if phase.name == "denoise")
+        return found.total <= self.room + self.reserve // 2
+
+    def table(self) -> str:
+        """One line for each phase, in GiB."""
+        kind = {
+            "resident": "everything stays on the device",
+            "swap": "weights wait in host memory and come as a whole",
+            "stream": f"{self.resident_blocks} of {self.blocks} blocks stay on the device, the others stream",
+        }[self.policy]
+        lines = [f"memory plan: {self.policy}, {kind} ({self.why})"]
+        lines.append(f"  {'phase':<14}{'weights':>9}{'beside':>9}{'total':>9}   GiB")
+        for phase in self.phases:
+            numbers = "".join(f"{n / GIB:>9.2f}" for n in (phase.weights, phase.beside, phase.total))
+            lines.append(f"  {phase.name:<14}{numbers}   {phase.what}")
+        over = "" if self.fits else "  DOES NOT FIT"
+        lines.append(
+            f"  {'peak':<14}{self.peak / GIB:>27.2f}   of {self.room / GIB:.2f} usable, beside "
+            f"{self.reserve / GIB:.2f} in reserve{over}"
+        )
+        lines.append(f"  {'host memory':<14}{self.host / GIB:>27.2f}   locked, for weights")
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, object]:
+        """For reports: numbers in GiB."""
+        phases = {p.name: round(p.total / GIB, 3) for p in self.phases}
+        return {
+            "policy": self.policy,
+            "resident_blocks": self.resident_blocks,
+            "peak_gib": round(self.peak / GIB, 3),
+            "room_gib": round(self.room / GIB, 3),
+            "host_gib": round(self.host / GIB, 3),
+            "phases_gib": phases,
+        }
+
+
+# ---------------------------------------------------------------------------------------------------- what phases take
+
+
+def block_parameters(config: DiTConfig) -> tuple[int, int]:
+    """Of one block: those of its matrices, and all others."""
+    C, N = config.dim, config.ffn_dim
+    return 8 * C * C + 2 * C * N, 8 * C + N + C + 4 * C + 2 * C + 6 * C
+
+
+def unit_bytes(config: DiTConfig, itemsize: int, quantized: bool, keep_blocks: int = 0) -> tuple[int, ...]:
+    """Of a transformer's units: the rest, then every block. Of quantised matrices, scales are one for an output
+    channel."""
+    C, F = config.dim, config.freq_dim
+    patch = config.patch_size[0] * config.patch_size[1] * config.patch_size[2]
+    matrices, others = block_parameters(config)
+    rest = C * (config.in_channels * patch + 1) + (config.text_dim + C + 2) * C + (F + C + 2) * C
+    rest += 6 * C * (C + 1) + config.out_channels * patch * (C + 1) + 2 * C
+    channels = 9 * C + config.ffn_dim
+    plain, encoded = (matrices + others) * itemsize, matrices + others * itemsize + 4 * channels
+    inner = range(keep_blocks, config.num_layers - keep_blocks)
+    return rest * itemsize, *(encoded if quantized and i in inner else plain for i in range(config.num_layers))
+
+
+def factor(config: DiTConfig, *, itemsize: int, device: str, compile: str, precision: str) -> float:
+    """Of `FACTORS`, for a way of running a transformer. FP8 fused passes compute the same compiled or not."""
+    if itemsize == 4 or device != "cuda":
+        return FACTORS["torch"] * itemsize / 2
+    if precision.startswith("te-") or precision == "fp8-tensor":
+        return FACTORS["engine"] if compile == "off" else FACTORS["compiled"]
+    if compile != "off" and precision in ("checkpoint", "bf16", "fp8-weights"):
+        return FACTORS["compiled"]
+    return FACTORS["fused"]
+
+
+def beside_weights(
+    dit: DiTConfig,
+    vae: VAEConfig,
+    latents: tuple[int, ...],
+    *,
+    per_token: float,
+    itemsize: int = 2,
+    guided: bool = True,
+    residuals: int = 0,
+    batched: bool = False,
+    image: bool = False,
+) -> Beside:
+    """latents: [1, C, T, Y, X]. per_token: of `factor`. itemsize: of the numbers that residuals and prompts are kept
+    in. guided: two prompts are prepared. residuals: bytes that a cache keeps."""
+    _, _, T, Y, X = latents
+    tokens = dit.tokens(T, Y, X)
+    prompts = (1 + guided) * 2 * dit.num_layers * dit.text_len * dit.dim * itemsize
+    forward = per_token * 2 * tokens * dit.dim * (1 + batched)
+    decode = vae_bytes(vae, Y, X)
+    return Beside(
+        text=int(0.15 * GIB),
+        denoise=int(forward + prompts + residuals + LATENTS * min(1.0, tokens / 32760)),
+        decode=decode,
+        image=decode if image else 0,
+        residuals=residuals,
+        prompts=prompts,
+    )
+
+
+def vae_bytes(config: VAEConfig, rows: int, columns: int) -> int:
+    """What decoding or encoding latents of `rows` x `columns` takes beside weights, bf16, a latent frame at a time."""
+    pixels = rows * columns * config.spatial_stride**2 // config.patch**2
+    widest = 2 * pixels * config.temporal_stride * max(config.encoder_dim, config.decoder_dim)
+    return int(DECODE[config.residual] * widest)
+
+
+def device_room(device: torch.device, limit_gib: float | None = None) -> int:
+    """Bytes that this process may still take on a GPU, what it holds in its cache included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    held, cached = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    room = free + cached - held
+    return room if limit_gib is None else min(room, limited(limit_gib) - held)
+
+
+def limited(gib: float) -> int:
+    """What torch may take on a card of so many GiB. Raises OptionError for a card that is too small for anything."""
+    if gib * GIB < 2 * CONTEXT:
+        raise OptionError(
+            f"memory limit {gib:g} GiB given; CUDA itself takes {CONTEXT / GIB:.1f}: "
+            f"allowed are {2 * CONTEXT / GIB:.1f} and more"
+        )
+    return int(gib * GIB) - CONTEXT
+
+
+def cap_memory(device: torch.device, gib: float) -> None:
+    """Make this process fail where a card of so many GiB would: allocations beyond it are refused. The card is not
+    smaller to other processes."""
+    _, total = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limited(gib) / total), device)
+
+
+# ----------------------------------------------------------------------------------------------------------- the choice
+
+
+def plan_memory(
+    sizes: Sizes,
+    beside: Beside,
+    available: int,
+    mode: Literal["auto", "resident", "swap", "stream"] = "auto",
+    resident_blocks: int | None = None,
+    together: bool | None = None,
+) -> MemoryPlan:
+    """The first that fits of: all resident; experts that take turns; as many resident blocks as fit.
+
+    available: bytes on the device for this run. mode: one of these instead; resident_blocks: so many, which is
+    streaming. together: models stay beside each other where there is room; None: unless swapping is asked for. Raises
+    OptionError for a number of blocks that the model does not have.
+    """
+    blocks = len(sizes.units) - 1
+    if resident_blocks is not None and not 0 <= resident_blocks <= blocks:
+        raise OptionError(f"{resident_blocks} resident blocks given; the transformer has {blocks}, so 0 to {blocks}")
+    reserve = int(RESERVE[0] + RESERVE[1] * available)
+    room = available - reserve
+    says = f"weights {sizes.all / GIB:.1f}, beside them {beside.most / GIB:.1f} GiB, {room / GIB:.1f} GiB usable"
+
+    def build(policy: Policy, resident: int, why: str) -> MemoryPlan:
+        return _build(
+            sizes,
+            beside,
+            policy,
+            resident,
+            room,
+            reserve,
+            why,
+            together=mode != "swap" if together is None else together,
+        )
+
+    if mode == "stream" or (resident_blocks is not None and mode == "auto"):
+        count = _fitting_blocks(sizes, beside, room) if resident_blocks is None else resident_blocks
+        return build("stream", count, "asked for")
+    if mode == "resident":
+        return build("resident", blocks, "asked for")
+    if mode == "swap":
+        return build("swap", blocks, "asked for")
+    if sizes.all + beside.most <= room:
+        return build("resident", blocks, says)
+    if sizes.expert + beside.denoise <= room:
+        return build("swap", blocks, says)
+    return build("stream", _fitting_blocks(sizes, beside, room), says)
+
+
+def _fitting_blocks(sizes: Sizes, beside: Beside, room: int) -> int:
+    """As many resident blocks as fit; at least `LEAST_STREAMED` stream."""
+    blocks = len(sizes.units) - 1
+    for resident in range(max(0, blocks - LEAST_STREAMED), 0, -1):
+        if _stage(sizes, resident) + beside.denoise <= room:
+            return resident
+    return 0
+
+
+def _stage(sizes: Sizes, resident: int) -> int:
+    rest, blocks = sizes.units[0], sizes.units[1:]
+    streamed = spread(len(blocks), resident)
+    kept = sum(nbytes for i, nbytes in enumerate(blocks) if i not in streamed)
+    return rest + kept + SLOTS * max((blocks[i] for i in streamed), default=0)
+
+
+def _build(
+    sizes: Sizes,
+    beside: Beside,
+    policy: Policy,
+    resident: int,
+    room: int,
+    reserve: int,
+    why: str,
+    together: bool,
+) -> MemoryPlan:
+    blocks = len(sizes.units) - 1
+    stage = sizes.expert if policy != "stream" else _stage(sizes, resident)
+
+    def phase(name: str, own: int, run: int, what: str, others: tuple[int, ...]) -> Phase:
+        """The others, in the order in which they leave, stay as far as there is room."""
+        held = list(others) if together else []
+        while held and own + run + sum(held) > room:
+            held.pop(0)
+        kept = own + sum(held)
+        return Phase(name, kept, run, what)
+
+    text, vae = sizes.text_encoder, sizes.vae
+    phases = [phase("text", text, beside.text, "the text encoder", ())]
+    image = (vae,) if beside.image else ()
+    if beside.image:
+        phases.append(phase("encode image", vae, beside.image, "the VAE", (text,)))
+    prompts, kept = beside.prompts / GIB, beside.residuals / GIB
+    words = f"one transformer; {prompts:.2f} of prompts" + (f", {kept:.2f} of residuals" if kept else "")
+    phases.append(phase("denoise", stage, beside.denoise, words, (text, *image)))
+    phases.append(phase("decode", vae, beside.decode, "the VAE; latents stay", (text, stage)))
+    if policy == "resident":
+        phases = [Phase(p.name, sizes.all, p.beside, p.what) for p in phases]
+    named = {"text_encoder": beside.text, "vae": max(beside.decode, beside.image)}
+    named |= dict.fromkeys(("high", "low"), beside.denoise)
+    host = 0 if policy == "resident" else sizes.all
+    return MemoryPlan(
+        policy=policy,
+        resident_blocks=resident if policy == "stream" else blocks,
+        blocks=blocks,
+        room=room,
+        reserve=reserve,
+        host=host,
+        together=together,
+        phases=tuple(phases),
+        beside=named,
+        why=why,
+    )

@@ -1,0 +1,317 @@
+"""Device memory in which models take turns, and blocks that stream through it.
+
+A `Stage` holds what a transformer needs on the device: its rest and so many blocks stay, the others come through two
+slots, one copied while the other computes. A block's weights are one copy from locked host memory: at 55 GB/s, 13 ms
+for an A14B block in bf16, where the block computes for 55 ms at 480p. With all blocks resident, a stage is where
+experts take turns: while one runs for the last time, each block makes room for the same block of the next.
+
+    stage = Stage(device, resident=10)
+    stage.use(shelf)            # the model's weights are on the device, or will be when they are needed
+    model(...)                  # `StreamedBlocks` is in the place of `run_blocks`
+
+On a CPU the same happens with plain copies and without waiting.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.execution.memory.host_weights import Shelf
+from wan_core.models.wan.model import PreparedText, WanModel
+
+SLOTS = 2
+REST = 0  # the unit of what belongs to no block; block i is unit i + 1
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory of one streamed block. `holds`: whose, which unit, and whether all of it or only what a prompt needs."""
+
+    memory: Tensor
+    copied: Any = None  # event: the copy has ended
+    used: Any = None  # event: the block that was computed with it has ended
+    holds: tuple[Shelf, int, bool] | None = None
+
+
+@dataclass(eq=False)
+class Kept:
+    """Memory of a unit that stays. `lead` and `body`: events after the copies of its two parts."""
+
+    memory: Tensor
+    lead: Any = None
+    body: Any = None
+    holds: Shelf | None = None
+
+
+@dataclass
+class Handover:
+    """After `runs` more runs of the blocks, the model gives its place to `heir`."""
+
+    heir: Shelf
+    runs: int
+    now: bool = field(default=False)  # the last of them is running
+
+
+def spread(blocks: int, resident: int) -> list[int]:
+    """Which of `blocks` blocks stream when `resident` stay: evenly apart, so that each copy has as long as possible."""
+    streamed = max(0, blocks - resident)
+    return [(2 * i + 1) * blocks // (2 * streamed) for i in range(streamed)]
+
+
+def stage_bytes(shelf_layout: list[int], resident: int | None) -> int:
+    """Device memory of a stage for units of so many bytes, the rest first; resident None: all blocks stay."""
+    rest, blocks = shelf_layout[0], shelf_layout[1:]
+    streamed = spread(len(blocks), len(blocks) if resident is None else resident)
+    kept = rest + sum(nbytes for i, nbytes in enumerate(blocks) if i not in streamed)
+    return kept + SLOTS * max((blocks[i] for i in streamed), default=0)
+
+
+class Stage:
+    """resident: how many blocks of a transformer stay; None: all. Models that share a stage have one layout."""
+
+    def __init__(self, device: torch.device, resident: int | None = None) -> None:
+        self.device, self.resident = device, resident
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.kept: dict[int, Kept] = {}
+        self.slots: list[Slot] = []
+        self.streamed: list[int] = []  # units
+        self.latest: Slot | None = None  # the slot that was entered last
+        self.current: Shelf | None = None
+        self.handover: Handover | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.kept
+
+    @property
+    def held(self) -> int:
+        """Device memory that it has now."""
+        return sum(len(one.memory) for one in (*self.kept.values(), *self.slots))
+
+    def nbytes(self, shelf: Shelf) -> int:
+        """Device memory for `shelf`."""
+        return stage_bytes([unit.layout.nbytes for unit in shelf.units], self.resident)
+
+    def use(self, shelf: Shelf) -> None:
+        """Make the model of `shelf` ready; another's leaves. Waits for nothing on the host. Raises what an allocation
+        raises, with nothing left on the device."""
+        with self._quietly():
+            if self.current is not None and self.current is not shelf:
+                self.current.go_home()
+            self.current, self.handover = shelf, None
+            if self.is_empty:
+                try:
+                    self._allocate(shelf)
+                except torch.cuda.OutOfMemoryError:
+                    self.leave_device()
+                    raise
+            self._copies_wait(self._mark())
+            lacking = [unit for unit, kept in self.kept.items() if kept.holds is not shelf]
+            for unit in lacking:
+                self._fill(unit, shelf, lead=True)
+            for unit in lacking:
+                self._fill(unit, shelf, lead=False)
+            for unit, kept in self.kept.items():
+                shelf.units[unit].bind(kept.memory)
+            self._wait(self.kept[REST].body)
+
+    def hand_over(self, heir: Shelf, runs: int) -> None:
+        """The next `runs` runs of the blocks are the last before `heir` is used: copy its blocks behind them."""
+        if self.current is not None and heir.layout == self.current.layout:
+            self.handover = Handover(heir, runs)
+
+    def leave_device(self) -> None:
+        """Give all device memory back."""
+        with self._quietly():
+            if self.stream is not None:  # memory may be given to others only after the copies into it
+                torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            if self.current is not None:
+                self.current.go_home()
+            self.kept.clear()
+            self.slots.clear()
+            self.current = self.latest = self.handover = None
+
+    # --------------------------------------------------------------------------------------- while the blocks run
+
+    def begin_run(self) -> None:
+        if self.handover is not None:
+            self.handover.runs -= 1
+            self.handover.now = self.handover.runs == 0
+
+    def end_run(self) -> None:
+        if self.handover is not None and self.handover.now:
+            self.handover = None
+
+    def enter(self, block: int, *, text: bool = False) -> None:
+        """Have the weights of `block` there, or only those that a prompt needs, and have the next ones copied."""
+        shelf, unit = self.current, block + 1
+        assert shelf is not None, "blocks of a model that is not in use"
+        if unit in self.kept:
+            self._wait(self.kept[unit].lead)
+            if not text:
+                self._wait(self.kept[unit].body)
+            return
+        with self._quietly():
+            slot = self._find(shelf, unit, whole=not text) or self._load(shelf, unit, whole=not text)
+            self.latest = slot
+            self._wait(slot.copied)
+            shelf.units[unit].bind(slot.memory)
+            at = self.streamed.index(unit) + 1
+            wraps = at == len(self.streamed)
+            owner = self.handover.heir if wraps and self.handover is not None and self.handover.now else shelf
+            following, whole = self.streamed[at % len(self.streamed)], wraps or not text
+            if self._find(owner, following, whole) is None:
+                self._load(owner, following, whole)
+
+    def leave(self, block: int) -> None:
+        """What `block` computes has been launched."""
+        unit = block + 1
+        kept = self.kept.get(unit)
+        if kept is None:
+            if self.latest is not None:
+                self.latest.used = self._mark(self.latest.used)
+        elif self.handover is not None and self.handover.now:
+            with self._quietly():
+                self._copies_wait(self._mark())
+                self._fill(unit, self.handover.heir, lead=True)
+                self._fill(unit, self.handover.heir, lead=False)
+
+    def _find(self, shelf: Shelf, unit: int, whole: bool) -> Slot | None:
+        return next((s for s in self.slots if s.holds in ((shelf, unit, True), (shelf, unit, whole))), None)
+
+    def _load(self, shelf: Shelf, unit: int, whole: bool) -> Slot:
+        """Copy a streamed block into the slot that was entered longest ago."""
+        slot = next(slot for slot in self.slots if slot is not self.latest)
+        layout = shelf.units[unit].layout
+        self._copies_wait(slot.used)
+        slot.holds = (shelf, unit, whole)
+        with self._on_stream():
+            shelf.units[unit].copy_to(slot.memory, 0, layout.nbytes if whole else layout.lead)
+        slot.copied = self._mark(slot.copied, self.stream)
+        return slot
+
+    def _fill(self, unit: int, shelf: Shelf, *, lead: bool) -> None:
+        """Copy one part of a unit that stays."""
+        kept, layout = self.kept[unit], shelf.units[unit].layout
+        with self._on_stream():
+            start, stop = (0, layout.lead) if lead else (layout.lead, layout.nbytes)
+            shelf.units[unit].copy_to(kept.memory, start, stop)
+        if lead:
+            kept.holds, kept.lead = None, self._mark(kept.lead, self.stream)
+        else:
+            kept.holds, kept.body = shelf, self._mark(kept.body, self.stream)
+
+    def _allocate(self, shelf: Shelf) -> None:
+        sizes = [unit.layout.nbytes for unit in shelf.units]
+        blocks = len(sizes) - 1
+        resident = blocks if self.resident is None else min(self.resident, blocks)
+        self.streamed = [i + 1 for i in spread(blocks, resident)]
+        largest = max((sizes[unit] for unit in self.streamed), default=0)
+        for unit, nbytes in enumerate(sizes):
+            if unit not in self.streamed:
+                self.kept[unit] = Kept(self._empty(nbytes))
+        self.slots = [Slot(self._empty(largest)) for _ in range(SLOTS if self.streamed else 0)]
+
+    def _empty(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    # ------------------------------------------------------------------------------------------ streams and events
+
+    def _mark(self, event: Any = None, stream: Any = None) -> Any:
+        """An event (`event` again, if given) at what was queued on `stream` (None: where the model computes)."""
+        if self.stream is None:
+            return None
+        event = torch.cuda.Event() if event is None else event
+        event.record(torch.cuda.current_stream(self.device) if stream is None else stream)
+        return event
+
+    def _wait(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _copies_wait(self, event: Any) -> None:
+        if event is not None and self.stream is not None:
+            self.stream.wait_event(event)
+
+    def _on_stream(self) -> Any:
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Weights are plain tensors, whatever mode the caller is in: tensors of inference mode are others to a
+        compiler."""
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+
+
+class StreamedBlocks:
+    """In the place of `WanModel.run_blocks`: the same loop, told to `stage` block by block."""
+
+    def __init__(self, model: WanModel, stage: Stage) -> None:
+        self.model, self.stage = weakref.ref(model), stage  # the model holds this: not in a circle
+
+    def __call__(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
+        model = self.model()
+        assert model is not None
+        self.stage.begin_run()
+        for i, (block, kv) in enumerate(zip(model.blocks, text.keys_values, strict=True)):
+            self.stage.enter(i)
+            tokens = block(tokens, modulation, rope, kv)
+            self.stage.leave(i)
+        self.stage.end_run()
+        return tokens
+
+    @staticmethod
+    def install(model: WanModel, stage: Stage) -> None:
+        """Put one in place, innermost: beneath what shards tokens or keeps residuals, and instead of graphs, which know
+        addresses. Prompts, whose keys and values are made outside of the blocks, tell the stage through hooks."""
+        holder, seam = _seam(model)
+        here = getattr(holder, seam)
+        if isinstance(here, StreamedBlocks) and here.stage is stage:
+            return
+        _remove_hooks(model)
+        setattr(holder, seam, StreamedBlocks(model, stage))
+        handles = []
+        for i, block in enumerate(model.blocks):
+            attention = block.cross_attn
+            handles.append(attention.k.register_forward_pre_hook(lambda *_, i=i: stage.enter(i, text=True)))
+            handles.append(attention.v.register_forward_hook(lambda *_, i=i: stage.leave(i)))
+        model.__dict__[_HOOKS] = handles
+
+    @staticmethod
+    def remove(model: WanModel) -> None:
+        """Put the plain loop back, if blocks stream."""
+        holder, seam = _seam(model)
+        if isinstance(getattr(holder, seam), StreamedBlocks):
+            _remove_hooks(model)
+            if holder is model:
+                del model.run_blocks
+            else:
+                setattr(holder, seam, MethodType(WanModel.run_blocks, model))
+
+
+_HOOKS = "_stream_hooks"
+
+
+def _remove_hooks(model: WanModel) -> None:
+    for handle in model.__dict__.pop(_HOOKS, ()):
+        handle.remove()
+
+
+def _seam(model: WanModel) -> tuple[Any, str]:
+    """Where the innermost `run_blocks` is an attribute: that of the model, or of what stands around it and calls it."""
+    holder, seam = model, "run_blocks"
+    while True:
+        around = getattr(getattr(holder, seam), "__dict__", {})
+        inner = next((name for name in ("run_shard", "run_blocks") if name in around), None)
+        if inner is None:
+            return holder, seam
+        holder, seam = getattr(holder, seam), inner

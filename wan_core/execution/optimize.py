@@ -1,0 +1,156 @@
+"""Speed and memory applied to a plain model from outside, in one order.
+
+The order: what replaces a linear comes first, because everything later wraps what it finds; attention next, so that
+parallelism can decorate the backend that was chosen; what wraps `run_blocks` after that; compilation last, over the
+finished whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.config import OptionError
+from wan_core.execution.graphs import GraphedBlocks
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.registry import Attend, AttendLse
+from wan_core.ops.kernels import fused
+from wan_core.ops.quant.transformer_engine import DelayedState
+from wan_core.parallel.mesh import RankMesh
+from wan_core.parallel.sequence import ShardedBlocks, shard_tokens
+from wan_core.parallel.vae import split_pictures
+
+VARIANTS = 64  # of a compiled block in one process
+
+
+def optimize(
+    model: WanModel,
+    *,
+    attend: Attend,
+    compile: str = "off",
+    device: torch.device | None = None,
+    graphs: bool = True,
+    ranks: RankMesh | None = None,
+    attend_lse: AttendLse | None = None,
+) -> WanModel:
+    """Apply the options to `model` in place and return it; called again, the new options stand. Parameter names do not
+    change.
+
+    device: where it will run, if its weights are elsewhere now. graphs: replay small forwards as CUDA graphs. ranks:
+    those that share its forwards, for which a ring needs `attend_lse`. Linears are quantised
+    where weights are read (`load_dit`), so that both precisions never exist side by side.
+    """
+    device = model.patch_embedding.weight.device if device is None else device
+    ShardedBlocks.remove(model)
+    set_attention(model, attend)
+    DelayedState.install(model, device)
+    GraphedBlocks.remove(model)  # what it holds was captured with the old options
+    if ranks is not None and ranks.sequence.size > 1:
+        shard_tokens(model, ranks, attend, attend_lse)
+    elif graphs and device.type == "cuda" and getattr(attend, "capturable", True):
+        GraphedBlocks.install(model)
+    if compile == "blocks":
+        compile_blocks(model, device)
+    else:
+        for block in model.blocks:
+            block._compiled_call_impl = None
+    return model
+
+
+def set_attention(model: WanModel, attend: Attend) -> None:
+    """Run self-attention with `attend`. Cross-attention stays with torch: its keys are few and prepared once."""
+    assert not isinstance(vars(model).get("run_blocks"), ShardedBlocks), "ranks share this model: use `optimize`"
+    GraphedBlocks.clear(model)
+    for block in model.blocks:
+        block.self_attn.attend = attend
+
+
+def why_not_compile(device: torch.device) -> str | None:
+    """Why blocks cannot be compiled for `device`; None where they can."""
+    if device.type == "cuda":
+        reason = fused.why_not(device)
+        return None if reason is None else f"torch compiles for GPUs with Triton. {reason}"
+    if not any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++", "cl")):
+        return "torch compiles for a CPU with a C++ compiler, and none is found: install g++ or clang, or set CXX"
+    return None
+
+
+def check_compile(compile: str, device: torch.device) -> None:
+    """Raise OptionError where `compile` asks for what cannot be done on `device`."""
+    reason = why_not_compile(device) if compile != "off" else None
+    if reason is not None:
+        raise OptionError(
+            f"compile {compile!r} cannot run on {device}: {reason}. Leave it off: it saves launches only."
+        )
+
+
+def compile_blocks(model: WanModel, device: torch.device, backend: str = "inductor") -> None:
+    """Compile the block: once for all blocks of both experts, whatever the length of the sequence.
+
+    The blocks are the same code with other weights, and weights are inputs of what is compiled. `fullgraph`: what would
+    break the graph raises.
+    """
+    import torch._dynamo  # a second to import
+
+    fused.prepare(device)
+    # Precisions, batch sizes and families of models are variants of the same code to torch, which stops after 8. The
+    # limit is the process's: others get more variants too before they stop.
+    limits = torch._dynamo.config
+    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # the latter up to torch 2.6
+    setattr(limits, name, max(getattr(limits, name), VARIANTS))
+    for block in model.blocks:
+        block.compile(dynamic=True, fullgraph=True, backend=backend)
+        assert block._compiled_call_impl is not None
+        block._compiled_call_impl = _constant_floats(block._compiled_call_impl)
+
+
+def _constant_floats(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`compiled`, for which Python's floats are constants. Where sizes may change (`dynamic`), torch's compiler takes
+    those that it finds in modules (epsilons) for something that may, too, and traces all a second time when it sees
+    that they cannot. Only inside: others who compile in this process may want it otherwise."""
+    from torch._dynamo import config
+
+    def call(*given: Any, **named: Any) -> Tensor:
+        if getattr(config, "specialize_float", True):
+            return compiled(*given, **named)
+        config.specialize_float = True
+        try:
+            return compiled(*given, **named)
+        finally:
+            config.specialize_float = False
+
+    return call
+
+
+def begin_run(model: WanModel) -> None:
+    """Before the first step of a video with `model`: what one run leaves behind must not change the next."""
+    DelayedState.reset(model)
+    GraphedBlocks.clear(model)
+
+
+def compilations() -> int:
+    """Graphs that torch has compiled in this process so far."""
+    from torch._dynamo.utils import counters  # a second to import
+
+    return counters["stats"]["unique_graphs"]
+
+
+def compiled_anew() -> int:
+    """Entries that torch did not find in its caches in this process so far, of graphs and of what is around them."""
+    from torch._dynamo.utils import counters
+
+    return counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"]
+
+
+def optimize_vae(vae: VideoVAE, device: torch.device, ranks: RankMesh | None = None) -> VideoVAE:
+    """On a GPU the convolutions run channels-last: faster, and less memory. `ranks` share the picture. In place;
+    returns `vae`."""
+    if ranks is not None:
+        split_pictures(vae, ranks)
+    return vae.channels_last() if device.type == "cuda" else vae

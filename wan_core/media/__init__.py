@@ -1,0 +1,1 @@
+"""Pixels: video and image files, previews, drawings, metrics. Knows no model and no run."""

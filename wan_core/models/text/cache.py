@@ -1,0 +1,35 @@
+"""Encoded prompts that are kept: the same text never runs the encoder twice."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from wan_core.models.text.umt5 import TextEncoder
+
+
+class PromptCache:
+    """The rows of the last `limit` prompts of one encoder, on the CPU: at most 4 MB each for UMT5-XXL in bf16."""
+
+    def __init__(self, limit: int = 64) -> None:
+        self.limit = limit
+        self._rows: OrderedDict[str, Tensor] = OrderedDict()
+
+    def encode(self, prompts: Sequence[str], encoder: Callable[[], TextEncoder]) -> list[Tensor]:
+        """Rows [1, L, dim] of each prompt, L its own length.
+
+        `encoder` is called only if a prompt is new, so that it may load; new prompts are encoded in one batch.
+        """
+        missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._rows]
+        if missing:
+            model = encoder()
+            for prompt, rows in zip(missing, model.encode(missing).cpu(), strict=True):
+                self._rows[prompt] = rows[None, : len(model.tokenizer.encode(prompt))].clone()
+        found = [self._rows[prompt] for prompt in prompts]
+        for prompt in prompts:
+            self._rows.move_to_end(prompt)
+        while len(self._rows) > self.limit:
+            self._rows.popitem(last=False)
+        return found

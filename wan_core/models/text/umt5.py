@@ -1,0 +1,213 @@
+"""UMT5, the text encoder of Wan: a T5 encoder whose layers each have their own relative position table.
+
+Parameter names are those of the official `models_t5_umt5-xxl-enc-bf16.pth`. bfloat16 and float32 only:
+float16 overflows.
+
+Legend: B batch, L tokens, H heads, D head dim, C width. Source: Wan2.2/wan/modules/t5.py; Raffel et al.,
+https://arxiv.org/abs/1910.10683; Chung et al., https://arxiv.org/abs/2304.09151.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wan_core.models.text.config import TextConfig
+from wan_core.models.text.tokenizer import Tokenizer
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, statistics in float32 (inside the kernel)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class RelativePosition(nn.Module):
+    """A learned score per head for each bucket of distances between two tokens."""
+
+    def __init__(self, num_buckets: int, num_heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_buckets, num_heads)
+
+    def forward(self, buckets: Tensor) -> Tensor:
+        """buckets int64 [2L - 1], one per distance -> scores [1, H, L, L], query rows and key columns."""
+        scores = self.embedding(buckets).T  # [H, 2L - 1]: a score depends on key - query only
+        length = (scores.shape[-1] + 1) // 2
+        # The window that starts at r holds the distances -(L-1)+r .. r: the row of query L-1-r. Hence the flip.
+        return scores.unfold(-1, length, 1).flip(-2)[None]
+
+
+class Attention(nn.Module):
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.heads = config.num_heads
+        self.q = nn.Linear(config.dim, config.dim_attn, bias=False)
+        self.k = nn.Linear(config.dim, config.dim_attn, bias=False)
+        self.v = nn.Linear(config.dim, config.dim_attn, bias=False)
+        self.o = nn.Linear(config.dim_attn, config.dim, bias=False)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        """x [B, L, C], bias [B, H, L, L] -> [B, L, C]."""
+        q, k, v = (
+            linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, L, D]
+            for linear in (self.q, self.k, self.v)
+        )
+        # T5 folds 1 / sqrt(D) into the weights. The softmax is float32 inside every kernel.
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        return self.o(attended.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(config.dim, config.dim_ffn, bias=False), nn.GELU(approximate="tanh"))
+        self.fc1 = nn.Linear(config.dim, config.dim_ffn, bias=False)
+        self.fc2 = nn.Linear(config.dim_ffn, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(x) * self.gate(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.norm1 = RMSNorm(config.dim, config.eps)
+        self.attn = Attention(config)
+        self.norm2 = RMSNorm(config.dim, config.eps)
+        self.ffn = FeedForward(config)
+        self.pos_embedding = RelativePosition(config.num_buckets, config.num_heads)
+
+    def forward(self, x: Tensor, buckets: Tensor, padding: Tensor) -> Tensor:
+        """x [B, L, C], buckets int64 [2L - 1], padding bool [B, 1, 1, L] -> [B, L, C]."""
+        bias = self.pos_embedding(buckets).to(x.dtype)
+        # The lowest finite score rather than -inf: its weight is exactly zero too, and nothing becomes NaN.
+        bias = bias.masked_fill(padding, torch.finfo(bias.dtype).min)  # [B, H, L, L]
+        x = x + self.attn(self.norm1(x), bias)
+        return x + self.ffn(self.norm2(x))
+
+
+class UMT5Encoder(nn.Module):
+    """Token ids -> features. Built from a `TextConfig`, initialised for training as T5 is."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.thresholds = bucket_thresholds(config.num_buckets, config.max_distance)
+        self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.dim, config.eps)
+        self.apply(_initialise)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Encode a batch; never synchronises with the device.
+
+        Args:
+            ids: int64 [B, L], each below `config.vocab_size`; anything where `mask` is False.
+            mask: bool [B, L], True for tokens, False for padding, which is never attended to.
+
+        Returns:
+            [B, L, dim] in the dtype of the weights; rows of padding have no meaning.
+        """
+        buckets = distance_buckets(ids.shape[1], self.config.num_buckets, self.thresholds, ids.device)
+        padding = ~mask[:, None, None]
+        x = self.token_embedding(ids)
+        for block in self.blocks:
+            x = block(x, buckets, padding)
+        return self.norm(x)
+
+
+def bucket_thresholds(num_buckets: int, max_distance: int) -> tuple[int, ...]:
+    """The smallest distance of each bucket beyond `num_buckets // 4`: (12, 16, 23, 32, 46, 64, 91) for UMT5.
+
+    Half of the buckets are for keys behind the query or at it, half for keys ahead. Of each half, the first half is for
+    single distances and the rest widen logarithmically up to `max_distance`: the i-th begins at
+    exact * (max_distance / exact)^(i / wide). Solved in integers: no device's logarithm decides.
+    """
+    exact = num_buckets // 4
+    wide = num_buckets // 2 - exact
+    thresholds: list[int] = []
+    distance = exact
+    for i in range(1, wide):
+        while distance**wide * exact**i < max_distance**i * exact**wide:
+            distance += 1
+        thresholds.append(distance)
+    return tuple(thresholds)
+
+
+def distance_buckets(length: int, num_buckets: int, thresholds: tuple[int, ...], device: torch.device) -> Tensor:
+    """The bucket of every distance key - query among `length` tokens, -(L-1) .. L-1: int64 [2L - 1]."""
+    distance = torch.arange(1 - length, length, device=device)
+    ahead = (distance > 0) * (num_buckets // 2)
+    bucket = distance.abs().clamp(max=num_buckets // 4)
+    for threshold in thresholds:
+        bucket = bucket + (distance.abs() >= threshold)
+    return ahead + bucket
+
+
+@torch.no_grad()
+def _initialise(module: nn.Module) -> None:
+    """T5's distributions, in which the queries' weights carry the missing 1 / sqrt(D)."""
+    if isinstance(module, UMT5Encoder):
+        nn.init.normal_(module.token_embedding.weight)
+    elif isinstance(module, Attention):
+        inner, dim = module.q.weight.shape
+        nn.init.normal_(module.q.weight, std=(dim * inner / module.heads) ** -0.5)
+        nn.init.normal_(module.k.weight, std=dim**-0.5)
+        nn.init.normal_(module.v.weight, std=dim**-0.5)
+        nn.init.normal_(module.o.weight, std=inner**-0.5)
+    elif isinstance(module, FeedForward):
+        dim, inner = module.fc2.weight.shape
+        for linear in (module.gate[0], module.fc1):
+            assert isinstance(linear, nn.Linear)
+            nn.init.normal_(linear.weight, std=dim**-0.5)
+        nn.init.normal_(module.fc2.weight, std=inner**-0.5)
+    elif isinstance(module, RelativePosition):
+        nn.init.normal_(module.embedding.weight, std=(2 * module.embedding.weight.numel()) ** -0.5)
+
+
+class TextEncoder(nn.Module):
+    """`encoder` and the `tokenizer` that belongs to it: prompts in, rows out.
+
+    Raises ValueError if the tokenizer has more pieces than the encoder's embedding has rows.
+    """
+
+    def __init__(self, encoder: UMT5Encoder, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        rows = encoder.config.vocab_size
+        if len(tokenizer) > rows:
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} pieces, the text encoder's embedding {rows} rows: they do not "
+                "belong together. Use the spiece.model that came with the text encoder (google/umt5-xxl for Wan)."
+            )
+        self.encoder = encoder
+        self.tokenizer = tokenizer
+
+    def tokenize(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """ids int64 [B, L] and mask bool [B, L] of `prompts` for `encoder`, on its device; L is the longest prompt."""
+        if isinstance(prompts, str) or not prompts:
+            raise ValueError(f"a list of at least one prompt is needed, {prompts!r} was given")
+        rows = [self.tokenizer.encode(prompt) for prompt in prompts]
+        length = max(map(len, rows))
+        ids = torch.tensor([row + [self.tokenizer.pad_id] * (length - len(row)) for row in rows])
+        mask = torch.tensor([[True] * len(row) + [False] * (length - len(row)) for row in rows])
+        device = self.encoder.token_embedding.weight.device
+        return ids.to(device), mask.to(device)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Tensor:
+        """Rows [B, L, dim] of `prompts`, all in one batch, in the encoder's dtype; without gradients.
+
+        L is the longest prompt's length. Rows beyond a prompt's own length are zero, as the transformer expects: it was
+        trained on zero rows up to 512 and pads to that itself. An empty prompt is one row, that of the end token.
+        """
+        ids, mask = self.tokenize(prompts)
+        return self.encoder(ids, mask).masked_fill(~mask[..., None], 0)

@@ -1,0 +1,1 @@
+"""The diffusion transformer, and the families of checkpoints that it runs."""

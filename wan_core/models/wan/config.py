@@ -1,0 +1,54 @@
+"""What a diffusion transformer is, as plain numbers, and those of the released checkpoints. Imports no torch.
+
+Read from the shapes of a file (`wan_core.checkpoint.detect`), never typed by a user.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from wan_core.config.checks import OptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiTConfig:
+    """The Wan 2.2 diffusion transformer. Everything but `num_heads` can be read from the shapes of a checkpoint.
+
+    Source: Wan2.2/wan/modules/model.py and wan/configs/*.py.
+    """
+
+    in_channels: int  # 16 T2V, 36 I2V (16 noise | 4 mask | 16 image), 48 TI2V-5B
+    out_channels: int
+    dim: int
+    ffn_dim: int
+    num_heads: int  # dim // 128 unless the file's metadata says otherwise
+    num_layers: int
+    text_dim: int = 4096
+    text_len: int = 512
+    freq_dim: int = 256
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
+            raise OptionError(f"dim {self.dim} does not split into {self.num_heads} heads of an even size")
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    def tokens(self, frames: int, rows: int, columns: int) -> int:
+        """Tokens of one video with so many latent frames, rows and columns."""
+        pt, py, px = self.patch_size
+        return (frames // pt) * (rows // py) * (columns // px)
+
+    @property
+    def rope_axes(self) -> tuple[int, int, int]:
+        """How many of a head's channels encode time, rows and columns: (44, 42, 42) at head dim 128."""
+        d = self.head_dim
+        return d - 4 * (d // 6), 2 * (d // 6), 2 * (d // 6)
+
+
+T2V_A14B = DiTConfig(in_channels=16, out_channels=16, dim=5120, ffn_dim=13824, num_heads=40, num_layers=40)
+I2V_A14B = replace(T2V_A14B, in_channels=36)
+TI2V_5B = DiTConfig(in_channels=48, out_channels=48, dim=3072, ffn_dim=14336, num_heads=24, num_layers=30)

@@ -1,0 +1,1 @@
+"""Attention backends behind one protocol, and sparse attention over any of them."""

@@ -1,0 +1,43 @@
+"""FlashAttention 3 (flash_attn_interface, compiled from the `hopper` folder of its repository): Hopper only.
+
+Legend and layouts as in sdpa.py. Source: github.com/Dao-AILab/flash-attention, hopper/flash_attn_interface.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+
+from wan_core.ops.custom_ops import operator, shapes_of
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    from flash_attn_interface import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+    # Versions before the option always returned both.
+    optional = "return_attn_probs" in inspect.signature(flash_attn_func).parameters
+    out, lse = flash_attn_func(q, k, v, return_attn_probs=True) if optional else flash_attn_func(q, k, v)
+    return out.contiguous(), lse  # promised to torch.compile; a copy only where q is a transposed view
+
+
+@operator("flash3", device_type="cuda")
+def flash3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _forward(q, k, v)[0]
+
+
+@operator("flash3_lse", device_type="cuda")
+def flash3_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return _forward(q, k, v)
+
+
+@shapes_of(flash3)
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@shapes_of(flash3_lse)
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    batch, length, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)

@@ -1,0 +1,104 @@
+"""Attention in FP8: how q, k and v become E4M3, whatever kernel follows, and the arithmetic in plain torch.
+
+Three things make FP8 attention usable:
+
+- K's mean over the tokens is removed first. A vector added to every key adds the same number to every score of a
+  query, which softmax ignores, so any constant vector is exact; the mean is what lets the rest use E4M3's eight binades
+  on what differs between keys. Every 32nd token gives a mean that serves as well and costs nothing.
+- Scales are powers of two. E4M3's relative error is the same over 15 binades, so a scale that is loose by a factor of
+  two loses nothing, and then multiplying a bf16 tensor by it is exact: one rounding, to FP8, in one pass.
+- The output needs no measured scale: a weighted mean of rows of v is never larger than the largest of them, so v's
+  scale cannot overflow.
+
+Legend: B batch, L query tokens, S key tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from wan_core.ops.attention.sdpa import math_lse
+from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
+from wan_core.ops.kernels.fused import K_MEAN_EVERY
+
+Kernel = Callable[[Quantized, Quantized, Quantized], Quantized]
+KernelLse = Callable[[Quantized, Quantized, Quantized], tuple[Quantized, Tensor]]
+
+SMALLEST_FP16 = 2.0**-7  # the same where the inverse must be a number in fp16
+SMALLEST = 2.0**-100  # largest magnitude assumed of a tensor of zeros: its scale is then a number that has an inverse
+EXPONENT = 0x7F800000  # the exponent bits of a float32
+
+
+class Fp8Attention:
+    """An FP8 kernel behind the signature of every backend.
+
+    Called with bf16 or fp16 q [B, L, H, D], k and v [B, S, H, D] it quantises them by itself and returns their dtype.
+    `quantized` takes FP8 tensors that a fused kernel wrote (per-tensor scales [1], K's mean already removed) and
+    returns FP8 [B, L, H, D], ready for an FP8 output projection. No call waits for the device.
+    """
+
+    def __init__(self, kernel: Kernel, kernel_lse: KernelLse | None = None, *, capturable: bool = True) -> None:
+        """capturable: whether a CUDA graph may hold its launches."""
+        self.quantized = kernel
+        self.capturable = capturable
+        self.quantized_lse = kernel_lse
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _dequantize(self.quantized(quantize(q), quantize(k, key_mean(k)), quantize(v)), q.dtype)
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Also the log-sum-exp float32 [B, H, L] of the scores with K as given: the mean that was taken from the keys
+        is put back, because parts of a sequence that are merged have different means."""
+        assert self.quantized_lse is not None, "this kernel does not return the log-sum-exp"
+        mean = key_mean(k)
+        out, lse = self.quantized_lse(quantize(q), quantize(k, mean), quantize(v))
+        taken = (q * mean).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, L, H]
+        return _dequantize(out, q.dtype), lse + taken.transpose(1, 2)
+
+
+def key_mean(k: Tensor) -> Tensor:
+    """Roughly the mean over tokens of k [B, S, H, D]: [B, 1, H, D] in k's dtype. Rounding it does no harm."""
+    return k[:, ::K_MEAN_EVERY].mean(1, keepdim=True, dtype=torch.float32).to(k.dtype)
+
+
+def quantize(x: Tensor, offset: Tensor | None = None) -> Quantized:
+    """x [B, L, H, D], less `offset` [B, 1, H, D] if given, in E4M3 under one power of two, float32 [1].
+
+    The largest magnitude lands in [64, 256): below 448, with no need to clamp and nothing near the subnormals.
+    """
+    smallest = SMALLEST_FP16 if x.dtype == torch.float16 else SMALLEST
+    amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32).clamp(min=smallest)
+    if offset is not None:
+        amax = amax * 2  # |k - mean| <= |k| + |mean|: no second pass over k to measure what is loose by two at most
+    scale = (amax.reshape(1).view(torch.int32) & EXPONENT).view(torch.float32) * (2 / 256)  # 2^ceil(log2 amax) / 256
+    inverse = (1 / scale).to(x.dtype)  # exact
+    scaled = x * inverse if offset is None else torch.addcmul(-offset * inverse, x, inverse)
+    return Quantized(scaled.to(FP8), scale)
+
+
+def _dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
+    return x.data.to(dtype) * x.scale.to(dtype)  # exact in bf16: the scale is a power of two
+
+
+# ------------------------------------------------------------------------------------------------------- the reference
+
+
+def reference(q: Quantized, k: Quantized, v: Quantized) -> Quantized:
+    return reference_lse(q, k, v)[0]
+
+
+def reference_lse(q: Quantized, k: Quantized, v: Quantized) -> tuple[Quantized, Tensor]:
+    """What an FP8 kernel computes: attention of the numbers that q, k and v hold, rounded to E4M3 under v's scale.
+
+    A real kernel also rounds the probabilities to E4M3, which this does not.
+    """
+    out, lse = math_lse(*(x.dequantize() for x in (q, k, v)))
+    return Quantized((out / v.scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), v.scale), lse
+
+
+def math_fp8() -> Fp8Attention:
+    """FP8 attention in plain torch, on any device: for tests."""
+    return Fp8Attention(reference, reference_lse)

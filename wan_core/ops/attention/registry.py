@@ -1,0 +1,282 @@
+"""Attention backends by name: what each needs, whether it can run here, and the one that `auto` takes.
+
+A name resolves once, when a pipeline is set up. After that nothing falls back: a backend that cannot run raises.
+
+Legend: B batch, L query tokens, S key tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.config import UserError
+from wan_core.execution.compile_cache import point_flash_attention
+from wan_core.ops.attention.library import Library, load_torchs_cudnn
+
+log = logging.getLogger(__name__)
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [B, L, H, D], k and v [B, S, H, D] -> [B, L, H, D]; any strides with D contiguous."""
+
+AttendLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""The same with the log-sum-exp: float32 [B, H, L], natural logarithm of the sum of exponentials of scaled scores."""
+
+Capability = tuple[int, int]
+"""CUDA compute capability; None stands for a device that is not an NVIDIA GPU."""
+
+HALF = (torch.bfloat16, torch.float16)
+AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
+CARDS = {AMPERE: "Ampere", HOPPER: "Hopper", BLACKWELL: "Blackwell"}
+
+
+class AttentionError(UserError):
+    """An attention backend that does not exist or cannot run here; says which can."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a kernel can compute on: cards from `since` up to and including the major version `until`, `dtypes`, head
+    dims. None or empty: no limit."""
+
+    since: Capability | None = None
+    until: int | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
+    head_dims: Collection[int] | None = None
+
+    def why_not(self, capability: Capability | None, dtype: torch.dtype, head_dim: int | None = None) -> str | None:
+        """None where they are met, else the first that is not. `head_dim` None: not known, not checked."""
+        if self.since is not None:
+            if capability is None:
+                return "needs an NVIDIA GPU"
+            given = f"this one has {capability[0]}.{capability[1]}"
+            if capability < self.since:
+                return (
+                    f"needs compute capability {self.since[0]}.{self.since[1]} ({CARDS[self.since]}) or newer, {given}"
+                )
+            if self.until is not None and capability[0] > self.until:
+                return f"has no kernels for cards above compute capability {self.until}.x, {given}"
+        if self.dtypes and dtype not in self.dtypes:
+            return (
+                f"computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}: use sdpa, or --precision bf16"
+            )
+        if self.head_dims is not None and head_dim is not None and head_dim not in self.head_dims:
+            return f"takes a head dim of {_range(self.head_dims)}, this model has {head_dim}: use sdpa"
+        return None
+
+
+def _range(values: Collection[int]) -> str:
+    if isinstance(values, range):
+        return f"up to {values[-1]} in steps of {values.step}"
+    return " or ".join(map(str, values))
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of the table. `load` and `lse` import what they need; `missing` says which library does not work here.
+
+    exact: computes in the precision of its inputs. The others round to FP8 or int8, and are taken only by name.
+    """
+
+    name: str
+    summary: str
+    load: Callable[[], Attend]
+    lse: Callable[[], AttendLse] | None = None
+    needs: Needs = Needs()
+    missing: Callable[[], str | None] = lambda: None
+    exact: bool = True
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int | None = None) -> str | None:
+        """None where the backend runs, else the reason and what to do. Never raises."""
+        return self.needs.why_not(capability(device), dtype, head_dim) or self.missing()
+
+
+def _load(module: str, path: str) -> Callable[[], Any]:
+    """A function that imports `module` of this package and takes `path` from it; a path ending in () is called."""
+
+    def load() -> Any:
+        name, *rest = path.split(".")
+        found = getattr(importlib.import_module(f"wan_core.ops.attention.{module}"), name.removesuffix("()"))
+        found = found() if name.endswith("()") else found
+        return getattr(found, rest[0]) if rest else found
+
+    return load
+
+
+def _torch_cudnn() -> str | None:
+    return None if torch.backends.cudnn.is_available() else "this torch has no cuDNN: install a CUDA build of torch"
+
+
+FLASH4 = Library(
+    "flash-attn-4",
+    "flash_attn.cute",
+    "flash_attn_func",
+    "pip install --pre flash-attn-4, or 'wancore[attention]'",
+    before=point_flash_attention,
+)
+FLASH3 = Library(
+    "FlashAttention 3",
+    "flash_attn_interface",
+    "flash_attn_func",
+    "compile the folder `hopper` of github.com/Dao-AILab/flash-attention",
+)
+FLASH2 = Library(
+    "flash-attn",
+    "flash_attn.flash_attn_interface",
+    "flash_attn_func",
+    "pip install --no-build-isolation flash-attn",
+)
+SAGE = Library("sageattention", "sageattention", "sageattn", "see github.com/thu-ml/SageAttention")
+CUDNN_FRONTEND = Library(
+    "nvidia-cudnn-frontend",
+    "cudnn",
+    "pygraph.sdpa_fp8",
+    "pip install nvidia-cudnn-frontend, or 'wancore[attention]'",
+)
+TRANSFORMER_ENGINE = Library(
+    "transformer-engine",
+    "transformer_engine.pytorch.cpp_extensions.fused_attn",
+    "fused_attn_fwd",
+    "pip install --no-build-isolation 'wancore[te]'",
+    before=load_torchs_cudnn,
+)
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend(
+            "sdpa",
+            "torch's scaled_dot_product_attention, torch chooses the kernel",
+            load=_load("sdpa", "sdpa"),
+            lse=_load("sdpa", "sdpa_lse"),
+        ),
+        Backend(
+            "cudnn",
+            "cuDNN's fused attention through torch",
+            load=_load("sdpa", "cudnn"),
+            lse=_load("sdpa", "cudnn_lse"),
+            needs=Needs(since=AMPERE, dtypes=HALF, head_dims=range(8, 129, 8)),
+            missing=_torch_cudnn,
+        ),
+        Backend(
+            "flash4",
+            "FlashAttention 4, CuTe DSL kernels for Hopper and Blackwell",
+            load=_load("flash4", "flash4"),
+            lse=_load("flash4", "flash4_lse"),
+            needs=Needs(since=HOPPER, until=12, dtypes=HALF, head_dims=range(8, 129, 8)),
+            missing=FLASH4.why_not,
+        ),
+        Backend(
+            "flash3",
+            "FlashAttention 3, compiled for Hopper",
+            load=_load("flash3", "flash3"),
+            lse=_load("flash3", "flash3_lse"),
+            needs=Needs(since=HOPPER, until=9, dtypes=HALF, head_dims=range(8, 257, 8)),
+            missing=FLASH3.why_not,
+        ),
+        Backend(
+            "flash2",
+            "FlashAttention 2",
+            load=_load("flash2", "flash2"),
+            lse=_load("flash2", "flash2_lse"),
+            needs=Needs(since=AMPERE, dtypes=HALF, head_dims=range(8, 257, 8)),
+            missing=FLASH2.why_not,
+        ),
+        Backend(
+            "sage",
+            "SageAttention, queries and keys in int8",
+            load=_load("sage", "sage"),
+            needs=Needs(since=AMPERE, dtypes=HALF, head_dims=(64, 96, 128)),
+            missing=SAGE.why_not,
+            exact=False,
+        ),
+        Backend(
+            "cudnn-fp8",
+            "cuDNN's FP8 graph, K's mean removed",
+            load=_load("cudnn_fp8", "attention()"),
+            lse=_load("cudnn_fp8", "attention().with_lse"),
+            needs=Needs(since=HOPPER, dtypes=HALF, head_dims=range(16, 129, 16)),
+            missing=CUDNN_FRONTEND.why_not,
+            exact=False,
+        ),
+        Backend(
+            "te-fp8",
+            "Transformer Engine's FP8 attention, K's mean removed",
+            load=_load("te_fp8", "attention()"),
+            needs=Needs(since=HOPPER, until=10, dtypes=HALF, head_dims=range(16, 129, 16)),
+            missing=TRANSFORMER_ENGINE.why_not,
+            exact=False,
+        ),
+        Backend(
+            "math",
+            "the formula in float32, the whole matrix in memory: for tests",
+            load=_load("sdpa", "math_reference"),
+            lse=_load("sdpa", "math_lse"),
+        ),
+        Backend(
+            "math-fp8",
+            "the same on q, k, v and output rounded to FP8: for tests",
+            load=_load("fp8", "math_fp8()"),
+            lse=_load("fp8", "math_fp8().with_lse"),
+            exact=False,
+        ),
+    )
+}
+
+# What `auto` tries, by compute capability (major). Only exact backends; `sdpa` runs everywhere and ends every row.
+AUTO: dict[int, tuple[str, ...]] = {
+    8: ("flash2", "sdpa"),  # Ampere, Ada: torch's own kernel is FlashAttention 2 as well, of the age of torch
+    9: ("flash4", "cudnn", "sdpa"),  # Hopper: 178 ms against 192 for 75,600 tokens, measured on an H200
+    # Blackwell: cuDNN first, because it is the library of the card's maker, comes with torch and was published level
+    # with flash-attn-4 for attention without a mask; neither was measured by this project there.
+    10: ("cudnn", "flash4", "sdpa"),
+    11: ("cudnn", "flash4", "sdpa"),
+    12: ("sdpa",),  # GeForce and RTX PRO Blackwell: no data-centre kernels, so what torch has tuned for it
+}
+
+
+def capability(device: torch.device) -> Capability | None:
+    """Of an NVIDIA GPU; None for everything else (an AMD card is a cuda device too, and has numbers of its own)."""
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def auto_choice(
+    capability: Capability | None,
+    dtype: torch.dtype,
+    head_dim: int | None,
+    works: Callable[[str], bool] = lambda name: BACKENDS[name].missing() is None,
+) -> str:
+    """The name `auto` stands for. `works` says whether a backend's library can be imported."""
+    order = AUTO.get(capability[0], ()) if capability else ()
+    fits = (n for n in order if BACKENDS[n].needs.why_not(capability, dtype, head_dim) is None)
+    return next((name for name in fits if works(name)), "sdpa")
+
+
+def resolve_attention(
+    name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int | None = None
+) -> tuple[str, Attend]:
+    """The backend called `name` for `dtype` on `device`; `auto` takes the fastest exact one that runs, and logs it.
+
+    head_dim: of the model that will use it, refused here rather than in the first forward; None: not known yet.
+    Raises AttentionError for an unknown name (listing the known ones) or a backend that cannot run here (saying why).
+    """
+    if name == "auto":
+        name = auto_choice(capability(device), dtype, head_dim)
+        log.info("attention: %s (%s)", name, BACKENDS[name].summary)
+    backend = BACKENDS.get(name)
+    if backend is None:
+        raise AttentionError(f"attention backend {name!r} is not known; use one of: auto, {', '.join(BACKENDS)}")
+    reason = backend.why_not(device, dtype, head_dim)
+    if reason is not None:
+        raise AttentionError(
+            f"attention backend {name!r} cannot run on {device}: {reason}. `python -m wan_core doctor` lists what can."
+        )
+    return name, backend.load()

@@ -1,0 +1,153 @@
+"""Kernels of block-sparse attention by name: what each needs, whether it runs here, and the one that `auto` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.ops.attention.library import Library
+from wan_core.ops.attention.registry import AMPERE, HALF, HOPPER, AttentionError, Needs, capability
+from wan_core.ops.attention.sparse.routing import Route
+
+Run = Callable[[Any, Any, Any, Route, int], tuple[Tensor, Tensor]]
+"""(q, k, v [B, L, H, D], route, block) -> [B, L, H, D] and its log-sum-exp, float32 [B, H, L]."""
+
+BLOCK = 128  # of every kernel
+SMALL = 4096  # tokens below which there is nothing to gain, and blocks are made smaller, in plain torch
+
+CUDNN_SPARSE = Library(
+    "nvidia-cudnn-frontend with its block-sparse kernels",
+    "cudnn.block_sparse_attention",
+    "block_sparse_attention_forward",
+    "pip install 'nvidia-cudnn-frontend>=1.32' 'nvidia-cutlass-dsl>=4.6.2', or 'wancore[attention]'",
+)
+
+
+@dataclass(frozen=True)
+class SparseKernel:
+    """One row of the table. fp8: takes q, k and v as `Quantized`, laid out by heads in whole blocks, and its output
+    goes through `finish`. any_block: takes blocks of any length; else 128. counts: rows may keep different numbers."""
+
+    name: str
+    summary: str
+    load: Callable[[], Run]
+    needs: Needs = Needs()  # noqa: RUF009, frozen
+    missing: Callable[[], str | None] = lambda: None
+    fp8: bool = False
+    any_block: bool = False
+    counts: bool = True
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int | None = None) -> str | None:
+        """None where it runs, else the reason and what to do. Never raises."""
+        return self.needs.why_not(capability(device), dtype, head_dim) or self.missing()
+
+
+def _reference() -> Run:
+    from wan_core.ops.attention.sparse.reference import sparse_reference
+
+    return sparse_reference
+
+
+def _flex() -> Run:
+    from wan_core.ops.attention.sparse.flex import sparse_flex
+
+    return sparse_flex
+
+
+def _cudnn() -> Run:
+    from wan_core.ops.attention.sparse.cudnn import sparse_bf16
+
+    return sparse_bf16
+
+
+def _cudnn_fp8() -> Run:
+    from wan_core.ops.attention.sparse.cudnn import sparse_fp8
+
+    return sparse_fp8
+
+
+def _why_not_fp8() -> str | None:
+    from wan_core.ops.attention.sparse.cudnn import why_not_fp8
+
+    return CUDNN_SPARSE.why_not() or why_not_fp8()
+
+
+KERNELS: dict[str, SparseKernel] = {
+    kernel.name: kernel
+    for kernel in (
+        SparseKernel(
+            "cudnn-fp8",
+            "cuDNN frontend, FP8, blocks of 128",
+            _cudnn_fp8,
+            Needs(since=HOPPER, until=9, dtypes=HALF, head_dims=(128,)),
+            _why_not_fp8,
+            fp8=True,
+            counts=False,
+        ),
+        SparseKernel(
+            "cudnn",
+            "cuDNN frontend, bf16, blocks of 128",
+            _cudnn,
+            Needs(since=HOPPER, until=12, dtypes=HALF, head_dims=(64, 128)),
+            CUDNN_SPARSE.why_not,
+        ),
+        SparseKernel(
+            "flex",
+            "torch's FlexAttention, blocks of 128",
+            _flex,
+            Needs(since=AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)),
+        ),
+        SparseKernel(
+            "math", "the formula, blocks of any length: for tests and small videos", _reference, any_block=True
+        ),
+    )
+}
+AUTO = ("cudnn", "flex", "math")
+
+
+def resolve_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, tokens: int, *, fp8: bool, counts: bool = False
+) -> SparseKernel:
+    """The kernel called `name`. `auto`: FP8 where attention is FP8 anyway, else the fastest that runs.
+
+    fp8: the dense backend takes FP8. counts: rows must be able to keep different numbers of blocks, by mass or in the
+    parts of a ring. Raises AttentionError for one that is not known or cannot run.
+    """
+    if name == "auto":
+        names = ("math",) if tokens < SMALL else ("cudnn-fp8", *AUTO) if fp8 and not counts else AUTO
+        return next(k for k in map(KERNELS.__getitem__, names) if k.why_not(device, dtype, head_dim) is None)
+    if name not in KERNELS:
+        raise AttentionError(f"sparse kernel {name!r} is not known; use one of: auto, {', '.join(KERNELS)}")
+    kernel = KERNELS[name]
+    reason = kernel.why_not(device, dtype, head_dim)
+    if reason is None and counts and not kernel.counts:
+        reason = (
+            "it reads the same number of blocks for every row: keep by top, not by mass, on a mesh without a ring, or "
+            "use another kernel"
+        )
+    if reason is None and kernel.fp8 and not fp8:
+        reason = "attention is not FP8: choose an FP8 backend (cudnn-fp8), or the sparse kernel cudnn"
+    if reason is not None:
+        raise AttentionError(f"sparse kernel {name!r} cannot run on {device}: {reason}")
+    return kernel
+
+
+def block_length(kernel: SparseKernel, tokens: int) -> int:
+    """128, or where any will do and there are few tokens, the power of two (2 or more) that makes 64 blocks of them.
+
+    128 tokens are 1.8 % of the picture at 720p, two frames deep. The embedded model has 36 tokens a frame: blocks of 2
+    are 5.6 % of it."""
+    if not kernel.any_block or tokens >= SMALL:
+        return BLOCK
+    return max(2, 1 << (max(1, tokens // 64).bit_length() - 1))
+
+
+def expected_block(name: str, tokens: int) -> int:
+    """The block length of the kernel that `name` stands for, whatever runs here."""
+    return block_length(
+        KERNELS["math" if name == "auto" else name], tokens
+    )  # auto: as `math`, also where there are many

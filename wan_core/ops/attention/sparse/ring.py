@@ -1,0 +1,86 @@
+"""Block-sparse attention where keys and values go around a ring of ranks.
+
+Every rank has some of the tokens, in the order of the tiles, cut at whole blocks. Its rows choose among the blocks of
+all ranks, by means that the ranks exchanged (`Forward.over_ring`). Here what a row chose is read as it comes by: from
+the keys and values of each rank those blocks that are theirs. What the parts gave is merged by their log-sum-exps.
+
+Legend: B batch, N tokens of a rank, h heads, D head dim, r blocks of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from wan_core.ops.attention.sparse.kernels import Run
+from wan_core.ops.attention.sparse.routing import Route
+from wan_core.ops.kernels.blocked import pool
+from wan_core.ops.kernels.formats import Quantized
+
+Numbers = Tensor | Quantized
+Part = tuple[Tensor, Tensor]
+"""Output [B, N, h, D] and log-sum-exp float32 [B, h, N]."""
+
+
+class Ring(Protocol):
+    """The ranks of a ring, as `wan_core.parallel.ring` makes it. lengths: tokens of each."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def lengths(self) -> Sequence[int]: ...
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention to all keys, with the backend of dense steps."""
+        ...
+
+    def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Of every rank: which it is, its k and v."""
+        ...
+
+    def gather(self, x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+        """x of all ranks joined along `dim`, along which each has its length."""
+        ...
+
+    def merge(self, parts: list[Part]) -> Part:
+        """Attention to parts of the keys -> to all of them. A part with log-sum-exp -inf has no weight."""
+        ...
+
+
+def ring_blocks(ring: Ring, block: int) -> list[int]:
+    """How many blocks each rank has."""
+    assert all(length % block == 0 for length in ring.lengths[:-1]), f"{ring.lengths} tokens in blocks of {block}"
+    return [-(-length // block) for length in ring.lengths]
+
+
+def read_around(run: Run, q: Tensor, k: Numbers, v: Numbers, route: Route, block: int, ring: Ring) -> Part:
+    """Attention of this rank's q [B, N, h, D] to the blocks of all ranks' keys that `route` names.
+
+    k, v: this rank's, which go around as they come, in FP8 at half the size, and are widened where they arrive.
+    """
+    blocks, parts = ring_blocks(ring, block), []
+    for rank, keys, values in ring.around(data(k), data(v)):
+        some, none = route.part(sum(blocks[:rank]), blocks[rank])
+        out, lse = run(q, widened(keys, k), widened(values, v), some, block)
+        none = none.repeat_interleave(block, -1)[..., : q.shape[1]]
+        parts.append((out, lse.masked_fill(none, float("-inf"))))
+    return ring.merge(parts)
+
+
+def data(x: Numbers) -> Tensor:
+    """What goes around."""
+    return x if isinstance(x, Tensor) else x.data
+
+
+def widened(arrived: Tensor, like: Numbers) -> Tensor:
+    """What came around, as kernels read it; `like`: this rank's own, of the same scale as that of all ranks."""
+    if isinstance(like, Tensor):
+        return arrived
+    return Quantized(arrived, like.scale).dequantize(torch.bfloat16 if arrived.is_cuda else torch.float32)
+
+
+def block_means(x: Numbers, block: int) -> tuple[Tensor, Tensor]:
+    """As `pool`: means and variances float32 [B, h, r, D]."""
+    return pool(x, block) if isinstance(x, Tensor) else pool(x.data, block, x.scale)

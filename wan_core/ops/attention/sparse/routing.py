@@ -1,0 +1,170 @@
+"""Which blocks of keys each block of queries reads: from the means of the blocks, without training.
+
+A block of keys is worth the attention it would get: the sum over its keys of exp(q . k). The mean of the queries and
+the mean of the keys estimate that, and miss a block with a few keys that stand out. For keys that scatter normally
+around their mean the logarithm of the mean of the exponentials is mean + variance / 2, where the variance of q . k is
+the sum over channels of q^2 times the variance of the keys: one more small product. `score="spread"` adds it,
+`score="mean"` does not.
+
+Legend: B batch, L tokens, H heads, D head dim, n blocks (of queries and of keys), K blocks kept, r blocks of queries:
+n, or those of one rank where others have the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan_core.ops.kernels.blocked import block_sizes, pool
+
+Score = Literal["mean", "spread"]
+SINKS = 1  # blocks that most queries of a head look at, kept for all of them
+
+
+class Route(NamedTuple):
+    """What is read: `blocks` int32 [B, H, r, K], of which the first `counts` int32 [B, H, r] hold; None: all of them.
+
+    The order of a row means nothing. No block is in a row twice, and a row is never empty.
+    """
+
+    blocks: Tensor
+    counts: Tensor | None = None
+
+    def valid(self) -> Tensor:
+        """bool [B, H, r, K]: which of `blocks` hold."""
+        if self.counts is None:
+            return torch.ones_like(self.blocks, dtype=torch.bool)
+        return torch.arange(self.blocks.shape[-1], device=self.blocks.device) < self.counts[..., None]
+
+    def part(self, first: int, count: int) -> tuple[Route, Tensor]:
+        """What is read of `count` blocks from `first` on, numbered from 0, rising; and bool [B, H, r], the rows
+        that read none of them. Those are given block 0, because kernels want a block for every row: whoever uses what
+        they find there gives it no weight."""
+        there = self.valid() & (self.blocks >= first) & (self.blocks < first + count)
+        blocks = (
+            torch.where(there, self.blocks - first, count).sort(-1).values[..., : min(self.blocks.shape[-1], count)]
+        )
+        found = there.sum(-1)
+        return Route(torch.where(blocks < count, blocks, 0), found.clamp(min=1).int()), found == 0
+
+    def kept(self, count: int) -> Tensor:
+        """bool [B, H, r, count]: which of `count` blocks of keys are read."""
+        valid = self.valid()
+        kept = torch.zeros(*self.blocks.shape[:-1], count + 1, dtype=torch.bool, device=valid.device)
+        where = torch.where(valid, self.blocks.long(), count)
+        return kept.scatter_(-1, where, True)[..., :count]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How many blocks a row keeps: `keep` of them, or those that hold `mass` of the attention as estimated, at least
+    `floor` and at most `keep` (all shares of the blocks)."""
+
+    keep: float
+    mass: float | None = None
+    floor: float = 0.0
+    score: Score = "spread"
+
+    def most(self, blocks: int) -> int:
+        return min(blocks, max(1, round(self.keep * blocks)))
+
+
+def estimate(queries: Tensor, keys: Tensor, variance: Tensor, sizes: Tensor, score: Score) -> Tensor:
+    """float32 [B, H, r, n]: the logarithm of the mean over a block's keys of exp(q . k / sqrt D), roughly. Means of
+    queries, float32 [B, H, r, D], and of keys and the keys' variances, [B, H, n, D]; sizes [n]."""
+    scale = queries.shape[-1] ** -0.5
+    found = scale * (queries @ keys.mT)
+    if score == "spread":
+        found = found + gain(scale**2 * (queries.square() @ variance.mT), sizes)
+    return found
+
+
+def gain(variance: Tensor, sizes: Tensor) -> Tensor:
+    """By how much the logarithm of the mean of exp(s) is above the mean of s, for sizes [n] scores s that scatter
+    normally with `variance` [..., n]: half of it, as long as that many draws reach where the exponential has its
+    weight; beyond, the largest draw alone counts (the random energy model)."""
+    reach = 2 * sizes.float().log()
+    return torch.where(variance <= reach, 0.5 * variance, (variance * reach).sqrt() - 0.5 * reach)
+
+
+def over_rows(share: Tensor) -> Tensor:
+    """The mean of [B, H, r, n] over rows: [B, H, 1, n]."""
+    return share.mean(2, keepdim=True)
+
+
+def choose(
+    scores: Tensor, rule: Rule, forced: Tensor, sizes: Tensor, average: Callable[[Tensor], Tensor] = over_rows
+) -> Route:
+    """The blocks that `rule` keeps by `scores` [B, H, r, n], those that are `forced` [r, n] first of all, then the
+    heads' sinks; sizes [n] of the blocks. Where there are more forced ones than the rule keeps, the best of them.
+    average: as `over_rows`, of all rows where these are some of them."""
+    count = scores.shape[-1]
+    weight = scores + sizes.log()  # of the whole block
+    share = weight.softmax(-1)
+    sinks = average(share).topk(min(SINKS, count), dim=-1).indices
+    bonus = (2 * forced.to(share.dtype)).expand(share.shape[0], share.shape[1], -1, -1)
+    ranked = (share + bonus).scatter_add(
+        -1, sinks.expand(-1, -1, share.shape[2], -1), torch.ones_like(share[..., :SINKS])
+    )
+    best = ranked.topk(rule.most(count), dim=-1, sorted=rule.mass is not None)
+    if rule.mass is None:
+        return Route(best.indices.int())
+    held = share.gather(-1, best.indices).cumsum(-1)
+    enough = (held < rule.mass).sum(-1) + 1
+    floor = max(1, round(rule.floor * count))
+    must = (best.values >= 1).sum(-1)  # forced ones and sinks
+    counts = torch.maximum(enough, must.clamp(min=floor)).clamp(max=best.indices.shape[-1])
+    return Route(best.indices.int(), counts.int())
+
+
+def route(q: Tensor, k: Tensor, block: int, rule: Rule, forced: Tensor) -> Route:
+    """All of the above for q, k [B, L, H, D]."""
+    sizes = block_sizes(k.shape[1], block, k.device)
+    scores = estimate(pool(q, block)[0], *pool(k, block), sizes, rule.score)
+    return choose(scores, rule, forced, sizes)
+
+
+def mass_kept(q: Tensor, k: Tensor, kept: Tensor, block: int) -> Tensor:
+    """The share of attention, as computed in full, that falls on the blocks that are read: float32 [B, H, L].
+
+    kept: bool [B, H, n, n]. Needs the whole matrix of a head at once."""
+    found = []
+    for head in range(q.shape[2]):
+        share = block_mass(q[:, :, head], k[:, :, head], block)
+        rows = kept[:, head].repeat_interleave(block, 1)[:, : q.shape[1]]
+        found.append((share * rows).sum(-1))
+    return torch.stack(found, 1)
+
+
+def coverage(
+    q: Tensor, k: Tensor, block: int, forced: Tensor, shares: Sequence[float], score: Score = "spread", rows: int = 16
+) -> Tensor:
+    """The mean mass of attention, as computed in full, on the blocks that are chosen at each share: float32
+    [H, shares]. q, k [B, L, H, D]; so many blocks of queries are looked at, evenly spread."""
+    count = forced.shape[0]
+    sizes = block_sizes(k.shape[1], block, k.device)
+    scores = estimate(pool(q, block)[0], *pool(k, block), sizes, score)
+    some = torch.linspace(0, count - 1, min(rows, count), device=q.device).long()
+    kept = [choose(scores, Rule(share), forced, sizes).kept(count)[:, :, some] for share in shares]  # [B, H, rows, n]
+    found = torch.zeros(q.shape[2], len(shares), device=q.device)
+    for place, row in enumerate(some.tolist()):
+        queries = q[:, row * block : (row + 1) * block]
+        for head in range(q.shape[2]):
+            mass = block_mass(queries[:, :, head], k[:, :, head], block).mean(1)  # [B, n]
+            found[head] += torch.stack([(mass * each[:, head, place]).sum(-1).mean() for each in kept])
+    return found / len(some)
+
+
+def block_mass(q: Tensor, k: Tensor, block: int) -> Tensor:
+    """The attention of one head's queries [B, L, D] by blocks of its keys [B, S, D]: float32 [B, L, n]."""
+    return by_block(((q.float() @ k.float().mT) * q.shape[-1] ** -0.5).softmax(-1), block)
+
+
+def by_block(x: Tensor, block: int) -> Tensor:
+    """Sums of x [..., L] over blocks: [..., n]."""
+    return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block)).sum(-1)

@@ -1,0 +1,210 @@
+"""FP8 linears on torch's own scaled matrix product.
+
+Legend: M rows of activations, K inputs, N outputs.
+
+Three granularities of scale, all E4M3 with current scaling (a scale fits the very numbers that it scales):
+
+| class | activations | weights | |
+|---|---|---|---|
+| Fp8RowLinear | one a row | one an output channel | the default: its input comes quantised out of a fused kernel |
+| Fp8TensorLinear | one | one | the fastest product, but finding the largest number is a pass of its own |
+| Fp8BlockLinear | one for 128 inputs | one for 128 x 128 | needs CUDA 12.9 and Hopper |
+
+`Fp8WeightLinear` only stores FP8 and multiplies in bf16: for memory, and for cards that cannot multiply FP8. On a CPU,
+all of them compute the same arithmetic in float32: slow, and exact enough to judge the error of FP8 without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan_core.ops.custom_ops import operator, shapes_of
+from wan_core.ops.kernels import fused
+from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, quantize_reference
+from wan_core.ops.quant.linear import QuantLinear
+
+
+class Fp8Linear(QuantLinear):
+    """What the three granularities share."""
+
+    activations: ClassVar[Format]
+
+    def quantize(self, x: Tensor) -> Quantized:
+        return fused.quantize(x, self.activations)
+
+    def forward(self, x: Tensor | Quantized) -> Tensor:
+        if isinstance(x, Tensor):
+            x = self.quantize(x)
+        data = x.data.flatten(0, -2)  # [M, K]
+        if data.is_cuda:
+            out = self.multiply(data, x.scale)
+        else:
+            weight = Quantized(self.weight, self.spread_scale()).dequantize()
+            bias = None if self.bias is None else self.bias.float()
+            out = F.linear(x.dequantize().flatten(0, -2), weight, bias).to(self.dtype)
+        return out.unflatten(0, x.data.shape[:-1])
+
+    def multiply(self, data: Tensor, scale: Tensor) -> Tensor:
+        """[M, K] FP8 -> [M, N], with `scale` as in `Quantized`."""
+        raise NotImplementedError
+
+    def spread_scale(self) -> Tensor:
+        """`weight_scale` so that it broadcasts over the weight."""
+        return self.weight_scale
+
+
+class Fp8RowLinear(Fp8Linear):
+    """A scale for every row of activations and every output channel."""
+
+    activations = "row"
+    fmt = "row"
+    takes_fp8 = True
+
+    @classmethod
+    def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:
+        return (n, 1)
+
+    @classmethod
+    def encode(cls, weight: Tensor) -> dict[str, Tensor]:
+        data, scale = quantize_reference(weight, "row")
+        return {"weight": data, "weight_scale": scale}
+
+    @classmethod
+    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
+        rows = len(stored.data)
+        if stored.scale.numel() == 1:  # one number serves every channel
+            return {"weight": stored.data, "weight_scale": stored.scale.reshape(1, 1).repeat(rows, 1)}
+        if stored.scale.numel() != rows or len(stored.scale) != rows:
+            return None
+        return {"weight": stored.data, "weight_scale": stored.scale.reshape(rows, 1)}
+
+    def multiply(self, data: Tensor, scale: Tensor) -> Tensor:
+        rows = scale.flatten(0, -2) if scale.ndim > 1 else scale.expand(len(data), 1)  # one scale serves every row
+        return torch.ops.aten._scaled_mm(
+            data, self.weight.t(), rows.contiguous(), self.weight_scale.t(), self.bias, None, self.dtype, True
+        )
+
+
+class Fp8TensorLinear(Fp8Linear):
+    """One scale for all activations and one for the weight."""
+
+    activations = "tensor"
+    takes_fp8 = True
+
+    @classmethod
+    def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:
+        return (1,)
+
+    @classmethod
+    def encode(cls, weight: Tensor) -> dict[str, Tensor]:
+        data, scale = quantize_reference(weight, "tensor")
+        return {"weight": data, "weight_scale": scale}
+
+    @classmethod
+    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
+        if stored.scale.numel() != 1:
+            return None
+        return {"weight": stored.data, "weight_scale": stored.scale.reshape(1)}
+
+    def multiply(self, data: Tensor, scale: Tensor) -> Tensor:
+        return torch.ops.aten._scaled_mm(
+            data, self.weight.t(), scale.reshape(()), self.weight_scale.reshape(()), self.bias, None, self.dtype, True
+        )
+
+
+class Fp8BlockLinear(Fp8Linear):
+    """A scale for every 128 inputs of a row of activations and every 128 x 128 weights."""
+
+    activations = "block"
+    fmt = "block"
+
+    @classmethod
+    def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:
+        return (-(-n // BLOCK), -(-k // BLOCK))
+
+    @classmethod
+    def encode(cls, weight: Tensor) -> dict[str, Tensor]:
+        return encode_blocks(weight)
+
+    @classmethod
+    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
+        if stored.scale.shape != cls.scale_shape(*stored.data.shape):
+            return None
+        return {"weight": stored.data, "weight_scale": stored.scale}
+
+    def spread_scale(self) -> Tensor:
+        n, k = self.weight.shape
+        return self.weight_scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+
+    @classmethod
+    def why_not_shape(cls, n: int, k: int) -> str | None:
+        return f"blocks need rows of a multiple of {BLOCK} inputs" if k % BLOCK else super().why_not_shape(n, k)
+
+    def multiply(self, data: Tensor, scale: Tensor) -> Tensor:
+        out = _multiply_blocks(data, scale, self.weight, self.weight_scale, self.dtype)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+@operator("fp8_blocks", device_type="cuda")
+def _multiply_blocks(data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, K] FP8 with scales [..., K / 128] -> [M, N]. cuBLAS wants rows in eights and blocks in fours; a compiler that
+    saw the padding would compile lengths that need it apart."""
+    rows, n = len(data), len(weight)
+    scales = padded(padded(scale.flatten(0, -2).t(), 8, 1), 4, 0).contiguous().t()  # the scales of a group lie together
+    data, weight = (padded(padded(t, 8, 0), 4 * BLOCK, 1) for t in (data, weight))
+    weight_scales = padded(weight_scale, 4, 1).t()
+    out = torch.ops.aten._scaled_mm(data, weight.t(), scales, weight_scales, None, None, dtype, False)
+    return out[:rows, :n].contiguous()
+
+
+@shapes_of(_multiply_blocks)
+def _(data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.new_empty((data.shape[0], weight.shape[0]), dtype=dtype)
+
+
+def padded(t: Tensor, multiple: int, dim: int) -> Tensor:
+    """t [rows, columns] with zeros behind it up to a multiple of `multiple` in `dim` 0 or 1; t itself, not a copy,
+    where nothing is missing."""
+    lacking = -t.shape[dim] % multiple
+    if not lacking:
+        return t
+    raw = t.view(torch.uint8) if t.dtype == FP8 else t  # torch has no padding of FP8
+    return F.pad(raw, (0, lacking) if dim == 1 else (0, 0, 0, lacking)).view(t.dtype)
+
+
+def encode_blocks(weight: Tensor) -> dict[str, Tensor]:
+    """`weight` [N, K] with a scale for every 128 x 128 of it; blocks at the edges may be smaller."""
+    n, k = weight.shape
+    padded = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N/128, 128, K/128, 128]
+    scale = blocks.abs().amax((1, 3)).clamp(min=1e-12) / FP8_MAX
+    data = (blocks / scale[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return {"weight": data.flatten(2, 3).flatten(0, 1)[:n, :k].contiguous(), "weight_scale": scale}
+
+
+class Fp8WeightLinear(QuantLinear):
+    """FP8 in memory, bf16 in the product: a scale for every output channel."""
+
+    @classmethod
+    def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:
+        return (n, 1)
+
+    @classmethod
+    def encode(cls, weight: Tensor) -> dict[str, Tensor]:
+        return Fp8RowLinear.encode(weight)
+
+    @classmethod
+    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
+        return Fp8RowLinear.adopt(stored)
+
+    def quantize(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Widened for this product only: a pass over the weight, which is small beside the activations.
+        weight = (self.weight.to(x.dtype) * self.weight_scale).to(x.dtype)
+        return F.linear(x, weight, self.bias)

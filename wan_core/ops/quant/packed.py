@@ -1,0 +1,151 @@
+"""Weights kept as a file packs them: GGUF's blocks, NVFP4, MXFP8, and FP8 beside these.
+
+They stay packed in memory and are widened for one product at a time, in bf16 on a GPU: a pass over the weight, which is
+small beside the activations of a video. A linear's parameters are the tensors of the file, so moving, swapping and
+sharing a model know nothing of formats.
+
+Legend: M rows of activations, K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wan_core.ops.kernels import gguf_blocks
+from wan_core.ops.kernels.formats import spread_scale
+from wan_core.ops.quant import mx
+from wan_core.ops.quant.linear import QuantLinear
+
+MICROSCALED = ("nvfp4", "mxfp8")
+FORMATS = (*gguf_blocks.FORMATS, *MICROSCALED, "fp8")
+
+
+PRECISION = "packed"  # what reports call it; a user asks for it by leaving the precision to the checkpoint
+
+
+class Packed(NamedTuple):
+    """A matrix as a file packs it.
+
+    fmt: one of `FORMATS`. shape: [N, K], or the shape of whatever else was packed. parts: parameter name -> tensor,
+    `weight` first; which others there are, and their shapes, belongs to the format.
+    """
+
+    fmt: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    def to(self, device: torch.device) -> Packed:
+        return self._replace(parts={name: part.to(device) for name, part in self.parts.items()})
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers, on the device of the parts."""
+        return unpack(self.fmt, self.parts, dtype).reshape(self.shape)
+
+
+def unpack(fmt: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The numbers of a packed matrix, computed in float32 and rounded once."""
+    weight = parts["weight"]
+    if fmt in gguf_blocks.FORMATS:
+        return gguf_blocks.unpack(weight, fmt, dtype)
+    if fmt in MICROSCALED:
+        return mx.unpack(weight, parts["weight_scale"], parts.get("weight_scale_2"), fmt, dtype)
+    assert fmt == "fp8"
+    return (weight.float() * spread_scale(parts["weight_scale"], weight.shape)).to(dtype)
+
+
+class PackedLinear(QuantLinear):
+    """A linear whose weight stays packed. Without values (on the meta device) until they are assigned.
+
+    NVFP4 and MXFP8 are multiplied as they are where the device can; see `mx.why_not_multiply`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        packed: Packed | None = None,
+    ) -> None:
+        """packed: format and shapes of the parameters; None for a linear that is only asked about."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
+        self.packing = _declare(self, packed)
+        self.multiplies = False  # as it is packed, without widening it
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), False) if bias else None
+
+    @classmethod
+    def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:
+        return ()
+
+    @classmethod
+    def why_not_shape(cls, n: int, k: int) -> str | None:
+        return None
+
+    def quantize(self, x: Tensor) -> Tensor:
+        return x  # linears that share an input may be packed differently: each makes of it what it needs
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weight [N, K]."""
+        return unpack(self.packing, _parts(self), dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.multiplies:
+            out = mx.multiply(x.flatten(0, -2), self.packing, _parts(self), self.bias)
+            return out.unflatten(0, x.shape[:-1])
+        return F.linear(x, self.dequantize(x.dtype), self.bias)
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding table that stays packed: only the rows that are looked up are widened."""
+
+    weight: Tensor  # uint8 [rows, row bytes]
+
+    def __init__(self, dtype: torch.dtype, packed: Packed) -> None:
+        """dtype: of what is looked up."""
+        super().__init__()
+        self.dtype = dtype
+        self.packing = _declare(self, packed)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [...] -> [..., C]."""
+        return gguf_blocks.unpack(self.weight[ids], self.packing, self.dtype)
+
+
+def _declare(module: nn.Module, packed: Packed | None) -> str:
+    """Give `module` the parameters of `packed`, without values. Returns the format."""
+    for name, part in {} if packed is None else packed.parts.items():
+        empty = torch.empty(part.shape, dtype=part.dtype, device="meta")
+        module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+    return "" if packed is None else packed.fmt
+
+
+def _parts(module: nn.Module) -> dict[str, Tensor]:
+    names = ("weight", "weight_scale", "weight_scale_2")
+    return {name: module._parameters[name] for name in names if name in module._parameters}  # type: ignore[misc]
+
+
+def put_packed(
+    model: nn.Module, weights: Iterable[tuple[str, Packed]], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Put modules of these formats in the place of those called so, on the meta device. dtype: of what they give.
+    device: where they will compute."""
+    for name, packed in weights:
+        parent, _, last = name.rpartition(".")
+        old = model.get_submodule(name)
+        if isinstance(old, nn.Embedding):
+            new: nn.Module = PackedEmbedding(dtype, packed)
+        else:
+            assert isinstance(old, nn.Linear)
+            new = PackedLinear(old.in_features, old.out_features, old.bias is not None, dtype, packed)
+            new.multiplies = packed.fmt in MICROSCALED and mx.why_not_multiply(device) is None
+        model.get_submodule(parent)._modules[last] = new

@@ -1,0 +1,138 @@
+"""Measure a model's MagCache curve: the mean over tokens of ||residual_t|| / ||residual_(t-1)||, per step and branch.
+
+A few videos are enough: the curve hardly depends on the prompt. Legend: B batch, L tokens, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.config import OptionError
+from wan_core.execution.optimize import begin_run
+from wan_core.models.wan.model import WanModel
+from wan_core.sampling.cache.curves import Curve, curve_name
+from wan_core.sampling.cache.residual import RunBlocks, instead_of_blocks
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.denoise import Progress, denoise
+from wan_core.sampling.plan import Branch, Expert, Plan, Step
+
+
+class Recorder:
+    """Stands in the place of the blocks, and keeps the ratio of every forward's residual to that of the branch's last
+    one. Forwards come in the plan's order, one branch at a time."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.order: list[tuple[int, Branch]] = [(step.index, branch) for step in plan.steps for branch in step.branches]
+        self.norms: dict[Branch, Tensor] = {}  # [B, L] of the branch's last residual
+        self.ratios: dict[tuple[int, Branch], Tensor] = {}
+
+    def around(self, run_blocks: RunBlocks) -> RunBlocks:
+        def run(tokens: Tensor, *rest: Any) -> Tensor:
+            before = tokens.clone()  # blocks may work in place
+            after = run_blocks(tokens, *rest)
+            self.note(torch.linalg.vector_norm((after - before).float(), dim=-1))
+            return after
+
+        return run
+
+    def note(self, norm: Tensor) -> None:
+        """`norm` [B, L] of the next forward's residual."""
+        index, branch = self.order[len(self.ratios)]
+        last = self.norms.get(branch)
+        self.ratios[index, branch] = norm.new_ones(()) if last is None else (norm / last).mean()
+        self.norms[branch] = norm
+
+
+@torch.no_grad()
+def record(
+    plan: Plan,
+    acquire: Callable[[Expert], WanModel],
+    conditioning: Conditioning,
+    noise: Tensor,
+    on_step: Callable[[Step], None] = lambda _: None,
+) -> dict[tuple[int, Branch], float]:
+    """Run `plan` in full and return the ratio of every step and branch; arguments as of `denoise`."""
+    recorder = Recorder(plan)
+    with ExitStack() as seams:
+
+        def watched(expert: Expert) -> WanModel:
+            seams.close()  # the last expert's
+            model = acquire(expert)
+            begin_run(model)  # what the video before left behind must not change this one's ratios
+            seams.enter_context(instead_of_blocks(model, recorder.around))
+            return model
+
+        def note(progress: Progress) -> None:
+            on_step(progress.step)
+
+        denoise(plan, watched, conditioning, noise, on_step=note)
+    return {key: float(ratio) for key, ratio in recorder.ratios.items()}
+
+
+def calibrate(
+    plan: Plan,
+    found: Sequence[dict[tuple[int, Branch], float]],
+    source: str,
+    videos: Sequence[int],
+    *,
+    image: bool = False,
+) -> Curve:
+    """The mean of recorded runs of `plan` as a curve. videos: in each run, which it weighs by. image: TI2V started from
+    one. Raises OptionError for a plan of one step."""
+    if len(plan.steps) < 2:
+        raise OptionError("one step has no ratio to the one before: calibrate with the steps you will use, 20 or more")
+
+    def mean(index: int, branch: Branch) -> float:
+        key = (index, branch if (index, branch) in found[0] else "cond")  # no guidance: one branch stands for both
+        return sum(run[key] * count for run, count in zip(found, videos, strict=True)) / sum(videos)
+
+    return Curve(
+        task=curve_name(plan.task, image),
+        source=source,
+        high_steps=sum(step.expert == "high" for step in plan.steps),
+        shift=plan.shift,
+        boundary=plan.boundary,
+        solver=plan.solver,
+        samples=sum(videos),
+        cond=tuple(mean(step.index, "cond") for step in plan.steps),
+        uncond=tuple(mean(step.index, "uncond") for step in plan.steps),
+    )
+
+
+def measure(
+    plan: Plan,
+    acquire: Callable[[Expert], WanModel],
+    videos: Iterable[tuple[Conditioning, Tensor]],
+    *,
+    source: str,
+    on_step: Callable[[int], None] = lambda done: None,
+) -> Curve:
+    """The curve of a model over `videos`, conditioning and noise of each; what `plan` leaves out is run.
+
+    on_step(done) is called with the steps of all videos so far; it may raise to interrupt.
+    """
+    full, runs, counts, done, image = plain(plan), [], [], 0, False
+
+    def note(_: Step) -> None:
+        nonlocal done
+        done += 1
+        on_step(done)
+
+    for conditioning, noise in videos:
+        runs.append(record(full, acquire, conditioning, noise, note))
+        counts.append(len(noise))
+        image = conditioning.known is not None
+    return calibrate(full, runs, source, counts, image=image)
+
+
+def plain(plan: Plan) -> Plan:
+    """`plan` without anything left out: what is calibrated is the model, not a policy."""
+    whole = {"action": "compute", "skipped": (), "order": 0, "sparsity": 0.0, "cost": 1.0}
+    steps = tuple(replace(step, **whole) for step in plan.steps)
+    return replace(plan, steps=steps, notes=(), unskipped=None, adaptive=None, sparse=None, keeps=())

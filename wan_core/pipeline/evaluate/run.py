@@ -1,0 +1,316 @@
+"""The commands `calibrate` and `quality`: what they run, print and write."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.config import OptionError, Request, SkipOptions, check_folder
+from wan_core.execution.report import Report
+from wan_core.media.video import check_output, write_mp4
+from wan_core.pipeline.evaluate.calibrate import measure, plain
+from wan_core.pipeline.evaluate.compare import Comparison, Distance, compare, find_perceptual, pareto, summary, truth
+from wan_core.pipeline.evaluate.pictures import draw_curve, draw_quality, preset_plans, side_by_side
+from wan_core.pipeline.evaluate.results import envelope, write_result
+from wan_core.pipeline.evaluate.samples import Batch, Sample, batches, choose_samples, one_by_one
+from wan_core.pipeline.evaluate.sparsity import coverage_places, draw_coverage, measure_coverage
+from wan_core.pipeline.evaluate.sparsity import words as coverage_words
+from wan_core.pipeline.images import decode_images
+from wan_core.pipeline.pipeline import Pipeline, sample_latents
+from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.curves import Curve, curve_path, is_embedded, write_curve
+from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.sparsity.budgets import coverage_path, write_coverage
+
+FULL = "full"
+ALONE = "full, one video at a time"
+
+
+def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request) -> int:
+    """Measure the curve of `pipe`'s model, write it beside the checkpoint or to `options.out`."""
+    if options.sparsity:
+        return calibrate_sparsity(options, pipe, base)
+    models = pipe.models
+    out = options.out or beside(models.checkpoint, models.task.name, image=base.image is not None)
+    for path in (out, options.plot):
+        check_folder(path)
+    samples = chosen(options, pipe)
+    curve = measure_curve(pipe, base, samples, options.batch)
+    write_curve(curve, out)
+    plans = preset_plans(pipe.prepare(base).plan, curve)
+    for name, plan in plans.items():
+        print(f"{name:<10} {plan.forward_words()}")
+    if options.plot is not None:
+        draw_curve(curve, plans).save(options.plot)
+    print(out)
+    return 0
+
+
+def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Request) -> int:
+    """Measure what chosen blocks cover in each layer of `pipe`'s experts, and write it beside their checkpoints or to
+    `options.out`."""
+    models = pipe.models
+    experts: list[Expert] = ["high", "low"] if models.task.two_experts else ["high"]
+    if options.out is not None:
+        places = coverage_places(options.out, experts)
+    else:
+        files = {"high": models.checkpoint, "low": models.low_checkpoint}
+        beside(models.checkpoint, models.task.name, image=False)  # raises for a model without a place of its own
+        places = {e: coverage_path(path, models.task.name, e) for e in experts if (path := files[e]) is not None}
+    for path in (*places.values(), options.plot):
+        check_folder(path)
+    samples = chosen(options, pipe)
+    plan = plain(first_plan(pipe, base, samples))
+    name = "the embedded model" if models.task.name.endswith("-tiny") else pipe.report.settings["models"]["high"]
+
+    def videos() -> Iterator[tuple[Conditioning, Tensor]]:
+        for n, batch in enumerate(batches(pipe, base, samples, options.batch)):
+            show(f"calibrate: {n * options.batch + len(batch.samples)} of {len(samples)} videos")
+            yield batch.conditioning, batch.noise
+
+    with torch.no_grad():
+        found = measure_coverage(plan, acquirer(pipe), videos(), source=f"measured on {name}")
+    for expert, coverage in found.items():
+        if expert in places:
+            print(write_coverage(coverage, places[expert]))
+    print(coverage_words(found))
+    if options.plot is not None:
+        draw_coverage(found).save(options.plot)
+    return 0
+
+
+def first_plan(pipe: Pipeline, base: Request, samples: Sequence[Sample]) -> Plan:
+    """The plan of all samples, which differ in caption and seed only."""
+    return next(iter(batches(pipe, base, samples[:1], 1))).job.plan
+
+
+def beside(checkpoint: Path | None, task: str, *, image: bool) -> Path:
+    """Where the curve of a user's own checkpoint goes. Raises OptionError for a model that has no place of its own."""
+    if checkpoint is None:
+        raise OptionError("random weights lie nowhere: say with --out where the curve goes")
+    if is_embedded(checkpoint):
+        raise OptionError("the embedded model comes with its curve, which stays: say with --out where this one goes")
+    return curve_path(checkpoint, task, image=image)
+
+
+@torch.no_grad()
+def measure_curve(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int) -> Curve:
+    """The curve of the model in `pipe`, over `samples`, `size` at once."""
+    name = "the embedded model" if pipe.models.task.name.endswith("-tiny") else pipe.report.settings["models"]["high"]
+
+    def videos() -> Iterator[tuple[Conditioning, Tensor]]:
+        for n, batch in enumerate(batches(pipe, base, samples, size)):
+            show(f"calibrate: {n * size + len(batch.samples)} of {len(samples)} videos")
+            yield batch.conditioning, batch.noise
+
+    return measure(pipe.prepare(base).plan, acquirer(pipe), videos(), source=f"measured on {name}")
+
+
+# ------------------------------------------------------------------------------------------------------------- quality
+
+
+def run_quality(options: argparse.Namespace, pipe: Pipeline, base: Request, names: Sequence[str]) -> int:
+    """Every setting against the full run; prints a table, writes what was asked for."""
+    settings = {name: parse_setting(name) for name in names}  # all are checked before the first runs
+    check_folder(options.plot)
+    if options.out is not None and options.out.suffix != ".json":
+        options.out.mkdir(parents=True, exist_ok=True)
+        check_folder(options.out / "result.json")
+    else:
+        check_folder(options.out)
+    if options.video is not None:
+        check_output(options.video)
+    samples = chosen(options, pipe)
+    found = measure_quality(pipe, base, samples, settings, options.batch)
+    rows = found.rows()
+    print(table(rows, found.perceptual_name))
+    result = envelope("quality", pipe.models.device, rows) | {
+        "samples": len(samples),
+        "perceptual": found.perceptual_name,
+        "full": found.full,
+    }
+    path = write_result(result, options.out, pipe.models.device)
+    if path is not None:
+        print(path)
+    if options.plot is not None:  # pictures come last: what was measured is on disk by now
+        draw_quality(rows, f"{found.plan_words}   {len(samples)} videos").save(options.plot)
+    if options.video is not None:
+        write_mp4(options.video, side_by_side(found.first).numpy(), fps=pipe.models.task.fps)
+    return 0
+
+
+@dataclass
+class Measured:
+    """What a comparison found, by setting: each video against the full run's; forwards and seconds of all videos."""
+
+    perceptual_name: str
+    comparisons: dict[str, list[Comparison]]
+    forwards: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    full: dict[str, Any] = field(default_factory=dict)
+    first: dict[str, Tensor] = field(default_factory=dict)  # frames of the first sample, the full run's among them
+    alone: set[str] = field(default_factory=set)  # settings whose videos were made one at a time
+    plan_words: str = ""
+
+    def add(self, name: str, runs: Sequence[Run]) -> Tensor:
+        """Note under `name` what making a batch took, whole or in parts; its frames [B, F, H, W, 3]."""
+        frames = torch.cat([run.frames for run in runs])
+        self.seconds[name] = self.seconds.get(name, 0.0) + sum(run.seconds for run in runs)
+        # Of a batch every video makes the same forwards.
+        self.forwards[name] = self.forwards.get(name, 0) + sum(run.forwards * len(run.frames) for run in runs)
+        return frames
+
+    def rows(self) -> list[dict[str, Any]]:
+        """As they are committed; `front`: nothing compared here saves more at the same quality."""
+        count = len(next(iter(self.comparisons.values()), []))
+        rows: list[dict[str, Any]] = []
+        for name, found in self.comparisons.items():
+            over = ALONE if name in self.alone and ALONE in self.seconds else FULL
+            forwards = self.forwards[name] / count
+            rows.append(
+                {
+                    "name": name,
+                    "size": self.full["size"],
+                    "samples": count,
+                    "saved": round(1 - self.forwards[name] / self.forwards[FULL], 4),
+                    "forwards": int(forwards) if forwards.is_integer() else round(forwards, 2),
+                    **summary(found),
+                    "seconds": round(self.seconds[name] / count, 4),
+                    "ratio": round(self.seconds[over] / self.seconds[name], 3),
+                    "ratio_to": over,
+                }
+            )
+        front = pareto({row["name"]: (row["saved"], row["psnr"]) for row in rows})
+        return [{**row, "front": row["name"] in front} for row in rows]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A batch that was made: uint8 [B, F, H, W, 3] on the CPU, seconds of denoising, forwards of each video."""
+
+    frames: Tensor
+    seconds: float
+    forwards: int
+
+
+@torch.no_grad()
+def measure_quality(
+    pipe: Pipeline, base: Request, samples: Sequence[Sample], settings: Mapping[str, SkipOptions | None], size: int
+) -> Measured:
+    """Make every sample in full and in each setting, `size` at once, from the same noise.
+
+    An adaptive policy would decide for all videos of a batch at once, from norms over all of them: its videos are made
+    one at a time, and so is the full run that their seconds are compared with.
+    """
+    name, perceptual = find_perceptual()
+    found = Measured(name, {s: [] for s in settings})
+    found.alone = {s for s, options in settings.items() if size > 1 and options is not None and options.adaptive}
+    told: list[bool | None] = []
+    for batch in batches(pipe, base, samples, size):
+        plan = plain(batch.job.plan)
+        if not found.seconds:
+            warm_up(pipe, batch, plan, bool(found.alone))
+            found.plan_words = f"{plan.task}   {len(plan.steps)} steps"
+        exact = found.add(FULL, [make(pipe, batch, plan)])
+        if found.alone:
+            found.add(ALONE, [make(pipe, one, plan) for one in one_by_one(batch)])
+        found.first.setdefault(FULL, exact[0])
+        told += [truth(frames, sample.caption) for frames, sample in zip(exact, batch.samples, strict=True)]
+        for setting, options in settings.items():
+            frames = exact
+            if setting != FULL:
+                parts = one_by_one(batch) if setting in found.alone else [batch]
+                frames = found.add(setting, [make(pipe, part, skipping(pipe, batch, plan, options)) for part in parts])
+            found.first.setdefault(setting, frames[0])
+            found.comparisons[setting] += compared(frames, exact, batch.samples, perceptual)
+            newest = summary(found.comparisons[setting])
+            show(f"{setting}: {len(found.comparisons[setting])} of {len(samples)} videos, {newest['psnr']} dB so far")
+        found.full["size"] = f"{batch.job.width}x{batch.job.height}x{batch.job.frames}"
+    known = [t for t in told if t is not None]
+    found.full |= {"seconds": round(found.seconds[FULL] / len(samples), 4)}
+    found.full |= {"truth": round(sum(known) / len(known), 4)} if known else {}
+    return found
+
+
+def skipping(pipe: Pipeline, batch: Batch, plan: Plan, options: SkipOptions | None) -> Plan:
+    models = pipe.models
+    image = batch.job.request.image is not None
+    return skip_forwards(plan, options, models.checkpoint, models.low_checkpoint, image=image, loras=models.loras)
+
+
+def warm_up(pipe: Pipeline, batch: Batch, plan: Plan, alone: bool) -> None:
+    """A full run that is not timed: loading, compiling and tuning are no part of any setting's seconds."""
+    show("warming up")
+    make(pipe, batch, plan)
+    if alone:
+        make(pipe, next(one_by_one(batch)), plan)
+
+
+def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
+    models, report = pipe.models, Report(pipe.models.device)
+    forwards = 0
+
+    def count(progress: Any, _: float | None) -> None:
+        nonlocal forwards
+        forwards += progress.forwards
+
+    begin = time.perf_counter()
+    latents = sample_latents(
+        plan,
+        acquirer(pipe),
+        batch.conditioning,
+        batch.noise,
+        models.vae_config,
+        report,
+        batched=batch.job.batched and len(batch.samples) == 1,
+        on_step=count,
+    )
+    seconds = time.perf_counter() - begin
+    images = decode_images(models.vae(), latents, report, dtype=torch.uint8)
+    return Run(images.unflatten(0, (len(batch.samples), -1)), seconds, forwards)
+
+
+def compared(frames: Tensor, exact: Tensor, samples: Sequence[Sample], perceptual: Distance) -> list[Comparison]:
+    trios = zip(frames, exact, samples, strict=True)
+    return [compare(video, full, sample.caption, perceptual) for video, full, sample in trios]
+
+
+# ------------------------------------------------------------------------------------------------------------- shared
+
+
+def acquirer(pipe: Pipeline) -> Any:
+    def acquire(expert: Expert) -> Any:
+        return pipe.models.expert(expert)
+
+    return acquire
+
+
+def chosen(options: argparse.Namespace, pipe: Pipeline) -> list[Sample]:
+    if options.count < 1 or options.batch < 1:
+        raise OptionError(f"count {options.count} and batch {options.batch} given; both must be at least 1")
+    return choose_samples(options.prompts, options.count, options.seed, pipe.models.task.name.endswith("-tiny"))
+
+
+def show(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]], perceptual: str) -> str:
+    """Rows for people; `*` marks the Pareto front."""
+    names = {"perceptual": perceptual, "psnr_worst": "worst"}
+    columns = [c for c in ("saved", "psnr", "psnr_worst", "ssim", "perceptual", "flicker", "truth") if c in rows[0]]
+    lines = [f"  {'setting':<38}" + "".join(f"{names.get(c, c):>10}" for c in columns) + f"{'speed-up':>10}"]
+    for row in rows:
+        numbers = "".join(f"{row[c]:>10.4g}" for c in columns) + f"{row['ratio']:>10.2f}"
+        lines.append(f"{'*' if row['front'] else ' '} {row['name']:<38}{numbers}")
+    return "\n".join(lines)

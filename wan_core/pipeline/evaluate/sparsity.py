@@ -1,0 +1,163 @@
+"""Calibration of sparse attention: how much attention the chosen blocks cover, by layer and head, in a dense run.
+
+Legend: B batch, L tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from PIL import Image
+from torch import Tensor
+
+from wan_core.config import SparseOptions
+from wan_core.media.drawing import EXPERT_COLOUR, FAINT, INK, LINE, PHASE_COLOUR, Canvas
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.sparse.routing import coverage
+from wan_core.ops.attention.sparse.tiles import Tiles
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.denoise import Progress, denoise
+from wan_core.sampling.plan import Expert, Plan, Step
+from wan_core.sampling.sparsity.budgets import SHARES, Coverage, choose_keeps
+from wan_core.sampling.sparsity.run import SparseBlocks, in_tiles
+
+MEASURED = 4  # steps of each phase that are looked at, evenly spread
+
+
+def measure_coverage(
+    plan: Plan,
+    acquire: Callable[[Expert], WanModel],
+    videos: Iterable[tuple[Conditioning, Tensor]],
+    *,
+    source: str,
+    on_step: Callable[[int], None] = lambda done: None,
+) -> dict[Expert, Coverage]:
+    """By expert, over `videos`: conditioning and noise of each. `plan` leaves nothing out.
+
+    on_step(done) is called with the steps of all videos so far; it may raise to interrupt."""
+    watchers: dict[Expert, Watcher] = {}
+    looked = {step.index for phase in plan.phases for step in some(phase)}
+    done = 0
+    for conditioning, noise in videos:
+        image = conditioning.concat is not None or conditioning.known is not None
+        with ExitStack() as held:
+
+            def watched(expert: Expert, held: ExitStack = held, x: Tensor = noise, image: bool = image) -> WanModel:
+                held.close()  # the expert before has done its steps
+                model = acquire(expert)
+                watcher = watchers.setdefault(expert, Watcher())
+                first = next(step.index for step in plan.steps if step.expert == expert)
+                watcher.looks = first in looked
+                held.enter_context(in_tiles(model, watcher.around(model, x, image)))
+                return model
+
+            def note(progress: Progress) -> None:
+                nonlocal done
+                done += 1
+                for watcher in watchers.values():
+                    watcher.looks = progress.step.index + 1 in looked
+                on_step(done)
+
+            denoise(plan, watched, conditioning, noise, on_step=note)
+    return {expert: watcher.result(plan.task, source, expert) for expert, watcher in watchers.items()}
+
+
+def some(phase: Sequence[Step]) -> list[Step]:
+    """Steps of a phase, evenly spread, ends included."""
+    count = min(MEASURED, len(phase))
+    return [phase[round(i * (len(phase) - 1) / max(1, count - 1))] for i in range(count)]
+
+
+class Watcher:
+    """Looks at the queries and keys of an expert's layers, and adds up what it sees."""
+
+    def __init__(self) -> None:
+        self.looks = False
+        self.tokens = self.block = 0
+        self.sums: dict[int, Tensor] = {}  # layer -> [H, shares]
+        self.counts: dict[int, int] = {}
+
+    def around(self, model: WanModel, x: Tensor, image: bool) -> SparseBlocks:
+        patch = model.config.patch_size
+        grid = x.shape[2] // patch[0], x.shape[3] // patch[1], x.shape[4] // patch[2]
+        return SparseBlocks(model, SparseOptions(sparsity=0), None, grid, image=image, observe=self)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> None:
+        if not self.looks:
+            return
+        self.tokens, self.block = len(tiles.order), tiles.block
+        found = coverage(q, k, tiles.block, tiles.forced, SHARES)
+        self.sums[layer] = self.sums.get(layer, 0) + found
+        self.counts[layer] = self.counts.get(layer, 0) + 1
+
+    def result(self, task: str, source: str, expert: Expert) -> Coverage:
+        """Reads what was added up back from the device."""
+        layers = [(self.sums[n] / self.counts[n]).clamp(0, 1).tolist() for n in sorted(self.sums)]
+        return Coverage(
+            task=task,
+            source=source,
+            expert=expert,
+            tokens=self.tokens,
+            block=self.block,
+            samples=self.counts[0],
+            shares=SHARES,
+            mass=tuple(tuple(tuple(head) for head in layer) for layer in layers),
+        )
+
+
+def draw_coverage(found: Mapping[Expert, Coverage], size: tuple[int, int] = (960, 540)) -> Image.Image:
+    """The mass that each layer's chosen blocks cover over their share, a panel for each expert, and what the layers
+    read at 25 % on average."""
+    canvas = Canvas(*size)
+    first = next(iter(found.values()))
+    words = f"{first.task}   attention covered by chosen blocks   {first.tokens} tokens, blocks of {first.block}"
+    canvas.text(24, 16, words, size=17)
+    canvas.text(
+        24, 40, f"{first.source}: a line for each layer, its heads' mean; below, what each reads at 25 %", FAINT, 12
+    )
+    width = (size[0] - 48) / len(found)
+    for place, (expert, one) in enumerate(found.items()):
+        left, right = 24 + place * width + 44, 24 + (place + 1) * width - 12
+        top, bottom = 84, size[1] - 130
+
+        def at(share: float, mass: float, box: tuple[float, ...] = (left, right, top, bottom)) -> tuple[float, float]:
+            return box[0] + share * (box[1] - box[0]), box[3] - mass * (box[3] - box[2])
+
+        for mark in (0, 0.25, 0.5, 0.75, 1):
+            canvas.line([at(0, mark), at(1, mark)], LINE)
+            canvas.text(left - 8, at(0, mark)[1], f"{mark:g}", FAINT, 11, "rm")
+            canvas.text(at(mark, 0)[0], bottom + 14, f"{100 * mark:g} %", FAINT, 11, "mm")
+        canvas.text(left, top - 8, f"{expert}-noise expert", INK, 12, "ls")
+        for layer in range(len(one.mass)):
+            points = [at(share, one.of_layer(layer, share)) for share in (0, *one.shares)]
+            canvas.line(points, EXPERT_COLOUR[expert])
+        keeps = choose_keeps(one, 0.25)
+        step = (right - left) / len(keeps)
+        for layer, keep in enumerate(keeps):
+            x = left + layer * step
+            canvas.box(x + 1, size[1] - 24 - 70 * keep, x + step - 1, size[1] - 24, PHASE_COLOUR)
+        canvas.text(left - 8, size[1] - 24, "0", FAINT, 11, "rm")
+        canvas.text(left - 8, size[1] - 94, "1", FAINT, 11, "rm")
+    return canvas.finish()
+
+
+def words(found: Mapping[Expert, Coverage]) -> str:
+    """The mass at a few shares, even and shared out between layers."""
+    lines = [f"{'expert':<8}{'share':>8}{'even':>8}{'shared':>8}"]
+    for expert, one in found.items():
+        layers = range(len(one.mass))
+        for share in (0.125, 0.25, 0.5):
+            even = sum(one.of_layer(n, share) for n in layers) / len(one.mass)
+            best = sum(one.of_layer(n, keep) for n, keep in zip(layers, choose_keeps(one, share), strict=True))
+            lines.append(f"{expert:<8}{share:>8.3g}{even:>8.3f}{best / len(one.mass):>8.3f}")
+    return "\n".join(lines)
+
+
+def coverage_places(out: Path, experts: Sequence[Expert]) -> dict[Expert, Path]:
+    """Where the files go if a folder or name was given: one for each expert."""
+    if out.is_dir():
+        return {expert: out / f"{expert}.sparse.json" for expert in experts}
+    stem = out.name.removesuffix(".json").removesuffix(".sparse")
+    return {expert: out.with_name(f"{stem}.{expert}.sparse.json") for expert in experts}

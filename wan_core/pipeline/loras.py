@@ -1,0 +1,273 @@
+"""LoRAs of a run: which file changes which expert, how strongly, and how it is applied.
+
+There are two ways.
+
+merge    summed into the weights, in float32 and before they are quantised: costs nothing while the model runs
+attach   beside the weights: each linear adds a product of low rank to its own (`wan_core.ops.quant.lora`). The
+         strength is
+         a number on the device, and changing it reads, compiles and captures nothing again. What is no product of low
+         rank, or no linear that is called as one (norms, modulation, differences in full, DoRA), is summed into its
+         parameter in place, and what was there is kept on the host
+
+`auto` merges where weights get memory of their own anyhow, and attaches where the stored bytes are the weights: FP8
+with scales and GGUF would have to be rounded anew, and weights that stay in a file's pages would have to leave them.
+
+Either way parameters keep their names, and taking a LoRA away leaves every bit as it was.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from wan_core.checkpoint.detect import expected_shapes
+from wan_core.checkpoint.load import StoredValues
+from wan_core.checkpoint.lora.change import Change
+from wan_core.checkpoint.lora.names import told_experts
+from wan_core.checkpoint.lora.read import Lora, read_lora
+from wan_core.checkpoint.merge import Merge, dense
+from wan_core.checkpoint.reader import open_checkpoint
+from wan_core.config import LoraOptions, OptionError
+from wan_core.execution.graphs import GraphedBlocks
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.linears import quantized_names
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.kernels.formats import Quantized
+from wan_core.ops.quant.linear import QuantLinear
+from wan_core.ops.quant.lora import attach, detach
+from wan_core.ops.quant.packed import PackedLinear
+
+EXPERTS = ("high", "low")
+# In capitals anywhere; otherwise before such a word, or at the end but for versions and precisions: not "high_detail".
+_EXPERT = re.compile(
+    r"(?<![A-Za-z])(?:(HIGH|LOW)(?![A-Za-z])|((?i:high|low))[ ._-]*(?:(?i:noise|expert|model|lora)"
+    r"|(?:[ ._-]*(?i:v|b?fp?|rank|epoch|e|step|s)?\d+)*$))"
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ which one
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """A LoRA for one expert. `key` changes when the file does."""
+
+    lora: Lora
+    strength: float
+    key: tuple[str, int, int]
+
+    def words(self, how: str) -> str:
+        """The line for the report: what was applied, what was ignored and why."""
+        return f"LoRA {self.lora.where} ({how}, strength {self.strength:g}): {self.lora.words()}"
+
+
+def expert_of(options: LoraOptions, metadata: Mapping[str, str]) -> str | None:
+    """The expert that a LoRA is for; None: both. A user's word counts before metadata, and metadata before the name."""
+    if options.expert != "auto":
+        return options.expert
+    if metadata.get("expert") in EXPERTS:
+        return metadata["expert"]
+    named = {(match[1] or match[2]).lower() for match in _EXPERT.finditer(Path(options.path).stem)}
+    return named.pop() if len(named) == 1 else None
+
+
+def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: bool) -> dict[str, list[Wanted]]:
+    """Expert -> its LoRAs in order. A model of one transformer has all of them under "high".
+
+    Raises CheckpointError: no LoRA, or of another model; OptionError: one for an expert that there is not.
+    """
+    found: dict[str, list[Wanted]] = {expert: [] for expert in (EXPERTS if two_experts else EXPERTS[:1])}
+    shapes = expected_shapes(config) if loras else {}
+    for options in loras:
+        path = Path(options.path)
+        if not two_experts and options.expert == "low":
+            raise OptionError(f"{path.name} is given for the low-noise expert, and this model has one transformer only")
+        checkpoint = open_checkpoint(path)
+        meant = expert_of(options, checkpoint.metadata)
+        if options.expert == "auto" and told_experts(checkpoint.tensors) == ("low",):
+            meant = "low"
+        for expert, wanted in found.items():
+            if two_experts and meant not in (None, expert):
+                continue
+            lora = read_lora(checkpoint, shapes, expert if two_experts else None)
+            stat = path.stat()
+            wanted.append(Wanted(lora, options.strength, (str(path), stat.st_mtime_ns, stat.st_size)))
+    return found
+
+
+def lora_files(loras: Iterable[LoraOptions]) -> tuple[Path, ...]:
+    """Those that count for something."""
+    return tuple(Path(options.path) for options in loras if options.strength)
+
+
+def choose_mode(mode: str, *, scaled: bool, quantized: bool, mapped: bool) -> tuple[str, str]:
+    """How LoRAs are applied, and why. scaled: the file holds packed weights (FP8 with scales, GGUF), and with
+    `quantized` they are used as they are; mapped: weights stay in the pages of a file."""
+    if mode != "auto":
+        return mode, "asked for"
+    if scaled and quantized:
+        return "attach", "the stored weights are used as they are"
+    if mapped:
+        return "attach", "the weights stay in the file's pages"
+    return "merge", "weights are written anew anyhow"
+
+
+def check_packed(wanted: Iterable[Wanted], config: DiTConfig) -> None:
+    """Raise OptionError where a LoRA has to be summed into weights that stay packed, which they do not allow."""
+    linears = {f"{name}.weight" for name in quantized_names(config)}
+    for one in wanted:
+        sums = [
+            n for n, several in one.lora.changes.items() if n in linears and not all(c.has_low_rank for c in several)
+        ]
+        if sums:
+            kind = next(c.words for c in one.lora.changes[sums[0]] if not c.has_low_rank)
+            raise OptionError(
+                f"LoRA {one.lora.where} changes {sums[0]} and {len(sums) - 1} more by {kind}: no product of low "
+                "rank, has to be summed in, and weights of this file stay packed: merge it while they are read "
+                "(--lora-mode merge), or use a file of 16 bits"
+            )
+
+
+def merging(wanted: Iterable[Wanted], device: torch.device) -> Merge | None:
+    """For whoever reads the weights; None where there is nothing to sum in."""
+    changes: dict[str, tuple[tuple[Change, float], ...]] = {}
+    for one in wanted:
+        for name, several in one.lora.changes.items():
+            changes[name] = (*changes.get(name, ()), *((change, one.strength) for change in several))
+    return Merge(changes, device) if changes else None
+
+
+# ----------------------------------------------------------------------------------------------------- models in memory
+
+
+class AppliedLoras:
+    """The LoRAs on a model that is in memory. `AppliedLoras.of(model)` is the model's own."""
+
+    def __init__(self, model: WanModel, device: torch.device) -> None:
+        """device: where the model computes."""
+        self.model, self.device = weakref.ref(model), device
+        self.files: tuple[object, ...] = ()
+        self.values: tuple[float, ...] = ()
+        self.strengths: dict[tuple[tuple[int, int], ...], Tensor] = {}  # ((which LoRA, rank), ...) -> float32 [R]
+        self.attached: list[nn.Module] = []
+        self.patched: dict[str, list[tuple[int, Change]]] = {}  # parameter -> (which LoRA, change)
+        self.before: dict[str, dict[str, Tensor]] = {}  # parameter -> the tensors that it was made of, on the host
+
+    @classmethod
+    def of(cls, model: WanModel, device: torch.device | None = None) -> AppliedLoras:
+        """Made when first asked for. device: None is where the weights are."""
+        found = model.__dict__.get("applied_loras")
+        if found is None:
+            found = cls(model, model.patch_embedding.weight.device if device is None else device)
+            model.__dict__["applied_loras"] = found
+        return found
+
+    @torch.no_grad()
+    def apply(self, wanted: Sequence[Wanted], mode: str = "attach", original: StoredValues | None = None) -> None:
+        """Have just these on the model, at their strengths. The same files again with other strengths change numbers in
+        place and nothing else. The model's weights must be where it computes.
+
+        original: the parameters in the precision of their file; without it, quantised weights that have to be summed
+        into are widened, and so rounded twice.
+        """
+        files = (mode, *(one.key for one in wanted))
+        if files != self.files:
+            self.clear()
+            self._put_on(wanted, mode)
+            self.files = files
+        strengths = tuple(one.strength for one in wanted)
+        if strengths == self.values:
+            return
+        for ranks, tensor in self.strengths.items():
+            tensor.copy_(torch.tensor([strengths[which] for which, rank in ranks for _ in range(rank)]))
+        for name, changes in self.patched.items():
+            self._patch(name, [(change, strengths[which]) for which, change in changes], original)
+        self.values = strengths
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Take all away: every bit is as it was before."""
+        model = self._model()
+        for linear in self.attached:
+            detach(linear)
+        for tensors in self.before.values():
+            for name, value in tensors.items():
+                model.get_parameter(name).copy_(value)
+        if self.attached or self.before:
+            GraphedBlocks.clear(model)
+        self.files = self.values = ()
+        self.attached, self.strengths, self.patched, self.before = [], {}, {}, {}
+
+    def _model(self) -> WanModel:
+        model = self.model()
+        assert model is not None
+        return model
+
+    def _put_on(self, wanted: Sequence[Wanted], mode: str) -> None:
+        model = self._model()
+        pairs: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+        linears = attachable(model.config) if mode == "attach" else frozenset()
+        dtype = model.patch_embedding.weight.dtype
+        for which, one in enumerate(wanted):
+            for name, changes in one.lora.changes.items():
+                module = name.removesuffix(".weight")
+                home = model.get_parameter(name).device
+                for change in changes:
+                    pair = change.low_rank(home) if module in linears and name != module else None
+                    if pair is None:
+                        self.patched.setdefault(name, []).append((which, change))
+                    else:
+                        up, down = (
+                            side.to(dtype) for side in pair
+                        )  # all wait here: in float32 they need twice the room
+                        pairs.setdefault(module, []).append((which, up, down))
+        for module, several in pairs.items():
+            ranks = tuple((which, up.shape[1]) for which, up, _ in several)
+            if ranks not in self.strengths:
+                with torch.inference_mode(False):  # written later, in whatever mode
+                    self.strengths[ranks] = torch.zeros(sum(rank for _, rank in ranks), device=self.device)
+            linear = model.get_submodule(module)
+            attach(linear, [(up, down) for _, up, down in several], self.strengths[ranks], dtype)
+            self.attached.append(linear)
+        GraphedBlocks.clear(model)
+
+    def _patch(self, name: str, changes: list[tuple[Change, float]], original: StoredValues | None) -> None:
+        """Write parameter `name` with `changes` summed in; the first time, keep what it was."""
+        model = self._model()
+        module = model.get_submodule(name.rpartition(".")[0])
+        if not isinstance(module, nn.Linear | QuantLinear) or not name.endswith(".weight"):
+            module = None
+        quantized = module if isinstance(module, QuantLinear) else None
+        prefix = name.rpartition(".")[0]
+        assert not isinstance(quantized, PackedLinear), "refused by check_packed"
+        names = [name] if quantized is None else [f"{prefix}.weight", f"{prefix}.weight_scale"]
+        if name not in self.before:
+            self.before[name] = {n: model.get_parameter(n).detach().to("cpu", copy=True) for n in names}
+        kept = self.before[name]
+        stored = None if quantized is None or original is None else original.read(name)
+        if stored is None:
+            stored = kept[name] if quantized is None else Quantized(kept[names[0]], kept[names[1]])
+        home = model.get_parameter(name).device
+        total = dense(stored, home)
+        for change, strength in changes:
+            total = change.apply(total, strength)
+        made = {"weight": total} if quantized is None else quantized.encode(total)
+        for n in names:
+            model.get_parameter(n).copy_(made[n.rpartition(".")[2]] if quantized is not None else total)
+
+
+def attachable(config: DiTConfig) -> frozenset[str]:
+    """Linears that the model calls as such, so that something beside their weight has an effect."""
+    return quantized_names(config) | {"text_embedding.0", "text_embedding.2"}
+
+
+def lora_bytes(wanted: Iterable[Wanted], itemsize: int = 2) -> int:
+    """Device memory of attached LoRAs."""
+    changes = (change for one in wanted for several in one.lora.changes.values() for change in several)
+    return sum(itemsize * change.attached_numbers for change in changes)

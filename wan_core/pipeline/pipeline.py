@@ -1,0 +1,273 @@
+"""A prompt becomes a video: load, encode, denoise, decode, on one screen.
+
+    pipe = Pipeline.load(LoadOptions(model="tiny"))
+    result = pipe.generate(Request(prompt="a red circle moving right on a blue background", seed=1))
+
+Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wan_core.checkpoint.latents import save_latents
+from wan_core.config import LoadOptions, Request
+from wan_core.execution.graphs import GraphedBlocks
+from wan_core.execution.optimize import begin_run
+from wan_core.execution.report import Report, StepClock
+from wan_core.media.video import load_image
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.vae.statistics import denormalise
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.parallel.conditioning import rows_of_all, text_rank
+from wan_core.parallel.mesh import RankMesh
+from wan_core.pipeline.builder import Models, choose_device, compute_dtype, load_models
+from wan_core.pipeline.images import decode_latents, pixels_to_video
+from wan_core.pipeline.loras import lora_files
+from wan_core.pipeline.resolved_request import Job, make_job
+from wan_core.pipeline.sources import find_models, own_loras
+from wan_core.sampling.conditioning import Conditioning, draw_noise, first_latent, image_channels
+from wan_core.sampling.denoise import Progress, denoise, retried
+from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.sparsity.run import check_kernel
+
+log = logging.getLogger(__name__)
+Module = TypeVar("Module")
+OnStep = Callable[[Progress, float | None], None]
+"""Called after every step: what was done, and the seconds of a forward in the newest finished step that ran any (None
+before the first)."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """`frames` uint8 [F, H, W, 3]; `latents` un-normalised float32 [1, C, T, Y, X] on the CPU."""
+
+    frames: np.ndarray
+    latents: Tensor
+    fps: int
+    plan: Plan
+    report: Report
+
+
+class Pipeline:
+    """The models of one task, ready to generate. Build it with `Pipeline.load`."""
+
+    def __init__(self, models: Models, report: Report) -> None:
+        self.models = models
+        self.loaded = report  # of loading alone
+        self.report = report.branch()  # of the newest generation
+        self.relieved = False  # it ran out of memory and went on
+
+    @classmethod
+    def load(cls, options: LoadOptions, *, request: Request | None = None, ranks: RankMesh | None = None) -> Pipeline:
+        """Recognise the files, then load them. A `request` given here is checked in between, before any weights are
+        read, and picks the embedded model's image variant if it has an image. ranks: those that do all of it together,
+        each calling this and everything after it alike, on its own device; all have the same results. Raises
+        CheckpointError, OptionError or AttentionError."""
+        report = Report(choose_device(options.device) if ranks is None else ranks.device)
+        image = request is not None and bool(request.image or request.last_image)
+        if request is not None:
+            options = own_loras(options, request.preset, image=image)
+        with report.phase("load"):
+            found = find_models(options, image=image)
+            job = None
+            if request is not None:
+                files = found.of["high"].path, found.low_path, lora_files(options.loras)
+                job = make_job(request, found.task, found.dit, found.vae, *files)
+                if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
+                    device, head_dim = report.device, found.dit.head_dim
+                    dtype = compute_dtype(options.precision, device)
+                    attention, _ = resolve_attention(options.attention, device, dtype, head_dim)
+                    check_kernel(job.plan.sparse, attention, device, head_dim, job.tokens)
+            models = load_models(found, options, report, job, ranks)
+        return cls(models, report)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        request: Request,
+        *,
+        on_step: OnStep | None = None,
+        on_phase: Callable[[str], None] = lambda _: None,
+        keep_latents: Path | None = None,
+    ) -> Result:
+        """Make one video. Finished latents are written to `keep_latents` before they are decoded, and stay there."""
+        job = self.prepare(request)
+        on_phase("text")
+        conditioning = self.encode(job)
+        if self.models.compiles:
+            on_phase("compile in the first step")
+        on_phase("denoise")
+        latents = self.sample(job, conditioning, on_step)
+        self.models.keep_compiled()
+        if keep_latents is not None:
+            with self.report.phase("save latents"):
+                save_latents(keep_latents, latents, job.fps, self.report.settings)
+        on_phase("decode")
+        frames = decode_latents(self.fetch("vae", self.models.vae), latents, self.report)
+        return Result(frames, latents.cpu(), job.fps, job.plan, self.report)
+
+    def prepare(self, request: Request) -> Job:
+        """Fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""
+        models = self.models
+        self.report, self.relieved = self.loaded.branch(), False
+        files = models.checkpoint, models.low_checkpoint, models.loras
+        streamed = models.residency.policy == "stream"
+        job = make_job(request, models.task, models.dit_config, models.vae_config, *files, streamed)
+        memory = models.place(job)
+        if memory is not None:
+            self.report.settings["memory"] = memory.as_dict()
+        self.report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
+        if models.ranks is not None:
+            self.report.settings["mesh"] = str(models.ranks.mesh)
+            self.report.notes.append(f"ranks: {models.ranks.mesh.describe()}")
+            if models.ranks.cfg.size > 1 and job.plan.guided:
+                job = replace(job, batched=False, batched_why="each branch has ranks of its own")
+                self.report.settings["guidance_mode"] = "parallel"
+        self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
+        if job.plan.sparse is not None:
+            check_kernel(job.plan.sparse, models.attention, models.device, models.dit_config.head_dim, job.tokens)
+        return job
+
+    @torch.no_grad()
+    def encode(self, job: Job) -> Conditioning:
+        """Text, and the image if there is one, to what the denoising loop needs."""
+        ranks, rows = self.models.ranks, None
+        prompts = [job.request.prompt, job.negative_prompt] if job.plan.guided else [job.request.prompt]
+
+        def encode() -> Tensor:
+            encoder = self.fetch("text encoder", self.models.text_encoder)
+            with self.report.phase("text"):
+                return encoder.encode(prompts)
+
+        if ranks is None or ranks.rank == text_rank(ranks):
+            rows = retried(encode, lambda: self.relieve("text_encoder"))
+        with self.report.phase("text"):
+            rows = rows_of_all(ranks, rows)
+            cond, uncond = rows[:1], rows[1:] if job.plan.guided else None
+        if job.request.image is None and job.request.last_image is None:
+            return Conditioning(cond=cond, uncond=uncond)
+        vae = self.fetch("vae", self.models.vae)
+        with self.report.phase("encode image"):
+            first, last = (self._image(path, job) for path in (job.request.image, job.request.last_image))
+            if job.image_channels:
+                return Conditioning(cond=cond, uncond=uncond, concat=image_channels(vae, first, last, job.frames))
+            assert first is not None
+            return Conditioning(cond=cond, uncond=uncond, known=first_latent(vae, first))
+
+    def fetch(self, name: str, use: Callable[[], Module]) -> Module:
+        """A model ready on the device. Where models take turns, bringing it there is a phase of its own."""
+        if self.models.residency.policy == "resident":
+            return use()
+        with self.report.phase(f"fetch {name}"):
+            return use()
+
+    def _image(self, path: str | None, job: Job) -> Tensor | None:
+        """[1, 3, 1, H, W] in -1..1 on the device, resized and cropped to the job's size."""
+        if path is None:
+            return None
+        pixels = torch.tensor(load_image(path, (job.width, job.height)))  # [H, W, 3]
+        return pixels_to_video(pixels[None]).to(self.models.device)
+
+    @torch.no_grad()
+    def sample(self, job: Job, conditioning: Conditioning, on_step: OnStep | None = None) -> Tensor:
+        """Un-normalised latents float32 [1, C, T, Y, X] on the device."""
+        models = self.models
+
+        def acquire(expert: Expert) -> WanModel:
+            return self.fetch(expert, lambda: models.expert(expert))
+
+        noise = draw_noise(job.request.seed, job.latent_shape).to(models.device)
+        return sample_latents(
+            job.plan,
+            acquire,
+            conditioning,
+            noise,
+            models.vae_config,
+            self.report,
+            batched=job.batched,
+            on_step=on_step,
+            ahead=models.prefetch,
+            relieve=self.relieve,
+            ranks=models.ranks,
+        )
+
+    def relieve(self, name: str) -> bool:
+        """Memory ran out with the model `name`: go on by the next cheaper plan, once in a run; False where there is
+        none. Finished steps stay."""
+        models, words = self.models, None
+        if not self.relieved and models.ranks is None:  # other ranks would wait for the step that this one repeats
+            words = models.residency.cheaper(name if name in models.residency.models else "high")
+        if words is None:
+            return False
+        self.relieved = True
+        for model in models.residency.models.values():
+            if isinstance(model, WanModel):
+                GraphedBlocks.remove(model)  # weights are elsewhere from now on
+        note = f"out of memory, going on with what takes less ({words}); nothing that was finished is lost"
+        log.warning("%s", note)
+        self.report.notes.append(note)
+        models.residency.use(name if name in models.residency.models else "high")
+        return True
+
+
+@torch.no_grad()
+def sample_latents(
+    plan: Plan,
+    acquire: Callable[[Expert], WanModel],
+    conditioning: Conditioning,
+    noise: Tensor,
+    vae: VAEConfig,
+    report: Report,
+    *,
+    batched: bool = False,
+    on_step: OnStep | None = None,
+    ahead: Callable[[Expert, Expert, int], None] | None = None,
+    relieve: Callable[[Expert], bool] | None = None,
+    ranks: RankMesh | None = None,
+) -> Tensor:
+    """Walk `plan` from `noise` [B, C, T, Y, X] to un-normalised latents of the same shape, float32, timing every step.
+
+    acquire, batched, ahead, relieve, ranks: as in `denoise`. vae: of the VAE whose latents these are. on_step may raise
+    to interrupt.
+    """
+    clock, forwards = StepClock(report), 0
+
+    def ready(expert: Expert) -> WanModel:
+        model = acquire(expert)
+        begin_run(model)
+        clock.begin()
+        return model
+
+    def note(progress: Progress) -> None:
+        nonlocal forwards
+        forwards += progress.forwards
+        clock.step(progress.step.expert, progress.forwards, progress.step.cost)
+        if on_step is not None:
+            on_step(progress, clock.seconds_per_forward())
+
+    latents = denoise(
+        plan, ready, conditioning, noise, batched=batched, on_step=note, ahead=ahead, relieve=relieve, ranks=ranks
+    )
+    clock.finish()
+    if plan.unskipped is not None:
+        report.notes.append(
+            f"forwards: {forwards} of {plan.unskipped} ({100 * (1 - forwards / plan.unskipped):.0f} % saved)"
+        )
+    report.notes += plan.notes
+    return denormalise(latents, vae)
+
+
+def metadata(settings: Mapping[str, Any]) -> dict[str, str]:
+    """What goes into a video file: the settings that made it, as text."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}

@@ -1,0 +1,145 @@
+"""A request with every blank filled in and every number checked against the models: known before any weights are
+read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wan_core.config import OptionError, Request, check_size
+from wan_core.execution.memory.planning import TRANSFER_TOKENS
+from wan_core.media.video import load_image
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.tasks import Task
+from wan_core.sampling.cache.skipping import skip_forwards, skip_words
+from wan_core.sampling.conditioning import best_size_for_image, size_for_image
+from wan_core.sampling.denoise import choose_batched
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.presets import preset_plan
+from wan_core.sampling.sparsity.schedule import with_costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One video to make, in full."""
+
+    request: Request
+    plan: Plan
+    negative_prompt: str
+    width: int
+    height: int
+    frames: int
+    fps: int
+    latent_shape: tuple[int, int, int, int, int]  # [1, C, T, Y, X]
+    tokens: int
+    image_channels: bool  # the image goes into channels beside the noise (I2V), not into the first latent frame (TI2V)
+    batched: bool
+    batched_why: str
+
+    def streamed(self) -> Job:
+        """The same where blocks come from host memory for every forward."""
+        mode, few = self.request.guidance_mode, self.tokens <= TRANSFER_TOKENS
+        batched, why = choose_batched(mode, self.plan, self.tokens, streamed=few)
+        return replace(self, batched=batched, batched_why=why)
+
+    def settings(self) -> dict[str, Any]:
+        """What reports and video files say about it."""
+        request, plan = self.request, self.plan
+        images = {"image": request.image, "last_image": request.last_image}
+        return {
+            "task": plan.task,
+            "prompt": request.prompt,
+            "negative_prompt": self.negative_prompt,
+            **{key: path for key, path in images.items() if path is not None},
+            "size": [self.width, self.height],
+            "frames": self.frames,
+            "fps": self.fps,
+            "tokens": self.tokens,
+            "steps": len(plan.steps),
+            "shift": plan.shift,
+            "boundary": plan.boundary,
+            "guidance": {e: plan.guidance_of(e) for e in plan.experts},
+            "guidance_mode": "batched" if self.batched else "sequential",
+            "solver": plan.solver,
+            **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
+            "seed": request.seed,
+        }
+
+
+def make_job(
+    request: Request,
+    task: Task,
+    dit: DiTConfig,
+    vae: VAEConfig,
+    checkpoint: Path | None = None,
+    low: Path | None = None,
+    loras: Sequence[Path] = (),
+    streamed: bool = False,
+) -> Job:
+    """Fill in what `request` leaves open and check all of it. Raises OptionError.
+
+    checkpoint: of the high-noise expert, or of the only transformer; a MagCache curve may lie beside it. low: of the
+    other expert, if there is one. loras: files on either of them. streamed: blocks come from host memory for every
+    forward.
+    """
+    files = [path for path in (*loras, checkpoint, low) if path is not None]
+    plan = preset_plan(
+        request.preset,
+        files,
+        task=task.name,
+        steps=request.steps,
+        shift=request.shift,
+        boundary=request.boundary,
+        guidance_high=request.guidance_high,
+        guidance_low=request.guidance_low,
+        solver=request.solver,
+    )
+    plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
+    image_channels = dit.in_channels > dit.out_channels
+    _check_images(request, task, image_channels, known_frame=dit.out_channels == 48)
+    multiple = vae.spatial_stride * dit.patch_size[1]
+    width, height = given(request.width, task.width), given(request.height, task.height)
+    if request.width is None and request.image is not None:
+        rows, columns = load_image(request.image).shape[:2]
+        fit = size_for_image if image_channels else best_size_for_image
+        width, height = fit(columns, rows, task.width * task.height, multiple)
+    frames = given(request.frames, task.frames)
+    check_size(width, height, frames, multiple=multiple, temporal=vae.temporal_stride)
+    T, Y, X = (frames - 1) // vae.temporal_stride + 1, height // vae.spatial_stride, width // vae.spatial_stride
+    tokens = dit.tokens(T, Y, X)
+    plan = with_costs(plan, dit, tokens)
+    batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
+    return Job(
+        request=request,
+        plan=plan,
+        negative_prompt=task.negative_prompt if request.negative_prompt is None else request.negative_prompt,
+        width=width,
+        height=height,
+        frames=frames,
+        fps=given(request.fps, task.fps),
+        latent_shape=(1, vae.z_dim, T, Y, X),
+        tokens=tokens,
+        image_channels=image_channels,
+        batched=batched,
+        batched_why=why,
+    )
+
+
+def given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _check_images(request: Request, task: Task, image_channels: bool, known_frame: bool) -> None:
+    image = request.image or request.last_image
+    if image_channels and not image:
+        raise OptionError(f"{task.name} turns an image into a video: give --image (and optionally --last-image)")
+    if image and not (image_channels or known_frame):
+        raise OptionError(f"{task.name} takes no image: leave --image out, or load an image-to-video model")
+    if request.last_image and not image_channels:
+        raise OptionError(f"{task.name} takes a first frame only: leave --last-image out")
+    for path in (request.image, request.last_image):
+        if path is not None:
+            load_image(path)  # a picture that cannot be read is found now

@@ -1,0 +1,338 @@
+"""What a user's `LoadOptions` name: the parts of a model, where each comes from and what it is, before it is loaded.
+
+Sources: the embedded model ("tiny"), random weights at full size ("random:TASK", or "random:TASK:LAYERS" with fewer
+blocks, for measuring), the folder of a release, or single files. Every file is recognised by its contents before any
+weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import nn
+
+from wan_core.checkpoint import Checkpoint, detect, find_parts, load_dit, load_text_encoder, load_vae, open_checkpoint
+from wan_core.checkpoint.detect import Detected, Kind, empty_module
+from wan_core.checkpoint.merge import Merge
+from wan_core.checkpoint.random import random_module
+from wan_core.config import LoadOptions, LoraOptions, OptionError
+from wan_core.models.text.config import UMT5_XXL, TextConfig
+from wan_core.models.text.tokenizer import Tokenizer
+from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
+from wan_core.models.wan.config import I2V_A14B, T2V_A14B, TI2V_5B, DiTConfig
+from wan_core.models.wan.tasks import Task, find_task
+from wan_core.ops.kernels.gguf_blocks import FORMATS
+from wan_core.ops.quant.packed import PackedLinear
+from wan_core.ops.quant.swap import Quantization
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny"
+TINY_LORAS = {expert: TINY / "lora" / f"t2v_4step_lora_{expert}_noise.safetensors" for expert in ("high", "low")}
+PARTS = ("high", "low", "text_encoder", "vae")
+RANDOM = {"t2v-A14B": (T2V_A14B, VAE_21), "i2v-A14B": (I2V_A14B, VAE_21), "ti2v-5B": (TI2V_5B, VAE_22)}
+TASK_OF_CHANNELS = {16: "t2v-A14B", 36: "i2v-A14B", 48: "ti2v-5B"}
+
+Share = Callable[[Checkpoint], Checkpoint]
+"""Puts something between a file and what is loaded from it: ranks that read it together."""
+
+
+class Loader(Protocol):
+    """Reads a part; a quantization and LoRAs to sum in are for transformers, `share` for ranks that read together."""
+
+    def __call__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+        loras: Merge | None = None,
+        share: Share | None = None,
+        /,
+    ) -> nn.Module: ...
+
+
+class PackedSize(NamedTuple):
+    """`fmt`: the format of most bytes, for people; `bytes` as they are stored and the `parameters` that these are."""
+
+    fmt: str
+    bytes: int
+    parameters: int
+
+
+def is_packed(quantization: Quantization | None) -> bool:
+    """Whether it keeps weights as their file packs them."""
+    return quantization is not None and issubclass(quantization.kind, PackedLinear)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model before it is loaded: what it is, and how to get it."""
+
+    source: str
+    config: DiTConfig | TextConfig | VAEConfig
+    stored: torch.dtype
+    parameters: int
+    load: Loader
+    scaled: bool = False  # stored in FP8 with scales
+    path: Path | None = None  # of its file or folder
+    packed: PackedSize | None = None  # of what may stay packed in memory, None if nothing is
+    fp8_parameters: int = 0  # of matrices of the blocks that are stored in FP8 with scales
+
+    def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
+        """Of its weights in memory."""
+        if is_packed(quantization):
+            size = self.packed or PackedSize("", 0, 0)
+            return size.bytes + (self.parameters - size.parameters) * dtype.itemsize
+        if quantization is None or not isinstance(self.config, DiTConfig):
+            return self.parameters * dtype.itemsize
+        dim, ffn = self.config.dim, self.config.ffn_dim
+        blocks = self.config.num_layers - 2 * quantization.keep_blocks
+        encoded = blocks * (8 * dim * dim + 2 * dim * ffn)
+        if quantization.as_stored:
+            encoded = min(encoded, self.fp8_parameters)
+        return encoded + (self.parameters - encoded) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The models of a task by name: high, low (absent where one transformer runs every step), text_encoder, vae."""
+
+    task: Task
+    of: Mapping[str, Part]
+
+    @property
+    def dit(self) -> DiTConfig:
+        return cast(DiTConfig, self.of["high"].config)
+
+    @property
+    def low_path(self) -> Path | None:
+        return self.of["low"].path if "low" in self.of else None
+
+    @property
+    def text(self) -> TextConfig:
+        return cast(TextConfig, self.of["text_encoder"].config)
+
+    @property
+    def vae(self) -> VAEConfig:
+        return cast(VAEConfig, self.of["vae"].config)
+
+
+def find_models(options: LoadOptions, *, image: bool = False) -> Parts:
+    """Find the parts and recognise them by their headers. `image`: a first frame is given, which picks the embedded
+    model's image variant. Raises CheckpointError or OptionError."""
+    random = options.model is not None and options.model.startswith("random:")
+    parts = random_parts(options) if random else file_parts(options, image)
+    check_fit(parts)
+    return parts
+
+
+def own_loras(options: LoadOptions, preset: str, *, image: bool = False) -> LoadOptions:
+    """`options` with the LoRAs that come with the embedded model, where a preset for few steps is asked for by name,
+    and no others are. image: a first frame is given."""
+    if options.model != "tiny" or options.loras or image or preset in ("auto", "none"):
+        return options
+    if options.task not in (None, "t2v-tiny") or options.high or options.low:
+        return options
+    loras = (LoraOptions(path=str(path), expert=expert) for expert, path in TINY_LORAS.items())
+    return replace(options, loras=tuple(loras))
+
+
+def file_parts(options: LoadOptions, image: bool) -> Parts:
+    """Recognise the files of `options`. Raises CheckpointError or OptionError."""
+    paths = resolve_paths(options, image)
+    tokenizer = paths.pop("tokenizer", None)
+    loaders = {"high": load_dit, "low": load_dit, "vae": load_vae}
+    loaders["text_encoder"] = partial(load_text_encoder, tokenizer=tokenizer)
+    kinds: dict[str, Kind] = {"high": "dit", "low": "dit", "text_encoder": "text_encoder", "vae": "vae"}
+    found = {name: recognise(path, kinds[name], loaders[name]) for name, path in paths.items()}
+    dit = found["high"].config
+    assert isinstance(dit, DiTConfig)
+    if options.task is not None:
+        task = find_task(options.task)
+    elif options.model == "tiny":
+        task = find_task("i2v-tiny" if image else "t2v-tiny")
+    else:
+        task = task_of(dit)
+    if task.in_channels != dit.in_channels:
+        raise OptionError(
+            f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}"
+        )
+    if task.two_experts and "low" not in found:
+        raise OptionError(f"{task.name} has two experts: give both --high and --low")
+    return Parts(task, found)
+
+
+def task_of(dit: DiTConfig) -> Task:
+    """The task that a transformer of this shape was trained for. Raises OptionError."""
+    if dit.in_channels not in TASK_OF_CHANNELS:
+        raise OptionError(
+            f"a transformer of {dit.in_channels} input channels belongs to no known task; name one with --task"
+        )
+    return find_task(TASK_OF_CHANNELS[dit.in_channels])
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The transformers of a task without its other parts. `low` is None where one transformer runs every step, and the
+    task's boundary is 0 then; `vae` is the architecture whose latents they work on."""
+
+    task: Task
+    high: Part
+    low: Part | None
+    vae: VAEConfig
+
+    @property
+    def dit(self) -> DiTConfig:
+        return cast(DiTConfig, self.high.config)
+
+
+def find_experts(high: str | Path, low: str | Path | None = None) -> Experts:
+    """Recognise one or two transformer files by their headers. Raises CheckpointError or OptionError."""
+    first = recognise(Path(high), "dit", load_dit)
+    second = None if low is None else recognise(Path(low), "dit", load_dit)
+    dit = cast(DiTConfig, first.config)
+    if second is not None and second.config != dit:
+        raise OptionError(f"the experts differ: high is {dit}, low is {second.config}. Use the two files of one model.")
+    if Path(high).parent == TINY:
+        task = find_task("i2v-tiny" if dit.in_channels == 36 else "t2v-tiny")
+        vae = cast(VAEConfig, recognise(TINY / "vae.safetensors", "vae", load_vae).config)
+    else:
+        task, vae = task_of(dit), VAE_22 if dit.out_channels == VAE_22.z_dim else VAE_21
+    return Experts(task if second is not None else replace(task, two_experts=False, boundary=0.0), first, second, vae)
+
+
+def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
+    """Where each part is. Raises OptionError naming what is missing, CheckpointError for a folder that is none."""
+    if options.model == "tiny":
+        variant = (options.task or ("i2v" if image else "t2v")).lower()[:3]
+        if variant not in ("t2v", "i2v"):
+            raise OptionError(f"task {options.task} is not one of the embedded model's: t2v-tiny and i2v-tiny")
+        names = {"high": f"{variant}_high", "low": f"{variant}_low", "text_encoder": "text_encoder", "vae": "vae"}
+        paths = {part: TINY / f"{name}.safetensors" for part, name in names.items()}
+    else:
+        paths = find_parts(options.model) if options.model is not None else {}
+    given = {part: getattr(options, part) for part in (*PARTS, "tokenizer")}
+    paths |= {part: Path(path) for part, path in given.items() if path is not None}
+    if "high" not in paths and "low" in paths:
+        paths["high"] = paths.pop("low")  # one file alone, whichever option named it
+    missing = [part for part in ("high", "text_encoder", "vae") if part not in paths]
+    if missing:
+        flags = ", ".join("--" + part.replace("_", "-") for part in missing)
+        raise OptionError(
+            f"no {' and no '.join(missing)} given or found in {options.model or 'the options'}: add {flags}"
+        )
+    return paths
+
+
+def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
+    """Read the file's header and check that it is a whole model of `kind`."""
+    checkpoint = open_checkpoint(path)
+    found = detect(checkpoint, kind)
+    infos = [checkpoint.tensors[name] for name in found.names.values()]
+    stored = max(infos, key=lambda info: info.nbytes).dtype
+    parameters = sum(prod(info.shape) for info in infos)
+    return Part(
+        f"{checkpoint.describe()} ({found.layout})",
+        found.config,
+        stored,
+        parameters,
+        lambda device, dtype, quantization, loras=None, share=None: load(
+            checkpoint if share is None else share(checkpoint),
+            device=device,
+            dtype=dtype,
+            **({} if kind == "vae" else {"quantization": quantization}),
+            **({"loras": loras} if kind == "dit" else {}),
+        ),
+        path=path,
+        scaled=bool(found.scales),
+        packed=packed_size(checkpoint, found),
+        fp8_parameters=sum(
+            prod(checkpoint.tensors[found.names[ours]].shape) for ours in found.scales if ours.startswith("blocks.")
+        ),
+    )
+
+
+def packed_size(checkpoint: Checkpoint, found: Detected) -> PackedSize | None:
+    """Of the matrices that can be held as the file packs them: those of the blocks, and a text encoder's table. FP8
+    with scales is one of the formats where others are, and in a text encoder, which has no use for FP8 products."""
+    sizes: dict[str, int] = {}
+    parameters = 0
+    for ours, theirs in found.names.items():
+        info = checkpoint.tensors[theirs]
+        fmt = info.packing or ("fp8" if ours in found.scales else None)
+        table = ours == "token_embedding.weight" and info.packing in FORMATS
+        if fmt is not None and (table or (ours.startswith("blocks.") and "embedding" not in ours)):
+            sizes[fmt] = sizes.get(fmt, 0) + info.nbytes
+            parameters += prod(info.shape)
+    if not sizes or (found.kind == "dit" and set(sizes) == {"fp8"}):
+        return None
+    return PackedSize(max(sizes, key=lambda fmt: sizes[fmt]), sum(sizes.values()), parameters)
+
+
+def random_parts(options: LoadOptions) -> Parts:
+    """Full-size models of a task with random weights, drawn on the device."""
+    assert options.model is not None
+    given = [part for part in (*PARTS, "tokenizer") if getattr(options, part) is not None]
+    if given:
+        raise OptionError(f"{options.model} makes every part itself: leave out {', '.join(given)}")
+    name, _, layers = options.model.removeprefix("random:").partition(":")
+    task = find_task(name)
+    if task.name not in RANDOM:
+        raise OptionError(f"random weights are made for {', '.join(RANDOM)}; for {task.name} use --model tiny")
+    dit, vae = RANDOM[task.name]
+    if layers:
+        if not layers.isdecimal() or not 0 < int(layers) <= dit.num_layers:
+            raise OptionError(f"{options.model}: {layers!r} blocks given; 1 to {dit.num_layers} are possible")
+        dit = replace(dit, num_layers=int(layers))
+    configs: dict[str, DiTConfig | TextConfig | VAEConfig] = {
+        "high": dit,
+        "low": dit,
+        "text_encoder": UMT5_XXL,
+        "vae": vae,
+    }
+    if not task.two_experts:
+        del configs["low"]
+    return Parts(task, {name: random_part(config, seed) for seed, (name, config) in enumerate(configs.items())})
+
+
+def random_part(config: DiTConfig | TextConfig | VAEConfig, seed: int) -> Part:
+    def load(
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+        loras: Merge | None = None,
+        share: Share | None = None,
+    ) -> nn.Module:
+        fast = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else device
+        module = random_module(
+            config, device=device, dtype=dtype, seed=seed, quantization=quantization, loras=loras, draw_on=fast
+        )
+        if not isinstance(module, UMT5Encoder):
+            return module
+        embedded = open_checkpoint(TINY / "text_encoder.safetensors").read("spiece_model")
+        return TextEncoder(module, Tokenizer(embedded.numpy().tobytes()))
+
+    parameters = sum(p.numel() for p in empty_module(config).parameters())
+    return Part("random weights", config, torch.bfloat16, parameters, load)
+
+
+def check_fit(parts: Parts) -> None:
+    """Raise OptionError unless the parts belong together: equal experts, text width, latent channels."""
+    dit, text, vae = parts.dit, parts.text, parts.vae
+    low = parts.of.get("low")
+    if low is not None and low.config != dit:
+        raise OptionError(f"the experts differ: high is {dit}, low is {low.config}. Use the two files of one model.")
+    if text.dim != dit.text_dim:
+        raise OptionError(
+            f"the text encoder gives rows of {text.dim}, the transformer takes {dit.text_dim}: not of one model"
+        )
+    if vae.z_dim != dit.out_channels:
+        raise OptionError(
+            f"the VAE has {vae.z_dim} latent channels, the transformer {dit.out_channels}: A14B needs the Wan 2.1 VAE, "
+            "TI2V-5B the Wan 2.2 VAE"
+        )

@@ -1,0 +1,304 @@
+"""The denoising loop: it walks a plan, and that is all it does.
+
+Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text rows.
+
+No value is read back from the device inside the loop (but by an adaptive policy, which has its own way of not waiting:
+`wan_core.sampling.cache.adaptive`). Latents are float32 throughout: they are the state of an ODE
+that is integrated over many small steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan_core.config import UserError
+from wan_core.models.wan.model import WanModel
+from wan_core.parallel.guidance import SplitBranches
+from wan_core.parallel.mesh import RankMesh
+from wan_core.sampling.cache.adaptive_run import Adaptive
+from wan_core.sampling.cache.residual import ResidualCache, residuals
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.plan import Branch, Expert, Plan, Step
+from wan_core.sampling.solvers import SOLVERS, History
+from wan_core.sampling.sparsity.run import SparseBlocks, sparse_attention
+
+# One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
+# benchmarks/results/guidance-*.json and docs/performance.md.
+BATCHED_TOKENS = 1024
+
+
+Made = TypeVar("Made")
+
+
+class NonFiniteError(UserError):
+    """The latents became NaN or infinite; the message says at which step and what usually helps."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Handed to `on_step` after a step was launched (on a GPU it may still be running)."""
+
+    step: Step
+    total: int
+    latents: Tensor  # normalised, at step.sigma_next
+    velocity: Tensor  # predicted at step.sigma
+    plan: Plan
+    forwards: int  # runs of all blocks in this step
+
+    def left(self, seconds: float) -> float:
+        """Seconds that the rest of the run takes, at so many for one forward that reads everything."""
+        return seconds * sum(step.forwards * step.cost for step in self.plan.steps[self.step.index + 1 :])
+
+    def preview(self) -> Tensor:
+        """The video the model sees behind the remaining noise: normalised latents [B, C, T, Y, X]."""
+        return self.latents - self.velocity * self.step.sigma_next
+
+
+def denoise(
+    plan: Plan,
+    acquire: Callable[[Expert], WanModel],
+    conditioning: Conditioning,
+    noise: Tensor,
+    *,
+    batched: bool = False,
+    on_step: Callable[[Progress], None] | None = None,
+    ahead: Callable[[Expert, Expert, int], None] | None = None,
+    relieve: Callable[[Expert], bool] | None = None,
+    ranks: RankMesh | None = None,
+) -> Tensor:
+    """Integrate the flow from `noise` to normalised latents, both float32 [B, C, T, Y, X] on the device of the run.
+
+    acquire: returns an expert ready to run; called once for each phase, so that it may load or swap.
+    batched: run both guidance branches as one forward (see `choose_batched`).
+    on_step: called after every step; may raise to interrupt.
+    ahead(expert, next, runs): the next `runs` runs of the blocks are the last before the next expert is acquired.
+    relieve(expert): memory ran out; make room and say whether there is any. The step is then run again, from the
+    latents of the one before.
+    ranks: those that run this together, each with the same arguments; all return the same latents.
+    Raises NonFiniteError within a few steps of the first non-finite latent.
+    """
+    solver, history, x = SOLVERS[plan.solver], History(), hold_known(noise.float(), conditioning)
+    timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
+    watch = FiniteWatch(len(plan.steps), x.device, together=ranks is not None)
+    split = SplitBranches(ranks) if ranks is not None and ranks.cfg.size == 2 else None
+    image = conditioning.concat is not None or conditioning.known is not None
+    for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
+        expert, last = phase[0].expert, last_runs(phase, batched or split is not None)  # each rank runs one branch
+        again = None if relieve is None else partial(relieve, expert)
+        model = retried(partial(acquire, expert), again)
+        # Sparse attention orders the tokens around everything else; residuals are kept in that order.
+        with (
+            sparse_attention(model, plan, phase, tuple(x.shape[2:]), image) as sparse,
+            residuals(model, phase) as cache,
+        ):
+            prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, cache, sparse, split)
+            guided = retried(prepare, again)
+            for step in phase:
+                if ahead is not None and following is not None and step.index == last[0]:
+                    ahead(expert, following[0].expert, last[1])
+                velocity, forwards = retried(partial(guided.velocity, x, timesteps[step.index], step), again)
+                x, history = solver(x, velocity, step.index, plan.sigmas, history)
+                x = hold_known(x, conditioning)
+                watch.note(step.index, x)
+                if on_step is not None:
+                    on_step(Progress(step, len(plan.steps), x, velocity, plan, forwards))
+        del prepare, guided, cache, sparse, model  # frees the expert's text state and residuals before the next is made
+    watch.finish()
+    return x
+
+
+def retried(make: Callable[[], Made], relieve: Callable[[], bool] | None) -> Made:
+    """What `make` returns; once more where memory runs out and `relieve` finds some."""
+    try:
+        return make()
+    except torch.cuda.OutOfMemoryError as fault:
+        failed = fault
+    failed.__traceback__ = None  # it holds the tensors of the failed try
+    if relieve is None or not relieve():
+        raise failed
+    return make()
+
+
+def last_runs(phase: tuple[Step, ...], batched: bool) -> tuple[int, int]:
+    """The last step of a phase in which blocks run, as far as the plan knows, and how often they run in it."""
+    for step in reversed(phase):
+        skipped = () if step.action == "adaptive" else step.skipped
+        together = len(step.branches) == 2 and batched and skipped in ((), step.branches)
+        runs = len(step.branches) - len(skipped)
+        if runs:
+            return step.index, 1 if together else runs
+    return -1, 0
+
+
+def host_numbers(values: list[float], device: torch.device) -> Tensor:
+    """float32 on the device without waiting for it. Never bf16, which would make a timestep of 999 a 1000."""
+    host = torch.tensor(values, dtype=torch.float32)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class Guided:
+    """One expert in its phase, with its prompts prepared: turns latents into a guided velocity."""
+
+    def __init__(
+        self,
+        model: WanModel,
+        conditioning: Conditioning,
+        plan: Plan,
+        phase: tuple[Step, ...],
+        batch: int,
+        batched: bool,
+        cache: ResidualCache | None,
+        sparse: SparseBlocks | None = None,
+        split: SplitBranches | None = None,
+    ) -> None:
+        self.sparse = sparse
+        self.model = model
+        self.conditioning = conditioning
+        self.split = split
+        self.batched = batched and split is None
+        self.cache = cache
+        self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
+        rows = [conditioning.cond]
+        if any("uncond" in step.branches for step in phase):
+            if conditioning.uncond is None:
+                raise ValueError("the plan guides with a negative prompt, but none was encoded")
+            rows.append(conditioning.uncond)
+        self.both = model.prepare_text(stack_text(rows, batch))  # cond before uncond along the batch
+        self.text = {"cond": self.both.rows(0, batch), "uncond": self.both.rows(batch, 2 * batch)}
+        adaptive = plan.adaptive is not None and any(step.action == "adaptive" for step in phase)
+        self.adaptive = (
+            Adaptive(plan.adaptive, len(plan.steps), self.both.keys_values[0][0].device)
+            if adaptive and plan.adaptive
+            else None
+        )
+
+    def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
+        """float32 [B, C, T, Y, X], and how many forwards ran; guidance arithmetic in float32, because it amplifies a
+        difference."""
+        inputs, time = model_inputs(x, timestep, self.conditioning)
+        skipped = step.skipped
+        if self.adaptive is not None and not self.adaptive.decide(step):
+            skipped = ()
+        found = self.branches(inputs, time, step, skipped)
+        cond, forwards = found["cond"], len(found) - len(skipped)
+        if self.adaptive is not None and not skipped:
+            self.adaptive.note(step, cond)
+        if step.delta:
+            assert self.delta is not None, "the first guided step of a phase runs both branches"
+            return cond + (step.guidance - 1) * self.delta, forwards
+        if "uncond" not in found:
+            return cond, forwards
+        self.delta = cond - found["uncond"]
+        return found["uncond"] + step.guidance * self.delta, forwards
+
+    def branches(self, inputs: Tensor, time: Tensor, step: Step, skipped: tuple[Branch, ...]) -> dict[Branch, Tensor]:
+        """The velocity of each branch that the step has."""
+
+        def forward(branch: Branch) -> Tensor:
+            self._expect(step, (branch,), branch in skipped)
+            return self.model(inputs, time, self.text[branch])
+
+        if self.split is not None:
+            config = self.model.config
+            return self.split.run(step.branches, forward, (inputs.shape[0], config.out_channels, *inputs.shape[2:]))
+        if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
+            self._expect(step, step.branches, bool(skipped))
+            both = self.model(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both)
+            return dict(zip(step.branches, both.chunk(2), strict=True))
+        return {branch: forward(branch) for branch in step.branches}
+
+    def _expect(self, step: Step, branches: tuple[Branch, ...], skip: bool) -> None:
+        if self.cache is not None:
+            self.cache.expect(step.index, branches, skip)
+        if self.sparse is not None:
+            self.sparse.expect(step, branches, skip)
+
+
+def stack_text(rows: list[Tensor], batch: int) -> Tensor:
+    """Text rows [1 or B, S_i, D] of the branches -> [branches * B, max S, D]; zero rows at the end, as the model
+    itself pads."""
+    longest = max(r.shape[1] for r in rows)
+    return torch.cat([F.pad(r, (0, 0, 0, longest - r.shape[1])).expand(batch, -1, -1) for r in rows])
+
+
+def model_inputs(x: Tensor, timestep: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:
+    """The transformer's input [B, C_in, T, Y, X] and its timesteps: [B], or [B, T] where the first latent frame is
+    known."""
+    B, _, T = x.shape[:3]
+    if conditioning.concat is not None:
+        x = torch.cat([x, conditioning.concat.to(x).expand(B, -1, -1, -1, -1)], dim=1)
+    if conditioning.known is None:
+        return x, timestep.expand(B)
+    frames = timestep.repeat(B, T)
+    frames[:, 0] = 0
+    return x, frames
+
+
+def hold_known(x: Tensor, conditioning: Conditioning) -> Tensor:
+    """Put the known first latent frame back (TI2V): the model is told that it is free of noise."""
+    if conditioning.known is None:
+        return x
+    return torch.cat([conditioning.known.to(x).expand(x.shape[0], -1, -1, -1, -1), x[:, :, 1:]], dim=2)
+
+
+def choose_batched(mode: str, plan: Plan, tokens: int, streamed: bool) -> tuple[bool, str]:
+    """Whether to run both guidance branches as one forward, and why, in words for the report.
+
+    mode: "sequential", "batched" or "auto". tokens: of one video. streamed: weights come from host memory for every
+    forward.
+    """
+    if not plan.guided:
+        return False, "no step is guided"
+    if mode != "auto":
+        return mode == "batched", "asked for"
+    if streamed:
+        return True, "weights are streamed: one transfer serves both branches"
+    if tokens <= BATCHED_TOKENS:
+        return True, f"{tokens} tokens do not fill the device alone (up to {BATCHED_TOKENS})"
+    return False, f"{tokens} tokens fill the device: batching would only cost memory"
+
+
+class FiniteWatch:
+    """Finds the first non-finite latents without making the host wait: flags travel to pinned memory on their own
+    time."""
+
+    def __init__(self, steps: int, device: torch.device, together: bool = False) -> None:
+        """together: several ranks watch the same latents and must stop at the same step, or some would wait for the
+        others. They look at flags two steps old, which are there."""
+        self.finite = torch.ones(steps, dtype=torch.bool, pin_memory=device.type == "cuda")
+        self.device = device
+        self.together = together
+        self.events: list[torch.cuda.Event] = []
+
+    def note(self, index: int, x: Tensor) -> None:
+        """Queue the check of step `index`, and raise if an earlier one is known to have failed."""
+        self.finite[index].copy_(x.isfinite().all(), non_blocking=True)
+        if not self.together or self.device.type != "cuda":
+            self.check(index)
+            return
+        self.events.append(torch.cuda.Event())
+        self.events[-1].record(torch.cuda.current_stream(self.device))
+        if len(self.events) > 2:
+            self.events.pop(0).synchronize()
+            self.check(index - 2)
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.check(len(self.finite))
+
+    def check(self, until: int) -> None:
+        flags = self.finite[: until + 1].tolist()
+        if not all(flags):
+            raise NonFiniteError(
+                f"the latents became NaN or infinite at step {flags.index(False)}: stopped, or a black video would "
+                "follow. Use bf16 or fp32 (fp16 overflows), another attention backend, or check that the files are "
+                "whole."
+            )

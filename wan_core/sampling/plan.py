@@ -1,0 +1,222 @@
+"""A generation as numbers: every step's timestep, sigma, expert, guidance, branches and action, known before the first.
+
+`make_plan` is a pure function; a `Plan` holds no tensors. It can be printed, drawn, tested and estimated without a
+GPU, and the same plan drives the sampler, the progress bar, the time estimate and the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from math import isfinite
+from typing import Any, Literal
+
+from wan_core.config import AdaptiveOptions, OptionError, SparseOptions
+from wan_core.models.wan.tasks import find_task
+from wan_core.sampling.schedules import dpmpp_schedule, euler_schedule, unipc_schedule
+
+Expert = Literal["high", "low"]
+Branch = Literal["cond", "uncond"]
+Action = Literal["compute", "reuse", "forecast", "adaptive"]
+
+SCHEDULES: dict[str, Callable[[int, float], tuple[list[float], list[float]]]] = {
+    "unipc": unipc_schedule,
+    "dpm++": dpmpp_schedule,
+    "euler": euler_schedule,
+}
+MAX_STEPS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step from `sigma` to `sigma_next`. `timestep` (0..1000) is what the model is told; it also chooses the
+    expert."""
+
+    index: int
+    timestep: float
+    sigma: float
+    sigma_next: float
+    expert: Expert
+    guidance: float  # velocity = uncond + guidance * (cond - uncond); 1 runs no unconditional branch
+    branches: tuple[Branch, ...]
+    action: Action = "compute"  # of the skipped branches: the last residual of the blocks, or a forecast from several
+    skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": need not; decided while running)
+    order: int = 0  # of a forecast
+    delta: bool = False  # guided by the last difference of the branches: the conditional one alone runs
+    sparsity: float = 0.0  # share of the blocks of keys that attention leaves out
+    cost: float = 1.0  # seconds of a forward over those of one that reads everything, as estimated
+
+    @property
+    def forwards(self) -> int:
+        """Runs of all blocks; where the step is decided while running, as many as there may be."""
+        return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
+
+    def words(self) -> str:
+        """What the step does, for people: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
+        apart = f" {'+'.join(self.skipped)}" if self.skipped not in ((), self.branches) else ""
+        part = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
+        return f"{self.action}{apart}{', last guidance' if self.delta else ''}{part}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All steps of one generation and the numbers they follow from."""
+
+    task: str
+    solver: str
+    shift: float
+    boundary: float
+    steps: tuple[Step, ...]
+    unskipped: int | None = None  # forwards of the same plan with nothing left out; None: nothing is
+    notes: tuple[str, ...] = ()  # what was decided about leaving forwards out
+    adaptive: AdaptiveOptions | None = None  # how steps marked "adaptive" are decided
+    sparse: SparseOptions | None = None  # how steps with a sparsity choose what they read
+    keeps: tuple[tuple[Expert, tuple[float, ...]], ...] = ()  # by expert: share of the blocks that each layer reads
+
+    @property
+    def phases(self) -> tuple[tuple[Step, ...], ...]:
+        """The steps of each expert, in order."""
+        return tuple(tuple(steps) for _, steps in groupby(self.steps, lambda step: step.expert))
+
+    @property
+    def saved(self) -> float:
+        """The share of forwards that are left out."""
+        return 0.0 if self.unskipped is None else 1 - self.forwards / self.unskipped
+
+    def guidance_of(self, expert: Expert) -> float:
+        """Of its guided steps; 1 if it has none."""
+        steps = [s for s in self.steps if s.expert == expert]
+        return next((s.guidance for s in steps if s.delta or "uncond" in s.branches), steps[0].guidance)
+
+    @property
+    def sigmas(self) -> tuple[float, ...]:
+        """The sigma before every step, and 0 at the end."""
+        return (*(s.sigma for s in self.steps), self.steps[-1].sigma_next)
+
+    @property
+    def forwards(self) -> int:
+        """Transformer forwards of batch 1 in the whole run."""
+        return sum(s.forwards for s in self.steps)
+
+    @property
+    def experts(self) -> tuple[Expert, ...]:
+        """The experts that run, in order."""
+        return tuple(dict.fromkeys(s.expert for s in self.steps))
+
+    @property
+    def guided(self) -> bool:
+        """Whether any step needs the negative prompt."""
+        return any("uncond" in s.branches for s in self.steps)
+
+    def estimate(self, seconds: Mapping[Expert, float]) -> float | None:
+        """Seconds of the whole run, from those of one forward of each expert that reads everything; None if one of them
+        is not known."""
+        if not set(self.experts) <= seconds.keys():
+            return None
+        return sum(s.forwards * s.cost * seconds[s.expert] for s in self.steps)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, as `plan --json` prints them."""
+        return {
+            "task": self.task,
+            "solver": self.solver,
+            "shift": self.shift,
+            "boundary": self.boundary,
+            "forwards": self.forwards,
+            "unskipped": self.forwards if self.unskipped is None else self.unskipped,
+            "saved": round(self.saved, 4),
+            "adaptive": None if self.adaptive is None else asdict(self.adaptive),
+            "sparse": None if self.sparse is None else asdict(self.sparse),
+            "keeps": {expert: list(keeps) for expert, keeps in self.keeps},
+            "notes": list(self.notes),
+            "steps": [{**asdict(s), "branches": list(s.branches), "skipped": list(s.skipped)} for s in self.steps],
+        }
+
+    def table(self) -> str:
+        """The steps as text, one a line, with the change of expert marked."""
+        count = {e: sum(s.expert == e for s in self.steps) for e in self.experts}
+        lines = [
+            f"{self.task}: {len(self.steps)} steps, {self.solver}, shift {self.shift:g}, boundary {self.boundary:g} "
+            f"({', '.join(f'{n} {e}-noise' for e, n in count.items())}), {self.forward_words()}",
+            *self.notes,
+            f"{'step':>4}  {'timestep':>8}  {'sigma':>7}  {'expert':<6}  {'guidance':>8}  {'branches':<11}  action",
+        ]
+        for step, before in zip(self.steps, (None, *self.steps), strict=False):
+            if before is not None and before.expert != step.expert:
+                lines.append(f"      ---- boundary {self.boundary * 1000:g}: {before.expert} -> {step.expert} ----")
+            lines.append(
+                f"{step.index:>4}  {step.timestep:>8.6g}  {step.sigma:>7.4f}  {step.expert:<6}  {step.guidance:>8g}  "
+                f"{'+'.join(step.branches):<11}  {step.words()}"
+            )
+        return "\n".join(lines)
+
+    def forward_words(self) -> str:
+        """`80 forwards`, or `44 of 80 forwards (45 % saved)`; `at most` where some are decided while running."""
+        most = "at most " if any(s.action == "adaptive" for s in self.steps) else ""
+        if self.unskipped in (None, self.forwards):
+            return f"{most}{self.forwards} forwards"
+        return f"{most}{self.forwards} of {self.unskipped} forwards ({100 * self.saved:.0f} % saved)"
+
+
+def make_plan(
+    *,
+    task: str = "t2v-A14B",
+    steps: int | None = None,
+    shift: float | None = None,
+    boundary: float | None = None,
+    guidance_high: float | None = None,
+    guidance_low: float | None = None,
+    solver: str = "unipc",
+) -> Plan:
+    """The plan of one generation; what is left out comes from the task.
+
+    steps 1..1000; shift > 0; boundary 0..1 (the high-noise expert runs where timestep >= boundary * 1000; 0 gives
+    every step to it, as single-model tasks need); guidance >= 0, by expert; solver "unipc", "dpm++" or "euler".
+    Raises OptionError.
+    """
+    default = find_task(task)
+    if guidance_low is not None and guidance_high is None and not default.two_experts:
+        raise OptionError(
+            f"guidance {guidance_low} given for a low-noise expert, and {default.name} has one transformer only, which "
+            "goes by guidance_high: give that, or both"
+        )
+    steps = default.steps if steps is None else steps
+    shift = default.shift if shift is None else shift
+    boundary = default.boundary if boundary is None else boundary
+    guidance: dict[Expert, float] = {
+        "high": default.guidance_high if guidance_high is None else guidance_high,
+        "low": default.guidance_low if guidance_low is None else guidance_low,
+    }
+    _check(steps, shift, boundary, guidance, solver)
+    sigmas, timesteps = SCHEDULES[solver](steps, shift)
+
+    def step(i: int) -> Step:
+        expert: Expert = "high" if timesteps[i] >= boundary * 1000 else "low"
+        return Step(
+            index=i,
+            timestep=timesteps[i],
+            sigma=sigmas[i],
+            sigma_next=sigmas[i + 1],
+            expert=expert,
+            guidance=guidance[expert],
+            branches=("cond",) if guidance[expert] == 1 else ("cond", "uncond"),
+        )
+
+    return Plan(task=default.name, solver=solver, shift=shift, boundary=boundary, steps=tuple(map(step, range(steps))))
+
+
+def _check(steps: int, shift: float, boundary: float, guidance: dict[Expert, float], solver: str) -> None:
+    if solver not in SCHEDULES:
+        raise OptionError(f"solver {solver!r} is not known; use one of: {', '.join(SCHEDULES)}")
+    if not 1 <= steps <= MAX_STEPS:
+        raise OptionError(f"steps {steps} given; allowed are 1 to {MAX_STEPS}")
+    if not (isfinite(shift) and 0 < shift <= 1000):
+        raise OptionError(f"shift {shift} given; it must be above 0 and at most 1000 (Wan uses 3 to 12)")
+    if not 0 <= boundary <= 1:
+        raise OptionError(f"boundary {boundary} given; it is a share of the noise from 0 to 1, 0.875 for text-to-video")
+    for expert, value in guidance.items():
+        if not (isfinite(value) and 0 <= value <= 100):
+            raise OptionError(
+                f"guidance {value} given for the {expert}-noise expert; allowed are 0 to 100, 1 turns it off"
+            )

@@ -1,0 +1,1 @@
+"""Worker processes that run one generation on several GPUs: launcher, supervisor, worker, client."""

@@ -1,0 +1,193 @@
+"""What workers do for a program, as calls: a whole video, or its parts one by one as a graph of nodes asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wan_core.config import LoadOptions, Request
+from wan_core.execution.report import Report
+from wan_core.sampling.plan import Plan, Step
+from wan_core.workers.launcher import Workers
+from wan_core.workers.wire import plan_from, report_from
+
+
+@dataclass(frozen=True)
+class RemoteProgress:
+    """`denoise.Progress` of a step that has run elsewhere. `picture`: what `preview` gives, its middle frame alone."""
+
+    step: Step
+    plan: Plan
+    forwards: int
+    picture: Tensor | None = None
+
+    @property
+    def total(self) -> int:
+        return len(self.plan.steps)
+
+    def left(self, seconds: float) -> float:
+        """Seconds that the rest of the run takes, at so many for one forward."""
+        return seconds * sum(step.forwards for step in self.plan.steps[self.step.index + 1 :])
+
+    def preview(self) -> Tensor:
+        """Normalised latents [1, C, 1, Y, X]."""
+        assert self.picture is not None
+        return self.picture
+
+
+OnStep = Callable[[RemoteProgress, "float | None"], None]
+
+
+@dataclass(frozen=True)
+class RemoteResult:
+    """`pipeline.Result` of workers."""
+
+    frames: np.ndarray
+    latents: Tensor
+    fps: int
+    plan: Plan
+    report: Report
+
+
+def generate(
+    workers: Workers,
+    options: LoadOptions,
+    request: Request,
+    *,
+    on_step: OnStep | None = None,
+    on_phase: Callable[[str], None] = lambda _: None,
+    keep_latents: Path | None = None,
+) -> RemoteResult:
+    """As `Pipeline.load` and `Pipeline.generate`, on all workers. Finished latents are written to `keep_latents` by
+    rank 0, whose host is this one; if the disk is full, a note of the report says so and the video comes all the same.
+    """
+    plan: Plan | None = None
+
+    def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        nonlocal plan
+        if header["name"] == "plan":
+            plan = plan_from(header["plan"])
+        elif header["name"] == "phase":
+            on_phase(header["phase"])
+        elif header["name"] == "step" and on_step is not None:
+            assert plan is not None
+            on_step(RemoteProgress(plan.steps[header["step"]], plan, header["forwards"]), header["seconds"])
+
+    asked = {
+        "options": asdict(options),
+        "request": asdict(request),
+        "mesh": workers.options.mesh,
+        "keep": None if keep_latents is None else str(keep_latents.absolute()),
+    }
+    found, tensors = workers.call("generate", asked, on_event=event)
+    report = report_from(found["report"])
+    return RemoteResult(tensors["frames"].numpy(), tensors["latents"], found["fps"], plan_from(found["plan"]), report)
+
+
+def sample(
+    workers: Workers,
+    model: Mapping[str, Any],
+    plan: Plan,
+    conditioning: Mapping[str, Tensor],
+    *,
+    shape: Sequence[int],
+    seed: int,
+    batched: bool,
+    report: Report,
+    fps: int,
+    keep: Path | None = None,
+    on_step: OnStep | None = None,
+    on_phase: Callable[[str], None] = lambda _: None,
+    poll: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """As `pipeline.sample_latents`, on all workers: un-normalised latents float32 of `shape` on the CPU.
+
+    model: high, low (paths, low may be None), precision, keep_blocks, attention, compile, residency. conditioning: the
+    fields of `Conditioning` that are given. keep: where rank 0 writes the latents before it sends them; the file goes
+    when they have arrived. Times and notes are added to `report`.
+    """
+
+    def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        if header["name"] == "phase":
+            on_phase(header["phase"])
+        elif header["name"] == "step" and on_step is not None:
+            step = plan.steps[header["step"]]
+            on_step(RemoteProgress(step, plan, header["forwards"], tensors.get("preview")), header["seconds"])
+
+    asked = {
+        "model": dict(model),
+        "mesh": workers.options.mesh,
+        "plan": asdict(plan),
+        "shape": list(shape),
+        "seed": seed,
+        "batched": batched,
+        "keep": None if keep is None else str(keep.absolute()),
+        "fps": fps,
+        "settings": report.settings,
+    }
+    found, tensors = workers.call("sample", asked, conditioning, on_event=event, poll=poll)
+    if keep is not None:
+        keep.unlink(missing_ok=True)
+    add_report(report, found["report"])
+    return tensors["latents"]
+
+
+def decode(
+    workers: Workers,
+    vae: Mapping[str, Any],
+    latents: Tensor,
+    report: Report,
+    *,
+    tile: Mapping[str, int] | None = None,
+    on_frames: Callable[[int, int], None] = lambda done, total: None,
+    poll: Callable[[], None] = lambda: None,
+) -> Tensor:
+    """As `images.decode_images`: pictures float32 [B * F, H, W, 3]. vae: path and precision."""
+
+    def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        if header["name"] == "frames":
+            on_frames(header["done"], header["total"])
+
+    asked = {"vae": dict(vae), "tile": None if tile is None else dict(tile)}
+    found, tensors = workers.call("decode", asked, {"latents": latents}, on_event=event, poll=poll)
+    add_report(report, found["report"])
+    return tensors["images"]
+
+
+def encode(
+    workers: Workers, vae: Mapping[str, Any], images: Tensor, *, poll: Callable[[], None] = lambda: None
+) -> Tensor:
+    """As `images.encode_images`: latents float32 [1, C, T, Y, X] of pictures [F, H, W, 3] in 0..1."""
+    return workers.call("encode", {"vae": dict(vae)}, {"images": images}, poll=poll)[1]["latents"]
+
+
+def encode_text(
+    workers: Workers,
+    text_encoder: Mapping[str, Any],
+    prompts: Sequence[str],
+    *,
+    poll: Callable[[], None] = lambda: None,
+) -> list[Tensor]:
+    """Rows [L, dim] of each prompt, L its own length. text_encoder: path and precision."""
+    asked = {"text_encoder": dict(text_encoder), "prompts": list(prompts)}
+    rows = workers.call("text", asked, poll=poll)[1]["rows"]
+    lengths = (rows != 0).any(-1).long() * torch.arange(1, rows.shape[1] + 1)
+    return [row[:length] for row, length in zip(rows, lengths.amax(1).tolist(), strict=True)]
+
+
+def add_report(report: Report, data: Mapping[str, Any]) -> None:
+    """What workers say of their part of a run, joined to what is known of it here."""
+    other = report_from(data)
+    report.workers = report.workers or other.workers
+    report.settings |= other.settings
+    report.notes += other.notes
+    for name, phase in other.phases.items():
+        if name in report.phases:
+            phase.seconds += report.phases[name].seconds
+        report.phases[name] = phase

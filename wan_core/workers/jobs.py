@@ -1,0 +1,333 @@
+"""What the ranks do for a request: every rank the same, rank 0 has the answer.
+
+A request carries everything that it needs, so ranks that were started anew answer it like those that had loaded the
+models already; what is loaded stays until something else is asked for, or `release`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from wan_core.checkpoint import load_text_encoder, load_vae
+from wan_core.checkpoint.latents import save_latents
+from wan_core.config import QUANTIZED, OptionError
+from wan_core.execution.memory.residency import Residency
+from wan_core.execution.optimize import optimize_vae
+from wan_core.execution.report import Report
+from wan_core.models.text.umt5 import TextEncoder
+from wan_core.models.vae.tiling import TileSpec
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.config import DiTConfig
+from wan_core.ops.attention.registry import BACKENDS, resolve_attention
+from wan_core.parallel.conditioning import rows_of_all, text_rank
+from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
+from wan_core.parallel.mesh import Mesh, RankMesh
+from wan_core.parallel.sequence import check_mesh, reads_parts
+from wan_core.parallel.weights import shared_checkpoint
+from wan_core.pipeline.builder import compute_dtype, holding, precision_of
+from wan_core.pipeline.images import decode_images, decode_latents, encode_images
+from wan_core.pipeline.loras import lora_files
+from wan_core.pipeline.pipeline import OnStep, Pipeline, sample_latents
+from wan_core.pipeline.resolved_request import make_job
+from wan_core.pipeline.sources import find_experts, find_models, own_loras, recognise
+from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.denoise import Progress
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.sparsity.run import check_kernel, ring_note
+from wan_core.workers.experts import LoadedExperts
+from wan_core.workers.wire import load_options_from, plan_from, report_data, request_from
+
+if TYPE_CHECKING:
+    from wan_core.workers.worker import Rank
+
+Answer = tuple[dict[str, Any], dict[str, Tensor]]
+Made = TypeVar("Made")
+
+
+class Jobs:
+    """The models that this rank holds, and a method for each thing that can be asked."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.meshes: dict[Mesh, RankMesh] = {}
+        self.held: dict[str, tuple[str, Any]] = {}  # kind of models -> what they were made from, and they
+
+    def run(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
+        """Raises what goes wrong, and `Interrupted`."""
+        asked: dict[str, Callable[..., Answer]] = {
+            "generate": self.generate,
+            "sample": self.sample,
+            "decode": self.decode,
+            "encode": self.encode,
+            "text": self.text,
+            "release": self.release,
+        }
+        return asked[header["op"]](header, tensors)
+
+    # ------------------------------------------------------------------------------------------------ what is loaded
+
+    def hold(self, kind: str, spec: Any, make: Callable[[], Made]) -> Made:
+        """The models of a kind, made from `spec`. Those that were made from another go first: both may not fit."""
+        key = json.dumps(spec, sort_keys=True)
+        if kind not in self.held or self.held[kind][0] != key:
+            self.held.pop(kind, None)
+            self.clean()
+            self.rank.beat("load")
+            self.rank.tell({"kind": "event", "name": "phase", "phase": "load"})
+            self.held[kind] = key, make()
+        return self.held[kind][1]
+
+    def clean(self) -> None:
+        """Give back what nothing holds any more."""
+        gc.collect()
+        if self.rank.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def release(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Answer:
+        self.held.clear()
+        self.clean()
+        return {}, {}
+
+    # ----------------------------------------------------------------------------------------------------- a whole run
+
+    def generate(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
+        """A video from a `Request`: frames uint8 [F, H, W, 3], latents, plan and report."""
+        request = request_from(header["request"])
+        options = load_options_from(header["options"], self.rank.device)
+        image = bool(request.image or request.last_image)
+        options = own_loras(options, request.preset, image=image)
+        found = find_models(options, image=image)
+        files = found.of["high"].path, found.low_path, lora_files(options.loras)
+        job = make_job(request, found.task, found.dit, found.vae, *files)
+        precision = precision_of(options.precision, found.of["high"], self.rank.device, found.of.get("low"))
+        choice = self.choose(header["mesh"], found.dit, job.tokens, job.plan, precision, options.attention)
+        spec = [asdict(options), found.task.name, str(choice.mesh)]
+        pipe = self.hold(
+            "pipeline", spec, lambda: Pipeline.load(options, request=request, ranks=self.mesh(choice.mesh))
+        )
+        job = pipe.prepare(request)
+        if choice.seconds is not None:
+            pipe.report.notes.append(f"mesh: {choice.words()}")
+        pipe.report.notes += [choice.note] * bool(choice.note)
+        self.rank.tell({"kind": "event", "name": "plan", "plan": asdict(job.plan)})
+        self.phase("text")
+        conditioning = pipe.encode(job)
+        self.phase("denoise")
+        latents = pipe.sample(job, conditioning, self.on_step(job.plan))
+        self.keep(header["keep"], latents, job.fps, pipe.report)
+        self.phase("decode")
+        frames = decode_latents(pipe.fetch("vae", pipe.models.vae), latents, pipe.report)
+        result = {"fps": job.fps, "plan": asdict(job.plan), "report": report_data(pipe.report)}
+        return result, {"frames": torch.from_numpy(frames), "latents": latents.cpu()}
+
+    # ---------------------------------------------------------------------------------- the parts, for a graph of nodes
+
+    def sample(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
+        """Noise and conditioning to un-normalised latents, by a plan that is given."""
+        spec, plan, shape = header["model"], plan_from(header["plan"]), tuple(header["shape"])
+        report = Report(self.rank.device)
+        found = find_experts(spec["high"], spec["low"])
+        tokens = found.dit.tokens(*shape[2:])
+        precision = precision_of(spec["precision"], found.high, self.rank.device, found.low)
+        choice = self.choose(header["mesh"], found.dit, tokens, plan, precision, spec["attention"])
+        ranks = self.mesh(choice.mesh)
+        with report.phase("load"):
+            make = partial(LoadedExperts, spec, found, ranks, shape[0] * tokens)
+            models = self.hold("experts", spec, make)
+            if not models.fits(ranks):
+                del models, self.held["experts"]
+                models = self.hold("experts", spec, make)
+            models.arrange(ranks)
+        report.settings["mesh"] = str(choice.mesh)
+        report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), f"residency: {models.why}"]
+        given = {name: value.to(self.rank.device) for name, value in tensors.items()}
+        self.phase("denoise")
+        latents = sample_latents(
+            plan,
+            models.acquire,
+            Conditioning(**given),
+            draw_noise(header["seed"], shape).to(self.rank.device),
+            found.vae,
+            report,
+            batched=header["batched"],
+            on_step=self.on_step(plan, preview=True),
+            ranks=ranks,
+        )
+        self.keep(header["keep"], latents, header["fps"], report, header["settings"])
+        return {"report": report_data(report), "attention": models.attention}, {"latents": latents.cpu()}
+
+    def decode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
+        """Latents [B, C, T, Y, X] to pictures float32 [B * F, H, W, 3]."""
+        report = Report(self.rank.device)
+        vae = self.vae(header["vae"])
+        self.phase("decode")
+        tile = None if header["tile"] is None else TileSpec(**header["tile"])
+        latents = tensors["latents"].to(self.rank.device)
+        images = decode_images(vae, latents, report, tile=tile, on_frames=self.on_frames)
+        return {"report": report_data(report)}, {"images": images}
+
+    def encode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
+        """Pictures [F, H, W, 3] in 0..1 to latents [1, C, T, Y, X]."""
+        vae = self.vae(header["vae"])
+        self.phase("encode")
+        return {}, {"latents": encode_images(vae, tensors["images"].to(self.rank.device))}
+
+    def vae(self, spec: Mapping[str, Any]) -> VideoVAE:
+        def load() -> VideoVAE:
+            part, device = recognise(Path(spec["path"]), "vae", load_vae), self.rank.device
+            share = partial(shared_checkpoint, ranks=self.everyone)
+            loaded = part.load(device, compute_dtype(spec["precision"], device), None, None, share)
+            return optimize_vae(cast(VideoVAE, loaded), device, self.everyone)
+
+        return self.hold("vae", spec, load)
+
+    def text(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
+        """Prompts to rows [B, L, dim], zeros at the end. One rank has the encoder."""
+        spec, device, rows = header["text_encoder"], self.rank.device, None
+        self.phase("text")
+        if self.rank.rank == text_rank(self.everyone):
+            dtype = compute_dtype(spec["precision"], device)
+
+            def load() -> Residency:
+                # Needed for a moment, and large: its weights stay in host memory and come when they are used.
+                residency = Residency(device, "swap" if device.type == "cuda" else "resident")
+                part = recognise(Path(spec["path"]), "text_encoder", load_text_encoder)
+                held = holding(part, None, spec["precision"] == "checkpoint", device)
+                residency.add("text encoder", part.load(residency.load_device, dtype, held))
+                return residency
+
+            residency = self.hold("text encoder", spec, load)
+            rows = cast(TextEncoder, residency.use("text encoder")).encode(header["prompts"])
+            residency.release("text encoder")
+        return {}, {"rows": rows_of_all(self.everyone, rows).cpu()}
+
+    # ------------------------------------------------------------------------------------------------------- the mesh
+
+    def choose(self, name: str, dit: DiTConfig, tokens: int, plan: Plan, precision: str, attention: str) -> MeshChoice:
+        """The mesh that was named, or for "auto" the best one. Raises OptionError."""
+        mesh = None if name == "auto" else Mesh.parse(name)
+        if mesh is not None and mesh.size != self.rank.size:
+            raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
+        device = self.rank.device
+        backend, _ = resolve_attention(attention, device, compute_dtype(precision, device), dit.head_dim)
+        if plan.sparse is not None:
+            check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
+        choice = self.best(dit, tokens, plan, precision, backend) if mesh is None else MeshChoice(mesh)
+        check_mesh(choice.mesh, backend, tokens, plan.sparse)
+        if choice.mesh.ring > 1 and plan.sparse is not None:
+            choice = replace(choice, note=ring_note(plan.sparse, backend, device, dit.head_dim, tokens))
+        return choice
+
+    def best(self, dit: DiTConfig, tokens: int, plan: Plan, precision: str, backend: str) -> MeshChoice:
+        """What `auto` stands for. Raises OptionError."""
+        paired = sum(step.forwards for step in plan.steps if step.forwards == 2)
+        return choose_mesh(
+            self.rank.size,
+            dit,
+            tokens,
+            paired=paired / max(1, plan.forwards),
+            fp8_linears=precision in QUANTIZED and precision != "fp8-weights",
+            fp8_attention=backend.endswith("fp8"),
+            gpus_per_host=self.rank.on_host,
+            speeds=H200 if self.rank.device.type == "cuda" else None,
+            rings=BACKENDS[backend].lse is not None and reads_parts(plan.sparse),
+            reads=shares_read(plan, dit, tokens),
+        )
+
+    def mesh(self, mesh: Mesh) -> RankMesh:
+        """Process groups are made once: they hold memory until the process ends."""
+        if mesh not in self.meshes:
+            self.meshes[mesh] = RankMesh.create(mesh, self.rank.device, timeout=self.rank.patience)
+        return self.meshes[mesh]
+
+    @property
+    def everyone(self) -> RankMesh:
+        """All ranks, for what does not care how a transformer is shared."""
+        return next(iter(self.meshes.values())) if self.meshes else self.mesh(Mesh(ulysses=self.rank.size))
+
+    # ------------------------------------------------------------------------------------------------ what is told on
+
+    def phase(self, name: str) -> None:
+        """A part of the request begins; the place to stop between parts."""
+        self.rank.beat(name)
+        self.rank.agree()
+        self.rank.tell({"kind": "event", "name": "phase", "phase": name})
+
+    def on_step(self, plan: Plan, preview: bool = False) -> OnStep:
+        """For `sample_latents`, on every rank: says how far it is, and stops all ranks if the user wants that.
+
+        The host may be one step ahead of the GPU and not more: so an interruption takes effect within a step, and the
+        GPU never waits for the host.
+        """
+        behind: list[Callable[[], None]] = []
+
+        def note(progress: Progress, seconds: float | None) -> None:
+            picture = _middle(progress.preview()) if preview and self.rank.rank == 0 else None
+            ready = None  # on a GPU: when this step has run and its picture has arrived
+            if self.rank.device.type == "cuda":
+                ready = torch.cuda.Event()
+                ready.record()
+
+            def say() -> None:
+                if ready is not None:
+                    ready.synchronize()
+                done = progress.step.index + 1
+                self.rank.beat(f"denoise {progress.step.expert}", done, progress.total)
+                self.rank.tell(
+                    {
+                        "kind": "event",
+                        "name": "step",
+                        "step": progress.step.index,
+                        "forwards": progress.forwards,
+                        "seconds": seconds,
+                    },
+                    {} if picture is None else {"preview": picture},
+                )
+
+            behind.append(say)
+            last = progress.step.index + 1 == progress.total
+            while behind and (ready is None or last or len(behind) > 1):
+                behind.pop(0)()
+            self.rank.agree()
+
+        return note
+
+    def on_frames(self, done: int, total: int) -> None:
+        """For `decode_images`, on every rank."""
+        self.rank.beat("decode", done, total)
+        self.rank.agree()
+        self.rank.tell({"kind": "event", "name": "frames", "done": done, "total": total})
+
+    def keep(
+        self, path: str | None, latents: Tensor, fps: int, report: Report, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        """Rank 0: write finished latents to `path` before anything else can go wrong. A disk that is full is told, and
+        the run goes on: the latents are still here."""
+        if path is None or self.rank.rank != 0:
+            return
+        self.rank.beat("save latents")
+        try:
+            save_latents(Path(path), latents, fps, report.settings if settings is None else settings)
+        except OSError as fault:
+            report.notes.append(f"the finished latents could not be kept in {path}: {fault}")
+            self.rank.tell({"kind": "event", "name": "not kept", "path": path, "text": str(fault)})
+        else:
+            self.rank.tell({"kind": "event", "name": "kept", "path": path})
+
+
+def _middle(latents: Tensor) -> Tensor:
+    """The middle latent frame float32 [1, C, 1, Y, X] of the first video, of which previews are drawn, on the CPU. From
+    a GPU it is still on its way: waiting for it would mean waiting for all that was launched since."""
+    middle = latents.shape[2] // 2
+    frame = latents[:1, :, middle : middle + 1].float()
+    host = torch.empty(frame.shape, pin_memory=frame.is_cuda)
+    return host.copy_(frame, non_blocking=True)
