@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wan_core.config import OptionError, UserError, imports
+from wan_core.config import OptionError, UserError
 from wan_core.workers.control import Channel, ChannelError, Listener, new_key
 from wan_core.workers.explain import explain, name_of, place, places, tail_of, words_of
 from wan_core.workers.options import WorkerOptions
@@ -94,7 +94,7 @@ class _Running:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **imports.environment(), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                 start_new_session=True,  # Ctrl+C in a terminal is for this process; it tells the others
             )
 
