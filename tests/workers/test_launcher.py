@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import (
     AdaptiveOptions,
     GuidanceOptions,
@@ -42,7 +43,6 @@ from wan_core.workers.control import (
     Listener,
     connect,
     new_key,
-    pack_tensors,
     unpack_tensors,
 )
 from wan_core.workers.explain import explain
@@ -72,7 +72,7 @@ def named_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 @given(named_tensors())
 def test_tensors_come_back_and_are_a_safetensors_file(tensors: dict[str, torch.Tensor]) -> None:
-    data = b"".join(pack_tensors(tensors))
+    data = b"".join(safetensors_pieces(tensors, {}))
     back = unpack_tensors(bytearray(data))
     reference = safetensors.torch.load(data)
     assert back.keys() == tensors.keys() == reference.keys()
@@ -83,7 +83,7 @@ def test_tensors_come_back_and_are_a_safetensors_file(tensors: dict[str, torch.T
 
 def test_what_is_not_contiguous_or_has_no_dimension_comes_back() -> None:
     tensors = {"turned": torch.arange(6.0).view(2, 3).T, "number": torch.tensor(3.5)}
-    back = unpack_tensors(bytearray(b"".join(pack_tensors(tensors))))
+    back = unpack_tensors(bytearray(b"".join(safetensors_pieces(tensors, {}))))
     assert torch.equal(back["turned"], tensors["turned"]) and back["number"].shape == ()
 
 

@@ -42,8 +42,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import OptionError, UserError
-from wan_core.workers.control import Channel, ChannelClosed, ChannelError, connect, pack_tensors, unpack_tensors
+from wan_core.workers.control import Channel, ChannelClosed, ChannelError, connect, unpack_tensors
 from wan_core.workers.supervisor import CONTROL
 
 PULSE = 0.5  # seconds between two signs of life
@@ -209,7 +210,7 @@ class Rank:
         """Rank 0's request on all ranks: JSON and safetensors, no pickle."""
         if self.rank == 0:
             text = json.dumps(header).encode()
-            body = b"".join(pack_tensors(tensors)) if tensors else b""
+            body = b"".join(safetensors_pieces(tensors, {})) if tensors else b""
             lengths = torch.tensor([len(text), len(body)])
             data = torch.frombuffer(bytearray(text + body), dtype=torch.uint8)
         else:
