@@ -126,6 +126,12 @@ def test_transformer_engine_needs_a_gpu(name):
         resolve_scheme(name, CPU)
 
 
+def test_an_old_name_runs_as_fp8_and_says_so(caplog):
+    quantization = find_quantization("fp8-block", CPU)
+    assert quantization is not None and quantization.kind is Fp8RowLinear
+    assert "running as fp8" in caplog.text
+
+
 def test_every_scheme_has_a_kind_and_words():
     assert tuple(SCHEMES) == QUANTIZED
     assert all(issubclass(s.load(), QuantLinear) and s.summary for s in SCHEMES.values())
