@@ -32,7 +32,7 @@ MAX_BODY = 16 * 2**30  # bytes; 10 s of 720p as float32 pictures are 2.5 GiB
 _MAGIC = b"WanCore control 1\n"
 _NONCE = 32
 _LENGTHS = struct.Struct(">IQ")
-_HELLO_SECONDS = 5.0  # for a stranger to prove itself
+_HELLO_SECONDS = 5.0  # in which a connection must prove that it has the key
 
 
 class ChannelError(ConnectionError):
@@ -156,7 +156,7 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, timeout: float, check: Callable[[], None] = lambda: None) -> Channel:
-        """Strangers are turned away and waiting goes on. `check` is called a few times a second and may raise.
+        """A connection without the key is closed, and waiting goes on. `check` is called a few times a second and may raise.
         Raises TimeoutError."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -169,9 +169,9 @@ class Listener:
             try:
                 self._challenge(connection)
                 return Channel(connection)
-            except OSError:  # a stranger, or the peer went away
+            except OSError:  # it does not know the key, or has closed the connection
                 connection.close()
-        raise TimeoutError(f"nobody who knows the key connected within {timeout:g} s")
+        raise TimeoutError(f"no worker with the key connected within {timeout:g} s")
 
     def _challenge(self, connection: socket.socket) -> None:
         deadline = time.monotonic() + _HELLO_SECONDS
