@@ -98,7 +98,7 @@ class PackedLinear(QuantLinear):
         """The weight [N, K]."""
         return unpack(self.packing, _parts(self), dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         if self.multiplies:
             out = mx.multiply(x.flatten(0, -2), self.packing, _parts(self), self.bias)
             return out.unflatten(0, x.shape[:-1])
