@@ -32,10 +32,11 @@ class LowRank(nn.Module):
     lora_up: Tensor | None
     lora_strength: Tensor | None
 
-    def init_lora(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.register_buffer("lora_down", None, persistent=False)
         self.register_buffer("lora_up", None, persistent=False)
-        self.__dict__["lora_strength"] = None
+        self.lora_strength = None
 
     def product(self, x: Any) -> Tensor:
         """x [..., K], in a form that the linear takes -> [..., N], in memory of its own."""
@@ -67,10 +68,6 @@ def low_rank_input(x: Tensor | Quantized, down: Tensor) -> Tensor:
 class Linear(nn.Linear, LowRank):
     """A plain linear of a transformer."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features)
-        self.init_lora()
-
     def forward(self, input: Tensor) -> Tensor:
         return LowRank.forward(self, input)
 
@@ -92,7 +89,6 @@ class QuantLinear(LowRank):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=FP8, device="meta"), False)
         self.weight_scale = nn.Parameter(torch.empty(scales, dtype=torch.float32, device="meta"), False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), False) if bias else None
-        self.init_lora()
 
     @classmethod
     def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:

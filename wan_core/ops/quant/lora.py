@@ -32,10 +32,10 @@ def attach(linear: LowRank, pairs: Sequence[tuple[Tensor, Tensor]], strength: Te
     home = next(linear.parameters()).device
     linear.lora_up = torch.cat([up for up, _ in pairs], 1).to(home, dtype)
     linear.lora_down = torch.cat([down for _, down in pairs]).to(home, dtype)
-    linear.__dict__["lora_strength"] = strength
+    linear.lora_strength = strength
 
 
 def detach(linear: LowRank) -> None:
     """The linear as it was before `attach`; nothing where none is attached."""
     linear.lora_up = linear.lora_down = None
-    linear.__dict__["lora_strength"] = None
+    linear.lora_strength = None
