@@ -922,7 +922,7 @@ def record(out: Path, checkout: Path, only: str) -> int:
         os.chdir(ROOT)
     about = {"checkout": str(checkout), "commit": commit_of(checkout), "only": only, "packages": packages()}
     schemas = checkout / "tests" / "nodes" / "node_schemas.json"
-    about["node_schemas"] = digest(schemas.read_bytes()) if schemas.exists() else None
+    about["node_schemas"] = None if schemas is None else digest(schemas.read_bytes())
     text = json.dumps({"about": about, "cases": cases}, indent=1, ensure_ascii=False)
     (out / "record.json").write_text(text + "\n")
     print(f"\n{len(cases)} cases in {time.monotonic() - began:.0f} s -> {out / 'record.json'}")
