@@ -7,8 +7,8 @@ read and not yet asked for is bounded too.
 
 Processes that read together (`Checkpoint.readers`) each read their part of a large tensor ahead, directly into its
 place in the whole. The parts of the others arrive when the tensor is asked for: by then this process has read further,
-so that exchanges and reading overlap. If the file of one process cannot be read, the others wait in an exchange until its
-timeout.
+so that exchanges and reading overlap. If the file of one process cannot be read, the others wait in an exchange until
+its timeout.
 
 The page cache is used: cold disks were measured to give the same with and without it, and a second load is warm.
 
@@ -110,9 +110,9 @@ class Mapped:
 
 @dataclass(eq=False)
 class Wanted:
-    """A tensor that is being read. `begin`, `end`: what of it is read here; `part`: bytes of each reader's part, 0 where this
-    is the whole. `flat`: its bytes where they shall be, behind them what parts have beyond the end; `left`: pieces that
-    are not there yet."""
+    """A tensor that is being read. `begin`, `end`: its bytes that this process reads; `part`: bytes of each reader's
+    part, 0 where one reads the whole. `flat`: memory for its bytes, and for those by which the parts reach beyond its
+    end; `left`: pieces that are still to be read."""
 
     name: str
     nbytes: int

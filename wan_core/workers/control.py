@@ -156,8 +156,8 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, timeout: float, check: Callable[[], None] = lambda: None) -> Channel:
-        """A connection without the key is closed, and waiting goes on. `check` is called a few times a second and may raise.
-        Raises TimeoutError."""
+        """A connection without the key is closed, and waiting goes on. `check` is called a few times a second and may
+        raise. Raises TimeoutError."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             check()
