@@ -26,8 +26,8 @@ model's files, with seeded random numbers.
 Sums depend on the number of threads, so everything runs on one thread. Times, devices and paths of temporary folders do
 not enter a recording. Recordings of different torch versions or CPUs differ, so compare those of one machine.
 
-Of the node schemas only the sha256 of the frozen file, tests/nodes/node_schemas.json, is recorded. Whether the nodes still
-agree with it is the work of tests/nodes/test_nodes_schemas.py.
+Of the node schemas only the sha256 of the frozen file, node_schemas.json of the tests, is recorded. Whether the nodes
+still agree with it is the work of test_nodes_schemas.py.
 """
 
 from __future__ import annotations
