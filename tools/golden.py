@@ -921,7 +921,7 @@ def record(out: Path, checkout: Path, only: str) -> int:
                 print(f"\r{len(cases):>4} cases  {name[:90]:<90}", end="", file=sys.stderr, flush=True)
         os.chdir(ROOT)
     about = {"checkout": str(checkout), "commit": commit_of(checkout), "only": only, "packages": packages()}
-    schemas = checkout / "tests" / "nodes" / "node_schemas.json"
+    schemas = next((checkout / "tests").rglob("node_schemas.json"), None)  # its folder may change
     about["node_schemas"] = None if schemas is None else digest(schemas.read_bytes())
     text = json.dumps({"about": about, "cases": cases}, indent=1, ensure_ascii=False)
     (out / "record.json").write_text(text + "\n")
