@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import os
 import socket
 import struct
 import threading
@@ -231,7 +232,7 @@ def test_a_port_of_another_program_is_recognised() -> None:
 def test_waiting_ends_and_may_be_given_up() -> None:
     listener = Listener(new_key())
     begin = time.monotonic()
-    with pytest.raises(TimeoutError, match="knows the key"):
+    with pytest.raises(TimeoutError, match="no worker connected within"):
         listener.accept(0.3)
 
     def check() -> None:
@@ -332,14 +333,16 @@ def test_devices(text: str, gpus: int, devices: tuple[str, ...]) -> None:
     ("text", "gpus", "words"),
     [
         ("auto", 0, "cpu,cpu"),
-        ("3", 2, "sees 2"),
+        ("3", 2, "finds 2"),
         ("0", 2, "at most as many"),
         ("1,2", 2, "cuda:2"),
-        ("0,0", 2, "one rank"),
-        ("cpu,0", 2, "do not work together"),
+        ("0,0", 2, "each GPU once"),
+        ("cpu,0", 2, "cannot be mixed"),
         ("rocm,rocm", 2, "'rocm' is not known"),
         ("", 2, "not known"),
         ("cuda", 2, "not known"),
+        ("9" * 5000, 2, "finds 2"),
+        ("cuda:" + "9" * 5000, 2, "finds 2"),
     ],
 )
 def test_devices_that_cannot_be(text: str, gpus: int, words: str) -> None:
@@ -361,13 +364,24 @@ def test_devices_are_known_or_refused(text: str, gpus: int) -> None:
         ({"devices": ()}, "no device"),
         ({"step_timeout": 0}, "1 to 86400"),
         ({"nodes": 2}, "need a rendezvous"),
-        ({"rendezvous": "host:1"}, "one needs none"),
+        ({"rendezvous": "host:1"}, "one host needs none"),
         ({"nodes": 2, "rendezvous": "host"}, "HOST:PORT"),
     ],
 )
 def test_options_that_cannot_be(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         WorkerOptions(**{"devices": ("cpu", "cpu"), **changed})
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+def test_no_more_cpu_workers_than_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """Two are allowed on any machine."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    most = max(2, cores)
+    assert WorkerOptions(devices=parse_devices("cpu," * (most - 1) + "cpu", 0)).devices == ("cpu",) * most
+    for count in (most + 1, 100_000):
+        with pytest.raises(OptionError, match=f"{count} workers on the CPU given; allowed are {most}"):
+            WorkerOptions(devices=parse_devices("cpu," * (count - 1) + "cpu", 0))
 
 
 def test_a_mesh_over_hosts_is_checked_when_they_are_there() -> None:
@@ -377,9 +391,9 @@ def test_a_mesh_over_hosts_is_checked_when_they_are_there() -> None:
 # ---------------------------------------------------------------------------------------------------------------- words
 
 
-def test_the_rank_that_failed_is_named_before_those_that_lost_it() -> None:
+def test_the_rank_that_failed_is_named_and_not_those_that_lost_it() -> None:
     def failure(rank: int, said: dict[str, Any] | None, exit: int = 1) -> dict[str, Any]:
-        signal = {-9: "SIGKILL", -15: "SIGTERM"}.get(exit)
+        signal = {-7: "SIGBUS", -9: "SIGKILL", -15: "SIGTERM"}.get(exit)
         return {"rank": rank, "pid": 100 + rank, "exit": exit, "signal": signal, "said": said, "tail": "oh\n\nno\n"}
 
     def said(rank: int, reason: str, text: str) -> dict[str, Any]:
@@ -398,32 +412,49 @@ def test_the_rank_that_failed_is_named_before_those_that_lost_it() -> None:
     assert "rank 0" not in explain({"failures": [ended, failure(1, None, -9)]}, statuses, 1)
     assert "SIGTERM" in explain({"failures": [ended]}, statuses, 1)
     assert "Connection closed" in explain({"failures": [lost]}, statuses, 1)
-    assert "ended with -9" in explain(None, statuses, -9)
+    reported = failure(0, said(1, "user", "a.safetensors: cannot be read"))  # by rank 0, of rank 1 on another host
+    for failures in ([reported], [reported, failure(1, None)], [reported, failure(1, reported["said"])]):
+        words = explain({"failures": failures}, statuses, 1)
+        assert words.startswith("rank 1 on h (process 101, cuda:1) refused the request in denoise high, step 3 of 9")
+        assert words.count("a.safetensors: cannot be read") == 1 and "rank 0" not in words
+    assert "became shorter" in explain({"failures": [failure(1, None, -7)]}, statuses, 1)
+    assert "ended with code -9" in explain(None, statuses, -9)
 
 
-def test_ranks_that_were_idle_for_long_do_not_hang() -> None:
-    """What they say just before a request reaches them is that nothing moved since the last one."""
+def test_idle_ranks_are_not_taken_for_ranks_that_hang() -> None:
+    """Their last status before a request still counts the time since the request before."""
     workers = Workers(WorkerOptions(devices=("cpu",), step_timeout=10))
     status = {"rank": 0, "host": "h", "pid": 1, "device": "cpu", "phase": "idle", "step": 0, "of": 0, "count": 3}
     now = time.monotonic()
-    running: Any = SimpleNamespace(statuses=[{**status, "silent": 0.1, "still": 4000.0}], heard=now, begun=now)
-    workers._watch(running, "sample")
-    running.begun -= 11
-    with pytest.raises(WorkerError, match="no rank got any further for 10 s"):
-        workers._watch(running, "sample")
+    running: Any = SimpleNamespace(
+        statuses=[{**status, "since_heartbeat": 0.1, "since_progress": 4000.0}], last_frame=now, request_start=now
+    )
+    workers._check_timeouts(running, "sample")
+    running.request_start -= 11
+    with pytest.raises(WorkerError, match="no rank made progress for 10 s"):
+        workers._check_timeouts(running, "sample")
 
 
-def test_a_rank_is_not_blamed_for_the_silence_of_the_one_that_reports() -> None:
-    """Rank 0 says how long each of the others has been silent; while it is late itself, nobody knows."""
-    workers = Workers(WorkerOptions(devices=("cpu", "cpu"), silence=10))
-    status = {"host": "h", "pid": 1, "device": "cpu", "phase": "load", "step": 0, "of": 0, "count": 3, "still": 0.0}
-    statuses = [{**status, "rank": rank, "silent": 1.0 * rank} for rank in range(2)]
+def test_a_late_rank_0_does_not_make_the_others_late() -> None:
+    """Rank 0 reports how old the heartbeats of the others are; the age of its own report does not count."""
+    workers = Workers(WorkerOptions(devices=("cpu", "cpu"), heartbeat_timeout=10))
+    status = {
+        "host": "h",
+        "pid": 1,
+        "device": "cpu",
+        "phase": "load",
+        "step": 0,
+        "of": 0,
+        "count": 3,
+        "since_progress": 0.0,
+    }
+    statuses = [{**status, "rank": rank, "since_heartbeat": 1.0 * rank} for rank in range(2)]
     now = time.monotonic()
-    running: Any = SimpleNamespace(statuses=statuses, heard=now - 9.5, begun=now)
-    workers._watch(running, "sample")
-    running.heard -= 1
-    with pytest.raises(WorkerError, match=r"rank 0 gave no sign of life for 1[01] s"):
-        workers._watch(running, "sample")
-    running.heard, statuses[1]["silent"] = now, 11.0
-    with pytest.raises(WorkerError, match=r"rank 1 .* gave no sign of life for 11 s"):
-        workers._watch(running, "sample")
+    running: Any = SimpleNamespace(statuses=statuses, last_frame=now - 9.5, request_start=now)
+    workers._check_timeouts(running, "sample")
+    running.last_frame -= 1
+    with pytest.raises(WorkerError, match=r"rank 0 sent no heartbeat for 1[01] s"):
+        workers._check_timeouts(running, "sample")
+    running.last_frame, statuses[1]["since_heartbeat"] = now, 11.0
+    with pytest.raises(WorkerError, match=r"rank 1 .* sent no heartbeat for 11 s"):
+        workers._check_timeouts(running, "sample")

@@ -38,7 +38,7 @@ from wan_core.pipeline.sources import TINY as TINY_FILES
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.conditioning import Conditioning, draw_noise, join_image
 from wan_core.workers import client as remote
-from wan_core.workers import launcher
+from wan_core.workers import processes as worker_processes
 from wan_core.workers.client import RemoteProgress, RemoteResult, generate
 from wan_core.workers.control import Listener, new_key
 from wan_core.workers.launcher import WorkerError, Workers
@@ -56,7 +56,7 @@ SMALL |= {"steps": 2}
 LEAST = {**SMALL, "width": 32, "height": 32, "steps": 1}
 LONG = {**SMALL, "steps": 1000, "solver": "euler", "width": 96, "height": 96, "frames": 17}  # half a minute at least
 MESH = "1x1x2"  # every forward needs both ranks
-PATIENCE: dict[str, Any] = {"start_timeout": 120.0, "step_timeout": 120.0, "silence": 60.0}  # for a busy machine
+TIMEOUTS: dict[str, Any] = {"start_timeout": 120.0, "step_timeout": 120.0, "heartbeat_timeout": 60.0}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def workers() -> Iterator[Workers]:
     """One pair for all tests: each finds it working, or has it started anew by its first request."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**20))  # what is freed can be seen
-    with Workers(WorkerOptions(devices=("cpu", "cpu"), mesh=MESH, **PATIENCE)) as found:
+    with Workers(WorkerOptions(devices=("cpu", "cpu"), mesh=MESH, **TIMEOUTS)) as found:
         assert run(found).frames.shape == (5, 48, 48, 3)
         with forking():
             yield found
@@ -94,8 +94,8 @@ def ranks(workers: Workers) -> list[int]:
 
 
 def supervisor_of(workers: Workers) -> int:
-    assert workers._running is not None
-    return workers._running.process.pid
+    assert workers._processes is not None
+    return workers._processes.process.pid
 
 
 def all_of(workers: Workers) -> set[int]:
@@ -108,8 +108,8 @@ def in_a_step(workers: Workers, act: Callable[[], object]) -> Callable[..., None
     done: list[bool] = []
 
     def on_step(progress: RemoteProgress, _: float | None) -> None:
-        assert workers._running is not None
-        statuses = workers._running.statuses
+        assert workers._processes is not None
+        statuses = workers._processes.statuses
         if not done and len(statuses) == 2 and all(status["of"] == progress.total for status in statuses):
             done.append(True)
             act()
@@ -118,12 +118,12 @@ def in_a_step(workers: Workers, act: Callable[[], object]) -> Callable[..., None
 
 
 @contextlib.contextmanager
-def impatient(workers: Workers, **limits: float) -> Iterator[None]:
+def short_timeouts(workers: Workers, **limits: float) -> Iterator[None]:
     """With shorter limits."""
-    patient = workers.options
-    workers.options = replace(patient, **limits)  # pyright: ignore[reportArgumentType]
+    original = workers.options
+    workers.options = replace(original, **limits)  # pyright: ignore[reportArgumentType]
     yield
-    workers.options = patient
+    workers.options = original
 
 
 def failure(workers: Workers, **changed: Any) -> str:
@@ -208,7 +208,7 @@ def test_a_rank_killed_in_a_step(workers: Workers) -> None:
     pids = ranks(workers)
     words = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(pids[1], signal.SIGKILL)))
     assert f"rank 1 on {socket.gethostname()} (process {pids[1]}, cpu) was ended by signal 9 (SIGKILL)" in words
-    assert "denoise" in words and "of 1000" in words and "anew" in words
+    assert "denoise" in words and "of 1000" in words and "again" in words
     assert run(workers).frames.std() > 0 and not set(ranks(workers)) & set(pids)
 
 
@@ -235,20 +235,20 @@ def test_a_rank_that_stops(workers: Workers, rank: int) -> None:
 
     def stop() -> None:
         os.kill(pids[rank], signal.SIGSTOP)
-        workers.options = replace(workers.options, silence=5.0)
+        workers.options = replace(workers.options, heartbeat_timeout=5.0)
 
-    with impatient(workers):  # from then on
+    with short_timeouts(workers):  # from then on
         words = failure(workers, **LONG, on_step=in_a_step(workers, stop))
-    assert f"rank {rank}" in words and "no sign of life" in words and "denoise" in words and "of 1000" in words
+    assert f"rank {rank}" in words and "no heartbeat" in words and "denoise" in words and "of 1000" in words
 
 
 def test_ranks_that_get_no_further(workers: Workers, tmp_path: Path) -> None:
     """They live and say so, but wait for something that never comes: here, for a picture that nobody writes."""
     ranks(workers)
     os.mkfifo(tmp_path / "first.png")
-    with impatient(workers, step_timeout=3.0):
+    with short_timeouts(workers, step_timeout=3.0):
         words = failure(workers, image=str(tmp_path / "first.png"))
-    assert "no rank got any further for 3 s" in words and "rank 0: idle; rank 1: idle" in words
+    assert "no rank made progress for 3 s" in words and "rank 0: idle; rank 1: idle" in words
 
 
 def limit_memory(pid: int) -> None:
@@ -265,6 +265,30 @@ def test_a_rank_that_runs_out_of_memory(workers: Workers) -> None:
     words = failure(workers, width=1024, height=1024, frames=81, steps=1)
     assert f"rank 1 on {socket.gethostname()} (process {pids[1]}, cpu) ran out of memory in " in words
     assert "Smaller" in words or "smaller size" in words
+
+
+def open_no_more_files(pid: int) -> None:
+    """Every number of a file up to the limit is in use."""
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    free = min(set(range(len(used) + 1)) - used)
+    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, hard))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_open_a_file(workers: Workers, rank: int) -> None:
+    """The other rank waits for it in the first exchange of loading."""
+    run(workers)
+    pids, begin = ranks(workers), time.monotonic()
+    open_no_more_files(pids[rank])
+    with pytest.raises(WorkerError) as raised:
+        generate(workers, replace(TINY, precision="bf16"), Request(**SMALL))
+    assert time.monotonic() - begin < 20
+    words = str(raised.value)
+    assert f"rank {rank} on {socket.gethostname()} (process {pids[rank]}, cpu) refused the request" in words
+    assert ".safetensors: cannot be read (Too many open files)" in words
+    wait_until_gone(pids)
+    assert run(workers).frames.std() > 0
 
 
 def test_ranks_that_all_run_out_of_memory_go_on_with_the_next_prompt(workers: Workers) -> None:
@@ -327,18 +351,18 @@ def test_a_supervisor_that_is_killed_takes_its_ranks_along(workers: Workers) -> 
     supervisor = supervisor_of(workers)
     assert below(os.getpid()) >= {supervisor, *pids}
     words = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(supervisor, signal.SIGKILL)))
-    assert "supervisor of the ranks ended with -9" in words
+    assert "supervisor of the ranks ended with code -9" in words
     assert run(workers).frames.std() > 0
 
 
 def test_workers_that_are_dropped_end() -> None:
     """Without a word, as a node does that is removed from its graph."""
-    dropped = Workers(WorkerOptions(devices=("cpu",), **PATIENCE))
+    dropped = Workers(WorkerOptions(devices=("cpu",), **TIMEOUTS))
     with forking(ranks=1):
         dropped.call("ping")
     mine = all_of(dropped)
     assert len(mine) == 2
-    folder = dropped._running.folder if dropped._running else ""
+    folder = dropped._processes.folder if dropped._processes else ""
     assert Path(folder).is_dir()
     del dropped
     wait_until_gone(mine)
@@ -347,9 +371,9 @@ def test_workers_that_are_dropped_end() -> None:
 
 def test_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks know another key than the program: neither works for the other."""
-    monkeypatch.setattr(launcher, "Listener", lambda key: Listener(new_key()))
+    monkeypatch.setattr(worker_processes, "Listener", lambda key: Listener(new_key()))
     others, begin = below(os.getpid()), time.monotonic()
-    strangers = Workers(WorkerOptions(devices=("cpu",), **PATIENCE))
+    strangers = Workers(WorkerOptions(devices=("cpu",), **TIMEOUTS))
     with forking(ranks=1), pytest.raises(WorkerError, match="refused the key of this worker"):
         run(strangers)
     assert time.monotonic() - begin < 40
@@ -361,7 +385,7 @@ def test_a_rendezvous_port_that_is_taken() -> None:
     others, begin = below(os.getpid()), time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = {"nodes": 2, "rendezvous": f"127.0.0.1:{taken.getsockname()[1]}", "run_id": "taken"}
-        lost = Workers(WorkerOptions(devices=("cpu",), **{**PATIENCE, "start_timeout": 4}, **options))
+        lost = Workers(WorkerOptions(devices=("cpu",), **{**TIMEOUTS, "start_timeout": 4}, **options))
         with forking(), pytest.raises(WorkerError, match=r"port taken|not ready within 4 s") as raised:
             run(lost)
     assert time.monotonic() - begin < 40, raised.value
