@@ -373,6 +373,13 @@ def test_options_that_cannot_be(changed: dict[str, Any], words: str) -> None:
         WorkerOptions(**{"devices": ("cpu", "cpu"), **changed})
 
 
+def test_workers_on_the_cpu_can_be_off() -> None:
+    for text in ("cpu", "cpu,cpu", "cpu,0"):
+        with pytest.raises(OptionError, match="WANCORE_ALLOW_CPU_WORKERS=1"):
+            parse_devices(text, 2, cpu=False)
+    assert parse_devices("0,1", 2, cpu=False) == ("cuda:0", "cuda:1")
+
+
 @pytest.mark.parametrize("cores", [1, 4])
 def test_no_more_cpu_workers_than_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """Two are allowed on any machine."""

@@ -120,13 +120,13 @@ class Workers:
             answer: Frame | None = None
             try:
                 answer = self._wait(processes, number, op, on_event, poll)
+                return _result(answer)
             except (KeyboardInterrupt, SystemExit):  # the program ends: do not wait for the next step
                 self._end()
                 raise
             finally:
                 if answer is None and self._processes is processes:  # on_event or poll raised
                     self._interrupt(processes, number, op)
-            return _result(answer)
 
     def _wait(
         self, processes: WorkerProcesses, number: int, op: str, on_event: OnEvent, poll: Callable[[], None]

@@ -9,6 +9,8 @@ from wan_core.config import OptionError
 from wan_core.parallel.mesh import Mesh
 from wan_core.workers.supervisor import available_cores
 
+ALLOW_CPU = "WANCORE_ALLOW_CPU_WORKERS"  # 1: users of ComfyUI may start workers on the CPU (docs/headless.md)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
@@ -61,9 +63,9 @@ def most_cpu_workers() -> int:
     return max(2, available_cores())
 
 
-def parse_devices(text: str, gpus: int) -> tuple[str, ...]:
+def parse_devices(text: str, gpus: int, *, cpu: bool = True) -> tuple[str, ...]:
     """The devices that `text` names: `auto` or `all` (every GPU), how many, or a list like `0,1`, `cuda:2,cuda:3`,
-    `cpu,cpu`. gpus: how many this machine has. Raises OptionError."""
+    `cpu,cpu`. gpus: how many this machine has. cpu: whether workers on the CPU are allowed. Raises OptionError."""
     given = text.strip().lower()
     if given in ("auto", "all"):
         if not gpus:
@@ -86,6 +88,11 @@ def parse_devices(text: str, gpus: int) -> tuple[str, ...]:
             )
         if kind == "cuda" and (len(index) > 6 or int(index) >= gpus):
             raise OptionError(f"device {name[:20]!r} given, and torch finds {gpus} NVIDIA GPUs here")
+    if "cpu" in names and not cpu:
+        raise OptionError(
+            f"devices {text[:80]!r} given; workers on the CPU are off here: name GPUs, or start ComfyUI with the "
+            f"environment variable {ALLOW_CPU}=1"
+        )
     if "cpu" in names and set(names) != {"cpu"}:
         raise OptionError(f"devices {text[:80]!r} given; CPU and GPU workers cannot be mixed")
     if len(set(names)) < len(names) and set(names) != {"cpu"}:
