@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.launched import below, ranks_below, wait_until, wait_until_gone
+from tests.launched import below, open_no_more_files, ranks_below, wait_until, wait_until_gone
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.workers.client import RemoteProgress, generate
@@ -64,6 +66,19 @@ def test_a_killed_rank_is_named_and_the_next_prompt_works() -> None:
         wait_until_gone(pids)
         assert generate(running, TINY, Request(prompt=PROMPT, steps=2)).frames.std() > 0
     wait_until_gone(below(os.getpid()))
+
+
+def test_a_rank_that_cannot_open_a_file_ends_all_in_seconds() -> None:
+    """The others wait for it in an exchange of NCCL, which does not notice that a peer has ended."""
+    with workers(MESHES[1]) as running:
+        generate(running, TINY, Request(prompt=PROMPT, steps=2))
+        pids, begin = ranks_below(os.getpid()), time.monotonic()
+        open_no_more_files(pids[-1])
+        with pytest.raises(WorkerError, match=rf"process {pids[-1]}, cuda.* refused the request .*cannot be read"):
+            generate(running, replace(TINY, precision="bf16"), Request(prompt=PROMPT, steps=2))
+        assert time.monotonic() - begin < 30
+        wait_until_gone(pids)
+        assert generate(running, TINY, Request(prompt=PROMPT, steps=2)).frames.std() > 0
 
 
 def test_a_video_too_large_for_every_gpu_is_told() -> None:

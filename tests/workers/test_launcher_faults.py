@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from tests.forked import Forked, forking
-from tests.launched import below, memory_of, wait_until, wait_until_gone
+from tests.launched import below, memory_of, open_no_more_files, wait_until, wait_until_gone
 from wan_core import load_text_encoder, load_vae, make_plan
 from wan_core.checkpoint.latents import load_latents
 from wan_core.config import LoadOptions, OptionError, Request
@@ -265,14 +265,6 @@ def test_a_rank_that_runs_out_of_memory(workers: Workers) -> None:
     words = failure(workers, width=1024, height=1024, frames=81, steps=1)
     assert f"rank 1 on {socket.gethostname()} (process {pids[1]}, cpu) ran out of memory in " in words
     assert "Smaller" in words or "smaller size" in words
-
-
-def open_no_more_files(pid: int) -> None:
-    """Every number of a file up to the limit is in use."""
-    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
-    free = min(set(range(len(used) + 1)) - used)
-    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, hard))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
