@@ -1,4 +1,4 @@
-"""Workers on several NVIDIA GPUs: the result of one GPU, errors that are found, and memory that is given back."""
+"""Workers on several NVIDIA GPUs: the result of one GPU, errors that are reported, and memory that is freed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def free_bytes() -> list[int]:
     return [torch.cuda.mem_get_info(i)[0] for i in range(GPUS)]
 
 
-def test_every_mesh_makes_what_one_gpu_makes_and_leaves_no_memory_behind() -> None:
+def test_every_mesh_gives_the_result_of_one_gpu_and_frees_its_memory() -> None:
     request = Request(prompt=PROMPT, seed=3, steps=4)
     alone = Pipeline.load(TINY).generate(request)
     before = free_bytes()
@@ -81,8 +81,8 @@ def test_a_rank_that_cannot_open_a_file_ends_all_in_seconds() -> None:
         assert generate(running, TINY, Request(prompt=PROMPT, steps=2)).frames.std() > 0
 
 
-def test_a_video_too_large_for_every_gpu_is_told() -> None:
-    """The ranks live on, or are started anew."""
+def test_a_video_too_large_for_every_gpu_is_reported() -> None:
+    """The ranks stay alive, or are started again."""
     large = Request(prompt=PROMPT, steps=1, width=8192, height=8192, frames=201)  # 137 GB of tokens before any block
     with workers(MESHES[1]) as running:
         with pytest.raises(WorkerError, match="ran out of memory"):

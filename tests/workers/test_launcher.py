@@ -1,4 +1,4 @@
-"""The control channel, and what a user may ask of workers: nothing here starts a rank."""
+"""The control channel, options and messages of the workers, without starting a rank."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_tensors_come_back_and_are_a_safetensors_file(tensors: dict[str, torch.T
             assert other.dtype == tensor.dtype and other.shape == tensor.shape and torch.equal(other, tensor)
 
 
-def test_what_is_not_contiguous_or_has_no_dimension_comes_back() -> None:
+def test_tensors_without_dimensions_or_not_contiguous_come_back() -> None:
     tensors = {"turned": torch.arange(6.0).view(2, 3).T, "number": torch.tensor(3.5)}
     back = unpack_tensors(bytearray(b"".join(pack_tensors(tensors))))
     assert torch.equal(back["turned"], tensors["turned"]) and back["number"].shape == ()
@@ -113,7 +113,7 @@ def test_bytes_that_are_no_tensors_are_refused(data: bytearray) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_raise_anything_else(data: bytes) -> None:
+def test_other_bytes_raise_nothing_but_channel_errors(data: bytes) -> None:
     with contextlib.suppress(ChannelError):
         unpack_tensors(bytearray(data))
 
@@ -172,8 +172,8 @@ def test_a_wrong_key_is_refused_and_the_right_one_still_comes_through() -> None:
     assert ends[0].receive()[0] == {"n": 1}
 
 
-def test_a_stranger_that_says_little_by_little_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte begins no new wait: or one stranger would keep the workers out until they give up."""
+def test_a_connection_that_sends_byte_by_byte_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte does not restart the timeout: otherwise such a connection would keep the workers from connecting."""
     monkeypatch.setattr(control, "_HELLO_SECONDS", 0.5)
     key, ends, done = new_key(), [], threading.Event()
     listener = Listener(key)
@@ -199,7 +199,7 @@ def test_a_stranger_that_says_little_by_little_is_not_waited_for(monkeypatch: py
 
 
 def test_a_program_that_does_not_know_the_key_is_refused_too() -> None:
-    """Whoever took the port cannot have work done for it."""
+    """A program that has taken the port cannot use the workers."""
     key, server = new_key(), socket.create_server(("127.0.0.1", 0))
 
     def pretend() -> None:
@@ -229,7 +229,7 @@ def test_a_port_of_another_program_is_recognised() -> None:
     server.close()
 
 
-def test_waiting_ends_and_may_be_given_up() -> None:
+def test_waiting_for_workers_ends_and_can_be_interrupted() -> None:
     listener = Listener(new_key())
     begin = time.monotonic()
     with pytest.raises(TimeoutError, match="no worker connected within"):
@@ -253,7 +253,7 @@ def test_a_frame_that_announces_too_much_is_not_read(lengths: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("text", [b"not json", b"[1]", b"\xff\xff"])
-def test_a_header_that_is_none_is_refused(text: bytes) -> None:
+def test_a_header_that_is_no_json_object_is_refused(text: bytes) -> None:
     program, worker = pair(new_key())
     worker._socket.sendall(struct.pack(">IQ", len(text), 0) + text)
     with pytest.raises(ChannelError, match="JSON"):
@@ -301,7 +301,7 @@ def test_a_request_comes_back_exactly(skip: SkipOptions | None, seed: int) -> No
     assert request_from(again(asdict(request))) == request
 
 
-def test_a_report_of_elsewhere_goes_on_here() -> None:
+def test_a_report_of_the_ranks_continues_here() -> None:
     report = Report(torch.device("cpu"), {"a": 1}, {"decode": Phase(1.5, peak=2**30, steps=3)}, ["a note"])
     back = report_from(again(report_data(report) | {"device": "NVIDIA H200"}))
     with back.phase("write"):
@@ -345,13 +345,13 @@ def test_devices(text: str, gpus: int, devices: tuple[str, ...]) -> None:
         ("cuda:" + "9" * 5000, 2, "finds 2"),
     ],
 )
-def test_devices_that_cannot_be(text: str, gpus: int, words: str) -> None:
+def test_invalid_devices(text: str, gpus: int, words: str) -> None:
     with pytest.raises(OptionError, match=words):
         parse_devices(text, gpus)
 
 
 @given(st.text(max_size=12), st.integers(0, 8))
-def test_devices_are_known_or_refused(text: str, gpus: int) -> None:
+def test_any_text_names_devices_or_is_refused(text: str, gpus: int) -> None:
     with contextlib.suppress(OptionError):
         assert parse_devices(text, gpus)
 
@@ -368,7 +368,7 @@ def test_devices_are_known_or_refused(text: str, gpus: int) -> None:
         ({"nodes": 2, "rendezvous": "host"}, "HOST:PORT"),
     ],
 )
-def test_options_that_cannot_be(changed: dict[str, Any], words: str) -> None:
+def test_invalid_options(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         WorkerOptions(**{"devices": ("cpu", "cpu"), **changed})
 
@@ -391,7 +391,7 @@ def test_no_more_cpu_workers_than_cores(monkeypatch: pytest.MonkeyPatch, cores: 
             WorkerOptions(devices=parse_devices("cpu," * (count - 1) + "cpu", 0))
 
 
-def test_a_mesh_over_hosts_is_checked_when_they_are_there() -> None:
+def test_a_mesh_over_hosts_is_checked_when_they_have_connected() -> None:
     assert WorkerOptions(devices=("cpu",) * 2, mesh="2x1x2", nodes=2, rendezvous="host:29400").mesh == "2x1x2"
 
 

@@ -1,5 +1,4 @@
-"""Workers from the command line, and over two hosts: here two launchers on one machine, which share nothing but a
-rendezvous."""
+"""Workers from the command line, and on two hosts: here two launchers on one machine that share only a rendezvous."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def free_port() -> int:
 
 
 def further_host(port: int, name: str, ranks: int = 1, cwd: Path | None = None) -> subprocess.Popen[str]:
-    """torchrun as docs/parallel.md has it for further hosts, but for this machine's address and CPUs."""
+    """The torchrun command of docs/parallel.md for further hosts, with this machine's address and CPUs."""
     [line] = re.findall(r"^torchrun (.*)$", DOC.replace("\\\n", " "), re.MULTILINE)
     words = line.replace("HOST:PORT", f"127.0.0.1:{port}").replace("NAME", name).split()
     command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *words]
@@ -51,8 +50,8 @@ def further_host(port: int, name: str, ranks: int = 1, cwd: Path | None = None) 
     )
 
 
-def test_two_hosts_make_what_one_process_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of the program's host come first, whichever launcher was there first, and end with the program's."""
+def test_two_hosts_give_the_result_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of the program's host have the first numbers, and the others end with the program."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     tiny, port = LoadOptions(model="tiny", device="cpu"), free_port()
     alone = Pipeline.load(tiny).generate(Request(**SMALL))
@@ -98,7 +97,7 @@ def test_a_file_that_one_host_does_not_have(tmp_path: Path, monkeypatch: pytest.
     wait_until_gone(processes)
 
 
-def test_a_host_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     options, others = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "run_id": "alone"}, below(os.getpid())
     workers = Workers(WorkerOptions(devices=("cpu",), start_timeout=4, **options))
     with forking(), pytest.raises(WorkerError, match=r"not ready within 4 s|could not connect to each other"):
@@ -106,7 +105,7 @@ def test_a_host_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_until_gone(below(os.getpid()) - others)
 
 
-def test_generate_on_gpus_writes_what_generate_writes(
+def test_generate_with_gpus_writes_the_same_video(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -133,6 +132,7 @@ def test_generate_on_gpus_writes_what_generate_writes(
         (["--gpus", "99"], "torch finds"),
         (["--gpus", "cpu,cpu", "--mesh", "1x1x3"], "needs 3 ranks"),
         (["--gpus", "cpu", "--nnodes", "2"], "need a rendezvous"),
+        (["--gpus", "cpu" + ",cpu" * 999], "1000 workers on the CPU given"),
     ],
 )
 def test_options_that_do_not_fit(asked: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from wan_core.config import imports
 from wan_core.workers.control import Channel, ChannelError, Listener, new_key
 from wan_core.workers.options import WorkerOptions
-from wan_core.workers.supervisor import Orders
+from wan_core.workers.supervisor import SupervisorOptions
 
 ROOT = Path(__file__).resolve().parents[2]  # must be importable in the ranks
 STOP_SECONDS = 5.0  # for ranks that are told to end
@@ -46,7 +46,7 @@ class WorkerProcesses:
             undo.callback(self.listener.close)
             self.folder = tempfile.mkdtemp(prefix="wancore-workers-")
             undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            orders = Orders(
+            sent = SupervisorOptions(
                 key=self.key.hex(),
                 port=self.listener.port,
                 devices=options.devices,
@@ -60,7 +60,7 @@ class WorkerProcesses:
             self.process = self._start()
             undo.callback(self.process.kill)
             assert self.process.stdin is not None
-            self.process.stdin.write((json.dumps(asdict(orders)) + "\n").encode())
+            self.process.stdin.write((json.dumps(asdict(sent)) + "\n").encode())
             self.process.stdin.flush()  # stays open: its end tells the supervisor that this process has ended
             undo.pop_all()
         threading.Thread(target=self._await_end, daemon=True).start()
