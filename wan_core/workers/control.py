@@ -32,7 +32,7 @@ MAX_BODY = 16 * 2**30  # bytes; 10 s of 720p as float32 pictures are 2.5 GiB
 _MAGIC = b"WanCore control 1\n"
 _NONCE = 32
 _LENGTHS = struct.Struct(">IQ")
-_HELLO_SECONDS = 5.0  # in which a connection must prove that it has the key
+_HELLO_SECONDS = 5.0  # for a peer to prove that it knows the key
 
 
 class ChannelError(ConnectionError):
@@ -148,7 +148,7 @@ def _proof(key: bytes, role: bytes, *nonces: bytes) -> bytes:
 
 
 class Listener:
-    """Waits on a free loopback port for the one peer that knows the key."""
+    """Listens on a free loopback port for one peer that knows the key."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -156,7 +156,7 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, timeout: float, check: Callable[[], None] = lambda: None) -> Channel:
-        """A connection without the key is closed, and waiting goes on. `check` is called a few times a second and may
+        """Connections without the key are closed, and waiting goes on. `check` is called ten times a second and may
         raise. Raises TimeoutError."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -169,9 +169,9 @@ class Listener:
             try:
                 self._challenge(connection)
                 return Channel(connection)
-            except OSError:  # it does not know the key, or has closed the connection
+            except OSError:  # no key, or the peer closed the connection
                 connection.close()
-        raise TimeoutError(f"no worker with the key connected within {timeout:g} s")
+        raise TimeoutError(f"no worker connected within {timeout:g} s")
 
     def _challenge(self, connection: socket.socket) -> None:
         deadline = time.monotonic() + _HELLO_SECONDS
@@ -191,7 +191,8 @@ class Listener:
 def connect(port: int, key: bytes, timeout: float = 30.0) -> Channel:
     """The worker's end. Raises AuthenticationError if either side has another key, else ChannelError or OSError."""
     connection = socket.create_connection((LOOPBACK, port), timeout)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(connection.close)
         hello = bytes(_read(connection, len(_MAGIC) + _NONCE))
         if not hello.startswith(_MAGIC):
             raise ChannelError(f"what listens on port {port} is not a program of WanCore")
@@ -203,7 +204,5 @@ def connect(port: int, key: bytes, timeout: float = 30.0) -> Channel:
             raise AuthenticationError(f"the program on port {port} refused the key of this worker") from fault
         if not hmac.compare_digest(answer, _proof(key, b"program", mine, nonce)):
             raise AuthenticationError(f"the program on port {port} does not know the key of this worker")
+        undo.pop_all()
         return Channel(connection)
-    except BaseException:
-        connection.close()
-        raise
