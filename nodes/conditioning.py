@@ -11,18 +11,13 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
-from wan_core.models.wan.tasks import TASKS
+from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.family import Family
+from wan_core.models.wan.families.wan.inputs import frame_mask, hold_first, known_frames
+from wan_core.models.wan.tasks import TASKS, image_task
 from wan_core.pipeline.images import pixels_to_video, video_to_pixels
 from wan_core.pipeline.sources import Experts
-from wan_core.sampling.conditioning import (
-    Conditioning,
-    empty_latents,
-    frame_mask,
-    hold_first,
-    join_image,
-    known_first,
-    known_frames,
-)
+from wan_core.sampling.conditioning import Conditioning, empty_latents
 from wan_core.sampling.plan import Plan
 
 from . import host
@@ -30,6 +25,8 @@ from .files import refusal
 from .sockets import CONDITIONING, TextSocket
 
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
+# Of a conditioning: what text encoders add to their rows, which no Wan model looks at.
+NEUTRAL = ("pooled_output", "attention_mask", "guidance", "wancore_seconds")
 MAX_SIDE, MAX_FRAMES = 8192, 4001
 NEGATIVE = TASKS["t2v-A14B"].negative_prompt
 
@@ -209,11 +206,11 @@ class WanCoreImageToVideo(io.ComfyNode):
         last_image: Tensor | None = None,
     ) -> io.NodeOutput:
         first, last = (_frame(image, (width, height)) for image in (first_image, last_image))
-        config = VAE_22 if vae.latent_channels == VAE_22.z_dim else VAE_21
-        latents = host.to_intermediate(empty_latents(config, width, height, frames))
-        if config is VAE_22:
+        task = image_task(vae.latent_channels)
+        latents = host.to_intermediate(empty_latents(task.vae, width, height, frames))
+        if task.image == "first frame":
             if first is None or last is not None:
-                raise OptionError("TI2V-5B takes a first frame and no last frame: connect first_image alone")
+                raise OptionError(f"{task.name} takes a first frame and no last frame: connect first_image alone")
             samples, unknown = hold_first(vae.encode(video_to_pixels(first)), latents)
             return io.NodeOutput(positive, negative, {"samples": samples, "noise_mask": unknown})
         clip, unknown = known_frames(first, last, frames)
@@ -251,30 +248,29 @@ def join(
             f"latents of {list(samples.shape)} given; {experts.task.name} needs [batch, {dit.out_channels}, frames, "
             "rows, columns]: choose the latent type and the VAE that belong to the model"
         )
-    concat = known = None
-    image, unknown = extras.get("concat_latent_image"), extras.get("concat_mask")
-    if dit.in_channels > dit.out_channels:
-        if image is None:
-            raise OptionError(f"{experts.task.name} turns an image into a video: connect WanCore Image to Video")
-        if image.shape[2:] != samples.shape[2:]:
-            raise OptionError(
-                f"the image's latents are {list(image.shape)}, the video's {list(samples.shape)}: not one size"
-            )
-        concat = join_image(image, torch.ones_like(image[:, :1]) if unknown is None else unknown, experts.vae)
-    elif image is not None:
-        raise OptionError(f"{experts.task.name} takes no image: load an image-to-video model, or leave the image out")
-    if "noise_mask" in latent:
-        known = known_first(samples, latent["noise_mask"], experts.vae)
-        if known is not None and dit.out_channels != VAE_22.z_dim:
-            raise OptionError(f"{experts.task.name} takes no known frame as latents: use WanCore Image to Video")
+    task = experts.task
+    family = family_of(task)
+    for name, given in (("positive", extras), ("negative", negative_extras)):
+        check_keys(given, name, family)
+    inputs = family.read_conditioning(task, experts.vae, extras, latent)
     seconds = extras.get("wancore_seconds", 0.0) or negative_extras.get("wancore_seconds", 0.0)
     device = host.device()
     return Conditioning(
         cond=cond.to(device),
         uncond=uncond.to(device) if plan.guided else None,
-        concat=None if concat is None else concat.to(device),
-        known=None if known is None else known.to(device),
+        **{name: value.to(device) for name, value in inputs.items()},
     ), seconds
+
+
+def check_keys(extras: dict[str, Any], name: str, family: Family) -> None:
+    """Raise OptionError for what a conditioning carries and the model would not see."""
+    seen = {*NEUTRAL, *family.conditioning_keys}
+    unknown = [key for key, value in extras.items() if value is not None and key not in seen]
+    if unknown:
+        raise OptionError(
+            f"`{name}` carries {', '.join(unknown)}, which this model does not take: leave out the nodes that add it, "
+            "or load a model that takes it"
+        )
 
 
 def _only(conditioning: CONDITIONING, name: str) -> tuple[Tensor, dict[str, Any]]:

@@ -29,7 +29,6 @@ from wan_core.checkpoint import (
     open_checkpoint,
     save,
 )
-from wan_core.checkpoint.layouts import diffusers_dit_names, dit_names
 from wan_core.checkpoint.layouts_text import hf_text_names
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names
 from wan_core.checkpoint.save import write_safetensors
@@ -40,6 +39,7 @@ from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.wan.keys import diffusers_names, parameter_names
 from wan_core.models.wan.model import WanModel
 
 DIT = DiTConfig(in_channels=16, out_channels=16, dim=256, ffn_dim=320, num_heads=2, num_layers=2, text_dim=48)
@@ -94,7 +94,7 @@ def model(name: str) -> Model:
     torch.manual_seed(0)
     if name.startswith("dit"):
         config = {"dit": DIT, "dit heads": SMALL_HEADS}[name]
-        return _model("dit", WanModel(config), diffusers_transformer(config), diffusers_dit_names)
+        return _model("dit", WanModel(config), diffusers_transformer(config), diffusers_names)
     if name == "text":
         encoder = TextEncoder(UMT5Encoder(TEXT), Tokenizer(spiece()))
         return _model("text_encoder", encoder, transformers_encoder(TEXT), hf_text_names)
@@ -334,7 +334,7 @@ def test_a_diffusers_transformer_computes_the_same(tmp_path: Path) -> None:
 
 
 def test_the_tables_name_every_parameter() -> None:
-    assert list(model("dit").official) == sorted(dit_names(2), key=list(model("dit").official).index)
+    assert list(model("dit").official) == sorted(parameter_names((), 2), key=list(model("dit").official).index)
     for name in ("dit", "vae 2.1", "vae 2.2"):
         assert len(model(name).foreign) == len(model(name).official)
 

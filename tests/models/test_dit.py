@@ -13,9 +13,9 @@ from diffusers import WanTransformer3DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan_core.checkpoint.layouts import diffusers_dit_names
 from wan_core.models.wan import layers
 from wan_core.models.wan.config import T2V_A14B, DiTConfig
+from wan_core.models.wan.families.wan.keys import diffusers_names
 from wan_core.models.wan.layers import timestep_embedding
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.rope import rope_table
@@ -50,7 +50,7 @@ def random_pair(config: DiTConfig) -> tuple[WanModel, WanTransformer3DModel]:
     ).eval()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.06)
-    names = diffusers_dit_names(theirs.state_dict().keys())
+    names = diffusers_names(theirs.state_dict().keys())
     assert names is not None
     ours = WanModel(config).eval()
     ours.load_state_dict({names[name]: tensor for name, tensor in theirs.state_dict().items()}, strict=True)

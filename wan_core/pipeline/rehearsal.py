@@ -163,7 +163,7 @@ def forward_once(model: WanModel, job: Job, expert: Expert, device: torch.device
     text = model.prepare_text(rows).rows(0, batch)
     phase = [step for step in job.plan.steps if step.expert == expert]
     image = job.request.image is not None or job.request.last_image is not None
-    known = config.out_channels == 48 and job.request.image is not None  # each latent frame has its own timestep
+    known = job.task.image == "first frame" and job.request.image is not None  # each latent frame has its own timestep
     with sparse_attention(model, job.plan, phase, job.latent_shape[2:], image) as sparse:
         for step in {step.sparsity > 0: step for step in reversed(phase)}.values():  # the first of each kind
             if sparse is not None:

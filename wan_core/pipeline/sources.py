@@ -8,7 +8,7 @@ weights are read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -25,9 +25,11 @@ from wan_core.config import LoadOptions, LoraOptions, OptionError
 from wan_core.models.text.config import UMT5_XXL, TextConfig
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
-from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
-from wan_core.models.wan.config import I2V_A14B, T2V_A14B, TI2V_5B, DiTConfig
-from wan_core.models.wan.tasks import Task, find_task
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import choose_task
+from wan_core.models.wan.families.family import Clues
+from wan_core.models.wan.tasks import TASKS, Task, find_task
 from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
@@ -35,8 +37,7 @@ from wan_core.ops.quant.swap import Quantization
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 TINY_LORAS = {expert: TINY / "lora" / f"t2v_4step_lora_{expert}_noise.safetensors" for expert in ("high", "low")}
 PARTS = ("high", "low", "text_encoder", "vae")
-RANDOM = {"t2v-A14B": (T2V_A14B, VAE_21), "i2v-A14B": (I2V_A14B, VAE_21), "ti2v-5B": (TI2V_5B, VAE_22)}
-TASK_OF_CHANNELS = {16: "t2v-A14B", 36: "i2v-A14B", 48: "ti2v-5B"}
+RANDOM = {task.name: (task.full_size, task.vae) for task in TASKS.values() if task.full_size is not None}
 
 Share = Callable[[Checkpoint], Checkpoint]
 """Puts something between a file and what is loaded from it: ranks that read it together."""
@@ -80,6 +81,7 @@ class Part:
     load: Loader
     scaled: bool = False  # stored in FP8 with scales
     path: Path | None = None  # of its file or folder
+    metadata: Mapping[str, str] = field(default_factory=dict)  # of its file
     packed: PackedSize | None = None  # of what may stay packed in memory, None if nothing is
     fp8_parameters: int = 0  # of matrices of the blocks that are stored in FP8 with scales
 
@@ -100,10 +102,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """The models of a task by name: high, low (absent where one transformer runs every step), text_encoder, vae."""
+    """The models of a task by name: high, low (absent where one transformer runs every step), text_encoder, vae.
+    why: what decided which task it is, where tensors do not."""
 
     task: Task
     of: Mapping[str, Part]
+    why: str = ""
 
     @property
     def dit(self) -> DiTConfig:
@@ -152,28 +156,30 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     found = {name: recognise(path, kinds[name], loaders[name]) for name, path in paths.items()}
     dit = found["high"].config
     assert isinstance(dit, DiTConfig)
+    why = ""
     if options.task is not None:
         task = find_task(options.task)
     elif options.model == "tiny":
         task = find_task("i2v-tiny" if image else "t2v-tiny")
     else:
-        task = task_of(dit)
+        task, why = choose_task(dit, clues_of(found["high"], alone="low" not in found))
     if task.in_channels != dit.in_channels:
         raise OptionError(
             f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}"
         )
     if task.two_experts and "low" not in found:
         raise OptionError(f"{task.name} has two experts: give both --high and --low")
-    return Parts(task, found)
+    return Parts(task, found, why)
 
 
-def task_of(dit: DiTConfig) -> Task:
-    """The task that a transformer of this shape was trained for. Raises OptionError."""
-    if dit.in_channels not in TASK_OF_CHANNELS:
-        raise OptionError(
-            f"a transformer of {dit.in_channels} input channels belongs to no known task; name one with --task"
-        )
-    return find_task(TASK_OF_CHANNELS[dit.in_channels])
+def embedded_task(dit: DiTConfig) -> Task:
+    """The task of a transformer of the embedded model."""
+    return next(task for task in TASKS.values() if task.release == "embedded" and task.in_channels == dit.in_channels)
+
+
+def clues_of(part: Part, *, alone: bool) -> Clues:
+    """What besides its shapes tells what a transformer is for. alone: no second expert is given."""
+    return Clues(part.path, part.metadata, alone)
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,7 @@ class Experts:
     high: Part
     low: Part | None
     vae: VAEConfig
+    why: str = ""  # as of `Parts`
 
     @property
     def dit(self) -> DiTConfig:
@@ -199,11 +206,13 @@ def find_experts(high: str | Path, low: str | Path | None = None) -> Experts:
     if second is not None and second.config != dit:
         raise OptionError(f"the experts differ: high is {dit}, low is {second.config}. Use the two files of one model.")
     if Path(high).parent == TINY:
-        task = find_task("i2v-tiny" if dit.in_channels == 36 else "t2v-tiny")
+        task, why = embedded_task(dit), ""
         vae = cast(VAEConfig, recognise(TINY / "vae.safetensors", "vae", load_vae).config)
     else:
-        task, vae = task_of(dit), VAE_22 if dit.out_channels == VAE_22.z_dim else VAE_21
-    return Experts(task if second is not None else replace(task, two_experts=False, boundary=0.0), first, second, vae)
+        task, why = choose_task(dit, clues_of(first, alone=second is None))
+        vae = task.vae
+    task = task if second is not None else replace(task, two_experts=False, boundary=0.0)
+    return Experts(task, first, second, vae, why)
 
 
 def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
@@ -249,6 +258,7 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
             **({"loras": loras} if kind == "dit" else {}),
         ),
         path=path,
+        metadata=checkpoint.metadata,
         scaled=bool(found.scales),
         packed=packed_size(checkpoint, found),
         fp8_parameters=sum(

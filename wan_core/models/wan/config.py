@@ -28,6 +28,7 @@ class DiTConfig:
     freq_dim: int = 256
     patch_size: tuple[int, int, int] = (1, 2, 2)
     eps: float = 1e-6
+    family: str = "wan"  # of `wan_core.models.wan.families`
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
