@@ -150,7 +150,7 @@ def beside_job(parts: Parts, job: Job | None, per_token: float, itemsize: int) -
 def forward_bytes(config: DiTConfig, tokens: int, per_token: float = FACTORS["torch"]) -> int:
     """What a forward of so many tokens needs besides weights, bf16, both branches' text included. per_token: of
     `budget.factor`; by default what is most."""
-    text = 2 * 2 * 2 * config.num_layers * config.text_len * config.dim
+    text = 2 * 2 * 2 * config.num_layers * config.context_len * config.dim
     return int(per_token * 2 * tokens * config.dim + text + LATENTS * min(1.0, tokens / 32760))
 
 

@@ -92,9 +92,8 @@ class Part:
             return size.bytes + (self.parameters - size.parameters) * dtype.itemsize
         if quantization is None or not isinstance(self.config, DiTConfig):
             return self.parameters * dtype.itemsize
-        dim, ffn = self.config.dim, self.config.ffn_dim
         blocks = self.config.num_layers - 2 * quantization.keep_blocks
-        encoded = blocks * (8 * dim * dim + 2 * dim * ffn)
+        encoded = blocks * self.config.block_matrices
         if quantization.as_stored:
             encoded = min(encoded, self.fp8_parameters)
         return encoded + (self.parameters - encoded) * dtype.itemsize
@@ -167,9 +166,17 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
         raise OptionError(
             f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}"
         )
+    check_features(task, dit, found["high"].source)
     if task.two_experts and "low" not in found:
-        raise OptionError(f"{task.name} has two experts: give both --high and --low")
+        raise OptionError(f"{task.name} has two experts: give both --high and --low" + (f" ({why})" if why else ""))
     return Parts(task, found, why)
+
+
+def check_features(task: Task, dit: DiTConfig, source: str) -> None:
+    """Raise OptionError where a task is named that takes CLIP features and the transformer does not, or the reverse."""
+    if task.image_dim != dit.image_dim:
+        needs, has = ("no" if dim is None else f"{dim} wide" for dim in (task.image_dim, dit.image_dim))
+        raise OptionError(f"task {task.name} needs {needs} CLIP features of an image; {source} takes {has}")
 
 
 def embedded_task(dit: DiTConfig) -> Task:

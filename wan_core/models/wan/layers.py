@@ -118,12 +118,12 @@ class CrossAttention(nn.Module):
         self.norm_k = RMSNorm(config.dim, config.eps)
         self.attend: Attend = sdpa
 
-    def kv(self, text: Tensor) -> tuple[Tensor, Tensor]:
+    def kv(self, text: Tensor) -> tuple[Tensor, ...]:
         """Keys and values [B, S, H, D] of embedded text [B, S, C]."""
         k = fused.head_norm(self.k(text), self.norm_k.weight, self.heads, self.norm_k.eps)
         return k, self.v(text).unflatten(-1, (self.heads, -1))
 
-    def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...]) -> Tensor:
         """x [B, L, C], kv two of [B, S, H, D] -> [B, L, C]."""
         q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
         out = self.attend(q, *kv).flatten(-2)
@@ -150,7 +150,7 @@ class Block(nn.Module):
             nn.Linear(config.dim, config.ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(config.ffn_dim, config.dim)
         )
 
-    def forward(self, x: Tensor, modulation: Tensor, rope: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, modulation: Tensor, rope: Tensor, kv: tuple[Tensor, ...]) -> Tensor:
         """x [B, L, C], which may be overwritten; modulation float32 [B, F, 6, C]; rope [L, 1, D/2, 2]; kv two of
         [B, S, H, D] -> [B, L, C]."""
         shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = (self.modulation.float() + modulation).unbind(2)

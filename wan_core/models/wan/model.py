@@ -22,13 +22,14 @@ from wan_core.models.wan.rope import rope_table
 
 
 class PreparedText(NamedTuple):
-    """What a prompt is to one expert: cross-attention keys and values of every block, each [B, S, H, D]."""
+    """What a prompt is to one expert: cross-attention keys and values of every block, each [B, S, H, D], as
+    `CrossAttention.kv` makes them."""
 
-    keys_values: tuple[tuple[Tensor, Tensor], ...]
+    keys_values: tuple[tuple[Tensor, ...], ...]
 
     def rows(self, start: int, stop: int) -> PreparedText:
         """Views of the prompts start..stop of the batch."""
-        return PreparedText(tuple((k[start:stop], v[start:stop]) for k, v in self.keys_values))
+        return PreparedText(tuple(tuple(t[start:stop] for t in kv) for kv in self.keys_values))
 
 
 class WanModel(nn.Module):
@@ -70,9 +71,17 @@ class WanModel(nn.Module):
             tokens = block(tokens, modulation, rope, kv)
         return tokens
 
-    def prepare_text(self, context: Tensor) -> PreparedText:
-        """Text rows [B, S, text_dim] -> keys and values of every block. Zero-padded to `text_len` before the
-        embedding, and the padding is attended to, as in the reference: the model was trained so."""
+    def prepare_text(self, context: Tensor, image: Tensor | None = None) -> PreparedText:
+        """Text rows [B, S, text_dim] -> keys and values of every block. image: CLIP features of the image, for models
+        that take them."""
+        embedded = self.embed_text(context, image)
+        return PreparedText(tuple(block.cross_attn.kv(embedded) for block in self.blocks))
+
+    def embed_text(self, context: Tensor, image: Tensor | None) -> Tensor:
+        """[B, S, text_dim] -> [B, text_len, C]. Zero-padded before the embedding, and the padding is attended to, as in
+        the reference: the model was trained so."""
+        if image is not None:
+            raise ValueError("CLIP features of an image given; this model takes none")
         rows, width = context.shape[1:]
         if width != self.config.text_dim or rows > self.config.text_len:
             raise ValueError(
@@ -81,8 +90,7 @@ class WanModel(nn.Module):
             )
         weight = self.patch_embedding.weight
         context = F.pad(context.to(weight.device, weight.dtype), (0, 0, 0, self.config.text_len - rows))
-        embedded = self.text_embedding(context)
-        return PreparedText(tuple(block.cross_attn.kv(embedded) for block in self.blocks))
+        return self.text_embedding(context)
 
     def embed_time(self, timestep: Tensor) -> tuple[Tensor, Tensor]:
         """timestep [B] or [B, T] -> float32 embedding [B, F, C] and modulation [B, F, 6, C].

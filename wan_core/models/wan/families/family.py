@@ -43,7 +43,7 @@ class Task:
     release: str  # "Wan 2.2"
     in_channels: int
     image: ImageInput
-    image_dim: int = 0  # width of the CLIP features of the image that it takes; 0: none
+    image_dim: int | None = None  # width of the CLIP features of the image that it takes; None: it takes none
     vae: VAEConfig  # of the VAE whose latents it works on
     full_size: DiTConfig | None  # None: known from the files alone
     two_experts: bool

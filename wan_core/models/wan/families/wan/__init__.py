@@ -5,6 +5,7 @@
 | `tasks` | the tasks and their defaults |
 | `keys` | the names of parameters in each layout on disk |
 | `recognise` | from shapes to an architecture, from an architecture to a task |
+| `image_model` | the transformer of 2.1 image-to-video, which attends to CLIP features too (torch) |
 | `inputs` | what a known image, or ComfyUI's CONDITIONING, is to the transformer (torch) |
 """
 
@@ -25,9 +26,13 @@ if TYPE_CHECKING:
 
 
 def _model_class(config: DiTConfig) -> type[WanModel]:
-    from wan_core.models.wan.model import WanModel
+    if config.image_dim is None:
+        from wan_core.models.wan.model import WanModel
 
-    return WanModel
+        return WanModel
+    from wan_core.models.wan.families.wan.image_model import ImageWanModel
+
+    return ImageWanModel
 
 
 def _image_inputs(*given: Any) -> Inputs:

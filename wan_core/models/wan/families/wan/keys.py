@@ -36,6 +36,16 @@ _BLOCK_NORMS = {
     "cross_attn.norm_k": "attn2.norm_k",
 }
 
+# Of Wan 2.1 image-to-video, beside the others.
+_IMAGE_TOP = {
+    "img_emb.proj.0": "condition_embedder.image_embedder.norm1",
+    "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
+    "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
+    "img_emb.proj.4": "condition_embedder.image_embedder.norm2",
+}
+_IMAGE_BLOCK = {"cross_attn.k_img": "attn2.add_k_proj", "cross_attn.v_img": "attn2.add_v_proj"}
+_IMAGE_BLOCK_NORMS = {"cross_attn.norm_k_img": "attn2.norm_added_k"}
+
 
 def _parameters(modules: dict[str, str], *kinds: str) -> dict[str, str]:
     return {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in modules.items() for kind in kinds}
@@ -48,28 +58,47 @@ _BLOCK_PARAMETERS = {
     "modulation": "scale_shift_table",
 }
 
+_IMAGE_TOP_PARAMETERS = _parameters(_IMAGE_TOP, "weight", "bias")
+_IMAGE_BLOCK_PARAMETERS = {**_parameters(_IMAGE_BLOCK, "weight", "bias"), **_parameters(_IMAGE_BLOCK_NORMS, "weight")}
+# Official name -> Diffusers name, of all.
+_ALL_TOP = {**_TOP_PARAMETERS, **_IMAGE_TOP_PARAMETERS}
+_ALL_BLOCK = {**_BLOCK_PARAMETERS, **_IMAGE_BLOCK_PARAMETERS}
+
 
 def parameter_names(found: Collection[str], num_layers: int) -> list[str]:
-    """Every official parameter name of a transformer of `num_layers` blocks."""
-    return [*_TOP_PARAMETERS, *(f"blocks.{n}.{name}" for n in range(num_layers) for name in _BLOCK_PARAMETERS)]
+    """Every official parameter name of a transformer of `num_layers` blocks; those of the image features too, where
+    `found` has any of them."""
+    image = takes_features(found)
+    top, block = (_ALL_TOP, _ALL_BLOCK) if image else (_TOP_PARAMETERS, _BLOCK_PARAMETERS)
+    return [*top, *(f"blocks.{n}.{name}" for n in range(num_layers) for name in block)]
+
+
+def takes_features(names: Collection[str]) -> bool:
+    """Whether official names are those of a transformer that takes CLIP features of an image."""
+    return any(
+        name in _IMAGE_TOP_PARAMETERS
+        or ((match := IN_BLOCK.fullmatch(name)) is not None and match[2] in _IMAGE_BLOCK_PARAMETERS)
+        for name in names
+    )
 
 
 def official_names(names: Collection[str]) -> dict[str, str] | None:
     """The official layout: the identity on the names it knows."""
-    return _names(names, {n: n for n in _TOP_PARAMETERS}, {n: n for n in _BLOCK_PARAMETERS})
+    return _names(names, {n: n for n in _ALL_TOP}, {n: n for n in _ALL_BLOCK})
 
 
 def diffusers_names(names: Collection[str]) -> dict[str, str] | None:
     """Diffusers' `WanTransformer3DModel`."""
-    top = {theirs: ours for ours, theirs in _TOP_PARAMETERS.items()}
-    return _names(names, top, {theirs: ours for ours, theirs in _BLOCK_PARAMETERS.items()})
+    top = {theirs: ours for ours, theirs in _ALL_TOP.items()}
+    return _names(names, top, {theirs: ours for ours, theirs in _ALL_BLOCK.items()})
 
 
 def diffusers_modules(num_layers: int) -> dict[str, str]:
     """Diffusers module -> official module of a transformer of `num_layers` blocks, with the parameters that belong to
     none: what LoRAs name."""
-    found = {theirs: ours for ours, theirs in _TOP.items()} | {"scale_shift_table": "head.modulation"}
-    block = {theirs: ours for ours, theirs in {**_BLOCK, **_BLOCK_NORMS, "modulation": "scale_shift_table"}.items()}
+    found = {theirs: ours for ours, theirs in {**_TOP, **_IMAGE_TOP}.items()} | {"scale_shift_table": "head.modulation"}
+    modules = {**_BLOCK, **_BLOCK_NORMS, **_IMAGE_BLOCK, **_IMAGE_BLOCK_NORMS, "modulation": "scale_shift_table"}
+    block = {theirs: ours for ours, theirs in modules.items()}
     return found | {
         f"blocks.{n}.{theirs}": f"blocks.{n}.{ours}" for n in range(num_layers) for theirs, ours in block.items()
     }
