@@ -179,6 +179,12 @@ class WanCoreImageToVideo(io.ComfyNode):
                 io.Image.Input(
                     "last_image", optional=True, tooltip="The last frame, if the video should end there (A14B only)."
                 ),
+                io.ClipVisionOutput.Input(
+                    "clip_vision_output",
+                    optional=True,
+                    tooltip="What ComfyUI's CLIPVisionEncode (clip_vision_h, crop none) sees in the first image. Wan "
+                    "2.1 image-to-video needs it; other models do not use it.",
+                ),
             ],
             outputs=[
                 io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
@@ -204,6 +210,7 @@ class WanCoreImageToVideo(io.ComfyNode):
         frames: int,
         first_image: Tensor | None = None,
         last_image: Tensor | None = None,
+        clip_vision_output: Any = None,
     ) -> io.NodeOutput:
         first, last = (_frame(image, (width, height)) for image in (first_image, last_image))
         task = image_task(vae.latent_channels)
@@ -216,6 +223,8 @@ class WanCoreImageToVideo(io.ComfyNode):
         clip, unknown = known_frames(first, last, frames)
         known = vae.encode(video_to_pixels(clip))
         values = {"concat_latent_image": known, "concat_mask": frame_mask(unknown, known)}
+        if clip_vision_output is not None:
+            values["clip_vision_output"] = clip_vision_output
         return io.NodeOutput(_with(positive, values), _with(negative, values), {"samples": latents})
 
 

@@ -564,7 +564,7 @@ def test_absurd_numbers_are_refused_before_anything_is_built() -> None:
         (["face_adapter.fuser_blocks.0.linear1_q.weight"], "Animate"),
         (["casual_audio_encoder.weights"], "S2V"),
         (["vace_blocks.0.after_proj.weight"], "VACE"),
-        (["img_emb.proj.0.weight", "blocks.0.cross_attn.k_img.weight"], "Wan 2.1 image-to-video"),
+        (["img_emb.emb_pos", "blocks.0.cross_attn.k_img.weight"], "first-and-last-frame"),
         (["control_adapter.conv.weight"], "Fun"),
     ],
 )

@@ -29,12 +29,14 @@ from wan_core.models.text.config import TextConfig
 from wan_core.models.text.umt5 import UMT5Encoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.vision.clip import VisionEncoder
+from wan_core.models.vision.config import VisionConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import FAMILIES, family_of
 from wan_core.models.wan.families.family import Shapes
 from wan_core.models.wan.families.shapes import MAX_SIZE, block_count
 
-Config: TypeAlias = DiTConfig | TextConfig | VAEConfig
+Config: TypeAlias = DiTConfig | TextConfig | VAEConfig | VisionConfig
 
 KINDS: dict[str, str] = {
     "dit": "a Wan transformer",
@@ -210,7 +212,8 @@ def empty_module(config: Config) -> nn.Module:
 def _module_class(config: Config) -> Callable[[Any], nn.Module]:
     if isinstance(config, DiTConfig):
         return family_of(config).model_class(config)
-    return UMT5Encoder if isinstance(config, TextConfig) else VideoVAE
+    classes = {TextConfig: UMT5Encoder, VAEConfig: VideoVAE, VisionConfig: VisionEncoder}
+    return classes[type(config)]
 
 
 @lru_cache(maxsize=8)

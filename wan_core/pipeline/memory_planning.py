@@ -106,6 +106,7 @@ def plan_models(
         experts=1 + ("low" in parts.of),
         text_encoder=parts.of["text_encoder"].bytes(dtypes["text_encoder"], held_as.get("text_encoder")),
         vae=parts.of["vae"].bytes(dtypes["vae"]),
+        clip_vision=parts.of["clip_vision"].bytes(dtypes["clip_vision"]) if "clip_vision" in parts.of else 0,
     )
     per_token = factor(parts.dit, itemsize=itemsize, device="cuda", compile=options.compile, precision=precision)
     beside = beside_job(parts, job, per_token, itemsize)

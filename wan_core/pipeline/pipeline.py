@@ -158,11 +158,22 @@ class Pipeline:
             cond, uncond = rows[:1], rows[1:] if job.plan.guided else None
         if job.request.image is None and job.request.last_image is None:
             return Conditioning(cond=cond, uncond=uncond)
+        features = self.image_features(job)
         vae = self.fetch("vae", self.models.vae)
         with self.report.phase("encode image"):
             first, last = (self._image(path, job) for path in (job.request.image, job.request.last_image))
             inputs = family_of(job.task).image_inputs(job.task, vae, first, last, job.frames)
-        return Conditioning(cond=cond, uncond=uncond, **inputs)
+        return Conditioning(cond=cond, uncond=uncond, image_features=features, **inputs)
+
+    def image_features(self, job: Job) -> Tensor | None:
+        """What CLIP sees in the first frame, or in the last where only that is known; None for tasks without it."""
+        if job.task.image_dim is None:
+            return None
+        encoder = self.fetch("CLIP vision encoder", self.models.clip_vision)
+        with self.report.phase("encode image"):
+            frame = self._image(job.request.image or job.request.last_image, job)
+            assert frame is not None
+            return encoder(frame[:, :, 0])
 
     def fetch(self, name: str, use: Callable[[], Module]) -> Module:
         """A model ready on the device. Where models take turns, bringing it there is a phase of its own."""

@@ -18,14 +18,16 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint import Checkpoint, detect, find_parts, load_dit, load_text_encoder, load_vae, open_checkpoint
-from wan_core.checkpoint.detect import Detected, Kind, empty_module
+from wan_core.checkpoint.detect import Config, Detected, Kind, empty_module
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.vision import find_vision_file, load_vision
 from wan_core.config import LoadOptions, LoraOptions, OptionError
 from wan_core.models.text.config import UMT5_XXL, TextConfig
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAEConfig
+from wan_core.models.vision.config import VIT_H, VisionConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.families.family import Clues
@@ -36,7 +38,7 @@ from wan_core.ops.quant.swap import Quantization
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 TINY_LORAS = {expert: TINY / "lora" / f"t2v_4step_lora_{expert}_noise.safetensors" for expert in ("high", "low")}
-PARTS = ("high", "low", "text_encoder", "vae")
+PARTS = ("high", "low", "text_encoder", "vae", "clip_vision")
 RANDOM = {task.name: (task.full_size, task.vae) for task in TASKS.values() if task.full_size is not None}
 
 Share = Callable[[Checkpoint], Checkpoint]
@@ -75,7 +77,7 @@ class Part:
     """One model before it is loaded: what it is, and how to get it."""
 
     source: str
-    config: DiTConfig | TextConfig | VAEConfig
+    config: Config
     stored: torch.dtype
     parameters: int
     load: Loader
@@ -101,8 +103,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """The models of a task by name: high, low (absent where one transformer runs every step), text_encoder, vae.
-    why: what decided which task it is, where tensors do not."""
+    """The models of a task by name: high, low (absent where one transformer runs every step), text_encoder, vae,
+    clip_vision (where the task needs it). why: what decided which task it is, where tensors do not."""
 
     task: Task
     of: Mapping[str, Part]
@@ -148,7 +150,7 @@ def own_loras(options: LoadOptions, preset: str, *, image: bool = False) -> Load
 def file_parts(options: LoadOptions, image: bool) -> Parts:
     """Recognise the files of `options`. Raises CheckpointError or OptionError."""
     paths = resolve_paths(options, image)
-    tokenizer = paths.pop("tokenizer", None)
+    tokenizer, clip_vision = paths.pop("tokenizer", None), paths.pop("clip_vision", None)
     loaders = {"high": load_dit, "low": load_dit, "vae": load_vae}
     loaders["text_encoder"] = partial(load_text_encoder, tokenizer=tokenizer)
     kinds: dict[str, Kind] = {"high": "dit", "low": "dit", "text_encoder": "text_encoder", "vae": "vae"}
@@ -169,7 +171,37 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     check_features(task, dit, found["high"].source)
     if task.two_experts and "low" not in found:
         raise OptionError(f"{task.name} has two experts: give both --high and --low" + (f" ({why})" if why else ""))
+    if task.image_dim is not None:
+        found["clip_vision"] = recognise_vision(clip_vision, task)
+    elif options.clip_vision is not None:
+        raise OptionError(f"{task.name} takes no CLIP features of an image: leave --clip-vision out")
     return Parts(task, found, why)
+
+
+def recognise_vision(path: Path | None, task: Task) -> Part:
+    """The CLIP vision encoder in `path`. Raises OptionError for None, CheckpointError for a file of another kind."""
+    if path is None:
+        raise OptionError(
+            f"{task.name} needs a CLIP vision encoder for the image: add --clip-vision FILE, "
+            "clip_vision_h.safetensors or models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
+        )
+    checkpoint, found = find_vision_file(path)
+    infos = [checkpoint.tensors[theirs] for theirs, _ in found.names.values()]
+
+    def load(
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+        loras: Merge | None = None,
+        share: Share | None = None,
+    ) -> nn.Module:
+        # Half precision is float16 here, as it is stored and as the reference computes.
+        half = torch.float16 if dtype == torch.bfloat16 else dtype
+        return load_vision(checkpoint if share is None else share(checkpoint), device=device, dtype=half)
+
+    parameters = sum(p.numel() for p in empty_module(found.config).parameters())
+    stored = max(infos, key=lambda info: info.nbytes).dtype
+    return Part(f"{checkpoint.describe()} ({found.layout})", found.config, stored, parameters, load, path=path)
 
 
 def check_features(task: Task, dit: DiTConfig, source: str) -> None:
@@ -306,7 +338,7 @@ def random_parts(options: LoadOptions) -> Parts:
         if not layers.isdecimal() or not 0 < int(layers) <= dit.num_layers:
             raise OptionError(f"{options.model}: {layers!r} blocks given; 1 to {dit.num_layers} are possible")
         dit = replace(dit, num_layers=int(layers))
-    configs: dict[str, DiTConfig | TextConfig | VAEConfig] = {
+    configs: dict[str, Config] = {
         "high": dit,
         "low": dit,
         "text_encoder": UMT5_XXL,
@@ -314,10 +346,12 @@ def random_parts(options: LoadOptions) -> Parts:
     }
     if not task.two_experts:
         del configs["low"]
+    if task.image_dim is not None:
+        configs["clip_vision"] = VIT_H
     return Parts(task, {name: random_part(config, seed) for seed, (name, config) in enumerate(configs.items())})
 
 
-def random_part(config: DiTConfig | TextConfig | VAEConfig, seed: int) -> Part:
+def random_part(config: Config, seed: int) -> Part:
     def load(
         device: torch.device,
         dtype: torch.dtype,
@@ -347,6 +381,11 @@ def check_fit(parts: Parts) -> None:
     if text.dim != dit.text_dim:
         raise OptionError(
             f"the text encoder gives rows of {text.dim}, the transformer takes {dit.text_dim}: not of one model"
+        )
+    vision = parts.of.get("clip_vision")
+    if vision is not None and cast(VisionConfig, vision.config).dim != dit.image_dim:
+        raise OptionError(
+            f"the CLIP vision encoder is not {dit.image_dim} wide, as the transformer needs: not of one model"
         )
     if vae.z_dim != dit.out_channels:
         raise OptionError(

@@ -26,6 +26,7 @@ class Conditioning:
     uncond: Tensor | None = None  # of the negative prompt; None where the plan never guides
     concat: Tensor | None = None  # [1 or B, 4 + C, T, Y, X]: mask and image latents after the noise channels (I2V)
     known: Tensor | None = None  # [1 or B, C, 1, Y, X]: the first latent frame, held fixed at timestep 0 (TI2V)
+    image_features: Tensor | None = None  # [1 or B, N, image_dim]: of CLIP, for transformers that attend to them
 
 
 def empty_latents(config: VAEConfig, width: int, height: int, frames: int) -> Tensor:

@@ -41,6 +41,7 @@ class Sizes:
     experts: int
     text_encoder: int
     vae: int
+    clip_vision: int = 0
 
     @property
     def expert(self) -> int:
@@ -48,7 +49,7 @@ class Sizes:
 
     @property
     def all(self) -> int:
-        return self.expert * self.experts + self.text_encoder + self.vae
+        return self.expert * self.experts + self.text_encoder + self.vae + self.clip_vision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,14 +332,15 @@ def _build(
     phases = [phase("text", text, beside.text, "the text encoder", ())]
     image = (vae,) if beside.image else ()
     if beside.image:
-        phases.append(phase("encode image", vae, beside.image, "the VAE", (text,)))
+        encoders = "the VAE, the CLIP vision encoder" if sizes.clip_vision else "the VAE"
+        phases.append(phase("encode image", vae + sizes.clip_vision, beside.image, encoders, (text,)))
     prompts, kept = beside.prompts / GIB, beside.residuals / GIB
     words = f"one transformer; {prompts:.2f} of prompts" + (f", {kept:.2f} of residuals" if kept else "")
     phases.append(phase("denoise", stage, beside.denoise, words, (text, *image)))
     phases.append(phase("decode", vae, beside.decode, "the VAE; latents stay", (text, stage)))
     if policy == "resident":
         phases = [Phase(p.name, sizes.all, p.beside, p.what) for p in phases]
-    named = {"text_encoder": beside.text, "vae": max(beside.decode, beside.image)}
+    named = {"text_encoder": beside.text, "clip_vision": beside.text, "vae": max(beside.decode, beside.image)}
     named |= dict.fromkeys(("high", "low"), beside.denoise)
     host = 0 if policy == "resident" else sizes.all
     return MemoryPlan(

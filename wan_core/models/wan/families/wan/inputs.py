@@ -45,6 +45,8 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
         found["concat"] = join_image(image, torch.ones_like(image[:, :1]) if unknown is None else unknown, vae)
     elif image is not None:
         raise OptionError(f"{task.name} takes no image: load an image-to-video model, or leave the image out")
+    if task.image_dim is not None:
+        found["image_features"] = read_features(task, extras.get("clip_vision_output"))
     if "noise_mask" in latent:
         known = known_first(samples, latent["noise_mask"], vae)
         if known is not None and task.image != "first frame":
@@ -52,6 +54,23 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
         if known is not None:
             found["known"] = known
     return found
+
+
+def read_features(task: Task, output: Any) -> Tensor:
+    """CLIP features [1 or B, N, image_dim] of ComfyUI's CLIP_VISION_OUTPUT. Raises OptionError."""
+    if output is None:
+        raise OptionError(
+            f"{task.name} needs CLIP features of the image: load clip_vision_h.safetensors with CLIPVisionLoader, "
+            "encode the image with CLIPVisionEncode (crop none), and connect that to clip_vision_output of WanCore "
+            "Image to Video"
+        )
+    features = output.penultimate_hidden_states
+    if features.ndim != 3 or features.shape[-1] != task.image_dim:
+        raise OptionError(
+            f"CLIP features of {list(features.shape)} given; {task.name} takes {task.image_dim} channels, those of "
+            "clip_vision_h.safetensors"
+        )
+    return features.float()
 
 
 def image_channels(vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Tensor:
