@@ -168,6 +168,7 @@ def test_image_keys_and_values_are_quantised(files: Path) -> None:
         files / "wan2.1_i2v_480p_14B.safetensors", quantization=Quantization(SCHEMES["fp8-weights"].load(), CPU)
     )
     text, image = torch.randn(1, 4, 64), torch.randn(1, 5, 1280)
-    for a, b in zip(plain.prepare_text(text, image).keys_values[0], quantised.prepare_text(text, image).keys_values[0]):
+    found = (model.prepare_text(text, image).keys_values[0] for model in (plain, quantised))
+    for a, b in zip(*found, strict=True):
         assert not torch.equal(a, b)
         assert (a - b).norm() / a.norm() < 0.1
