@@ -15,6 +15,7 @@ from wan_core.models.wan.layers import CrossAttention, RMSNorm
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.formats import Quantized
+from wan_core.ops.quant.linear import Linear
 
 
 class ImageEmbedding(nn.Module):
@@ -24,9 +25,9 @@ class ImageEmbedding(nn.Module):
         super().__init__()
         self.proj = nn.Sequential(
             nn.LayerNorm(image_dim),
-            nn.Linear(image_dim, image_dim),
+            Linear(image_dim, image_dim),
             nn.GELU(),
-            nn.Linear(image_dim, dim),
+            Linear(image_dim, dim),
             nn.LayerNorm(dim),
         )
 
@@ -40,14 +41,13 @@ class ImageCrossAttention(CrossAttention):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__(config)
         self.text_len = config.text_len
-        self.k_img = nn.Linear(config.dim, config.dim)
-        self.v_img = nn.Linear(config.dim, config.dim)
+        self.k_img = Linear(config.dim, config.dim)
+        self.v_img = Linear(config.dim, config.dim)
         self.norm_k_img = RMSNorm(config.dim, config.eps)
 
     def kv(self, text: Tensor) -> tuple[Tensor, ...]:
         """Keys and values [B, S, H, D] of the text and [B, N, H, D] of the image, of their tokens [B, N + S, C]."""
         image, text = text[:, : -self.text_len], text[:, -self.text_len :]
-        # `k` runs first and `v` last: blocks that stream bring their weights before `k` and drop them after `v`.
         k = fused.head_norm(self.k(text), self.norm_k.weight, self.heads, self.norm_k.eps)
         k_img = fused.head_norm(self.k_img(image), self.norm_k_img.weight, self.heads, self.norm_k_img.eps)
         v_img = self.v_img(image).unflatten(-1, (self.heads, -1))
