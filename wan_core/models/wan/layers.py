@@ -123,7 +123,8 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...]) -> Tensor:
         """x [B, L, C], kv two of [B, S, H, D] -> [B, L, C]."""
         q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
-        out = self.attend(q, *kv).flatten(-2)
+        k, v = kv
+        out = self.attend(q, k, v).flatten(-2)
         del q
         return self.o(out)
 

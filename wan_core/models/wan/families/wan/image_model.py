@@ -48,10 +48,8 @@ class ImageCrossAttention(CrossAttention):
     def kv(self, text: Tensor) -> tuple[Tensor, ...]:
         """Keys and values [B, S, H, D] of the text and [B, N, H, D] of the image, of their tokens [B, N + S, C]."""
         image, text = text[:, : -self.text_len], text[:, -self.text_len :]
-        k = fused.head_norm(self.k(text), self.norm_k.weight, self.heads, self.norm_k.eps)
         k_img = fused.head_norm(self.k_img(image), self.norm_k_img.weight, self.heads, self.norm_k_img.eps)
-        v_img = self.v_img(image).unflatten(-1, (self.heads, -1))
-        return k, self.v(text).unflatten(-1, (self.heads, -1)), k_img, v_img
+        return *super().kv(text), k_img, self.v_img(image).unflatten(-1, (self.heads, -1))
 
     def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...]) -> Tensor:
         """x [B, L, C], kv as `kv` made them -> [B, L, C]."""
