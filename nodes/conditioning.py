@@ -11,8 +11,7 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
-from wan_core.models.wan.families import family_of
-from wan_core.models.wan.families.family import Family
+from wan_core.models.wan.families import check_keys, family_of
 from wan_core.models.wan.families.wan.inputs import frame_mask, hold_first, known_frames
 from wan_core.models.wan.tasks import TASKS, image_task
 from wan_core.pipeline.images import pixels_to_video, video_to_pixels
@@ -25,8 +24,6 @@ from .files import refusal
 from .sockets import CONDITIONING, TextSocket
 
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
-# Of a conditioning: what text encoders add to their rows, which no Wan model looks at.
-NEUTRAL = ("pooled_output", "attention_mask", "guidance", "wancore_seconds")
 MAX_SIDE, MAX_FRAMES = 8192, 4001
 NEGATIVE = TASKS["t2v-A14B"].negative_prompt
 
@@ -260,7 +257,7 @@ def join(
     task = experts.task
     family = family_of(task)
     for name, given in (("positive", extras), ("negative", negative_extras)):
-        check_keys(given, name, family)
+        check_keys(family, name, {key: value for key, value in given.items() if key != "wancore_seconds"})
     inputs = family.read_conditioning(task, experts.vae, extras, latent)
     seconds = extras.get("wancore_seconds", 0.0) or negative_extras.get("wancore_seconds", 0.0)
     device = host.device()
@@ -269,17 +266,6 @@ def join(
         uncond=uncond.to(device) if plan.guided else None,
         **{name: value.to(device) for name, value in inputs.items()},
     ), seconds
-
-
-def check_keys(extras: dict[str, Any], name: str, family: Family) -> None:
-    """Raise OptionError for what a conditioning carries and the model would not see."""
-    seen = {*NEUTRAL, *family.conditioning_keys}
-    unknown = [key for key, value in extras.items() if value is not None and key not in seen]
-    if unknown:
-        raise OptionError(
-            f"`{name}` carries {', '.join(unknown)}, which this model does not take: leave out the nodes that add it, "
-            "or load a model that takes it"
-        )
 
 
 def _only(conditioning: CONDITIONING, name: str) -> tuple[Tensor, dict[str, Any]]:
