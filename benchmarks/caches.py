@@ -32,6 +32,7 @@ from wan_core.config import AdaptiveOptions, MagCacheOptions, OptionError, SkipO
 from wan_core.execution.optimize import begin_run
 from wan_core.execution.report import GIB, Report, StepClock
 from wan_core.models.vae.config import VAE_21
+from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.sampling.cache.curves import find_curve
@@ -67,7 +68,8 @@ def caches_rows(
             raise OptionError(reason)
         make_room(device)
         model, stride = plain_model(name, device, dtype, options.layers, setup.quantization(device))
-        if stride != VAE_21.spatial_stride or model.config.in_channels != VAE_21.z_dim:
+        task = choose_task(model.config).task
+        if stride != VAE_21.spatial_stride or task.image != "none":
             raise OptionError(f"model {name!r} given; the suite caches takes random:t2v-A14B, tiny or a file like them")
         trial = Trial(setup.apply(model), setup, device)
         for size in sizes:

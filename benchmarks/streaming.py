@@ -47,7 +47,7 @@ from wan_core.execution.memory.streaming import Stage, StreamedBlocks
 from wan_core.execution.optimize import optimize
 from wan_core.execution.report import GIB
 from wan_core.models.text.config import UMT5_XXL
-from wan_core.models.vae.config import VAE_21, VAE_22
+from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.pipeline.builder import find_quantization
@@ -117,7 +117,8 @@ class Streaming:
                 yield guarded(label, case.size, None, lambda c=case, b=blocks: self._row(c, None, b))
 
     def _row(self, case: Case, gib: float | None, blocks: int | None) -> Row:
-        config, vae = self.model.config, VAE_22 if self.stride == 16 else VAE_21
+        config = self.model.config
+        vae = choose_task(config).task.vae
         per_token = factor(
             config, itemsize=self.dtype.itemsize, device=self.device.type, compile="off", precision=self.precision
         )

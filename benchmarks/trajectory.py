@@ -62,7 +62,7 @@ def trajectory_rows(
     details |= {"dtype": options.precision, "solver": "unipc"}
     if name.startswith("random:"):
         task = name.removeprefix("random:")
-        if task not in RANDOM or not find_task(task).two_experts or RANDOM[task][0].in_channels != 16:
+        if task not in RANDOM or not find_task(task).two_experts or find_task(task).image != "none":
             raise OptionError(
                 f"model {name!r} given; the suite trajectory takes random:t2v-A14B or tiny, both if left out"
             )

@@ -237,6 +237,7 @@ def _info(found: Experts, computing: str, attention: str, compile: str) -> str:
     lines = [
         f"{task.name}: {kind}, {dit.num_layers} blocks of width {dit.dim}, attention {attention}"
         + (", compiled" if compile != "off" else ""),
+        *([f"{task.name}: {found.why}"] if found.why else []),
         f"high: {words_of(found.high, computing)}" if found.low else words_of(found.high, computing),
         *([f"low: {words_of(found.low, computing)}"] if found.low else []),
         f"its own settings: {task.steps} steps, shift {task.shift:g}, boundary {task.boundary:g}, guidance "

@@ -24,6 +24,8 @@ def diffusers_transformer(config: DiTConfig) -> WanTransformer3DModel:
         cross_attn_norm=True,
         qk_norm="rms_norm_across_heads",
         eps=config.eps,
+        image_dim=config.image_dim,
+        added_kv_proj_dim=None if config.image_dim is None else config.dim,
     ).eval()
 
 

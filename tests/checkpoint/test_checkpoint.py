@@ -28,7 +28,6 @@ from wan_core.checkpoint import (
     open_checkpoint,
     save,
 )
-from wan_core.checkpoint.layouts import diffusers_dit_names, dit_names
 from wan_core.checkpoint.layouts_text import hf_text_names
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names
 from wan_core.checkpoint.save import write_safetensors
@@ -39,6 +38,7 @@ from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.wan.keys import diffusers_names, parameter_names
 from wan_core.models.wan.model import WanModel
 
 DIT = DiTConfig(in_channels=16, out_channels=16, dim=256, ffn_dim=320, num_heads=2, num_layers=2, text_dim=48)
@@ -93,7 +93,7 @@ def model(name: str) -> Model:
     torch.manual_seed(0)
     if name.startswith("dit"):
         config = {"dit": DIT, "dit heads": SMALL_HEADS}[name]
-        return _model("dit", WanModel(config), diffusers_transformer(config), diffusers_dit_names)
+        return _model("dit", WanModel(config), diffusers_transformer(config), diffusers_names)
     if name == "text":
         encoder = TextEncoder(UMT5Encoder(TEXT), Tokenizer(spiece()))
         return _model("text_encoder", encoder, transformers_encoder(TEXT), hf_text_names)
@@ -289,7 +289,7 @@ def test_a_diffusers_transformer_computes_the_same(tmp_path: Path) -> None:
 
 
 def test_the_tables_name_every_parameter() -> None:
-    assert list(model("dit").official) == sorted(dit_names(2), key=list(model("dit").official).index)
+    assert list(model("dit").official) == sorted(parameter_names((), 2), key=list(model("dit").official).index)
     for name in ("dit", "vae 2.1", "vae 2.2"):
         assert len(model(name).foreign) == len(model(name).official)
 
@@ -519,7 +519,7 @@ def test_absurd_numbers_are_refused_before_anything_is_built() -> None:
         (["face_adapter.fuser_blocks.0.linear1_q.weight"], "Animate"),
         (["casual_audio_encoder.weights"], "S2V"),
         (["vace_blocks.0.after_proj.weight"], "VACE"),
-        (["img_emb.proj.0.weight", "blocks.0.cross_attn.k_img.weight"], "Wan 2.1 image-to-video"),
+        (["img_emb.emb_pos", "blocks.0.cross_attn.k_img.weight"], "first-and-last-frame"),
         (["control_adapter.conv.weight"], "Fun"),
     ],
 )

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint
 from wan_core.checkpoint.detect import expected_shapes
-from wan_core.checkpoint.layouts import diffusers_dit_modules
 from wan_core.checkpoint.load import StoredValues
 from wan_core.checkpoint.lora.change import Change
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import save, write_safetensors
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
+from wan_core.models.wan.families.wan.keys import diffusers_modules
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import Quantized
@@ -105,7 +105,7 @@ FLAT = {"lora_unet_", "lora_unet__", "lycoris_"}
 PREFIXES = ("", "diffusion_model.", "model.diffusion_model.", *sorted(FLAT), "base_model.model.", "transformer.")
 PAIRS = (("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight"), ("lora_A", "lora_B"),
          ("lora_A.default.weight", "lora_B.default.weight"), ("lora.down.weight", "lora.up.weight"))  # fmt: skip
-DIFFUSERS = {ours: theirs for theirs, ours in diffusers_dit_modules(CONFIG.num_layers).items()}
+DIFFUSERS = {ours: theirs for theirs, ours in diffusers_modules(CONFIG.num_layers).items()}
 
 
 def spelled(module: str, prefix: str, diffusers: bool) -> str:

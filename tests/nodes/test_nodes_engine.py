@@ -26,10 +26,7 @@ from wan_core.models.text.cache import PromptCache
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.pipeline.images import decode_images, encode_images, pixels_to_video, video_to_pixels
-from wan_core.pipeline.sources import TINY, find_experts
-from wan_core.sampling.conditioning import (
-    empty_latents,
+from wan_core.models.wan.families.wan.inputs import (
     frame_mask,
     hold_first,
     image_channels,
@@ -37,6 +34,9 @@ from wan_core.sampling.conditioning import (
     known_first,
     known_frames,
 )
+from wan_core.pipeline.images import decode_images, encode_images, pixels_to_video, video_to_pixels
+from wan_core.pipeline.sources import TINY, find_experts
+from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.plan import Branch
 from wan_core.sampling.plan_drawing import draw_plan
 

@@ -18,7 +18,7 @@ from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
 from wan_core.media.shapes import SCENES, draw
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.sampling.conditioning import image_channels
+from wan_core.models.wan.families.wan.inputs import image_channels
 
 SMALL = ["--device", "cpu", "--size", "32", "--frames", "5"]
 

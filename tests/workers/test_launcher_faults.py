@@ -31,11 +31,12 @@ from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.execution.report import Report
 from wan_core.models.text.cache import PromptCache
 from wan_core.models.vae.tiling import TileSpec
+from wan_core.models.wan.families.wan.inputs import join_image
 from wan_core.pipeline.images import decode_images, encode_images
 from wan_core.pipeline.pipeline import Pipeline, sample_latents
 from wan_core.pipeline.sources import TINY as TINY_FILES
 from wan_core.pipeline.sources import find_experts
-from wan_core.sampling.conditioning import Conditioning, draw_noise, join_image
+from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.workers import client as remote
 from wan_core.workers import processes as worker_processes
 from wan_core.workers.client import RemoteProgress, RemoteResult, generate

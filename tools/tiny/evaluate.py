@@ -21,6 +21,7 @@ from wan_core.media.metrics import Verdict, judge, psnr
 from wan_core.media.shapes import Scene, draw
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.evaluate.results import envelope, write_result
 from wan_core.sampling.conditioning import Conditioning, draw_noise
@@ -108,7 +109,7 @@ def generate(
         shape = encode(vae, part[:1]).shape
         noise = torch.cat([draw_noise(seed + start + i, tuple(shape)) for i in range(len(part))]).to(truth.device)
         image = None
-        if experts["high"].config.in_channels == 36:
+        if choose_task(experts["high"].config).task.image == "channels":
             image = image_rows(vae, part, torch.zeros(len(part), dtype=torch.bool, device=truth.device))
         rows = text.encode([*(scene.caption for scene in scenes[start : start + batch]), ""])
         conditioning = Conditioning(cond=rows[:-1], uncond=rows[-1:], concat=image)

@@ -24,7 +24,7 @@ def _table(*rows: tuple[str, str]) -> tuple[Foreign, ...]:
 
 _NOT_YET = "not supported yet by this version. Use the bf16 or the fp8_scaled file of the same model"
 
-_UNSUPPORTED = "which is not supported; Wan 2.2 T2V, I2V and TI2V are"
+_UNSUPPORTED = "which is not supported; T2V and I2V of Wan 2.1 and 2.2, and TI2V, are"
 
 EXTENDED = _table(
     (
@@ -60,8 +60,8 @@ EXTENDED = _table(
         f"a Wan Fun transformer (control or camera), {_UNSUPPORTED}",
     ),
     (
-        r"(^|\.)(img_emb\.proj|cross_attn\.(k_img|v_img|norm_k_img)|condition_embedder\.image_embedder|attn2\.add_[kv]_proj)(\.|$)",
-        "a Wan 2.1 image-to-video transformer (it needs CLIP image features), which is not supported; use Wan 2.2 I2V",
+        r"(^|\.)(img_emb\.emb_pos|condition_embedder\.image_embedder\.pos_embed)$",
+        f"a Wan 2.1 first-and-last-frame transformer (FLF2V), {_UNSUPPORTED}",
     ),
 )
 

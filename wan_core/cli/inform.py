@@ -78,9 +78,8 @@ def run_memory_plan(options: argparse.Namespace) -> int:
         skip=skip_options(options),
         **plan_numbers(options),
     )
-    task = replace(found.task, in_channels=found.dit.out_channels)  # without an image file: its size alone matters
-    dit = replace(found.dit, in_channels=found.dit.out_channels)
-    job = make_job(request, task, dit, found.vae)
+    task = replace(found.task, image="none")  # without an image file: its size alone matters
+    job = make_job(request, task, found.dit, found.vae)
     dtypes = {name: compute_dtype(options.precision if name != "vae" else "auto", cuda) for name in found.of}
     here = device_room(cuda) if options.memory_limit is None else limited(options.memory_limit)
     plan = plan_models(found, loaded, dtypes, options.precision, here, job)

@@ -66,8 +66,10 @@ def _model(checkpoint: Any, path: Path) -> dict[str, Any]:
     from wan_core.checkpoint import detect
     from wan_core.checkpoint.detect import KINDS
     from wan_core.models.text.config import TextConfig
+    from wan_core.models.vae.config import VAEConfig
     from wan_core.models.wan.config import DiTConfig
-    from wan_core.pipeline.sources import TASK_OF_CHANNELS, TINY
+    from wan_core.models.wan.families.family import Clues
+    from wan_core.pipeline.sources import TINY
 
     model = detect(checkpoint)
     config = model.config
@@ -76,18 +78,31 @@ def _model(checkpoint: Any, path: Path) -> dict[str, Any]:
     if model.scales:
         found["scaled"] = f"{len(model.scales)} FP8 matrices with scales"
     if isinstance(config, DiTConfig):
-        family = TASK_OF_CHANNELS.get(config.in_channels, "unknown")
-        found["family"] = "the embedded model" if path.parent.resolve() == TINY.resolve() else f"Wan 2.2 {family}"
+        if path.parent.resolve() == TINY.resolve():
+            found["family"] = "the embedded model"
+        else:
+            found["family"] = _task_words(config, Clues(path, checkpoint.metadata))
         found["shape"] = {
             name: getattr(config, name) for name in ("num_layers", "dim", "ffn_dim", "num_heads", "in_channels")
         }
     elif isinstance(config, TextConfig):
         found["family"] = "UMT5"
         found["shape"] = {name: getattr(config, name) for name in ("num_layers", "dim", "vocab_size")}
-    else:
+    elif isinstance(config, VAEConfig):
         found["family"] = "Wan 2.2 VAE" if config.patch == 2 else "Wan 2.1 VAE"
         found["shape"] = {"latent_channels": config.z_dim, "stride": config.spatial_stride}
     return found
+
+
+def _task_words(config: Any, clues: Any) -> str:
+    """`Wan 2.2 t2v-A14B`, and what decided it where tensors do not."""
+    from wan_core.models.wan.families import choose_task
+
+    try:
+        task, why = choose_task(config, clues)
+    except OptionError:
+        return f"a Wan transformer of {config.in_channels} input channels, of no known task"
+    return f"{task.release} {task.name}" + (f" ({why})" if why else "")
 
 
 def _lora(checkpoint: Any) -> dict[str, Any]:
@@ -126,10 +141,8 @@ def _lora(checkpoint: Any) -> dict[str, Any]:
 
 def _families() -> Mapping[str, Any]:
     """Models whose LoRAs are known by their shapes; the embedded one's come last."""
-    from dataclasses import replace
-
     from wan_core.checkpoint import detect
-    from wan_core.models.wan.config import I2V_A14B, T2V_A14B, TI2V_5B
+    from wan_core.models.wan.config import I2V_A14B, T2V_1_3B, T2V_A14B, TI2V_5B
     from wan_core.pipeline.sources import TINY
 
     tiny = detect(TINY / "t2v_high.safetensors").config
@@ -137,7 +150,7 @@ def _families() -> Mapping[str, Any]:
         "Wan 2.2 A14B (or another Wan of 14B)": T2V_A14B,
         "Wan 2.2 I2V-A14B": I2V_A14B,
         "Wan 2.2 TI2V-5B": TI2V_5B,
-        "Wan 2.1 1.3B, which is not supported": replace(T2V_A14B, dim=1536, ffn_dim=8960, num_heads=12, num_layers=30),
+        "Wan 2.1 T2V-1.3B": T2V_1_3B,
         "the embedded model": tiny,
     }
 

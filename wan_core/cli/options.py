@@ -22,6 +22,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--text-encoder", help="UMT5: file or folder")
     group.add_argument("--tokenizer", help="spiece.model, where the text encoder does not bring it")
     group.add_argument("--vae", help="VAE: file or folder")
+    group.add_argument("--clip-vision", help="CLIP vision encoder: file or folder (Wan 2.1 image-to-video)")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default %(default)s)")
     group.add_argument(
         "--precision",

@@ -63,6 +63,7 @@ class LoadOptions:
     text_encoder: str | None = None
     tokenizer: str | None = None
     vae: str | None = None
+    clip_vision: str | None = None  # of image-to-video models that need one (Wan 2.1)
     device: str = "auto"
     precision: str = "checkpoint"
     keep_blocks: int = 0

@@ -21,6 +21,7 @@ from wan_core.execution.report import Report
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.tasks import Task
@@ -94,6 +95,10 @@ class Models:
 
     def vae(self) -> VideoVAE:
         return cast(VideoVAE, self.residency.use("vae"))
+
+    def clip_vision(self) -> VisionEncoder:
+        """Of a task that takes features of the image."""
+        return cast(VisionEncoder, self.residency.use("clip_vision"))
 
     @property
     def vae_config(self) -> VAEConfig:
@@ -236,6 +241,8 @@ def load_models(
         residency.add(name, model)
         del model
     report.notes += residency.notes
+    if parts.why:
+        report.notes.append(f"task: {parts.task.name} ({parts.why})")
     report.settings["models"] = {name: part.source for name, part in parts.of.items()}
     held = {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()}
     if quantization is not None:

@@ -106,6 +106,7 @@ def plan_models(
         experts=1 + ("low" in parts.of),
         text_encoder=parts.of["text_encoder"].bytes(dtypes["text_encoder"], held_as.get("text_encoder")),
         vae=parts.of["vae"].bytes(dtypes["vae"]),
+        clip_vision=parts.of["clip_vision"].bytes(dtypes["clip_vision"]) if "clip_vision" in parts.of else 0,
     )
     per_token = factor(parts.dit, itemsize=itemsize, device="cuda", compile=options.compile, precision=precision)
     beside = beside_job(parts, job, per_token, itemsize)
@@ -150,7 +151,7 @@ def beside_job(parts: Parts, job: Job | None, per_token: float, itemsize: int) -
 def forward_bytes(config: DiTConfig, tokens: int, per_token: float = FACTORS["torch"]) -> int:
     """What a forward of so many tokens needs besides weights, bf16, both branches' text included. per_token: of
     `budget.factor`; by default what is most."""
-    text = 2 * 2 * 2 * config.num_layers * config.text_len * config.dim
+    text = 2 * 2 * 2 * config.num_layers * config.context_len * config.dim
     return int(per_token * 2 * tokens * config.dim + text + LATENTS * min(1.0, tokens / 32760))
 
 

@@ -27,6 +27,7 @@ from wan_core.execution.report import Report, StepClock
 from wan_core.media.video import load_image
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import denormalise
+from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.parallel.conditioning import rows_of_all, text_rank
@@ -37,7 +38,7 @@ from wan_core.pipeline.images import decode_latents, pixels_to_video
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.resolved_request import Job, make_job
 from wan_core.pipeline.sources import find_models, own_loras
-from wan_core.sampling.conditioning import Conditioning, draw_noise, first_latent, image_channels
+from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import Progress, denoise, retried
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.run import check_kernel
@@ -158,13 +159,22 @@ class Pipeline:
             cond, uncond = rows[:1], rows[1:] if job.plan.guided else None
         if job.request.image is None and job.request.last_image is None:
             return Conditioning(cond=cond, uncond=uncond)
+        features = self.image_features(job)
         vae = self.fetch("vae", self.models.vae)
         with self.report.phase("encode image"):
             first, last = (self._image(path, job) for path in (job.request.image, job.request.last_image))
-            if job.image_channels:
-                return Conditioning(cond=cond, uncond=uncond, concat=image_channels(vae, first, last, job.frames))
-            assert first is not None
-            return Conditioning(cond=cond, uncond=uncond, known=first_latent(vae, first))
+            inputs = family_of(job.task).image_inputs(job.task, vae, first, last, job.frames)
+        return Conditioning(cond=cond, uncond=uncond, image_features=features, **inputs)
+
+    def image_features(self, job: Job) -> Tensor | None:
+        """What CLIP sees in the first frame, or in the last where only that is known; None for tasks without it."""
+        if job.task.image_dim is None:
+            return None
+        encoder = self.fetch("CLIP vision encoder", self.models.clip_vision)
+        with self.report.phase("encode image"):
+            frame = self._image(job.request.image or job.request.last_image, job)
+            assert frame is not None
+            return encoder(frame[:, :, 0])
 
     def fetch(self, name: str, use: Callable[[], Module]) -> Module:
         """A model ready on the device. Where models take turns, bringing it there is a phase of its own."""

@@ -165,10 +165,13 @@ def forward_once(model: WanModel, job: Job, expert: Expert, device: torch.device
     x[:, : noise.shape[1]] = noise
     # Two prompts, of which one branch sees its part, as in a run.
     rows = draw_noise(1, (1, 8, config.text_dim)).to(device).expand(2 if job.plan.guided else batch, -1, -1)
-    text = model.prepare_text(rows).rows(0, batch)
+    features = None
+    if config.image_dim is not None:
+        features = noise.new_zeros(rows.shape[0], config.context_len - config.text_len, config.image_dim)
+    text = model.prepare_text(rows, features).rows(0, batch)
     phase = [step for step in job.plan.steps if step.expert == expert]
     image = job.request.image is not None or job.request.last_image is not None
-    known = config.out_channels == 48 and job.request.image is not None  # each latent frame has its own timestep
+    known = job.task.image == "first frame" and job.request.image is not None  # each latent frame has its own timestep
     with sparse_attention(model, job.plan, phase, job.latent_shape[2:], image) as sparse:
         for step in {step.sparsity > 0: step for step in reversed(phase)}.values():  # the first of each kind
             if sparse is not None:

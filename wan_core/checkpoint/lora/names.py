@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from wan_core.checkpoint.layouts import diffusers_dit_modules
+from wan_core.models.wan.families import FAMILIES
 
 # Taken off the front, one after the other, until a module of the model is left.
 PREFIXES = (
@@ -107,7 +107,8 @@ class Finder:
         modules |= {name for name in parameters if name.endswith("modulation")}  # a parameter without a module
         modules |= {name.rpartition(".")[0] for name in modules if name.endswith("modulation")}
         layers = 1 + max((int(m[1]) for n in modules if (m := re.match(r"blocks\.(\d+)\.", n))), default=-1)
-        theirs = {name: ours for name, ours in diffusers_dit_modules(layers).items() if ours in modules}
+        spelled = [pair for family in FAMILIES.values() for pair in family.lora_modules(layers).items()]
+        theirs = {name: ours for name, ours in spelled if ours in modules}
         self.dotted = {**theirs, **{name: name for name in modules}}
         self.flat = {name.replace(".", "_"): ours for name, ours in self.dotted.items()}
 

@@ -22,7 +22,7 @@ from wan_core.models.wan.model import WanModel
 ALIGNMENT = 256  # bytes: what torch's own allocations have, and more than any kernel asks for
 THREADS = 8
 # What a prompt's keys and values need of a block. It stands first in the block's unit, and can be copied by itself.
-_TEXT = re.compile(r"blocks\.\d+\.cross_attn\.(k|v|norm_k)\.")
+_TEXT = re.compile(r"blocks\.\d+\.cross_attn\.(k|v|norm_k)(_img)?\.")
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,13 @@ def one_by_one(batch: Batch) -> Iterator[Batch]:
 
     for n, sample in enumerate(batch.samples):
         c = batch.conditioning
-        part = replace(c, cond=c.cond[n : n + 1], concat=row(c.concat, n), known=row(c.known, n))
+        part = replace(
+            c,
+            cond=c.cond[n : n + 1],
+            concat=row(c.concat, n),
+            known=row(c.known, n),
+            image_features=row(c.image_features, n),
+        )
         yield replace(batch, samples=[sample], conditioning=part, noise=batch.noise[n : n + 1])
 
 
@@ -113,4 +119,5 @@ def joined(parts: Sequence[Conditioning]) -> Conditioning:
         return torch.cat(found) if found else None
 
     cond = stack_text([part.cond for part in parts], 1)
-    return Conditioning(cond=cond, uncond=parts[0].uncond, concat=rows("concat"), known=rows("known"))
+    inputs = {name: rows(name) for name in ("concat", "known", "image_features")}
+    return Conditioning(cond=cond, uncond=parts[0].uncond, **inputs)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.config import OptionError
+from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.plan import Branch, Expert, Plan
 
 ASSETS = Path(__file__).parents[2] / "assets"
@@ -129,7 +130,7 @@ def _number(name: str, value: object) -> float:
 
 def curve_name(task: str, image: bool) -> str:
     """What a curve calls its task: a model that may start from an image (TI2V) has one curve with and one without."""
-    return f"{task}-image" if image and not task.startswith("i2v") else task
+    return f"{task}-image" if image and find_task(task).image == "first frame" else task
 
 
 def curve_path(checkpoint: Path, task: str, *, image: bool = False) -> Path:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from wan_core.config import MagCacheOptions, OptionError
+from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.cache.curves import Curve, nearest
 from wan_core.sampling.plan import Branch, Plan, Step
 
@@ -166,6 +167,6 @@ def _eligible(plan: Plan, count: int, retention: float) -> bool:
     if len(plan.phases) == 1:
         return count >= int(forwards * retention)
     split = 2 * len(plan.phases[0])
-    if plan.task.startswith("i2v"):
+    if find_task(plan.task).image == "channels":
         return count >= int(split + (forwards - split) * retention)
     return count >= int(split * retention) and not split <= count <= (forwards - split) * retention + split
