@@ -108,8 +108,6 @@ SETTINGS = {
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
-    # the spelling before `python -m benchmarks SUITE`; SUPPRESS: it does not overwrite a suite given by position
-    parser.add_argument("--suite", choices=tuple(SUITES), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument(
         "--model", help="random:TASK, tiny, or a transformer file (default: random:t2v-A14B on a GPU, tiny on a CPU)"
     )

@@ -42,6 +42,7 @@ from torch import Tensor
 from benchmarks.cases import Case, make_case, parse_size, plain_model
 from benchmarks.measure import make_room, measure, relative_error
 from benchmarks.peers import PEERS
+from benchmarks.rows import Row, guarded
 from benchmarks.setups import Setup, find_setup
 from wan_core.checkpoint import load_dit, load_vae, open_checkpoint
 from wan_core.checkpoint.random import random_module
@@ -60,7 +61,6 @@ from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.parallel.sequence import find_lse
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.builder import TINY
-from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.sampling.sparsity.run import AlwaysSparse
 
 DEFAULT_SETUPS = ("fp8 + cudnn-fp8", "+ flash4")

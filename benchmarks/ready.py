@@ -25,9 +25,9 @@ import torch
 
 from benchmarks.cases import parse_size
 from benchmarks.measure import compile_counts, settle
+from benchmarks.rows import Row, guarded
 from wan_core.config import LoadOptions, Request
 from wan_core.execution.optimize import compiled_anew
-from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.pipeline.pipeline import Pipeline
 
 PROMPTS = (

@@ -17,8 +17,9 @@ from benchmarks.generation import generation_rows
 from benchmarks.gguf import gguf_rows
 from benchmarks.options import CPU_SIZE, PARALLEL_PARTS, STARTUP_PARTS, STREAMING_PARTS, STREAMING_PRECISIONS, SUITES
 from benchmarks.parallel import parallel_rows
-from benchmarks.peers import PEERS
+from benchmarks.peers import PEERS, peer_versions
 from benchmarks.profiling import profile_rows, profile_table
+from benchmarks.rows import Row, table
 from benchmarks.settings import check_setting
 from benchmarks.setups import find_setup
 from benchmarks.single import single_rows
@@ -29,7 +30,7 @@ from benchmarks.switch import switch_rows
 from benchmarks.trajectory import trajectory_rows
 from wan_core.config import OptionError
 from wan_core.pipeline.builder import choose_device
-from wan_core.pipeline.evaluate.results import Row, envelope, table, write_result
+from wan_core.pipeline.evaluate.results import envelope, write_result
 from wan_core.sampling.cache.arguments import skip_options
 
 Rows = Callable[[str, list[str], torch.device, argparse.Namespace, dict[str, Any]], Iterator[Row]]
@@ -74,7 +75,9 @@ def run_bench(options: argparse.Namespace) -> int:
         print(row, file=sys.stderr, flush=True)
         rows.append(row)
         rows.sort(key=lambda row: sizes.index(row["size"]) if row["size"] in sizes else len(sizes))
-        path = write_result(envelope(suite, device, rows) | details, options.out, device)
+        result = envelope(suite, device, rows, program="benchmarks") | details
+        result["versions"] |= peer_versions({row["name"] for row in rows})
+        path = write_result(result, options.out, device)
     print(profile_table(rows) if suite == "profile" else table(rows))
     if path is not None:
         print(path)

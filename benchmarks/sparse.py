@@ -26,6 +26,7 @@ from benchmarks.cases import make_case, parse_size, plain_model
 from benchmarks.measure import make_room, measure, relative_error
 from benchmarks.options import SUITES
 from benchmarks.peers import PEERS
+from benchmarks.rows import Row, guarded
 from benchmarks.setups import Setup, find_setup
 from wan_core.config import OptionError, Request
 from wan_core.execution.report import GIB
@@ -38,7 +39,6 @@ from wan_core.ops.attention.sparse.routing import Route, Rule, choose, estimate
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels.blocked import block_sizes, pool, quantize_heads_first, quantize_values
 from wan_core.ops.kernels.formats import Quantized
-from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
 

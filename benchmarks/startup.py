@@ -56,6 +56,7 @@ from benchmarks.measure import make_room, settle
 from benchmarks.options import STARTUP_PARTS
 from benchmarks.process import host_peak, reset_host_peak
 from benchmarks.ready import ready_rows
+from benchmarks.rows import Row, guarded
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save
@@ -66,7 +67,6 @@ from wan_core.execution.report import GIB
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.tasks import find_task
 from wan_core.pipeline.builder import find_quantization
-from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.pipeline.sources import RANDOM, TINY
 
 RATIO_TO = "load_file"

@@ -29,6 +29,7 @@ import torch
 from benchmarks.cases import Case, make_case, plain_model
 from benchmarks.measure import make_room, measure, settle
 from benchmarks.options import STREAMING_PARTS, STREAMING_PRECISIONS
+from benchmarks.rows import Row, guarded
 from benchmarks.turns import turns_rows
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.random import random_module
@@ -51,7 +52,6 @@ from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.pipeline.builder import find_quantization
-from wan_core.pipeline.evaluate.results import Row, guarded
 
 CARDS = (48.0, 32.0, 24.0, 16.0)  # GiB
 VAE_BYTES = 254_000_000  # of the 2.1 VAE in bf16

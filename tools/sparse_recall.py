@@ -3,7 +3,7 @@
 
     python tools/sparse_recall.py [docs/images/sparse_recall.png]
 
-On q, k and v drawn with the structure of trained video models (`wan_core.ops.attention.sparse.structured`) and on
+On q, k and v drawn with the structure of trained video models (`benchmarks.structured`) and on
 those of
 the embedded model's layers in a clip of 81 frames. Ways to choose: by the same number of blocks for every row or by
 mass, with tokens in tiles or as they come, by means alone or with their scatter, with and without the means of the
@@ -22,12 +22,12 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.structured import mass_kept, structured  # noqa: E402
 from wan_core.checkpoint import load_dit, load_text_encoder  # noqa: E402
 from wan_core.media.drawing import FAINT, INK, LINE, Canvas  # noqa: E402
 from wan_core.ops.attention.sdpa import math_reference, sdpa  # noqa: E402
 from wan_core.ops.attention.sparse.reference import sparse_reference  # noqa: E402
-from wan_core.ops.attention.sparse.routing import Rule, mass_kept, route  # noqa: E402
-from wan_core.ops.attention.sparse.structured import structured  # noqa: E402
+from wan_core.ops.attention.sparse.routing import Rule, route  # noqa: E402
 from wan_core.ops.attention.sparse.tiles import Grid, make_tiles  # noqa: E402
 from wan_core.ops.kernels.blocked import Pooled, finish, pool  # noqa: E402
 from wan_core.pipeline.builder import TINY  # noqa: E402

@@ -80,8 +80,12 @@ def evaluate(
             print(f"{name:<28}" + "".join(f"{row[claim]:>12.1%}" for claim in CLAIMS), details[name], flush=True)
             sheets = out if out.suffix != ".json" else out.parent
             write_png(sheets / f"{task}_guidance{guidance:g}.png", contact_sheet(videos[:SHEET_CLIPS]))
-    result = envelope("embedded", device, rows) | {"steps": steps, "solver": solver, "seed": seed, "details": details}
-    result["command"] = result["command"].replace("python -m wan_core", "python -m tools.train_tiny")
+    result = envelope("embedded", device, rows, program="tools.train_tiny") | {
+        "steps": steps,
+        "solver": solver,
+        "seed": seed,
+        "details": details,
+    }
     print(write_result(result, out, device))
     report_sizes(folder)
 
