@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.caches import caches_rows
 from benchmarks.cases import parse_size
+from benchmarks.compare import compare_rows
 from benchmarks.forwards import forward_rows
 from benchmarks.four_step import four_step_rows
 from benchmarks.generation import generation_rows
@@ -49,6 +50,7 @@ MEASURES: dict[str, Rows] = {
     "gguf": gguf_rows,
     "four-step": four_step_rows,
     "generate": generation_rows,
+    "compare": compare_rows,
     "forward": forward_rows,
     "guidance": forward_rows,
 }
@@ -95,7 +97,7 @@ def check_options(options: argparse.Namespace) -> None:
         if not parts and options.suite != "sparse":
             check_setting(setting)
     for setup in options.setup or ():
-        if options.suite != "single" or setup not in PEERS:
+        if options.suite != "compare" and (options.suite != "single" or setup not in PEERS):
             find_setup(setup)
     for number in ("runs", "layers", "samples", "steps", "gpus"):
         value = getattr(options, number)
@@ -104,7 +106,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.suite != "generate" and skip_options(options) is not None:
         raise OptionError("what leaves forwards out, --magcache and its like, belongs to the suite generate")
     takes = SUITES[options.suite].takes if options.suite else ("setting", "layers", "precision", "runs")
-    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "gpus", "scratch", "profile"):
+    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "gpus", "scratch", "profile", "checkout"):
         if getattr(options, option) is not None and option not in takes:
             raise OptionError(
                 f"--{option} means nothing to the suite {options.suite or 'of single forwards'}; "

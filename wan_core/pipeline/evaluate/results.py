@@ -45,15 +45,15 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def commit() -> str | None:
-    """The commit that is measured, where the code runs from a checkout."""
+def commit(folder: Path = Path(__file__).parent) -> str | None:
+    """The commit of the checkout that `folder` lies in, by default of this one; None where it is none."""
     try:
         return subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],
             capture_output=True,
             text=True,
             check=True,
-            cwd=Path(__file__).parent,
+            cwd=folder,
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
