@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 
-# Modules by name, in whatever folder. Tests of the first ones fork this process, and a copy is smaller the less has been
+# Modules by name, in whatever folder. Tests of the first ones fork this process: a copy is smaller the less has been
 # done in it. The longest of the others follow, so that no process waits for one at the end.
 FIRST = ("test_launcher_faults", "test_parallel", "test_launcher_hosts", "test_launcher_sockets", "test_launcher")
 THEN = ("test_stream", "test_attention", "test_quality", "test_bench")
