@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -54,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported by now stays: looking through it for garbage, again and again, finds none and takes seconds in
+    all. Forked processes share its memory for longer, too."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
