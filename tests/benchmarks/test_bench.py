@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -42,12 +41,6 @@ SMALL = DiTConfig(
     in_channels=16, out_channels=16, dim=128, ffn_dim=256, num_heads=2, num_layers=2, text_dim=48, text_len=32
 )
 TORCH_ONLY = "plain/sdpa/torch"  # as `plain torch`, under another name: rows that must agree with it
-
-
-@pytest.fixture(autouse=True)
-def imports_are_no_garbage() -> None:
-    """The benchmark collects garbage before each row, and most objects are those of libraries that tests imported."""
-    gc.freeze()
 
 
 def small_model(config: DiTConfig = SMALL, **options: Any) -> WanModel:
