@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from wan_core.parallel import guidance, mesh, ring, sequence, ulysses
+from wan_core.parallel import guidance, mesh, ring, ulysses
 
 
 def own(x: Tensor, group: Any) -> int:
@@ -32,7 +33,7 @@ EXCHANGES: tuple[tuple[Any, str, Callable[..., int], Any], ...] = (
     (ring, "pass_on", lambda sends, receives, group: sum(nbytes(x) for x, _ in sends), []),
     (mesh, "all_gather", lambda into, part, group: own(part, group), None),
     (guidance, "all_gather", lambda into, part, group: own(part, group), None),
-    (sequence, "reduce", lambda x, how, group: own(x, group), None),
+    (dist, "all_reduce", lambda x, how, group: nbytes(x) * (group.size() - 1), None),  # scales that all ranks agree on
 )
 
 
@@ -51,7 +52,7 @@ def exchanges(counts: dict[str, int] | None) -> Iterator[None]:
 
 def _counted(function: Callable[..., Any], sent: Callable[..., int], counts: dict[str, int]) -> Callable[..., Any]:
     def call(*given: Any, **named: Any) -> Any:
-        counts["bytes"] += sent(*given)
+        counts["bytes"] += sent(*given, **named)
         return function(*given, **named)
 
     return call

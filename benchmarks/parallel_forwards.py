@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.always_sparse import AlwaysSparse
 from benchmarks.cases import Case, make_case
 from benchmarks.exchanges import exchanges
 from benchmarks.measure import make_room, measure, relative_error
@@ -16,14 +17,12 @@ from benchmarks.peers import PEERS
 from benchmarks.ranks import Ranks
 from benchmarks.rows import Row, guarded
 from benchmarks.setups import Setup, find_setup
-from wan_core.config import OptionError
 from wan_core.execution.report import GIB
 from wan_core.models.wan.config import DiTConfig
+from wan_core.ops.attention.registry import BACKENDS
 from wan_core.parallel.costs import all_meshes
 from wan_core.parallel.guidance import ORDER, SplitBranches
 from wan_core.parallel.mesh import Mesh
-from wan_core.parallel.sequence import find_lse
-from wan_core.sampling.sparsity.run import AlwaysSparse
 
 
 class Forwards:
@@ -54,8 +53,7 @@ class Forwards:
             make_room(self.ranks.device)
 
     def _meshes(self, config: DiTConfig, tokens: int, setup: Setup) -> list[Mesh]:
-        rings = find_lse_or_none(setup.attention) is not None
-        return all_meshes(self.ranks.count, config, tokens, rings)
+        return all_meshes(self.ranks.count, config, tokens, BACKENDS[setup.attention].gives_lse)
 
     def _alone(self, setup: Setup, case: Case) -> Iterator[Any]:
         """The row of one GPU; gives its output, on the first rank only."""
@@ -83,10 +81,10 @@ class Forwards:
             texts = dict(zip(ORDER, map(case.model.prepare_text, case.contexts), strict=True))
             split, shape = SplitBranches(ranks), (1, case.model.config.out_channels, *case.x.shape[2:])
             one = lambda branch: case.model(case.x, case.timestep, texts[branch])  # noqa: E731
-            return lambda: split.run(ORDER, one, shape)["cond"]
+            return lambda: split(ORDER, one, shape)["cond"]
 
         def run() -> Row:
-            setup.apply(case.model, ranks=ranks, attend_lse=find_lse(setup.attention, mesh))
+            setup.apply(case.model, ranks=ranks)
             with setup.running():
                 with exchanges(counts):
                     measured = measure(prepare, self.ranks.device, self.ranks.runs)
@@ -138,10 +136,3 @@ class Forwards:
 def forward(case: Case) -> Callable[[], Tensor]:
     text = case.model.prepare_text(case.contexts[0])
     return lambda: case.model(case.x, case.timestep, text)
-
-
-def find_lse_or_none(attention: str) -> Any:
-    try:
-        return find_lse(attention, Mesh(1, 2, 1))
-    except OptionError:
-        return None

@@ -44,12 +44,13 @@ from wan_core.execution.memory.planning import (
     unit_bytes,
 )
 from wan_core.execution.memory.residency import Residency
-from wan_core.execution.memory.streaming import Stage, StreamedBlocks
+from wan_core.execution.memory.streaming import Stage
 from wan_core.execution.optimize import optimize
 from wan_core.execution.report import GIB
 from wan_core.models.text.config import UMT5_XXL
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import RESIDENT
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.pipeline.builder import find_quantization
 
@@ -132,7 +133,7 @@ class Streaming:
         self._release()
         self._cap(gib)
         self.stage = Stage(self.device, resident)
-        StreamedBlocks.install(self.model, self.stage)
+        self.model.runners.weights = self.stage
 
         def prepare():
             assert self.stage is not None
@@ -161,7 +162,7 @@ class Streaming:
         case = self.cases[0]
         self._release()
         self._cap(None)
-        StreamedBlocks.remove(self.model)
+        self.model.runners.weights = RESIDENT
         if self.name.startswith("random:"):  # other weights of the same kind
             config = replace(self.model.config)
             other = random_module(
