@@ -5,7 +5,8 @@
 
 On q, k and v drawn with the structure of trained video models (`benchmarks.structured`) and on those of the embedded
 model's layers in a clip of 81 frames. Ways to choose: by the same number of blocks for every row or by mass, with
-tokens in tiles or as they come, by means alone or with their scatter, with and without the means of the rest. Prints a table, draws the picture.
+tokens in tiles or as they come, by means alone or with their scatter, with and without the means of the rest.
+Prints a table, draws the picture.
 """
 
 from __future__ import annotations
