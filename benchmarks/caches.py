@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.cases import plain_model
 from benchmarks.measure import make_room, settle
+from benchmarks.rows import Row, guarded
 from benchmarks.setups import SETUPS, Setup, find_setup
 from benchmarks.trajectory import latent_shape
 from wan_core.config import AdaptiveOptions, MagCacheOptions, OptionError, SkipOptions, TaylorSeerOptions
@@ -34,7 +35,6 @@ from wan_core.execution.report import GIB, Report, StepClock
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.magcache import PRESETS
 from wan_core.sampling.cache.skipping import leave_out

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.always_sparse import AlwaysSparse
 from wan_core.config import QUANTIZED, LoadOptions, OptionError
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.model import WanModel
@@ -21,7 +22,6 @@ from wan_core.ops.kernels import fused
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.builder import find_quantization
-from wan_core.sampling.sparsity.run import AlwaysSparse
 
 PLAIN = "plain"  # the precision of a setup that quantises nothing: that of the model
 

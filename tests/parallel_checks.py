@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.parallel import exchanges
+from benchmarks.exchanges import exchanges
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.random import random_module
 from wan_core.config import GuidanceOptions, LoadOptions, MagCacheOptions, Request, SkipOptions, SparseOptions

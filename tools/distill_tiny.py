@@ -121,8 +121,10 @@ def evaluate(options: argparse.Namespace, device: torch.device, teacher: Plan, d
         if plan in (teacher, student):
             sheet = "teacher" if plan is teacher else "student"
             Image.fromarray(contact_sheet(videos[:SHEET_CLIPS]).numpy()).save(out / f"{sheet}.png")
-    result = envelope("distilled", device, rows) | {"seed": options.seed, "training": done}
-    result["command"] = result["command"].replace("python -m wan_core", "python -m tools.distill_tiny")
+    result = envelope("distilled", device, rows, program="tools.distill_tiny") | {
+        "seed": options.seed,
+        "training": done,
+    }
     print(write_result(result, out, device))
     for name in EXPERTS:
         path = lora_path(out, name)

@@ -82,8 +82,12 @@ def evaluate(
             sheets = out if out.suffix != ".json" else out.parent
             sheet = Image.fromarray(contact_sheet(videos[:SHEET_CLIPS]).numpy())
             sheet.save(sheets / f"{task}_guidance{guidance:g}.png")
-    result = envelope("embedded", device, rows) | {"steps": steps, "solver": solver, "seed": seed, "details": details}
-    result["command"] = result["command"].replace("python -m wan_core", "python -m tools.train_tiny")
+    result = envelope("embedded", device, rows, program="tools.train_tiny") | {
+        "steps": steps,
+        "solver": solver,
+        "seed": seed,
+        "details": details,
+    }
     print(write_result(result, out, device))
     report_sizes(folder)
 

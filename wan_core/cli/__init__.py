@@ -63,10 +63,13 @@ def report_faults(command: str, run: Callable[[], int]) -> int:
 
 
 def run_benchmarks(arguments: list[str]) -> int:
-    """`bench` became `python -m benchmarks`, a package beside the engine: run that, where it is."""
-    if importlib.util.find_spec("benchmarks") is None:
+    """Run `python -m benchmarks` of the checkout that this package lies in."""
+    checkout = Path(__file__).resolve().parents[2]
+    spec = importlib.util.find_spec("benchmarks")
+    if spec is None or spec.origin is None or Path(spec.origin).resolve().parents[1] != checkout:
         print(
-            "wan_core bench: the benchmarks are a package of the source repository. Run `python -m benchmarks` there.",
+            "wan_core bench: the benchmarks are in the source repository and not in the installed package. "
+            "Run `python -m benchmarks SUITE` in a checkout.",
             file=sys.stderr,
         )
         return 2
