@@ -1,8 +1,7 @@
 """One cold process, timed by phase: `python -m benchmarks.cold DEVICE SIZE HIGH LOW` prints JSON.
 
-It imports, loads both experts in FP8 where the device multiplies it and prepares the first step, by the same
-functions as `Pipeline.load`, makes the first forward of the high-noise expert at SIZE, and a second one, which is
-what a warm forward takes.
+It imports, loads both experts in FP8 where the device multiplies it, by the same functions as `Pipeline.load`, makes
+the first forward of the high-noise expert at SIZE, and a second one, which is what a warm forward takes.
 
 --compile: as the option of that name. --profile FILE: what the main thread did after the imports goes there, by
 cProfile, which slows it.
@@ -56,15 +55,15 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
     from benchmarks.cases import parse_size
     from benchmarks.measure import compile_counts, settle
     from wan_core.config import Request
-    from wan_core.execution.compile_cache import Artifacts
-    from wan_core.execution.optimize import check_compile, compilations, compiled_anew, optimize
+    from wan_core.config.compile_cache import set_compile_caches
+    from wan_core.execution.optimize import check_compile, optimize
     from wan_core.ops.attention.registry import resolve_attention
     from wan_core.ops.quant.schemes import SCHEMES
-    from wan_core.pipeline.builder import choose_device, find_quantization
     from wan_core.pipeline.loading import load_parts
-    from wan_core.pipeline.rehearsal import Rehearsal, forward_once
     from wan_core.pipeline.resolved_request import make_job
+    from wan_core.pipeline.settings import choose_device, find_quantization
     from wan_core.pipeline.sources import find_experts
+    from wan_core.pipeline.warmup import forward_once
 
     device = choose_device(options.device)
     cuda = device.type == "cuda"
@@ -79,19 +78,8 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
     lap("headers, Triton")
     attend = resolve_attention("auto", device, dtype, experts.dit.head_dim)[1]
     lap("attention's library")
-    artifacts = None
     if options.compile != "off":
-        artifacts = Artifacts.open(device, {"precision": "fp8" if fp8 else str(dtype)})
-    rehearsal = Rehearsal(
-        config=experts.dit,
-        device=device,
-        dtype=dtype,
-        quantization=fp8,
-        attend=attend,
-        compile=options.compile,
-        job=job,
-        artifacts=artifacts,
-    )
+        set_compile_caches()
     parts = {"high": experts.high, "low": experts.low}
     read: dict[str, float] = {}
     started: list[float] = []
@@ -104,29 +92,24 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
         return model
 
     with torch.no_grad():
-        models = load_parts(list(parts), load, device, in_order=False, rehearsal=rehearsal)
+        models = load_parts(list(parts), load, device, in_order=False)
         settle(device)
-        lap("load both experts, prepare")
+        lap("load both experts")
         for model in models.values():
             optimize(model, attend=attend, compile=options.compile, device=device, graphs=False)  # type: ignore
-        made_anew = compiled_anew if artifacts is not None else lambda: 0  # asking imports the compiler
-        before, (graphs, _) = made_anew(), compile_counts()
+        graphs, _ = compile_counts()
         forward_once(models["high"], job, "high", device)  # type: ignore
         settle(device)
         lap("first forward")
-        left = {"graphs": compile_counts()[0] - graphs, "compiled anew": made_anew() - before}
+        left = {"graphs": compile_counts()[0] - graphs}
         start = time.time()
         forward_once(models["high"], job, "high", device)  # type: ignore
         settle(device)
         warm = round(time.time() - start, 3)
-    if artifacts is not None:
-        artifacts.save(compilations(), compiled_anew())
     return {
         "warm_forward": warm,
         "read": max(read.values()),
-        "prepared": {name: round(seconds, 3) for name, seconds in rehearsal.phases.items()},
         "first_forward": left,
-        "note": "; ".join(rehearsal.notes),
     }
 
 

@@ -10,8 +10,8 @@ back again       at the size of before
 
 seconds          from the call of `generate` to the launch of its first forward: checks, text encoding and preparing
                  the prompt in it
-compilations     graphs that torch traced in it and in the first step; `compiled_anew`: entries that no cache had
-load_seconds     of loading, with what was prepared meanwhile (in the first row)
+compilations     graphs that torch traced in it and in the first step
+load_seconds     of loading (in the first row)
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import torch
 from benchmarks.cases import parse_size
 from benchmarks.measure import compile_counts, settle
 from wan_core.config import LoadOptions, Request
-from wan_core.execution.optimize import compiled_anew
 from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.pipeline.pipeline import Pipeline
 
@@ -82,7 +81,7 @@ def until_first_forward(pipe: Pipeline, request: Request) -> Row:
     launched: list[float] = []
     model = pipe.models.residency.models["high"]
     hook = model.register_forward_pre_hook(lambda *_: launched.append(time.perf_counter()))
-    graphs, anew = compile_counts()[0], made_anew(pipe)
+    graphs = compile_counts()[0]
 
     def stop(*_: Any) -> None:
         raise Enough
@@ -98,9 +97,4 @@ def until_first_forward(pipe: Pipeline, request: Request) -> Row:
     return {
         "seconds": round(launched[0] - begin, 4),
         "compilations": compile_counts()[0] - graphs,
-        "compiled_anew": made_anew(pipe) - anew,
     }
-
-
-def made_anew(pipe: Pipeline) -> int:
-    return 0 if pipe.models.artifacts is None else compiled_anew()

@@ -15,18 +15,17 @@ gb_s              bytes of the files over that time
 host_gib          the largest resident size of the process meanwhile, less what it had before; mapped pages count
 identical         whether every tensor is bit for bit that of load_file (fp8: of the plain path)
 
-cold process           a new process that imports, loads both experts in FP8, prepares the first step, and makes
-                       one forward at the largest size. "nothing kept": blocks compiled, with empty caches. "artifacts
-                       kept": what that process left is there. "not compiled": the default, which compiles no block,
+cold process           a new process that imports, loads both experts in FP8, and makes one forward at the largest
+                       size. "nothing kept": blocks compiled, with empty caches. "caches kept": those of the compilers
+                       are there. "not compiled": the default, which compiles no block,
                        the first time and with the kernels that it kept. "bytecode kept", where Python keeps none of
                        itself: as "nothing kept" is where it does. Where all is kept, the median of `--runs` (3).
 
 seconds                until that forward has run, without its own time when warm
 phases                 of it, one after the other. "import wan_core" ends with `models`; "attention's library" has its
                        imports; "first forward" whatever was not prepared
-prepared               seconds of importing torch's compiler and finding artifacts, before the loading, and of a forward
-                       of one block beside it, where there were none; `read` until the last weight was there
-first_forward          graphs that the first forward still asked torch for, and how many entries no cache had for them
+read                   seconds until the last weight was there
+first_forward          graphs that the first forward asked torch for
 process_seconds        as its parent sees it, with the second forward and the end
 
 Rows of `ready` (the module of that name) follow: a pipeline from its first prompt on.
@@ -61,12 +60,12 @@ from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save
 from wan_core.checkpoint.staged import Reading, default_threads, reading
 from wan_core.config import OptionError, imports
-from wan_core.execution.compile_cache import OWN_CACHES
+from wan_core.config.compile_cache import LIBRARY_CACHES
 from wan_core.execution.report import GIB
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.tasks import find_task
-from wan_core.pipeline.builder import find_quantization
 from wan_core.pipeline.evaluate.results import Row, guarded
+from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import RANDOM, TINY
 
 RATIO_TO = "load_file"
@@ -240,7 +239,7 @@ def cold_rows(
     ways = {
         "nothing kept": (kept, [], 1),
         "bytecode kept": (only, [], 1),
-        "artifacts kept": (kept, [], runs),
+        "caches kept": (kept, [], runs),
         "not compiled, first time": (kept, off, 1),
         "not compiled": (kept, off, runs),
     }
@@ -282,7 +281,7 @@ def cold(files: list[Path], size: str, device: torch.device, kept: Path, more: l
 def child(files: list[Path], size: str, device: torch.device, kept: Path, more: list[str]) -> str:
     """What such a process prints. kept: where compilers keep what they make."""
     environment = imports.forgotten(os.environ) | {"WANCORE_CACHE": str(kept)}
-    for name in OWN_CACHES:
+    for name in LIBRARY_CACHES:
         environment.pop(name, None)  # in ours then
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cold", str(device), size, *map(str, files), *more],

@@ -32,7 +32,7 @@ from benchmarks.options import STREAMING_PARTS, STREAMING_PRECISIONS
 from benchmarks.turns import turns_rows
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.random import random_module
-from wan_core.execution.memory.host_weights import Shelf
+from wan_core.execution.memory.host_weights import HostWeights
 from wan_core.execution.memory.planning import (
     Sizes,
     beside_weights,
@@ -50,8 +50,8 @@ from wan_core.models.text.config import UMT5_XXL
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
-from wan_core.pipeline.builder import find_quantization
 from wan_core.pipeline.evaluate.results import Row, guarded
+from wan_core.pipeline.settings import find_quantization
 
 CARDS = (48.0, 32.0, 24.0, 16.0)  # GiB
 VAE_BYTES = 254_000_000  # of the 2.1 VAE in bf16
@@ -94,7 +94,7 @@ class Streaming:
         optimize(self.model, attend=self.attend, graphs=False)
         self.cases = [make_case(self.model, size, self.stride) for size in sizes]
         begin = time.perf_counter()
-        self.shelf = Shelf(self.model, lock=self.cuda)
+        self.shelf = HostWeights(self.model, lock=self.cuda)
         self.shelve_seconds = time.perf_counter() - begin
         self.stage: Stage | None = None
         self.exact: dict[str, torch.Tensor] = {}
@@ -205,9 +205,9 @@ class Streaming:
         make_room(self.device)
         return {"seconds": round(seconds[-1], 5), "switch_ms": round(seconds[-1] * 1000, 2)}
 
-    def other_shelf(self, other: WanModel) -> Shelf:
+    def other_shelf(self, other: WanModel) -> HostWeights:
         if getattr(self, "_other", None) is None:
-            self._other = Shelf(other, lock=self.cuda)
+            self._other = HostWeights(other, lock=self.cuda)
         return self._other
 
     def _mark(self) -> Any:

@@ -8,7 +8,7 @@ from torch import nn
 from wan_core.checkpoint import load_vae
 from wan_core.execution.optimize import optimize_vae
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.pipeline.builder import compute_dtype
+from wan_core.pipeline.settings import compute_dtype
 from wan_core.pipeline.sources import Part, recognise
 
 from . import host

@@ -16,9 +16,9 @@ from benchmarks.ready import ready_rows
 from benchmarks.startup import Loading, cold_rows, write_experts
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
+from wan_core.config.compile_cache import LIBRARY_CACHES
 from wan_core.config.imports import FORBIDS, PREFIX
 from wan_core.execution import optimize as optimizing
-from wan_core.execution.compile_cache import OWN_CACHES
 from wan_core.pipeline.sources import find_models
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ print(json.dumps(list(turns_rows("tiny", ["64x32x9"], torch.device("cpu"), None,
 def test_prompts_after_the_first():
     rows = {row["name"]: row for row in ready_rows("tiny", ["64x64x17"], CPU, None)}
     assert list(rows) == ["first prompt", "second prompt", "changed size", "back again"]
-    assert all("failed" not in row and row["compilations"] == row["compiled_anew"] == 0 for row in rows.values())
+    assert all("failed" not in row and row["compilations"] == 0 for row in rows.values())
     assert rows["changed size"]["size"] == "32x32x9" and all(row["seconds"] < 10 for row in rows.values())
 
 
@@ -90,23 +90,19 @@ def test_a_cold_process(tmp_path):
     """One that keeps what it compiled, and one that finds it."""
     files = write_experts("tiny", tmp_path, CPU, None)
     first, second = (startup.cold(files, "48x48x5", CPU, tmp_path, []) for _ in range(2))
-    assert "used again" in second["note"] and "first time" in first["note"]
-    assert first["first_forward"] == {"graphs": 0, "compiled anew": 0}  # nothing was left to it
-    assert second["first_forward"] == {"graphs": 1, "compiled anew": 0}  # all of it was found
-    assert set(first["prepared"]) == {"import the compiler", "artifacts", "forward"}
-    assert set(second["prepared"]) == {"import the compiler", "artifacts"}
+    assert first["first_forward"] == second["first_forward"] == {"graphs": 1}
     assert all(row["read"] > 0 and 0 < row["seconds"] < row["process_seconds"] for row in (first, second))
 
 
 def test_a_cold_process_that_compiles_nothing_imports_no_compiler(tmp_path):
     files = write_experts("tiny", tmp_path, CPU, None)
     row = startup.cold(files, "48x48x5", CPU, tmp_path, ["--compile", "off"])
-    assert row["prepared"] == {} and row["first_forward"] == {"graphs": 0, "compiled anew": 0} and row["note"] == ""
+    assert row["first_forward"] == {"graphs": 0}
 
 
 def test_a_cold_process_writes_a_profile(tmp_path, monkeypatch, capsys):
     """What the process runs, in this one: dynamo decides what is compiled, the compiler behind it is left out."""
-    for name in ("WANCORE_CACHE", *OWN_CACHES):
+    for name in ("WANCORE_CACHE", *LIBRARY_CACHES):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr(optimizing, "compile_blocks", partial(optimizing.compile_blocks, backend="eager"))
     torch.compiler.reset()
@@ -114,7 +110,7 @@ def test_a_cold_process_writes_a_profile(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cold", "cpu", "48x48x5", *map(str, files), "--profile", str(profile)])
     cold.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["first_forward"]["graphs"] == 0 and "forward" in found["prepared"] and found["warm_forward"] > 0
+    assert found["first_forward"]["graphs"] == 1 and found["warm_forward"] > 0
     assert "cumulative" in profile.read_text()
 
 
@@ -139,7 +135,7 @@ def test_the_cold_processes_that_are_compared(python_keeps, tmp_path, monkeypatc
     expected = [
         ("nothing kept", [("kept", [])], 1),
         ("bytecode kept", [("bytecode", [])], 1.5),
-        ("artifacts kept", [("kept", [])] * 2, 2),
+        ("caches kept", [("kept", [])] * 2, 2),
         ("not compiled, first time", [("kept", off)], 4),
         ("not compiled", [("kept", off)] * 2, 2.4),
         ("profiled", [("kept", profile)], None),

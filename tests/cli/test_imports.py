@@ -12,7 +12,6 @@ import pytest
 
 from wan_core.config import imports
 from wan_core.config.imports import FORBIDS, PREFIX
-from wan_core.execution.compile_cache import prune
 
 SOURCE = "value = 1\n"
 CODE = """
@@ -139,16 +138,6 @@ def test_a_program_that_has_imported_torch_is_left_alone(monkeypatch: pytest.Mon
     before = sys.pycache_prefix, sys.dont_write_bytecode, gc.get_threshold(), dict(os.environ)
     imports.quicken()
     assert before == (sys.pycache_prefix, sys.dont_write_bytecode, gc.get_threshold(), dict(os.environ))
-
-
-def test_what_is_kept_counts_in_the_cache(tmp_path: Path) -> None:
-    for name, date in (("old", 1e9), ("new", 2e9)):
-        file = tmp_path / imports.FOLDER / name / "usr" / "torch.pyc"
-        file.parent.mkdir(parents=True)
-        file.write_bytes(bytes(100))
-        os.utime(file, (date, date))
-    prune(tmp_path, limit=150)
-    assert [path.name for path in (tmp_path / imports.FOLDER).iterdir()] == ["new"]
 
 
 class _Spec:

@@ -127,7 +127,7 @@ def test_a_stage_takes_the_bytes_that_were_planned(resident):
     residency = Residency(torch.device("cpu"), "swap" if resident is None else "stream", resident_blocks=resident or 0)
     residency.add("high", model)
     stage = Stage(torch.device("cpu"), resident)
-    shelf = residency.shelves["high"]
+    shelf = residency.host_weights["high"]
     stage.use(shelf)
     assert stage.held == stage.nbytes(shelf) == stage_bytes([u.layout.nbytes for u in shelf.units], resident)
     stage.leave_device()

@@ -187,6 +187,11 @@ class Experts:
     vae: VAEConfig
 
     @property
+    def of(self) -> Mapping[str, Part]:
+        """By name, as in `Parts`."""
+        return {"high": self.high} if self.low is None else {"high": self.high, "low": self.low}
+
+    @property
     def dit(self) -> DiTConfig:
         return cast(DiTConfig, self.high.config)
 

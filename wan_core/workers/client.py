@@ -32,8 +32,8 @@ class RemoteProgress:
         return len(self.plan.steps)
 
     def left(self, seconds: float) -> float:
-        """Seconds that the rest of the run takes, at so many for one forward."""
-        return seconds * sum(step.forwards for step in self.plan.steps[self.step.index + 1 :])
+        """Seconds that the rest of the run takes, at so many for one forward that reads everything."""
+        return seconds * sum(step.forwards * step.cost for step in self.plan.steps[self.step.index + 1 :])
 
     def preview(self) -> Tensor:
         """Normalised latents [1, C, 1, Y, X]."""

@@ -1,7 +1,7 @@
 """FlashAttention 4 (flash-attn-4, written in the CuTe DSL): kernels for Hopper and Blackwell.
 
 Its kernels compile on their first call for a head dim (seconds), or come from a folder where an earlier process kept
-them (`artifacts.point_flash_attention`), and take any length after that. They are wrapped as torch operators so that
+them (`config.compile_cache`), and take any length after that. They are wrapped as torch operators so that
 torch.compile sees one opaque node with a known shape instead of breaking its graph there.
 
 Legend and layouts as in sdpa.py. Source: github.com/Dao-AILab/flash-attention, flash_attn/cute/interface.py.

@@ -6,7 +6,8 @@ Legend: M rows of activations, K inputs, N outputs, R the ranks of all attached 
 
 Any linear takes one, plain or quantised: it is given a class that inherits from its own, in its place, and keeps its
 parameters, their names, its input format and its identity. What is added are two buffers that no checkpoint has:
-`lora_down` [R, K] and `lora_up` [N, R] move, swap and stream with the weights. Several LoRAs share a pair of products.
+`lora_down` [R, K] and `lora_up` [N, R] stay on the device that computes, also where the weights stream. Several LoRAs
+share a pair of products.
 
 The strengths are a tensor [R] that the products read: changing its numbers compiles nothing again, and captured graphs
 see it. Like the scales of delayed FP8 it is no buffer, because what is streamed from the host would bring back old
@@ -67,11 +68,16 @@ def attach(linear: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]], strength: 
     whoever writes into it changes the strengths. dtype: of the two products, that of the activations.
     """
     detach(linear)
-    home = next(linear.parameters()).device
+    home = strength.device
     linear.register_buffer("lora_up", torch.cat([up for up, _ in pairs], 1).to(home, dtype), persistent=False)
     linear.register_buffer("lora_down", torch.cat([down for _, down in pairs]).to(home, dtype), persistent=False)
     linear.__dict__["lora_strength"] = strength
     linear.__class__ = _with_lora(type(linear))
+
+
+def is_attached(name: str) -> bool:
+    """Whether a tensor of this name belongs to an attached LoRA."""
+    return name.endswith((".lora_up", ".lora_down"))
 
 
 def detach(linear: nn.Module) -> None:
