@@ -62,8 +62,8 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         part = cls._part(text_encoder)
         device = host.device() if workers is None else workers.device
         dtype = compute_dtype(precision, device)
-        kept, words = holding(part, None, precision == "checkpoint", device), words_of(part, name_of(dtype))
-        held = host.Held("text encoder", part, dtype, quantization=kept)
+        quantization = holding(part, None, precision == "checkpoint", device)
+        held, words = host.Held("text encoder", PartToLoad(part, dtype, quantization)), words_of(part, name_of(dtype))
         if workers is None:
             return io.NodeOutput(TextSocket(held), ui=ui.PreviewText(words))
         spec = {"path": str(part.path), "precision": precision}

@@ -153,4 +153,4 @@ def test_the_command_line_prints_one_table(capsys):
     assert "DOES NOT FIT" in capsys.readouterr().out
     assert main(["plan", "--memory", "--memory-limit", "1"]) == 2
     assert main(["generate", "--model", "tiny", "--prompt", "x", "--device", "cpu", "--memory-limit", "8"]) == 2
-    assert "GPU's memory" in capsys.readouterr().err
+    assert "applies to a GPU" in capsys.readouterr().err

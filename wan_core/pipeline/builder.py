@@ -192,13 +192,13 @@ def apply_loras(
     wanted: Sequence[Wanted],
     part: PartToLoad,
     device: torch.device,
-    to_host: Callable[[], None] = lambda: None,
+    before_writing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Have just these LoRAs attached to a transformer that computes on `device`. to_host: moves its weights to host
-    memory if they stream; called before any of them is changed."""
+    """Have just these LoRAs attached to a transformer that computes on `device`. before_writing: called before weights
+    change; if they stream, it discards their copies on the device."""
     loras = AppliedLoras.of(cast(WanModel, model), device)
     if loras.writes_weights(wanted):
-        to_host()
+        before_writing()
     loras.apply(wanted, original=None if part.part.path is None else StoredValues(part.part.path))
 
 

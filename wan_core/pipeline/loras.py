@@ -42,7 +42,7 @@ from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import Quantized
 from wan_core.ops.quant.linear import QuantLinear
-from wan_core.ops.quant.lora import attach, detach
+from wan_core.ops.quant.lora import attach, detach, move_attached
 from wan_core.ops.quant.packed import PackedLinear
 
 EXPERTS = ("high", "low")
@@ -192,6 +192,8 @@ class AppliedLoras:
             self.clear()
             self._put_on(wanted, mode)
             self.files = files
+        else:
+            self._move(self.device)
         strengths = tuple(one.strength for one in wanted)
         if strengths == self.values:
             return
@@ -214,6 +216,14 @@ class AppliedLoras:
             GraphedBlocks.clear(model)
         self.files = self.values = ()
         self.attached, self.strengths, self.patched, self.before = [], {}, {}, {}
+
+    def offload(self) -> None:
+        """Move attached matrices to host memory, until `apply` is called again."""
+        self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        for linear in self.attached:
+            move_attached(linear, device)
 
     def _model(self) -> WanModel:
         model = self.model()

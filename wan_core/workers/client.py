@@ -108,7 +108,7 @@ def sample(
 ) -> Tensor:
     """As `pipeline.sample_latents`, on all workers: un-normalised latents float32 of `shape` on the CPU.
 
-    model: high, low (paths, low may be None), precision, keep_blocks, attention, compile, residency. conditioning: the
+    model: `LoadOptions` with the paths of the experts, as a dict. conditioning: the
     fields of `Conditioning` that are given. keep: where rank 0 writes the latents before it sends them; the file goes
     when they have arrived. Times and notes are added to `report`.
     """

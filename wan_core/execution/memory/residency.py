@@ -69,6 +69,12 @@ class Residency:
         if weights.layout not in self.stages:
             self.stages[weights.layout] = self._stage()
 
+    def remove(self, name: str) -> None:
+        """Forget a model. Its weights are in host memory then, unless they stayed on the device."""
+        self.release(name)
+        del self.models[name]
+        self.host_weights.pop(name, None)
+
     def use(self, name: str) -> nn.Module:
         """The model, on the device or coming there in time. Others leave where room is short."""
         model = self.models[name]
@@ -88,6 +94,11 @@ class Residency:
             stage = self.stages[self.host_weights[name].layout]
             if stage.current is self.host_weights[name]:
                 stage.leave_device()
+
+    def forget_copies(self, name: str) -> None:
+        """Discard every copy of its weights on the device: those in host memory are about to change."""
+        if self.policy != "resident":
+            self.stages[self.host_weights[name].layout].leave_device()
 
     def prefetch(self, name: str, other: str, runs: int) -> None:
         """The next `runs` runs of the blocks of `name` are the last before `other` is used: copy its weights behind

@@ -75,6 +75,15 @@ def attach(linear: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]], strength: 
     linear.__class__ = _with_lora(type(linear))
 
 
+@torch.no_grad()
+def move_attached(linear: nn.Module, device: torch.device) -> None:
+    """Move what `attach` added. The strengths stay where they are."""
+    for name in ("lora_up", "lora_down"):
+        tensor = linear._buffers[name]
+        assert tensor is not None
+        linear._buffers[name] = tensor.to(device)
+
+
 def is_attached(name: str) -> bool:
     """Whether a tensor of this name belongs to an attached LoRA."""
     return name.endswith((".lora_up", ".lora_down"))
