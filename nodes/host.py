@@ -204,9 +204,8 @@ class Held(ModelPatcher):
         if resident_blocks == self.resident_blocks:
             return
         assert self.residency is not None
-        if (
-            self.is_loaded and not self.in_host_memory
-        ):  # the module stays the same one: a run may be in the middle of it
+        if self.is_loaded and not self.in_host_memory:
+            # The module stays the same one: a run may be in the middle of it.
             self.residency.add(self.name, self.model.content)
         self.detach()
         self.residency.follow("stream", resident_blocks, None, {})

@@ -24,6 +24,7 @@ from wan_core.pipeline.settings import (
     resolve_settings,
 )
 from wan_core.pipeline.sources import TINY, find_experts
+from wan_core.sampling.plan import Expert
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, refusal, words_of
@@ -171,7 +172,7 @@ class WanCoreModelLoader(io.ComfyNode):
         names = {"high": "high-noise expert", "low": "low-noise expert"} if found.low else {"high": "transformer"}
         held = {expert: host.Held(name, settings.parts[expert], finished, streaming) for expert, name in names.items()}
         rgb = _tiny_map() if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
-        both = {"high": held["high"], "low": held.get("low", held["high"])}
+        both: dict[Expert, host.Held] = {"high": held["high"], "low": held.get("low", held["high"])}
         model = ModelSocket(options, settings, both, rgb, workers=workers)
         info = _info(settings)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))

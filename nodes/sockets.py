@@ -94,9 +94,10 @@ class ModelSocket:
         """The next `runs` runs of the blocks of `expert` are the last before `other` is acquired: if both stream, copy
         its weights behind them."""
         now, then = self.held[expert], self.held[other]
-        if now.residency is not None and now.in_host_memory and then.in_host_memory:
-            if then.has_loras(self.loras_of(other)):
-                now.residency.prefetch(now.name, then.name, runs)
+        if now.residency is None or not (now.in_host_memory and then.in_host_memory):
+            return
+        if then.has_loras(self.loras_of(other)):
+            now.residency.prefetch(now.name, then.name, runs)
 
     def memory(self, tokens: int) -> int:
         """What a forward of so many tokens takes beside the weights, attached LoRAs included."""

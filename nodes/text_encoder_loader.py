@@ -6,7 +6,7 @@ from comfy_api.latest import io, ui
 
 from wan_core.checkpoint import load_text_encoder
 from wan_core.config import PRECISIONS, QUANTIZED
-from wan_core.pipeline.settings import compute_dtype, holding
+from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding
 from wan_core.pipeline.sources import Part, recognise
 
 from . import host
