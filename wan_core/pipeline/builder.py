@@ -31,7 +31,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.tasks import Task
 from wan_core.parallel.conditioning import text_rank
 from wan_core.parallel.mesh import RankMesh
-from wan_core.parallel.sequence import find_lse
+from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.loading import load_parts
@@ -174,7 +174,8 @@ def finish(
     """Optimise a model that was loaded, in place, for where it will run. graphs: replay small forwards as CUDA graphs.
     Again with other `ranks`: those share it from now on."""
     if isinstance(model, WanModel):
-        attend_lse = None if ranks is None else find_lse(settings.attention, ranks.mesh)
+        if ranks is not None:
+            check_lse(settings.attend.gives_lse, settings.attention, ranks.mesh)
         return optimize(
             model,
             attend=settings.attend,
@@ -182,7 +183,6 @@ def finish(
             device=device,
             graphs=graphs,
             ranks=ranks,
-            attend_lse=attend_lse,
         )
     return optimize_vae(model, device, ranks) if isinstance(model, VideoVAE) else model
 

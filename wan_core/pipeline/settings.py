@@ -20,7 +20,8 @@ from wan_core.execution.memory.planning import factor, unit_bytes
 from wan_core.execution.optimize import check_compile
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
-from wan_core.ops.attention.registry import Attend, resolve_attention
+from wan_core.ops.attention.protocol import Attention
+from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
@@ -66,7 +67,7 @@ class ModelSettings:
     precision: str
     keep_blocks: int
     attention: str
-    attend: Attend
+    attend: Attention
     compile: str
     loras: Mapping[str, Sequence[Wanted]]
     lora_mode: str

@@ -17,7 +17,7 @@ from torch import nn
 
 from wan_core.execution.memory.host_weights import HostWeights, Layout, tensors_of
 from wan_core.execution.memory.pinned_memory import available_bytes
-from wan_core.execution.memory.streaming import Stage, StreamedBlocks
+from wan_core.execution.memory.streaming import Stage
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.lora import is_attached
 
@@ -84,7 +84,7 @@ class Residency:
             self.stages[weights.layout] = stage
             self._make_room(name, stage)
             if isinstance(model, WanModel):
-                StreamedBlocks.install(model, stage)
+                model.runners.weights = stage
             stage.use(weights)
         return model
 

@@ -1,79 +1,46 @@
-"""Passes around block-sparse attention: layouts that its FP8 kernel reads, means of blocks, and what is left to do to
+"""Passes around block-sparse attention: the layout that its FP8 kernel reads, means of blocks, and the last pass over
 its output. Triton on an NVIDIA GPU, plain torch everywhere else.
 
 The FP8 kernel wants q and k as [B, H, S, D] and v as [B, H, D, S], contiguous, S the number of tokens rounded up to
-whole blocks. Everything else here knows [B, L, H, D]. So these functions return tensors [B, L, H, D] that are views of
-such memory, its tail zeros: who wants the whole takes it with `whole`, and nothing is copied.
+whole blocks. Everything else knows [B, L, H, D]. `Blocked` carries such memory and the number of real tokens: the
+kernel reads its `memory`, everything else its `data`, and nothing is copied.
 
 Legend: B batch, L tokens, S tokens with the tail, H heads, D head dim, C = H * D, n blocks.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from wan_core.ops.kernels import fused
+from wan_core.ops.kernels import fused, reference
+from wan_core.ops.kernels.block_layout import (
+    Blocked,
+    Pooled,
+    channels_first,
+    heads_first,
+    padded,
+    sizes_of,
+)
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
 
-def padded(tokens: int, block: int) -> int:
-    return -(-tokens // block) * block
-
-
-def heads_first(x: Tensor, block: int) -> Tensor:
-    """x [B, L, H, D] in memory [B, H, S, D] of zeros: a view [B, L, H, D]."""
-    batch, tokens, heads, dim = x.shape
-    memory = torch.zeros(batch, heads, padded(tokens, block), dim, dtype=x.dtype, device=x.device)
-    view = memory[:, :, :tokens].transpose(1, 2)
-    view.copy_(x)
-    return view
-
-
-def channels_first(x: Tensor, block: int) -> Tensor:
-    """x [B, L, H, D] in memory [B, H, D, S] of zeros: a view [B, L, H, D]."""
-    batch, tokens, heads, dim = x.shape
-    memory = torch.zeros(batch, heads, dim, padded(tokens, block), dtype=x.dtype, device=x.device)
-    view = memory[..., :tokens].permute(0, 3, 1, 2)
-    view.copy_(x)
-    return view
-
-
-def whole(view: Tensor, block: int) -> Tensor | None:
-    """The memory [B, H, S, D] or [B, H, D, S] that `view` [B, L, H, D] is a view of; None if it is none of these."""
-    batch, tokens, heads, dim = view.shape
-    size = padded(tokens, block)
-    room = view.untyped_storage().nbytes() // view.element_size() - view.storage_offset() >= batch * heads * size * dim
-    outer = heads * size * dim
-    for shape, order in (((batch, heads, size, dim), (0, 2, 1, 3)), ((batch, heads, dim, size), (0, 3, 1, 2))):
-        strides = (outer, size * dim, shape[3], 1)
-        seen = tuple(strides[i] for i in order)
-        same = all(a == b for n, a, b in zip(view.shape, view.stride(), seen, strict=True) if n > 1)
-        if same and room:
-            return view.as_strided(shape, strides)
-    return None
-
-
-def quantize_heads_first(x: Tensor, block: int, offset: Tensor | None = None) -> Quantized:
-    """x [B, L, H, D], less `offset` [B, 1, H, D] if given, in E4M3 with one scale: a view of [B, H, S, D]."""
-    from wan_core.ops.kernels.reference import to_scale
-
+def quantize_heads_first(x: Tensor, block: int, offset: Tensor | None = None) -> Blocked:
+    """x [B, L, H, D], less `offset` [B, 1, H, D] if given, in E4M3 with one scale."""
     shifted = x if offset is None else x - offset
     scale = (torch.linalg.vector_norm(shifted, float("inf"), dtype=torch.float32) / FP8_MAX).clamp(min=1e-12)
-    data, scale = to_scale(shifted, scale.reshape(1))
-    return Quantized(heads_first(data, block), scale)
+    return heads_first(reference.to_scale(shifted, scale.reshape(1)), block)
 
 
-def quantize_values(x: Tensor, heads: int, block: int) -> Quantized:
-    """v as a projection gives it, [B, L, C], in E4M3 with one scale: a view [B, L, H, D] of [B, H, D, S]."""
+def quantize_values(x: Tensor, heads: int, block: int) -> Blocked:
+    """v as a projection gives it, [B, L, C], in E4M3 with one scale, channels first."""
     if fused.runs_kernel(x, "tensor") and (x.shape[-1] // heads) % 16 == 0:
         from wan_core.ops.kernels import triton_blocked
 
-        return Quantized(*triton_blocked.quantize_values(x.contiguous(), heads, block))
+        memory, scale = triton_blocked.quantize_values(x.contiguous(), heads, padded(x.shape[1], block))
+        return Blocked(memory, scale, x.shape[1], channels_first=True)
     found = fused.quantize(x, "tensor")
-    return Quantized(channels_first(found.data.unflatten(-1, (heads, -1)), block), found.scale)
+    return channels_first(Quantized(found.data.unflatten(-1, (heads, -1)), found.scale), block)
 
 
 def pool(x: Tensor, block: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -105,18 +72,6 @@ def without_pads(lse: Tensor, pads: int) -> Tensor:
     together weigh at least their number: a few pads are a fraction of a percent and taking them off costs no digits.
     For the row in which they would be everything a floor holds."""
     return lse + torch.log1p(-(pads * torch.exp(-lse)).clamp(max=1 - 2.0**-10))
-
-
-class Pooled(NamedTuple):
-    """What stands in for the blocks of keys that are left out: means of keys and values, float32 [B, H, n, D], and
-    which blocks are kept and need none, bool [B, H, r, n] for r blocks of queries.
-
-    sizes: int32 [n], the tokens of every block of keys; None: there are as many keys as queries."""
-
-    keys: Tensor
-    values: Tensor
-    kept: Tensor
-    sizes: Tensor | None = None
 
 
 def finish(
@@ -173,14 +128,3 @@ def add_pooled(out: Tensor, lse: Tensor, q: Tensor, pooled: Pooled, block: int) 
         rest = (scores - both).exp() @ pooled.values[:, head]
         result[:, :, head] = (out[:, :, head].float() * (lse[:, head, :, None] - both).exp() + rest).type_as(out)
     return result
-
-
-def sizes_of(pooled: Pooled, q: Tensor, block: int) -> Tensor:
-    """int32 [n]: the tokens of the blocks of keys that queries q [B, L, H, D] attend to."""
-    return block_sizes(q.shape[1], block, q.device) if pooled.sizes is None else pooled.sizes
-
-
-def block_sizes(tokens: int, block: int, device: torch.device) -> Tensor:
-    """int32 [n]: the tokens of every block."""
-    count = -(-tokens // block)
-    return (tokens - block * torch.arange(count, device=device, dtype=torch.int32)).clamp(max=block)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.ops.kernels import reference
+from wan_core.ops.kernels.block_layout import Blocked, heads_first
 from wan_core.ops.kernels.formats import BLOCK, Format, Quantized, quantize_reference
 
 log = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ def head_norm_fp8(
     centre: bool = False,
     block: int = 0,
     agree: Agree | None = None,
-) -> Quantized:
+) -> Quantized | Blocked:
     """`head_norm` in FP8 with one scale, known beforehand from the norm's weight: queries and keys of FP8 attention.
 
     centre: take off a mean over tokens. Under softmax any constant vector may be taken off the keys, and their mean is
@@ -191,9 +192,7 @@ def head_norm_fp8(
     found = reference.to_scale(turned, reference.bound_scale(weight, 2.0 if centre else 1.0))
     if not block:
         return found
-    from wan_core.ops.kernels.blocked import heads_first
-
-    return Quantized(heads_first(found.data, block), found.scale)
+    return heads_first(found, block)
 
 
 def gelu(x: Tensor, fmt: Format | None = None) -> Tensor | Quantized:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wan_core.ops.custom_ops import operator, shapes_of
+from wan_core.ops.kernels.block_layout import Blocked, padded
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized
 
 # ------------------------------------------------------------------------------------------------------------- kernels
@@ -421,11 +422,11 @@ def head_norm(x: Tensor, weight: Tensor, eps: float, rope: Tensor | None, heads:
 
 def head_norm_fp8(
     x: Tensor, weight: Tensor, eps: float, rope: Tensor, heads: int, mean: Tensor | None, block: int = 0
-) -> Quantized:
+) -> Quantized | Blocked:
     if block:
-        tokens, size = x.shape[1], -(-x.shape[1] // block) * block
-        data, scale = _head_norm_fp8_blocks(x.contiguous(), weight, eps, rope, mean, x.shape[-1] // heads, size)
-        return Quantized(data[:, :, :tokens].transpose(1, 2), scale)
+        size = padded(x.shape[1], block)
+        memory, scale = _head_norm_fp8_blocks(x.contiguous(), weight, eps, rope, mean, x.shape[-1] // heads, size)
+        return Blocked(memory, scale, x.shape[1])
     data, scale = _head_norm_fp8(x.contiguous(), weight, eps, rope, mean)
     return Quantized(data.unflatten(-1, (heads, -1)), scale)
 
