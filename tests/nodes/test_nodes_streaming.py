@@ -207,7 +207,7 @@ def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNa
                 handle.remove()
                 raise torch.cuda.OutOfMemoryError("as a test wants it")
 
-            handle = module.blocks[1].self_attn.register_forward_pre_hook(fail)
+            handle = module.blocks[1].register_forward_pre_hook(fail)
 
     assert torch.equal(latents(model, fail_once, relieve), exact)
     assert words and "stay, the others stream" in str(words[0])

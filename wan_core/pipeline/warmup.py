@@ -15,6 +15,7 @@ import torch
 from wan_core.config import Request
 from wan_core.execution.optimize import begin_run
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import ForwardInfo
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.resolved_request import Job
 from wan_core.sampling.conditioning import draw_noise
@@ -57,10 +58,9 @@ def forward_once(model: WanModel, job: Job, expert: Expert, device: torch.device
     phase = [step for step in job.plan.steps if step.expert == expert]
     image = job.request.image is not None or job.request.last_image is not None
     known = config.out_channels == 48 and job.request.image is not None  # each latent frame has its own timestep
-    with sparse_attention(model, job.plan, phase, job.latent_shape[2:], image) as sparse:
+    with sparse_attention(model, job.plan, phase, job.latent_shape[2:], image):
         for step in {step.sparsity > 0: step for step in reversed(phase)}.values():  # the first of each kind
-            if sparse is not None:
-                sparse.expect(step, step.branches if job.batched else step.branches[:1])
+            branches = step.branches if job.batched else step.branches[:1]
             timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)
-            model(x, timestep, text)
+            model(x, timestep, text, ForwardInfo(step.index, branches, sparsity=step.sparsity))
     begin_run(model)
