@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from wan_core.config import imports
-
 
 def main() -> None:
     begin = float(os.environ.get("WANCORE_BEGIN", time.time()))
@@ -32,7 +30,6 @@ def main() -> None:
         begin = now
 
     options = arguments()
-    imports.quicken()
     lap("start Python")
     import torch
 

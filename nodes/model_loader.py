@@ -7,11 +7,10 @@ from pathlib import Path
 
 from comfy_api.latest import io, ui
 
-from wan_core.checkpoint import load_vae
 from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, LoadOptions, OptionError, check_choice
 from wan_core.execution.memory.residency import Residency
-from wan_core.media.preview import RGBMap, fit_map, map_of_channels
-from wan_core.models.vae.vae import VideoVAE
+from wan_core.media.preview import TINY as TINY_MAP
+from wan_core.media.preview import map_of_channels
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import BACKENDS, resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
@@ -23,7 +22,7 @@ from wan_core.pipeline.settings import (
     find_quantization,
     resolve_settings,
 )
-from wan_core.pipeline.sources import TINY, find_experts
+from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.plan import Expert
 
 from . import host
@@ -171,7 +170,7 @@ class WanCoreModelLoader(io.ComfyNode):
         streaming = Residency(host.device(), "stream")
         names = {"high": "high-noise expert", "low": "low-noise expert"} if found.low else {"high": "transformer"}
         held = {expert: host.Held(name, settings.parts[expert], finished, streaming) for expert, name in names.items()}
-        rgb = _tiny_map() if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
+        rgb = TINY_MAP if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
         both: dict[Expert, host.Held] = {"high": held["high"], "low": held.get("low", held["high"])}
         model = ModelSocket(options, settings, both, rgb, workers=workers)
         info = _info(settings)
@@ -193,12 +192,6 @@ def _check(precision: str, keep_blocks: int, attention: str, dit: DiTConfig | No
             check_quantization(quantization, dit)
     if attention != "auto":
         resolve_attention(attention, device, compute_dtype(precision, device), None if dit is None else dit.head_dim)
-
-
-def _tiny_map() -> RGBMap:
-    vae = load_vae(TINY / "vae.safetensors")
-    assert isinstance(vae, VideoVAE)
-    return fit_map(vae.float())
 
 
 def _computing(settings: ModelSettings) -> str:

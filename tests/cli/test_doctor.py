@@ -80,9 +80,3 @@ def test_words_and_json_say_the_same_of_everything(capsys: pytest.CaptureFixture
     assert found["kernels"] == {"usable": False, "why_not": "needs an NVIDIA GPU"}
     assert "fused kernels" in words
     assert all(version["for"] in words for version in found["libraries"].values())
-
-
-def test_bytecode_that_is_kept_nowhere_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.pycache_prefix", str(tmp_path))
-    words = doctor.examine("cpu")["system"]["bytecode"]
-    assert "not kept" in words and "PYTHONDONTWRITEBYTECODE" in words and "compileall" in words

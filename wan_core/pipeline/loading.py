@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint.staged import current_reading, default_threads, reading
-from wan_core.config import UserError, imports
+from wan_core.config import UserError
 
 Load = Callable[[str], nn.Module]
 
@@ -29,7 +29,6 @@ def load_parts(names: Sequence[str], load: Load, device: torch.device, *, in_ord
     all read in the same order; only the text encoder, which one rank reads alone, is read beside the others. A failure
     or an interruption ends the others within a tensor.
     """
-    imports.done()
     if in_order:
         return _in_order(names, load, device)
     if device.type == "cuda":
