@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, lap: Callable[[str], None]) -> dict[str, An
     from wan_core.execution.optimize import optimize
     from wan_core.ops.attention.registry import resolve_attention
     from wan_core.ops.quant.schemes import SCHEMES
-    from wan_core.pipeline.builder import find_quantization
+    from wan_core.pipeline.settings import find_quantization
 
     device = torch.device(options.device)
     cuda = device.type == "cuda"

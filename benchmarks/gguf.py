@@ -42,7 +42,7 @@ from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.quant.packed import PRECISION, PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES
-from wan_core.pipeline.builder import find_quantization
+from wan_core.pipeline.settings import find_quantization
 
 
 def gguf_rows(

@@ -21,7 +21,7 @@ from wan_core.checkpoint.staged import Reading, default_threads, reading
 from wan_core.execution.report import GIB
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.builder import find_quantization
+from wan_core.pipeline.settings import find_quantization
 
 RATIO_TO = "load_file"
 

@@ -30,8 +30,8 @@ from benchmarks.streaming import streaming_rows
 from benchmarks.switch import switch_rows
 from benchmarks.trajectory import trajectory_rows
 from wan_core.config import OptionError
-from wan_core.pipeline.builder import choose_device
 from wan_core.pipeline.evaluate.results import envelope, write_result
+from wan_core.pipeline.settings import choose_device
 from wan_core.sampling.cache.arguments import skip_options
 
 Rows = Callable[[str, list[str], torch.device, argparse.Namespace, dict[str, Any]], Iterator[Row]]

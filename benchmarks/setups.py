@@ -21,7 +21,7 @@ from wan_core.ops.attention.sparse.kernels import KERNELS
 from wan_core.ops.kernels import fused
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.builder import find_quantization
+from wan_core.pipeline.settings import find_quantization
 
 PLAIN = "plain"  # the precision of a setup that quantises nothing: that of the model
 

@@ -52,7 +52,7 @@ from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import RESIDENT
 from wan_core.ops.attention.registry import resolve_attention
-from wan_core.pipeline.builder import find_quantization
+from wan_core.pipeline.settings import find_quantization
 
 CARDS = (48.0, 32.0, 24.0, 16.0)  # GiB
 VAE_BYTES = 254_000_000  # of the 2.1 VAE in bf16

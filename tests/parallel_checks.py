@@ -34,8 +34,9 @@ from wan_core.parallel.sequence import ShardedAttend, ShardedFp8Attend, find_lse
 from wan_core.parallel.sharded import load_sharded_dit
 from wan_core.parallel.vae import split_pictures
 from wan_core.parallel.weights import shared_checkpoint
-from wan_core.pipeline.builder import TINY, find_quantization
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.settings import find_quantization
+from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.residual import Program, ResidualCache, instead_of_blocks
 from wan_core.sampling.plan import Step
 from wan_core.sampling.sparsity.run import SparseBlocks, in_tiles

@@ -29,7 +29,6 @@ from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import Quantized
 from wan_core.ops.quant.lora import LoraLinear, low_rank_input
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.builder import find_quantization
 from wan_core.pipeline.loras import (
     AppliedLoras,
     Wanted,
@@ -42,6 +41,7 @@ from wan_core.pipeline.loras import (
     read_loras,
 )
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from wan_core.checkpoint import load_dit, save
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
 from wan_core.cli.inspect import inspect
-from wan_core.pipeline.builder import find_quantization
+from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY
 
 

@@ -36,7 +36,7 @@ from wan_core.ops.quant import mx
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.packed import Packed, PackedLinear, unpack
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.builder import PACKED, precision_of
+from wan_core.pipeline.settings import PACKED, precision_of
 from wan_core.pipeline.sources import recognise
 
 CPU = torch.device("cpu")

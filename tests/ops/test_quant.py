@@ -24,7 +24,7 @@ from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear
 from wan_core.ops.quant.linear import QuantLinear
 from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
-from wan_core.pipeline.builder import find_quantization
+from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import find_models
 
 CPU = torch.device("cpu")

@@ -93,7 +93,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_worker_options(generate)
     generate.set_defaults(run=run_generate)
 
-    warmup = commands.add_parser("warmup", help="load, compile and run one forward of each expert, for later processes")
+    warmup = commands.add_parser(
+        "warmup", help="load the models and run one forward of each expert, to fill compilers' caches"
+    )
     add_model_options(warmup)
     add_request_options(warmup, prompt=False)
     warmup.set_defaults(run=run_warmup)

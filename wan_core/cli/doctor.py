@@ -25,7 +25,7 @@ from wan_core.ops.quant.packed import FORMATS as PACKED_FORMATS
 from wan_core.ops.quant.packed import MICROSCALED
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.transformer_engine import DelayedState
-from wan_core.pipeline.builder import choose_device
+from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import TINY
 
 # distribution -> (what it is for, how to get it); None: required

@@ -30,7 +30,7 @@ def run_warmup(options: argparse.Namespace) -> int:
     request, given = request_of(options), vars(options)
     progress = ProgressLine()
     pipe = Pipeline.load(LoadOptions(**{f.name: given[f.name] for f in fields(LoadOptions)}), request=request)
-    pipe.report.notes += warm_up(pipe, request, progress.phase)
+    warm_up(pipe, request, progress.phase)
     print(pipe.report.text())
     return 0
 

@@ -18,7 +18,7 @@ def run_quantize(options: argparse.Namespace) -> int:
     import torch
 
     from wan_core.checkpoint import load_dit, save
-    from wan_core.pipeline.builder import choose_device, find_quantization
+    from wan_core.pipeline.settings import choose_device, find_quantization
 
     device = choose_device(options.device)
     quantization = find_quantization(options.precision, device, options.keep_blocks)
@@ -49,10 +49,10 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     """The table of a task's full size, for the GPU that is here or one of --memory-limit GiB."""
     import torch
 
-    from wan_core.execution.memory.planning import device_room, limited
-    from wan_core.pipeline.builder import compute_dtype
-    from wan_core.pipeline.memory_planning import plan_models
+    from wan_core.execution.memory.planning import Sizes, device_room, factor, limited, plan_memory, unit_bytes
+    from wan_core.pipeline.memory_planning import Workload, beside_workload
     from wan_core.pipeline.resolved_request import make_job
+    from wan_core.pipeline.settings import compute_dtype
     from wan_core.pipeline.sources import find_models
 
     cuda = torch.device("cuda", 0)
@@ -80,9 +80,19 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     )
     task = replace(found.task, image="none")  # without an image file: its size alone matters
     job = make_job(request, task, found.dit, found.vae)
-    dtypes = {name: compute_dtype(options.precision if name != "vae" else "auto", cuda) for name in found.of}
+    dtype, vae_dtype = compute_dtype(options.precision, cuda), compute_dtype("auto", cuda)
+    sizes = Sizes(
+        units=unit_bytes(found.dit, dtype.itemsize, options.precision in QUANTIZED),
+        experts=1 + ("low" in found.of),
+        text_encoder=found.of["text_encoder"].bytes(dtype),
+        vae=found.of["vae"].bytes(vae_dtype),
+        clip_vision=found.of["clip_vision"].bytes(dtype) if "clip_vision" in found.of else 0,
+    )
+    given = {"itemsize": dtype.itemsize, "compile": options.compile, "precision": options.precision}
+    per_token = factor(found.dit, device="cuda", **given)
+    beside = beside_workload(found, Workload.of(job), per_token, dtype.itemsize)
     here = device_room(cuda) if options.memory_limit is None else limited(options.memory_limit)
-    plan = plan_models(found, loaded, dtypes, options.precision, here, job)
+    plan = plan_memory(sizes, beside, here, options.residency, options.resident_blocks)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0 if plan.fits else 1
 

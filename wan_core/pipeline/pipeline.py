@@ -33,11 +33,13 @@ from wan_core.ops.attention.registry import resolve_attention
 from wan_core.parallel.conditioning import rows_of_all, text_rank
 from wan_core.parallel.guidance import SplitBranches
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.builder import Models, choose_device, compute_dtype, load_models
+from wan_core.pipeline.builder import Models, load_models
 from wan_core.pipeline.images import decode_latents, pixels_to_video
 from wan_core.pipeline.loras import lora_files
+from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.resolved_request import Job, make_job
-from wan_core.pipeline.sources import find_models, own_loras
+from wan_core.pipeline.settings import choose_device, compute_dtype
+from wan_core.pipeline.sources import Parts, find_models, own_loras
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import Progress, denoise, retried
 from wan_core.sampling.plan import Expert, Plan
@@ -82,16 +84,8 @@ class Pipeline:
             options = own_loras(options, request.preset, image=image)
         with report.phase("load"):
             found = find_models(options, image=image)
-            job = None
-            if request is not None:
-                files = found.of["high"].path, found.low_path, lora_files(options.loras)
-                job = make_job(request, found.task, found.dit, found.vae, *files)
-                if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
-                    device, head_dim = report.device, found.dit.head_dim
-                    dtype = compute_dtype(options.precision, device)
-                    attention, _ = resolve_attention(options.attention, device, dtype, head_dim)
-                    check_kernel(job.plan.sparse, attention, device, head_dim, job.tokens)
-            models = load_models(found, options, report, job, ranks)
+            job = None if request is None else first_job(found, options, request, report.device)
+            models = load_models(found, options, report, None if job is None else Workload.of(job), ranks)
         return cls(models, report)
 
     @torch.no_grad()
@@ -100,21 +94,28 @@ class Pipeline:
         request: Request,
         *,
         on_step: OnStep | None = None,
+        on_job: Callable[[Job], None] = lambda _: None,
         on_phase: Callable[[str], None] = lambda _: None,
+        on_latents: Callable[[Tensor], None] = lambda _: None,
         keep_latents: Path | None = None,
     ) -> Result:
-        """Make one video. Finished latents are written to `keep_latents` before they are decoded, and stay there."""
+        """Make one video. Finished latents are written to `keep_latents` before they are decoded, and stay there.
+
+        on_job: told what will be made, after every check. on_phase: the names of phases as they begin. on_latents: told
+        the finished latents, before they are decoded.
+        """
         job = self.prepare(request)
+        on_job(job)
         on_phase("text")
         conditioning = self.encode(job)
         if self.models.compiles:
             on_phase("compile in the first step")
         on_phase("denoise")
         latents = self.sample(job, conditioning, on_step)
-        self.models.keep_compiled()
         if keep_latents is not None:
             with self.report.phase("save latents"):
                 save_latents(keep_latents, latents, job.fps, self.report.settings)
+        on_latents(latents)
         on_phase("decode")
         frames = decode_latents(self.fetch("vae", self.models.vae), latents, self.report)
         return Result(frames, latents.cpu(), job.fps, job.plan, self.report)
@@ -126,7 +127,7 @@ class Pipeline:
         files = models.checkpoint, models.low_checkpoint, models.loras
         streamed = models.residency.policy == "stream"
         job = make_job(request, models.task, models.dit_config, models.vae_config, *files, streamed)
-        memory = models.place(job)
+        memory = models.place(Workload.of(job))
         if memory is not None:
             self.report.settings["memory"] = memory.as_dict()
         self.report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
@@ -230,6 +231,17 @@ class Pipeline:
         self.report.notes.append(note)
         models.residency.use(name if name in models.residency.models else "high")
         return True
+
+
+def first_job(found: Parts, options: LoadOptions, request: Request, device: torch.device) -> Job:
+    """`request` checked against files before any weights are read. Raises OptionError or AttentionError."""
+    files = found.of["high"].path, found.low_path, lora_files(options.loras)
+    job = make_job(request, found.task, found.dit, found.vae, *files)
+    if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
+        head_dim, dtype = found.dit.head_dim, compute_dtype(options.precision, device)
+        attention, _ = resolve_attention(options.attention, device, dtype, head_dim)
+        check_kernel(job.plan.sparse, attention, device, head_dim, job.tokens)
+    return job
 
 
 @torch.no_grad()

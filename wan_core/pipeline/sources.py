@@ -233,6 +233,11 @@ class Experts:
     why: str = ""  # as of `Parts`
 
     @property
+    def of(self) -> Mapping[str, Part]:
+        """By name, as in `Parts`."""
+        return {"high": self.high} if self.low is None else {"high": self.high, "low": self.low}
+
+    @property
     def dit(self) -> DiTConfig:
         return cast(DiTConfig, self.high.config)
 

@@ -32,8 +32,8 @@ class RemoteProgress:
         return len(self.plan.steps)
 
     def left(self, seconds: float) -> float:
-        """Seconds that the remaining steps take. seconds: of one forward."""
-        return seconds * sum(step.forwards for step in self.plan.steps[self.step.index + 1 :])
+        """Seconds that the remaining steps take. seconds: of one forward that reads all keys."""
+        return seconds * sum(step.forwards * step.cost for step in self.plan.steps[self.step.index + 1 :])
 
     def preview(self) -> Tensor:
         """Normalised latents [1, C, 1, Y, X]."""
@@ -107,9 +107,9 @@ def sample(
 ) -> Tensor:
     """As `pipeline.sample_latents`, on all workers: un-normalised latents float32 of `shape` on the CPU.
 
-    model: high, low (paths, low may be None), precision, keep_blocks, attention, compile, residency. conditioning: the
-    fields of `Conditioning` that are set. keep: where rank 0 writes the latents before it sends them; the file is
-    deleted when they have arrived. Times and notes are added to `report`.
+    model: `LoadOptions` with the paths of the experts, as a dict. conditioning: the fields of `Conditioning` that are
+    set. keep: where rank 0 writes the latents before it sends them; the file is deleted when they have arrived. Times
+    and notes are added to `report`.
     """
 
     def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -33,11 +33,12 @@ from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
 from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.parallel.sequence import check_mesh, reads_parts
 from wan_core.parallel.weights import shared_checkpoint
-from wan_core.pipeline.builder import compute_dtype, holding, precision_of
-from wan_core.pipeline.images import decode_images, decode_latents, encode_images
+from wan_core.pipeline.images import decode_images, encode_images
 from wan_core.pipeline.loras import lora_files
+from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import OnStep, Pipeline, sample_latents
-from wan_core.pipeline.resolved_request import make_job
+from wan_core.pipeline.resolved_request import Job, make_job
+from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
 from wan_core.pipeline.sources import find_experts, find_models, own_loras, recognise
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import Progress
@@ -114,52 +115,55 @@ class Jobs:
         pipe = self.hold(
             "pipeline", spec, lambda: Pipeline.load(options, request=request, ranks=self.mesh(choice.mesh))
         )
-        job = pipe.prepare(request)
-        if choice.seconds is not None:
-            pipe.report.notes.append(f"mesh: {choice.words()}")
-        pipe.report.notes += [choice.note] * bool(choice.note)
-        self.rank.send({"kind": "event", "name": "plan", "plan": asdict(job.plan)})
-        self.phase("text")
-        conditioning = pipe.encode(job)
-        self.phase("denoise")
-        latents = pipe.sample(job, conditioning, self.on_step(job.plan))
-        self.keep(header["keep"], latents, job.fps, pipe.report)
-        self.phase("decode")
-        frames = decode_latents(pipe.fetch("vae", pipe.models.vae), latents, pipe.report)
-        result = {"fps": job.fps, "plan": asdict(job.plan), "report": report_data(pipe.report)}
-        return result, {"frames": torch.from_numpy(frames), "latents": latents.cpu()}
+
+        def on_job(job: Job) -> None:
+            pipe.report.notes += [f"mesh: {choice.words()}"] * (choice.seconds is not None)
+            pipe.report.notes += [choice.note] * bool(choice.note)
+            self.rank.send({"kind": "event", "name": "plan", "plan": asdict(job.plan)})
+
+        def keep(latents: Tensor) -> None:
+            self.keep(header["keep"], latents, job.fps, pipe.report)
+
+        made = pipe.generate(request, on_job=on_job, on_phase=self.phase, on_step=self.on_step(), on_latents=keep)
+        result = {"fps": made.fps, "plan": asdict(made.plan), "report": report_data(made.report)}
+        return result, {"frames": torch.from_numpy(made.frames), "latents": made.latents}
 
     # ---------------------------------------------------------------------------------- the parts, for a graph of nodes
 
     def sample(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Noise and conditioning to un-normalised latents, by a plan that is given."""
-        spec, plan, shape = header["model"], plan_from(header["plan"]), tuple(header["shape"])
+        options = load_options_from(header["model"], self.rank.device)
+        plan, shape, batched = plan_from(header["plan"]), tuple(header["shape"]), header["batched"]
         report = Report(self.rank.device)
-        found = find_experts(spec["high"], spec["low"])
+        assert options.high is not None
+        found = find_experts(options.high, options.low)
         tokens = found.dit.tokens(*shape[2:])
-        precision = precision_of(spec["precision"], found.high, self.rank.device, found.low)
-        choice = self.choose(header["mesh"], found.dit, tokens, plan, precision, spec["attention"])
-        ranks = self.mesh(choice.mesh)
+        precision = precision_of(options.precision, found.high, self.rank.device, found.low)
+        choice = self.choose(header["mesh"], found.dit, tokens, plan, precision, options.attention)
+        ranks, workload = self.mesh(choice.mesh), Workload(shape, plan, batched)
         with report.phase("load"):
-            make = partial(LoadedExperts, spec, found, ranks, shape[0] * tokens)
-            models = self.hold("experts", spec, make)
-            if not models.fits(ranks):
-                del models, self.held["experts"]
-                models = self.hold("experts", spec, make)
-            models.arrange(ranks)
+            make = partial(LoadedExperts, options, found, workload, ranks)
+            held = self.hold("experts", asdict(options), make)
+            if not held.fits(ranks):
+                del held, self.held["experts"]
+                held = self.hold("experts", asdict(options), make)
+            held.arrange(ranks)
+        models = held.models
+        models.place(workload)
         report.settings["mesh"] = str(choice.mesh)
-        report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), f"residency: {models.why}"]
+        report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *held.notes]
         given = {name: value.to(self.rank.device) for name, value in tensors.items()}
         self.phase("denoise")
         latents = sample_latents(
             plan,
-            models.acquire,
+            models.expert,
             Conditioning(**given),
             draw_noise(header["seed"], shape).to(self.rank.device),
             found.vae,
             report,
-            batched=header["batched"],
-            on_step=self.on_step(plan, preview=True),
+            batched=batched,
+            on_step=self.on_step(preview=True),
+            ahead=models.prefetch,
             ranks=ranks,
         )
         self.keep(header["keep"], latents, header["fps"], report, header["settings"])
@@ -185,7 +189,7 @@ class Jobs:
         def load() -> VideoVAE:
             part, device = recognise(Path(spec["path"]), "vae", load_vae), self.rank.device
             share = partial(shared_checkpoint, ranks=self.everyone)
-            loaded = part.load(device, compute_dtype(spec["precision"], device), None, None, share)
+            loaded = PartToLoad(part, compute_dtype(spec["precision"], device)).load(device, share=share)
             return optimize_vae(cast(VideoVAE, loaded), device, self.everyone)
 
         return self.hold("vae", spec, load)
@@ -202,7 +206,7 @@ class Jobs:
                 residency = Residency(device, "swap" if device.type == "cuda" else "resident")
                 part = recognise(Path(spec["path"]), "text_encoder", load_text_encoder)
                 held = holding(part, None, spec["precision"] == "checkpoint", device)
-                residency.add("text encoder", part.load(residency.load_device, dtype, held))
+                residency.add("text encoder", PartToLoad(part, dtype, held).load(residency.load_device))
                 return residency
 
             residency = self.hold("text encoder", spec, load)
@@ -262,7 +266,7 @@ class Jobs:
         self.rank.raise_if_interrupted()
         self.rank.send({"kind": "event", "name": "phase", "phase": name})
 
-    def on_step(self, plan: Plan, preview: bool = False) -> OnStep:
+    def on_step(self, preview: bool = False) -> OnStep:
         """For `sample_latents`, on every rank: says how far it is, and stops all ranks if the user wants that.
 
         The host may be one step ahead of the GPU and not more: so an interruption takes effect within a step, and the

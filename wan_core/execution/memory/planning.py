@@ -192,10 +192,10 @@ def beside_weights(
     batched: bool = False,
     image: bool = False,
 ) -> Beside:
-    """latents: [1, C, T, Y, X]. per_token: of `factor`. itemsize: of the numbers that residuals and prompts are kept
+    """latents: [B, C, T, Y, X]. per_token: of `factor`. itemsize: of the numbers that residuals and prompts are kept
     in. guided: two prompts are prepared. residuals: bytes that a cache keeps."""
-    _, _, T, Y, X = latents
-    tokens = dit.tokens(T, Y, X)
+    B, _, T, Y, X = latents
+    tokens = B * dit.tokens(T, Y, X)
     prompts = (1 + guided) * 2 * dit.num_layers * dit.context_len * dit.dim * itemsize
     forward = per_token * 2 * tokens * dit.dim * (1 + batched)
     decode = vae_bytes(vae, Y, X)

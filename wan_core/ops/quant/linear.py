@@ -23,8 +23,8 @@ from wan_core.ops.kernels.formats import FP8, Format, Quantized
 class LowRank(nn.Module):
     """The place of LoRAs in a linear: `product` is the linear's own, and what is attached is added to it.
 
-    `lora_down` [R, K] and `lora_up` [N, R] are buffers that no checkpoint has, so they move, swap and stream with the
-    weights. `lora_strength`, float32 [R], is no buffer: what is streamed from the host would bring back old values.
+    `lora_down` [R, K] and `lora_up` [N, R] are buffers that no checkpoint has. They stay on the device that computes,
+    also where the weights stream, and so does `lora_strength`, float32 [R].
     `wan_core.ops.quant.lora` attaches and detaches them.
     """
 
