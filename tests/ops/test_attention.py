@@ -1,4 +1,4 @@
-"""Attention backends: the table, who is refused where and why, log-sum-exp, FP8 arithmetic, torch.compile."""
+"""Attention backends: the table, who is refused where and why, log-sum-exp, FP8 arithmetic, gradients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan_core.cli import doctor
-from wan_core.ops.attention import cudnn_fp8, flash2, flash3, flash4, sage, te_fp8
+from wan_core.ops.attention import sage
 from wan_core.ops.attention.fp8 import Fp8Attention, key_mean, math_fp8, quantize, reference
 from wan_core.ops.attention.library import Library, probe
+from wan_core.ops.attention.protocol import Attention, AttentionCall, Dense
 from wan_core.ops.attention.registry import (
     AUTO,
     BACKENDS,
@@ -27,7 +28,7 @@ from wan_core.ops.attention.registry import (
     auto_choice,
     resolve_attention,
 )
-from wan_core.ops.attention.sdpa import math_lse, math_reference, sdpa, sdpa_lse
+from wan_core.ops.attention.sdpa import SDPA, math_lse, math_reference, sdpa, sdpa_lse
 from wan_core.ops.kernels.formats import FP8, Quantized
 
 CPU = torch.device("cpu")
@@ -56,14 +57,16 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_every_backend_loads_without_its_library_and_says_why_it_cannot_run():
     for name, backend in BACKENDS.items():
-        assert callable(backend.load()), name
-        assert backend.lse is None or callable(backend.lse())
+        attend = backend.load()
+        assert isinstance(attend, Attention), name
+        assert attend.gives_lse == backend.gives_lse, name
+        assert attend.takes_fp8 == name.endswith("-fp8")
         reason = backend.why_not(CPU, torch.float32, 128)
         assert (reason is None) == (name in ("sdpa", "math", "math-fp8")), (name, reason)
 
 
 def test_the_kernels_that_parallelism_needs_return_log_sum_exp():
-    assert {n for n, b in BACKENDS.items() if b.lse} >= {"sdpa", "cudnn", "flash4", "flash3", "flash2", "math"}
+    assert {n for n, b in BACKENDS.items() if b.gives_lse} >= {"sdpa", "cudnn", "flash4", "flash3", "flash2", "math"}
 
 
 def test_an_unknown_name_lists_the_known():
@@ -97,10 +100,10 @@ def test_every_kernel_takes_every_head_dim_we_have(name, head_dim):
 
 
 def test_a_head_dim_is_refused_when_the_backend_is_resolved(monkeypatch):
-    odd = Backend("odd", "", load=lambda: sdpa, needs=Needs(head_dims=range(16, 129, 16)))
+    odd = Backend("odd", "", load=lambda: SDPA, needs=Needs(head_dims=range(16, 129, 16)))
     monkeypatch.setitem(BACKENDS, "odd", odd)
-    assert resolve_attention("odd", CPU, torch.float32, 64) == ("odd", sdpa)
-    assert resolve_attention("odd", CPU, torch.float32) == ("odd", sdpa)
+    assert resolve_attention("odd", CPU, torch.float32, 64) == ("odd", SDPA)
+    assert resolve_attention("odd", CPU, torch.float32) == ("odd", SDPA)
     with pytest.raises(AttentionError, match=r"'odd' cannot run on cpu: takes a head dim .*this model has 40.*doctor"):
         resolve_attention("odd", CPU, torch.float32, 40)
 
@@ -245,7 +248,7 @@ def merge(parts):
 def test_two_parts_of_the_keys_merge_to_the_whole(queries, first, second, name):
     q, k, v = qkv(queries, first + second)
     k[:, first:] += 2  # parts whose means differ: FP8 must put back what it took off
-    form = BACKENDS[name].lse()
+    form = BACKENDS[name].load().with_lse
     merged = merge([form(q, k[:, part], v[:, part]) for part in (slice(0, first), slice(first, None))])
     assert relative(merged, math_reference(q, k, v)) < (1e-5 if BACKENDS[name].exact else 0.15)
 
@@ -339,56 +342,56 @@ class Counting:
         return compiled
 
 
-@pytest.mark.parametrize("name", ["sdpa", "math", "math-fp8"])
-@pytest.mark.parametrize("with_lse", [False, True])
-def test_one_graph_for_every_length(name, with_lse):
-    attend = BACKENDS[name].lse() if with_lse else BACKENDS[name].load()
+def test_one_graph_for_every_length():
+    """Cross-attention is compiled with the rest of a block; what self-attention runs never is."""
     torch._dynamo.reset()
     counting = Counting()
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counting)
+    compiled = torch.compile(SDPA, fullgraph=True, dynamic=True, backend=counting)
     for length in (40, 65, 129):
-        q, k, v = qkv(length, length)
-        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+        q, k, v = qkv(length, 33)
+        torch.testing.assert_close(compiled(q, k, v), SDPA(q, k, v))
     assert counting.graphs == 1
 
 
-OPERATORS = {
-    "flash4": (flash4.flash4, False),
-    "flash4_lse": (flash4.flash4_lse, True),
-    "flash3": (flash3.flash3, False),
-    "flash3_lse": (flash3.flash3_lse, True),
-    "flash2": (flash2.flash2, False),
-    "flash2_lse": (flash2.flash2_lse, True),
-    "sage": (sage.sage, False),
-    "cudnn_fp8": (cudnn_fp8.attention(), False),
-    "cudnn_fp8_lse": (cudnn_fp8.attention().with_lse, True),
-    "te_fp8": (te_fp8.attention(), False),
-}
+# ---------------------------------------------------------------------------------------------------------- the protocol
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_an_operator_without_its_library_still_has_a_shape_and_one_graph(name):
-    """Tensors without data: what torch.compile sees. The library is not even installed."""
-    attend, with_lse = OPERATORS[name]
-    torch._dynamo.reset()
-    counting = Counting()
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counting)
-    for length in (40, 65):
-        strided = torch.empty(2, length, 3, 4, 64, dtype=torch.bfloat16, device="meta").unbind(2)
-        out = compiled(*strided)
-        if with_lse:
-            out, lse = out
-            assert lse.shape == (2, 4, length) and lse.dtype == torch.float32
-        assert out.shape == (2, length, 4, 64) and out.dtype == torch.bfloat16 and out.is_contiguous()
-    assert counting.graphs == 1
+def test_a_plain_function_ignores_the_call_and_says_whether_it_gives_log_sum_exp():
+    q, k, v = qkv(20, 30)
+    assert torch.equal(Dense(sdpa)(q, k, v, AttentionCall(3)), sdpa(q, k, v))
+    assert Dense(sdpa, sdpa_lse).gives_lse and not Dense(sdpa).gives_lse
+    assert torch.equal(Dense(sdpa, sdpa_lse).with_lse(q, k, v)[1], sdpa_lse(q, k, v)[1])
 
 
-@pytest.mark.parametrize("module", [cudnn_fp8, te_fp8])
-def test_fp8_operators_return_fp8(module):
-    data, scale = torch.empty(1, 9, 2, 16, dtype=FP8, device="meta"), torch.empty(1, device="meta")
-    assert isinstance(module.attention(), Fp8Attention)
-    out = module.attention().quantized(*[Quantized(data, scale)] * 3)
-    assert out.data.dtype == FP8 and out.data.shape == data.shape and out.scale is scale
+def test_what_is_not_declared_raises():
+    q, k, v = qkv(20, 30)
+    with pytest.raises(NotImplementedError, match="Dense does not return the log-sum-exp"):
+        Dense(sdpa).with_lse(q, k, v)
+    fp8 = [quantize(x) for x in (q, k, v)]
+    with pytest.raises(NotImplementedError, match="Dense takes no FP8"):
+        SDPA.quantized(*fp8)
+    for call in (Fp8Attention(reference).quantized_lse, SDPA.quantized_lse):
+        with pytest.raises(NotImplementedError, match="no log-sum-exp of FP8"):
+            call(*fp8)
+
+
+def test_an_attention_without_a_wrapper_is_its_own_local():
+    assert SDPA.local is SDPA and SDPA.around(math_fp8()).takes_fp8
+    assert (SDPA.agree, SDPA.ring_size, SDPA.block, SDPA.capturable) == (None, 1, 0, True)
+
+
+@pytest.mark.parametrize("call", [math_fp8(), math_fp8().with_lse, sage.sage], ids=["fp8", "fp8 lse", "sage"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_attention_that_rounds_refuses_gradients(call, which):
+    """They would be lost without a word: rounding has none."""
+    given = qkv(20, 20)
+    given[which].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="has no backward pass"):
+        call(*given)
+    if call is not sage.sage:
+        with torch.no_grad():
+            call(*given)
+        call(*(x.detach() for x in given))
 
 
 # --------------------------------------------------------------------------------------------------------------- doctor
@@ -410,16 +413,17 @@ def fails(q, k, v):
 
 
 @pytest.mark.parametrize(
-    ("load", "lse", "words"),
+    ("attend", "words"),
     [
-        (lambda: lambda q, k, v: sdpa(q, k, v) * 1.05, None, r"relative error 0\.05, allowed 0\.01"),
-        (lambda: lambda q, k, v: sdpa(q, k, v) * float("nan"), None, "relative error nan"),
-        (lambda: sdpa, lambda: lambda q, k, v: (sdpa(q, k, v), math_lse(q, k, v)[1] / 0.6931), "log-sum-exp error"),
-        (lambda: fails, None, "no kernel image is available$"),
+        (Dense(lambda q, k, v: sdpa(q, k, v) * 1.05), r"relative error 0\.05, allowed 0\.01"),
+        (Dense(lambda q, k, v: sdpa(q, k, v) * float("nan")), "relative error nan"),
+        (Dense(sdpa, lambda q, k, v: (sdpa(q, k, v), math_lse(q, k, v)[1] / 0.6931)), "log-sum-exp error"),
+        (Dense(fails), "no kernel image is available$"),
     ],
 )
-def test_doctor_reports_a_backend_that_computes_something_else(monkeypatch, load, lse, words):
-    monkeypatch.setitem(BACKENDS, "wrong", Backend("wrong", "", load=load, lse=lse))
+def test_doctor_reports_a_backend_that_computes_something_else(monkeypatch, attend, words):
+    wrong = Backend("wrong", "", load=lambda: attend, gives_lse=attend.gives_lse)
+    monkeypatch.setitem(BACKENDS, "wrong", wrong)
     found = doctor.examine("cpu")["attention"]["wrong"]
     assert not found["usable"]
     assert says(found["why_not"], words)

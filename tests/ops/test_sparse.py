@@ -23,6 +23,7 @@ from wan_core.ops.attention.sparse.ring import read_around
 from wan_core.ops.attention.sparse.routing import Route, Rule, choose, coverage, estimate, gain, route
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels import blocked
+from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, channels_first, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group
 from wan_core.parallel.ring import Ring
@@ -239,27 +240,27 @@ def test_what_lies_behind_the_keys_is_never_read(run: object) -> None:
 
 @few
 @given(st.integers(1, 70), st.sampled_from([16, 32]), SEEDS)
-def test_layouts_are_views_with_zeros_behind(tokens: int, block: int, seed: int) -> None:
-    x = drawn(tokens, seed)[0]
-    for lay, turned in ((blocked.heads_first, (0, 2, 1, 3)), (blocked.channels_first, (0, 2, 3, 1))):
-        view = lay(x, block)
-        assert torch.equal(view, x)
-        whole = blocked.whole(view, block)
-        assert whole is not None
-        assert whole.is_contiguous()
-        tail = whole[:, :, tokens:] if lay is blocked.heads_first else whole[..., tokens:]
-        assert not tail.any()
-        head = whole[:, :, :tokens] if lay is blocked.heads_first else whole[..., :tokens]
-        assert torch.equal(head, x.permute(turned))
-    if -tokens % block:
-        assert blocked.whole(x.contiguous(), block) is None
+def test_memory_in_whole_blocks_ends_in_zeros(tokens: int, block: int, seed: int) -> None:
+    x = Quantized(drawn(tokens, seed)[0].to(FP8), torch.ones(1))
+    for lay, turned in ((heads_first, (0, 2, 1, 3)), (channels_first, (0, 2, 3, 1))):
+        found = lay(x, block)
+        assert found.tokens == tokens and found.scale is x.scale
+        assert torch.equal(found.data.float(), x.data.float())
+        assert found.data.untyped_storage().data_ptr() == found.memory.untyped_storage().data_ptr()
+        memory = found.memory.float()
+        assert memory.is_contiguous()
+        last = 3 if found.channels_first else 2
+        assert memory.shape[last] == -(-tokens // block) * block
+        assert not memory.narrow(last, tokens, memory.shape[last] - tokens).any()
+        assert torch.equal(memory.narrow(last, 0, tokens), x.data.float().permute(turned))
 
 
 @few
 @given(st.integers(1, 70), SEEDS)
 def test_means_and_variances_of_blocks(tokens: int, seed: int) -> None:
-    x = drawn(tokens, seed)[0]
-    for given_x in (x, blocked.heads_first(x, 16), blocked.channels_first(x, 16)):
+    fp8 = Quantized(drawn(tokens, seed)[0].to(FP8), torch.ones(1))
+    x = fp8.data.float()
+    for given_x in (x, heads_first(fp8, 16).data, channels_first(fp8, 16).data):
         mean, variance = blocked.pool(given_x, 16)
         for n, part in enumerate(x.split(16, 1)):
             torch.testing.assert_close(mean[:, :, n], part.mean(1))
@@ -267,16 +268,13 @@ def test_means_and_variances_of_blocks(tokens: int, seed: int) -> None:
 
 
 def whole_block_kernel(
-    q: Quantized, k: Quantized, v: Quantized, route: Route, block: int
+    q: Blocked, k: Blocked, v: Blocked, route: Route, block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the FP8 kernel promises, in torch: whole blocks, the keys of zeros at their end among them."""
-    memory = [blocked.whole(t.data, block) for t in (q, k, v)]
-    assert all(m is not None for m in memory)
-    tokens = q.data.shape[1]
-    wide = [m.float() * t.scale for m, t in zip(memory, (q, k, v), strict=True)]  # type: ignore[union-attr]
+    wide = [x.memory.float() * x.scale for x in (q, k, v)]
     heads = wide[0].transpose(1, 2), wide[1].transpose(1, 2), wide[2].permute(0, 3, 1, 2)
     out, lse = sparse_reference(*heads, route, block)
-    return out[:, :tokens], lse
+    return out[:, : q.tokens], lse
 
 
 @few
@@ -289,8 +287,8 @@ def test_keys_of_zeros_are_taken_out_exactly(tokens: int, seed: int) -> None:
     chosen = random_route(tokens, block, seed)._replace(counts=None)
     chosen = Route(chosen.blocks[..., : max(1, n - 1)])
     one = torch.ones(1)
-    laid = [Quantized(blocked.heads_first(t.to(FP8), block), one) for t in (q, k)]
-    values = Quantized(blocked.channels_first(v.to(FP8), block), one)
+    laid = [heads_first(Quantized(t.to(FP8), one), block) for t in (q, k)]
+    values = channels_first(Quantized(v.to(FP8), one), block)
     out, lse = whole_block_kernel(*laid, values, chosen, block)
     tail = (chosen.blocks == n - 1).any(-1)
     exact, _ = sparse_reference(q, k, v, chosen, block)
@@ -310,7 +308,7 @@ def test_the_rest_stands_in_by_its_means(tokens: int, block: int, seed: int) -> 
         t.copy_(torch.cat([part.mean(1, keepdim=True).expand_as(part) for part in t.split(block, 1)], 1))
     chosen = random_route(tokens, block, seed)
     out, lse = sparse_reference(q, k, v, chosen, block)
-    pooled = blocked.Pooled(blocked.pool(k, block)[0], blocked.pool(v, block)[0], chosen.kept(n))
+    pooled = Pooled(blocked.pool(k, block)[0], blocked.pool(v, block)[0], chosen.kept(n))
     found = blocked.finish(out, lse, q, block, pooled=pooled)
     torch.testing.assert_close(found, math_reference(q, k, v), rtol=1e-3, atol=1e-4)
 
@@ -335,7 +333,7 @@ def test_kernels_say_why_not() -> None:
 def test_the_estimate_is_of_the_mean_score() -> None:
     q, k, _ = drawn(32, 0)
     means = [blocked.pool(t, 8) for t in (q, k)]
-    sizes = blocked.block_sizes(32, 8, CPU)
+    sizes = block_sizes(32, 8, CPU)
     found = estimate(means[0][0], *means[1], sizes, "mean")
     scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) * 16**-0.5
     torch.testing.assert_close(

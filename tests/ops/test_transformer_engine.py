@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from wan_core.checkpoint.random import random_module
 from wan_core.execution.memory.residency import Residency
+from wan_core.execution.optimize import DelayedScales, optimize
+from wan_core.models.wan.config import DiTConfig
+from wan_core.ops.attention.sdpa import SDPA
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Quantized, quantize_reference
 from wan_core.ops.quant import transformer_engine as te
 from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8TensorLinear
@@ -28,6 +32,7 @@ from wan_core.ops.quant.transformer_engine import (
     next_scales,
     padded,
 )
+from wan_core.ops.quant.swap import Quantization
 
 CPU = torch.device("cpu")
 KINDS = [TEDelayedLinear, TECurrentLinear, TEBlockLinear]
@@ -178,7 +183,7 @@ def test_first_input_of_zeros_leaves_a_usable_scale():
     assert error(layer(x), exact(layer, x)) < 0.04
 
 
-def test_a_forward_of_the_model_updates_all_scales_once():
+def test_an_update_after_each_forward_makes_all_scales_once():
     model = Model()
     state = DelayedState.install(model, CPU)
     assert state is not None
@@ -187,6 +192,7 @@ def test_a_forward_of_the_model_updates_all_scales_once():
     model.second.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0].abs().max().item()))
     for factor in (1, 4, 2):
         model(x * factor)
+        state.update()
     first, second, idle = state.slots
     assert first.scale.item() == pytest.approx(FP8_MAX / (4 * x.abs().max().item()), rel=1e-5)
     assert second.scale.item() == pytest.approx(FP8_MAX / max(hidden), rel=1e-5)
@@ -267,9 +273,11 @@ def test_the_state_stays_when_the_weights_leave():
     residency.add("model", model)
     x = random(4, 128)
     residency.use("model")(x)
+    state.update()
     scales = [slot.scale.item() for slot in state.slots]
     residency.release("model")
     residency.use("model")(x)
+    state.update()
     assert [slot.scale.item() for slot in state.slots] == scales
     assert (state.history > 0).sum(0).tolist() == [2, 2, 0]
 
@@ -278,9 +286,11 @@ def test_inference_mode_and_plain_mode_mix():
     model = Model()
     with torch.inference_mode():
         state = DelayedState.install(model, CPU)
+        assert state is not None
         model(random(4, 128))
+        state.update()
     model(random(4, 128))
-    assert state is not None
+    state.update()
     assert (state.history > 0).sum(0).tolist() == [2, 2, 0]
 
 
@@ -289,8 +299,33 @@ def test_experts_have_states_of_their_own():
     states = [DelayedState.install(model, CPU) for model in (high, low)]
     high(random(4, 128) * 8)
     low(random(4, 128))
+    for state in states:
+        assert state is not None
+        state.update()
     scales = [state.slots[0].scale.item() for state in states if state is not None]
     assert scales[0] * 8 == pytest.approx(scales[1])
+
+
+@torch.no_grad()
+def test_the_runner_updates_the_scales_after_every_forward_and_no_earlier():
+    """A transformer with delayed linears: `optimize` installs their state and the runner, once."""
+    config = DiTConfig(
+        in_channels=16, out_channels=16, dim=96, ffn_dim=128, num_heads=2, num_layers=2, text_dim=48, text_len=12
+    )
+    model = random_module(config, device=CPU, dtype=torch.float32, quantization=Quantization(TEDelayedLinear, CPU))
+    for _ in range(2):  # options may be applied again
+        optimize(model, attend=SDPA)
+    assert str(model.runners) == "delayed FP8 scales > blocks (resident weights)"
+    runner = model.runners.find(DelayedScales)
+    assert runner is not None
+    updates: list[int] = []
+    for block in model.blocks:
+        block.ffn[2].register_forward_hook(lambda *_: updates.append(int((runner.state.history > 0).any(1).sum())))
+    text = model.prepare_text(random(1, 9, 48))  # what it measures enters the history with the first forward
+    for _ in range(3):
+        model(random(1, 16, 3, 8, 8), torch.tensor([700.0]), text)
+    assert updates == [0, 0, 1, 1, 2, 2]
+    assert int((runner.state.history > 0).any(1).sum()) == 3
 
 
 def test_without_a_state_it_says_what_is_missing():

@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT, small_dit
 from wan_core.config import AdaptiveOptions, GuidanceOptions, MagCacheOptions, SkipOptions, TaylorSeerOptions
-from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import BlockInputs, ForwardInfo, Place, RunnerChain
+from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.cache.curves import published_curves
 from wan_core.sampling.cache.residual import residual_program, residuals, weights
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import denoise
+from wan_core.sampling.denoise import Guided, denoise
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.solvers import SOLVERS, History
+from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 
 CURVE = published_curves()["t2v-A14B"]
 MAG = {"threshold": 0.24, "max_skips": 2, "retention": 0.1}
@@ -66,7 +68,8 @@ def textbook(plan, noise):
                 value = np.polynomial.polynomial.polyval(float(step.index), polynomial)
                 after = tokens + torch.from_numpy(value).float().view_as(tokens)
             else:
-                after = WanModel.run_blocks(model, tokens, modulation, model.rope(grid, x.device), text)
+                given = (tokens, modulation, model.rope(grid, x.device), text, ForwardInfo(), grid)
+                after = model.run_blocks(BlockInputs(*given))
                 past.append((step.index, after - tokens))
             found[branch] = model.unpatchify(model.head(after, time), grid)
         if "uncond" in found:
@@ -131,7 +134,7 @@ def test_nothing_is_left_from_run_to_run(name):
 
     with pytest.raises(KeyboardInterrupt):
         run(plan, experts=experts, on_step=interrupt)
-    assert all("run_blocks" not in vars(model) for model in experts.values())
+    assert all(model.runners.runners == [] for model in experts.values())
     assert torch.equal(run(plan, experts=experts), first)
     fresh = {"high": small_dit(seed=1), "low": small_dit(seed=2)}
     assert torch.equal(run(plan, experts=fresh), first)
@@ -196,45 +199,118 @@ def test_adaptive_skips_more_with_a_larger_threshold_and_says_how_many():
     assert ran == sorted(ran, reverse=True) and ran[0] == 60 and ran[-1] < 30
 
 
+def storing(cache) -> ForwardInfo:
+    """The first forward of which the cache keeps the residual."""
+    return ForwardInfo(next(iter(cache.programs["cond"].store)), ("cond",))
+
+
 def test_residuals_go_beneath_what_shards_the_tokens():
-    """A wrapper that changes the tokens' shape, as sharding does, keeps the cache inside; what it adds it takes off."""
+    """A runner that changes the tokens' shape, as sharding does, stands outside the cache, whichever comes first."""
     plan = leave_out(make_plan(steps=20), SETTINGS["magcache"], CURVE)
-    model, shapes = small_dit(seed=1), []
 
     class Halves:
-        def __init__(self, run_shard):
-            self.run_shard = run_shard
+        name, place = "halves", Place.SHARDS
 
-        def __call__(self, tokens, modulation, rope, text):
-            return torch.cat([self.run_shard(tokens[:, :9], modulation, rope[:9], text), tokens[:, 9:]], 1)
+        def __call__(self, inputs, inner):
+            half = dataclasses.replace(inputs, tokens=inputs.tokens[:, :9].contiguous(), rope=inputs.rope[:9])
+            return torch.cat([inner(half), inputs.tokens[:, 9:]], 1)
 
-    wrapper = model.run_blocks = Halves(model.run_blocks)
-    inner = wrapper.run_shard
-    with residuals(model, plan.phases[0]) as cache, torch.no_grad():
-        assert model.run_blocks is wrapper and wrapper.run_shard is cache
-        text = model.prepare_text(TEXT.cond)
-        store = next(iter(cache.programs["cond"].store))
-        cache.expect(store, ("cond",), False)
-        model(NOISE, torch.tensor([900.0]), text)
-        shapes = [tuple(b.shape) for b in cache.buffers.values()]
-    assert wrapper.run_shard is inner and shapes == [(1, 1, 9, 32)]
+    def shapes(model, cache):
+        assert str(model.runners) == "halves > residual cache > blocks (resident weights)"
+        model(NOISE, torch.tensor([900.0]), TEXT.cond, storing(cache))
+        return [tuple(b.shape) for b in cache.buffers.values()]
+
+    model = small_dit(seed=1)
+    with torch.no_grad():
+        with model.runners.adding(Halves()), residuals(model, plan.phases[0]) as cache:
+            assert shapes(model, cache) == [(1, 1, 9, 32)]
+        with residuals(model, plan.phases[0]) as cache, model.runners.adding(Halves()):
+            assert shapes(model, cache) == [(1, 1, 9, 32)]
+    assert model.runners.runners == []
 
 
 def test_blocks_that_work_in_place_are_seen_through():
     """The residual is what was added, also where the blocks write into the tokens they were given."""
     plan = leave_out(make_plan(steps=20), SETTINGS["magcache"], CURVE)
-
-    def in_place(tokens, *_):
-        return tokens.add_(3.0)
-
-    model = type("Model", (), {})()
-    model.run_blocks = in_place
+    model = type("Model", (), {"runners": RunnerChain()})()
     with residuals(model, plan.phases[0]) as cache:
-        at = next(iter(cache.programs["cond"].store))
-        cache.expect(at, ("cond",), False)
-        model.run_blocks(torch.zeros(1, 4, 2))
+        nothing = torch.zeros(0)
+        inputs = BlockInputs(torch.zeros(1, 4, 2), nothing, nothing, PreparedText(()), storing(cache), (1, 2, 2))
+        model.runners(inputs, lambda inputs: inputs.tokens.add_(3.0))
         assert torch.equal(cache.buffers["cond"][0], torch.full((1, 4, 2), 3.0))
-    assert model.run_blocks is in_place
+    assert model.runners.runners == []
+
+
+class MemoryRunsOut:
+    """In every step the `nth` forward of those that run the blocks runs out of memory once, in the last block."""
+
+    def __init__(self, model, nth):
+        self.nth, self.calls, self.again, self.relieved = nth, 0, False, 0
+        self.handle = model.blocks[-1].ffn[2].register_forward_pre_hook(self.count)
+
+    def count(self, *_):
+        self.calls += 1
+        if self.calls == self.nth and not self.again:
+            raise torch.cuda.OutOfMemoryError("full")
+
+    def relieve(self, expert):
+        self.calls, self.again = 0, True
+        self.relieved += 1
+        return True
+
+    def next_step(self, progress):
+        self.calls, self.again = 0, False
+
+
+FAULTY = {name: (options, None) for name, options in SETTINGS.items()} | {
+    "adaptive": (SkipOptions(adaptive=AdaptiveOptions(threshold=0.5, max_skips=2, retention=0.1)), None),
+    "sparse": (SkipOptions(), "0.5/0:ramp0:reuse3"),
+    "sparse taylorseer": (SkipOptions(taylorseer=TaylorSeerOptions(interval=2)), "0.5/0:ramp0:reuse2"),
+    "sparse adaptive": (SkipOptions(adaptive=AdaptiveOptions(threshold=0.5)), "0.5/0:ramp0:reuse2"),
+}
+
+
+def faulty_plan(name, steps):
+    options, sparse = FAULTY[name]
+    plan = leave_out(make_plan(steps=steps, solver="euler"), options, CURVE)
+    return plan if sparse is None else sparsify(plan, parse_sparse(sparse))
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_step_that_runs_again_changes_nothing(name, batched):
+    """Memory runs out when residuals and routes of a step have been written, in every step that computes: the video is
+    bit for bit that of a run with enough memory."""
+    plan, noise, model = faulty_plan(name, 12), draw_noise(5, (1, 16, 3, 6, 8)), small_dit(seed=1)
+    experts = {"high": model, "low": model}
+    forwards = []
+    exact = run(
+        plan, noise, experts=experts, batched=batched, on_step=lambda progress: forwards.append(progress.forwards)
+    )
+    computed = sum(count > 0 for count in forwards)
+    for nth in (1,) if batched else (1, 2):
+        fault = MemoryRunsOut(model, nth)
+        found = run(plan, noise, experts=experts, batched=batched, relieve=fault.relieve, on_step=fault.next_step)
+        fault.handle.remove()
+        assert fault.relieved == (computed if nth == 1 else forwards.count(2)) > 0
+        assert torch.equal(found, exact)
+
+
+def test_an_adaptive_step_that_runs_again_after_its_forwards_is_measured_once(monkeypatch):
+    """Memory runs out in the arithmetic of guidance."""
+    plan = faulty_plan("adaptive", 20)
+    exact, guide, calls = run(plan), Guided.guide, []
+
+    def failing(self, found, step):
+        result = guide(self, found, step)
+        calls.append(step.index)
+        if calls == [*range(6)]:
+            raise torch.cuda.OutOfMemoryError("full")
+        return result
+
+    monkeypatch.setattr(Guided, "guide", failing)
+    assert torch.equal(run(plan, relieve=lambda _: True), exact)
+    assert calls[:7] == [0, 1, 2, 3, 4, 5, 5]
 
 
 @settings(max_examples=60)
@@ -275,14 +351,13 @@ def test_memory_follows_the_plan():
     plan = make_plan(steps=20)
     model = small_dit(seed=1).bfloat16()
     with residuals(model, plan.phases[0]) as cache:
-        assert cache is None and "run_blocks" not in vars(model)
+        assert cache is None and model.runners.runners == []
     seer = leave_out(plan, SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1)), None)
     only = [dataclasses.replace(s, branches=("cond",), skipped=s.skipped[:1]) for s in seer.phases[0]]
     with residuals(model, only) as cache:
         assert cache.programs["uncond"].slots == 0 and cache.programs["cond"].slots == 2
-        cache.expect(next(iter(cache.programs["cond"].store)), ("cond",), False)
         with torch.no_grad():
-            model(NOISE, torch.tensor([900.0]), TEXT.cond)
+            model(NOISE, torch.tensor([900.0]), TEXT.cond, storing(cache))
         assert {b: (t.dtype, t.shape[0]) for b, t in cache.buffers.items()} == {"cond": (torch.bfloat16, 2)}
 
 

@@ -190,16 +190,21 @@ class Guided:
         if self.adaptive is not None and not self.adaptive.decide(step):
             skipped = ()
         found = self.branches(inputs, time, step, skipped)
-        cond, forwards = found["cond"], len(found) - len(skipped)
-        if self.adaptive is not None and not skipped:
-            self.adaptive.note(step, cond)
+        velocity = self.guide(found, step)
+        if self.adaptive is not None and not skipped:  # last: a step in which memory runs out is noted once
+            self.adaptive.note(step, found["cond"])
+        return velocity, len(found) - len(skipped)
+
+    def guide(self, found: dict[Branch, Tensor], step: Step) -> Tensor:
+        """The guided velocity, of the velocity of each branch."""
+        cond = found["cond"]
         if step.delta:
             assert self.delta is not None, "the first guided step of a phase runs both branches"
-            return cond + (step.guidance - 1) * self.delta, forwards
+            return cond + (step.guidance - 1) * self.delta
         if "uncond" not in found:
-            return cond, forwards
+            return cond
         self.delta = cond - found["uncond"]
-        return found["uncond"] + step.guidance * self.delta, forwards
+        return found["uncond"] + step.guidance * self.delta
 
     def branches(self, inputs: Tensor, time: Tensor, step: Step, skipped: tuple[Branch, ...]) -> dict[Branch, Tensor]:
         """The velocity of each branch that the step has."""

@@ -64,6 +64,7 @@ class Fp8Attention(Attention):
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Also the log-sum-exp float32 [B, H, L] of the scores with K as given: the mean that was taken from the keys
         is put back, because parts of a sequence that are merged have different means."""
+        refuse_gradients("FP8 attention", q, k, v)
         mean = key_mean(k)
         out, lse = self.quantized_lse(quantize(q), quantize(k, mean), quantize(v))
         taken = (q * mean).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, L, H]

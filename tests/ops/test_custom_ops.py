@@ -1,4 +1,4 @@
-"""Operators of this package: one call to a compiler, and none that imports one."""
+"""Custom operators: one call to a compiler, none that imports one, and no gradient that is lost silently."""
 
 from __future__ import annotations
 
@@ -68,3 +68,23 @@ print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("which", ["x", "bias"])
+def test_gradients_are_refused(which: str) -> None:
+    given = {"x": torch.randn(5, 7), "bias": torch.randn(7)}
+    given[which].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"test_split has no backward pass.*sdpa"):
+        split(given["x"], torch.float64, given["bias"])
+    with pytest.raises(RuntimeError, match="test_split has no backward pass"):
+        split(given["x"], torch.float64, bias=given["bias"])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            split(given["x"], torch.float64, given["bias"])
+    split(given["x"].detach(), torch.float64, given["bias"].detach())
+
+
+def test_gradients_are_refused_where_a_tensor_is_changed_in_place() -> None:
+    x = torch.randn(5, 7, requires_grad=True) * 1
+    with pytest.raises(RuntimeError, match="test_scale_in_place has no backward pass"):
+        scale_in_place(x, 3.0, "times")
