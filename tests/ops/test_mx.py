@@ -213,7 +213,7 @@ def test_what_multiplies_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Blackwell" in str(mx.why_not_multiply(CPU))
     found = doctor.examine("cpu")
     words = [line for line in doctor.text(found).splitlines() if line.split()[0] in FORMATS]
-    assert len(words) == 2 and all("widened for each product" in line and "Blackwell" in line for line in words)
+    assert len(words) == 2 and all("dequantised for each matmul" in line and "Blackwell" in line for line in words)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (10, 0))
     monkeypatch.setattr(mx, "find_spec", lambda _: None)
