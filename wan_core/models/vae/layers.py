@@ -42,7 +42,7 @@ class PictureStrip(Protocol):
     axis: int  # the axis of [B, C, T, Y, X] that is divided: 3 or 4
 
     def widen(self, x: Tensor, before: int, after: int) -> Tensor:
-        """x with `before` and `after` more positions along the axis: the neighbours', or zeros at the picture's edge."""
+        """x with `before` and `after` more positions along the axis: the neighbours', or zeros at an edge."""
         ...
 
     def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]:
