@@ -633,7 +633,7 @@ def test_what_is_ignored_is_said_by_name():
                 "blocks.0.self_attn.q.lora_down.weight": torch.zeros(4, 128),
                 "blocks.0.self_attn.q.alpha": torch.tensor(float("nan")),
             },
-            "is no number",
+            "must be one number",
         ),
     ],
 )

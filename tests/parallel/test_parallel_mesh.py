@@ -142,7 +142,7 @@ def test_nothing_is_refused_where_no_speed_is_known():
 
 
 def test_more_gpus_than_tokens():
-    with pytest.raises(OptionError, match="cannot share"):
+    with pytest.raises(OptionError, match="cannot divide"):
         choose_mesh(7, T2V_A14B, 3)
 
 
