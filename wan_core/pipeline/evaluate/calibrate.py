@@ -1,6 +1,6 @@
 """Measure a model's MagCache curve: the mean over tokens of ||residual_t|| / ||residual_(t-1)||, per step and branch.
 
-A few videos are enough: the curve hardly depends on the prompt. Legend: B batch, L tokens, C channels.
+A few videos are enough, because the curve depends little on the prompt. Legend: B batch, L tokens, C channels.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from wan_core.sampling.plan import Branch, Expert, Plan, Step
 
 
 class Recorder:
-    """Stands in the place of the blocks, and keeps the ratio of every forward's residual to that of the branch's last
-    one. Forwards come in the plan's order, one branch at a time."""
+    """Wraps the blocks and records, for every forward, the ratio of its residual to the branch's last one. Forwards
+    must run in the plan's order, one branch at a time."""
 
     def __init__(self, plan: Plan) -> None:
         self.order: list[tuple[int, Branch]] = [(step.index, branch) for step in plan.steps for branch in step.branches]
@@ -34,7 +34,7 @@ class Recorder:
 
     def around(self, run_blocks: RunBlocks) -> RunBlocks:
         def run(tokens: Tensor, *rest: Any) -> Tensor:
-            before = tokens.clone()  # blocks may work in place
+            before = tokens.clone()  # blocks may overwrite tokens
             after = run_blocks(tokens, *rest)
             self.note(torch.linalg.vector_norm((after - before).float(), dim=-1))
             return after
@@ -42,7 +42,7 @@ class Recorder:
         return run
 
     def note(self, norm: Tensor) -> None:
-        """`norm` [B, L] of the next forward's residual."""
+        """Record `norm` [B, L] of the next forward's residual."""
         index, branch = self.order[len(self.ratios)]
         last = self.norms.get(branch)
         self.ratios[index, branch] = norm.new_ones(()) if last is None else (norm / last).mean()
@@ -64,7 +64,7 @@ def record(
         def watched(expert: Expert) -> WanModel:
             seams.close()  # the last expert's
             model = acquire(expert)
-            begin_run(model)  # what the video before left behind must not change this one's ratios
+            begin_run(model)  # reset state of the previous video, which would change this video's ratios
             seams.enter_context(instead_of_blocks(model, recorder.around))
             return model
 
@@ -77,20 +77,20 @@ def record(
 
 def calibrate(
     plan: Plan,
-    found: Sequence[dict[tuple[int, Branch], float]],
+    runs: Sequence[dict[tuple[int, Branch], float]],
     source: str,
     videos: Sequence[int],
     *,
     image: bool = False,
 ) -> Curve:
-    """The mean of recorded runs of `plan` as a curve. videos: in each run, which it weighs by. image: TI2V started from
-    one. Raises OptionError for a plan of one step."""
+    """The mean of recorded runs of `plan` as a curve. videos: number of videos in each run, its weight in the mean.
+    image: TI2V started from an image. Raises OptionError for a plan of one step."""
     if len(plan.steps) < 2:
-        raise OptionError("one step has no ratio to the one before: calibrate with the steps you will use, 20 or more")
+        raise OptionError("1 step given; a ratio needs two: calibrate with the steps you will use, 20 or more")
 
     def mean(index: int, branch: Branch) -> float:
-        key = (index, branch if (index, branch) in found[0] else "cond")  # no guidance: one branch stands for both
-        return sum(run[key] * count for run, count in zip(found, videos, strict=True)) / sum(videos)
+        key = (index, branch if (index, branch) in runs[0] else "cond")  # without guidance: cond is used for both
+        return sum(run[key] * count for run, count in zip(runs, videos, strict=True)) / sum(videos)
 
     return Curve(
         task=curve_name(plan.task, image),
@@ -113,9 +113,9 @@ def measure(
     source: str,
     on_step: Callable[[int], None] = lambda done: None,
 ) -> Curve:
-    """The curve of a model over `videos`, conditioning and noise of each; what `plan` leaves out is run.
+    """The curve of a model over `videos`, (conditioning, noise) of each. `plan` is run without any skipping.
 
-    on_step(done) is called with the steps of all videos so far; it may raise to interrupt.
+    on_step(done) is called with the number of steps of all videos so far; it may raise to interrupt.
     """
     full, runs, counts, done, image = plain(plan), [], [], 0, False
 

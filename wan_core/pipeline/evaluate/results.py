@@ -1,4 +1,4 @@
-"""Results as they are committed, and as a table."""
+"""Result files of measurements, and their rows as a table."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from benchmarks.peers import peer_versions
 from wan_core.execution.report import device_name
 
 Row = dict[str, Any]
-# What third-party kernels raise on a machine that they were not tried on. A row shows it, and the others go on.
+# Errors of third-party kernels on untested machines. The row records the error, and the other rows are measured.
 FAULTS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError, OSError)
 
 
 def guarded(name: str, size: str, reason: str | None, make: Callable[[], Row]) -> Row:
-    """A row of the numbers that `make` returns; of `reason`, if there is one not to; or of what went wrong."""
+    """A row with the numbers of `make`; with `reason` if it is given, without calling `make`; or with its error."""
     row: Row = {"name": name, "size": size}
     if reason is not None:
         return row | {"why_not": reason}
@@ -37,7 +37,7 @@ def guarded(name: str, size: str, reason: str | None, make: Callable[[], Row]) -
 
 
 def envelope(suite: str, device: torch.device, rows: list[Row]) -> dict[str, Any]:
-    """What every committed result says about itself."""
+    """A result with its rows, command, commit, device and versions."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         versions |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version())}
@@ -56,16 +56,16 @@ def envelope(suite: str, device: torch.device, rows: list[Row]) -> dict[str, Any
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those that are installed."""
-    found = {}
+    """Package -> version, for the installed ones."""
+    versions = {}
     for package in packages:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def commit() -> str | None:
-    """The commit that is measured, where the code runs from a checkout."""
+    """The measured commit; None if the code does not run from a git checkout."""
     try:
         return subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],
@@ -89,7 +89,7 @@ def write_result(result: dict[str, Any], out: Path | None, device: torch.device)
     return out
 
 
-COLUMNS = {  # of numbers, with how they are printed
+COLUMNS = {  # numeric columns and their format
     "seconds": ".4f",
     "spread": ".4f",
     "seconds_per_step": ".4f",
@@ -131,7 +131,7 @@ COLUMNS = {  # of numbers, with how they are printed
 
 
 def table(rows: list[Row]) -> str:
-    """The rows for people, a column for each number of `COLUMNS` that any row has; reasons where there is none."""
+    """The rows as text, with the columns of `COLUMNS` that any row has; rows without numbers show their reason."""
     shown = [column for column in COLUMNS if any(column in row for row in rows)]
     width = max((len(row["name"]) for row in rows), default=0)
     widths = [max(9, len(column)) + 2 for column in shown]
