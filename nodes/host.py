@@ -27,7 +27,7 @@ from wan_core.checkpoint.staged import Reading, reading
 from wan_core.config import OptionError
 from wan_core.execution.memory.host_weights import Shelf, tensors_of
 from wan_core.execution.memory.planning import CONTEXT, unit_bytes
-from wan_core.execution.memory.streaming import Stage, StreamedBlocks, stage_bytes
+from wan_core.execution.memory.streaming import Stage, stage_bytes
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.swap import Quantization
@@ -210,7 +210,7 @@ class Held(ModelPatcher):
     def stream_blocks(self, module: WanModel) -> None:
         """Have its blocks run through the stage, if there is one: what a run put around them may have gone with it."""
         if self.stage is not None:
-            StreamedBlocks.install(module, self.stage)
+            module.runners.weights = self.stage
 
     def _load_streaming(self) -> nn.Module:
         """Weights to locked host memory, once; as much as stays to the device."""

@@ -19,7 +19,8 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.attention.registry import BACKENDS, Attend, resolve_attention
+from wan_core.ops.attention.protocol import Attention
+from wan_core.ops.attention.registry import BACKENDS, resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.ops.quant.swap import Quantization, swap_linears
 from wan_core.pipeline.builder import compute_dtype, find_quantization, precision_of
@@ -211,13 +212,13 @@ def _quantization(
 
 def _attention(
     name: str, precision: str, dit: DiTConfig | None, device: torch.device | None = None
-) -> tuple[str, Attend]:
+) -> tuple[str, Attention]:
     """As `resolve_attention`, for this device unless another is given."""
     device = device or host.device()
     return resolve_attention(name, device, compute_dtype(precision, device), None if dit is None else dit.head_dim)
 
 
-def _optimized(module: nn.Module, attend: Attend, compile: str) -> nn.Module:
+def _optimized(module: nn.Module, attend: Attention, compile: str) -> nn.Module:
     assert isinstance(module, WanModel)
     return optimize(module, attend=attend, compile=compile, device=host.device())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,9 @@ from wan_core.models.text.config import TextConfig
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.model import PreparedText, WanModel
+from wan_core.models.wan.layers import PLAIN_PARTS, BlockParts
+from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.kernels import fused
 
 TEXT_DIM = 64
@@ -140,8 +143,9 @@ def build_expert(config: DiTConfig, run: Training) -> WanModel:
     expert = WanModel(config).to(run.device)
     initialise(expert)
     if run.compile:
-        for block in expert.blocks:  # block by block: all share what is compiled for the first
-            block.compile(dynamic=False)
+        before, after = (torch.compile(part, dynamic=False) for part in PLAIN_PARTS)
+        for block in expert.blocks:  # all share what is compiled for the first
+            block.parts = BlockParts(before, after)
 
     run_in_bf16(expert, run.device, run.bf16)
     return expert
@@ -150,14 +154,23 @@ def build_expert(config: DiTConfig, run: Training) -> WanModel:
 def run_in_bf16(expert: WanModel, device: torch.device, bf16: bool) -> None:
     """Run the blocks of `expert` in bf16 around a residual that stays as it is, if `bf16`; in operations that have
     gradients in any case, which the fused kernels have not."""
-    inner = expert.run_blocks
+    expert.runners.add(InBf16(device, bf16))
 
-    def run_blocks(tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
+
+class InBf16:
+    """The runner of `run_in_bf16`."""
+
+    name: ClassVar[str] = "autocast"
+    place: ClassVar[Place] = Place.GRAPHS
+
+    def __init__(self, device: torch.device, bf16: bool) -> None:
+        self.device, self.bf16 = device, bf16
+
+    def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         # Inside a CUDA graph autocast must not keep casts from one call to the next.
-        with fused.use("torch"), torch.autocast(device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):
-            return inner(tokens, modulation, rope, text)
-
-    expert.run_blocks = run_blocks
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
+        with fused.use("torch"), autocast:
+            return inner(inputs)
 
 
 @torch.no_grad()

@@ -16,7 +16,8 @@ import torch
 from wan_core.config import imports
 from wan_core.execution.report import GIB
 from wan_core.ops.attention.library import IMPORT_FAULTS
-from wan_core.ops.attention.registry import BACKENDS, Attend, AttendLse, auto_choice, capability
+from wan_core.ops.attention.protocol import Attention
+from wan_core.ops.attention.registry import BACKENDS, auto_choice, capability
 from wan_core.ops.attention.sdpa import math_lse, math_reference
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.gguf_blocks import FORMATS
@@ -113,8 +114,9 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
     if reason is not None:
         return found
     try:
-        found["error"] = self_test(backend.load(), device)
-        found["lse_error"] = None if backend.lse is None else lse_self_test(backend.lse(), device)
+        attend = backend.load()
+        found["error"] = self_test(attend, device)
+        found["lse_error"] = lse_self_test(attend, device) if backend.gives_lse else None
     except IMPORT_FAULTS as fault:  # a broken library is a finding, not an error of the doctor
         return found | {"usable": False, "why_not": _failure(fault)}
     allowed = TOLERANCE if backend.exact else ROUNDED
@@ -124,19 +126,19 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
     return found
 
 
-def self_test(attend: Attend, device: torch.device) -> float:
+def self_test(attend: Attention, device: torch.device) -> float:
     """Relative error of a backend against the reference in float32, on random data of odd length at head dim 128."""
     q, k, v = _random(device)
     expected = math_reference(q.float(), k.float(), v.float())
     return float((attend(q, k, v).float() - expected).norm() / expected.norm())
 
 
-def lse_self_test(attend: AttendLse, device: torch.device) -> float:
+def lse_self_test(attend: Attention, device: torch.device) -> float:
     """Largest absolute error of a backend's log-sum-exp against the reference, on keys whose mean is not zero."""
     q, k, v = _random(device)
     k = k + 1
     expected = math_lse(q.float(), k.float(), v.float())[1]
-    return float((attend(q, k, v)[1] - expected).abs().max())
+    return float((attend.with_lse(q, k, v)[1] - expected).abs().max())
 
 
 def _random(device: torch.device) -> list[torch.Tensor]:
@@ -195,9 +197,11 @@ def linear_self_test(kind: type[QuantLinear], device: torch.device) -> float:
     x, weight = (torch.randn(WIDTH, WIDTH, generator=generator).to(device) for _ in range(2))
     linear = kind(WIDTH, WIDTH, bias=False, dtype=_dtype(device))
     linear.load(kind.encode(weight))
-    DelayedState.install(linear, device)  # for linears with delayed scales; updated after every forward
+    state = DelayedState.install(linear, device)  # None for linears without delayed scales
     for _ in range(2):
         out = linear(x.to(_dtype(device)))
+        if state is not None:
+            state.update()
     expected = x @ weight.t()
     return float((out.float() - expected).norm() / expected.norm())
 

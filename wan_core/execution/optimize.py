@@ -1,16 +1,17 @@
 """Speed and memory applied to a plain model from outside, in one order.
 
 The order: what replaces a linear comes first, because everything later wraps what it finds; attention next, so that
-parallelism can decorate the backend that was chosen; what wraps `run_blocks` after that; compilation last, over the
+parallelism can wrap the backend that was chosen; the runners around the blocks after that; compilation last, over the
 finished whole.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,12 +19,14 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.execution.graphs import GraphedBlocks
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.layers import PLAIN_PARTS, BlockParts
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.attention.registry import Attend, AttendLse
+from wan_core.models.wan.runners import BlockInputs, Place, Run
+from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.kernels import fused
 from wan_core.ops.quant.transformer_engine import DelayedState
 from wan_core.parallel.mesh import RankMesh
-from wan_core.parallel.sequence import ShardedBlocks, shard_tokens
+from wan_core.parallel.sequence import ShardedTokens, shard_tokens, unshard
 from wan_core.parallel.vae import split_pictures
 
 VARIANTS = 64  # of a compiled block in one process
@@ -32,40 +35,56 @@ VARIANTS = 64  # of a compiled block in one process
 def optimize(
     model: WanModel,
     *,
-    attend: Attend,
+    attend: Attention,
     compile: str = "off",
     device: torch.device | None = None,
     graphs: bool = True,
     ranks: RankMesh | None = None,
-    attend_lse: AttendLse | None = None,
 ) -> WanModel:
     """Apply the options to `model` in place and return it; called again, the new options stand. Parameter names do not
-    change.
+    change. `print(model.runners)` shows the chain that it made.
 
     device: where it will run, if its weights are elsewhere now. graphs: replay small forwards as CUDA graphs. ranks:
-    those that share its forwards, for which a ring needs `attend_lse`. Linears are quantised
-    where weights are read (`load_dit`), so that both precisions never exist side by side.
+    those that share its forwards. Linears are quantised where weights are read (`load_dit`), so that both precisions
+    never exist side by side.
     """
     device = model.patch_embedding.weight.device if device is None else device
-    ShardedBlocks.remove(model)
+    unshard(model)
+    model.runners.remove(GraphedBlocks)  # what it holds was captured with the old options
     set_attention(model, attend)
-    DelayedState.install(model, device)
-    GraphedBlocks.remove(model)  # what it holds was captured with the old options
+    state = DelayedState.install(model, device)
+    if state is not None:
+        model.runners.add(DelayedScales(state))
     if ranks is not None and ranks.sequence.size > 1:
-        shard_tokens(model, ranks, attend, attend_lse)
-    elif graphs and device.type == "cuda" and getattr(attend, "capturable", True):
-        GraphedBlocks.install(model)
+        shard_tokens(model, ranks, attend)
+    elif graphs and device.type == "cuda" and attend.capturable:
+        model.runners.add(GraphedBlocks(model))
     if compile == "blocks":
         compile_blocks(model, device)
     else:
         for block in model.blocks:
-            block._compiled_call_impl = None
+            block.parts = PLAIN_PARTS
     return model
 
 
-def set_attention(model: WanModel, attend: Attend) -> None:
+class DelayedScales:
+    """The runner that updates the scales of delayed FP8 after every forward."""
+
+    name: ClassVar[str] = "delayed FP8 scales"
+    place: ClassVar[Place] = Place.SCALES
+
+    def __init__(self, state: DelayedState) -> None:
+        self.state = state
+
+    def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
+        tokens = inner(inputs)
+        self.state.update()
+        return tokens
+
+
+def set_attention(model: WanModel, attend: Attention) -> None:
     """Run self-attention with `attend`. Cross-attention stays with torch: its keys are few and prepared once."""
-    assert not isinstance(vars(model).get("run_blocks"), ShardedBlocks), "ranks share this model: use `optimize`"
+    assert model.runners.find(ShardedTokens) is None, "ranks share this model: use `optimize`"
     GraphedBlocks.clear(model)
     for block in model.blocks:
         block.self_attn.attend = attend
@@ -91,7 +110,8 @@ def check_compile(compile: str, device: torch.device) -> None:
 
 
 def compile_blocks(model: WanModel, device: torch.device, backend: str = "inductor") -> None:
-    """Compile the block: once for all blocks of both experts, whatever the length of the sequence.
+    """Compile the parts of a block before and after attention: once for all blocks of both experts, whatever the
+    length of the sequence. Attention itself, which depends on the layer and the step, stays as it is.
 
     The blocks are the same code with other weights, and weights are inputs of what is compiled. `fullgraph`: what would
     break the graph raises.
@@ -104,19 +124,29 @@ def compile_blocks(model: WanModel, device: torch.device, backend: str = "induct
     limits = torch._dynamo.config
     name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # the latter up to torch 2.6
     setattr(limits, name, max(getattr(limits, name), VARIANTS))
+    parts = compiled_parts(backend)
     for block in model.blocks:
-        block.compile(dynamic=True, fullgraph=True, backend=backend)
-        assert block._compiled_call_impl is not None
-        block._compiled_call_impl = _constant_floats(block._compiled_call_impl)
+        # Ranks exchange scales in the part before attention: that stays as it is too.
+        agrees = block.self_attn.attend.agree is not None
+        block.parts = BlockParts(PLAIN_PARTS.before if agrees else parts.before, parts.after)
 
 
-def _constant_floats(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@functools.cache
+def compiled_parts(backend: str) -> BlockParts:
+    """One pair for the process, so that what is compiled is found again."""
+    before, after = (
+        _constant_floats(torch.compile(part, dynamic=True, fullgraph=True, backend=backend)) for part in PLAIN_PARTS
+    )
+    return BlockParts(before, after)
+
+
+def _constant_floats(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """`compiled`, for which Python's floats are constants. Where sizes may change (`dynamic`), torch's compiler takes
     those that it finds in modules (epsilons) for something that may, too, and traces all a second time when it sees
     that they cannot. Only inside: others who compile in this process may want it otherwise."""
     from torch._dynamo import config
 
-    def call(*given: Any, **named: Any) -> Tensor:
+    def call(*given: Any, **named: Any) -> Any:
         if getattr(config, "specialize_float", True):
             return compiled(*given, **named)
         config.specialize_float = True

@@ -20,14 +20,14 @@ ORDER: tuple[Branch, ...] = ("cond", "uncond")
 
 
 class SplitBranches:
-    """Stands between a step and the forwards of its branches."""
+    """The `run_branches` of `denoise` where each branch has ranks of its own."""
 
     def __init__(self, ranks: RankMesh) -> None:
         assert ranks.cfg.size == 2
         self.group, self.device = ranks.cfg, ranks.device
         self.mine: Branch = ORDER[ranks.cfg.index]
 
-    def run(
+    def __call__(
         self, branches: Sequence[Branch], forward: Callable[[Branch], Tensor], velocity: tuple[int, ...]
     ) -> dict[Branch, Tensor]:
         """The velocity of every branch, float32 of the shape `velocity`, the same numbers on every rank. `forward` is

@@ -31,7 +31,7 @@ from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.ops.quant.swap import Quantization
 from wan_core.parallel.conditioning import text_rank
 from wan_core.parallel.mesh import RankMesh
-from wan_core.parallel.sequence import find_lse
+from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.loading import load_parts
@@ -159,7 +159,8 @@ def load_models(
     if options.compile != "off":
         what = {"precision": precision, "keep_blocks": options.keep_blocks, "attention": attention, "dit": parts.dit}
         artifacts = Artifacts.open(report.device, what)
-    attend_lse = None if ranks is None else find_lse(attention, ranks.mesh)
+    if ranks is not None:
+        check_lse(attend.gives_lse, attention, ranks.mesh)
     high = parts.of["high"]
     why_not = why_not_shard(
         ranks, quantization is not None, options.compile != "off", high.scaled, high.path is not None
@@ -226,7 +227,7 @@ def load_models(
                 f"{name}: {one.words('merged' if how == 'merge' else f'attached: {why}')}" for one in applied
             ]
             graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
-            shared = {"ranks": ranks, "attend_lse": attend_lse}
+            shared = {"ranks": ranks}
             optimize(
                 model, attend=rehearsal.attend, compile=options.compile, device=report.device, graphs=graphs, **shared
             )

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import Quantized
-from wan_core.ops.quant.linear import QuantLinear
+from wan_core.ops.quant.linear import LowRank, QuantLinear
 from wan_core.ops.quant.lora import attach, detach
 from wan_core.ops.quant.packed import PackedLinear
 
@@ -155,7 +156,7 @@ class AppliedLoras:
         self.files: tuple[object, ...] = ()
         self.values: tuple[float, ...] = ()
         self.strengths: dict[tuple[tuple[int, int], ...], Tensor] = {}  # ((which LoRA, rank), ...) -> float32 [R]
-        self.attached: list[nn.Module] = []
+        self.attached: list[LowRank] = []
         self.patched: dict[str, list[tuple[int, Change]]] = {}  # parameter -> (which LoRA, change)
         self.before: dict[str, dict[str, Tensor]] = {}  # parameter -> the tensors that it was made of, on the host
 
@@ -232,7 +233,7 @@ class AppliedLoras:
             if ranks not in self.strengths:
                 with torch.inference_mode(False):  # written later, in whatever mode
                     self.strengths[ranks] = torch.zeros(sum(rank for _, rank in ranks), device=self.device)
-            linear = model.get_submodule(module)
+            linear = cast(LowRank, model.get_submodule(module))
             attach(linear, [(up, down) for _, up, down in several], self.strengths[ranks], dtype)
             self.attached.append(linear)
         GraphedBlocks.clear(model)

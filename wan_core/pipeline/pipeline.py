@@ -30,6 +30,7 @@ from wan_core.models.vae.statistics import denormalise
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.parallel.conditioning import rows_of_all, text_rank
+from wan_core.parallel.guidance import SplitBranches
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.builder import Models, choose_device, compute_dtype, load_models
 from wan_core.pipeline.images import decode_latents, pixels_to_video
@@ -213,7 +214,7 @@ class Pipeline:
         self.relieved = True
         for model in models.residency.models.values():
             if isinstance(model, WanModel):
-                GraphedBlocks.remove(model)  # weights are elsewhere from now on
+                model.runners.remove(GraphedBlocks)  # weights are elsewhere from now on
         note = f"out of memory, going on with what takes less ({words}); nothing that was finished is lost"
         log.warning("%s", note)
         self.report.notes.append(note)
@@ -238,8 +239,8 @@ def sample_latents(
 ) -> Tensor:
     """Walk `plan` from `noise` [B, C, T, Y, X] to un-normalised latents of the same shape, float32, timing every step.
 
-    acquire, batched, ahead, relieve, ranks: as in `denoise`. vae: of the VAE whose latents these are. on_step may raise
-    to interrupt.
+    acquire, batched, ahead, relieve: as in `denoise`. ranks: those that run this together. vae: of the VAE whose
+    latents these are. on_step may raise to interrupt.
     """
     clock, forwards = StepClock(report), 0
 
@@ -257,7 +258,16 @@ def sample_latents(
             on_step(progress, clock.seconds_per_forward())
 
     latents = denoise(
-        plan, ready, conditioning, noise, batched=batched, on_step=note, ahead=ahead, relieve=relieve, ranks=ranks
+        plan,
+        ready,
+        conditioning,
+        noise,
+        batched=batched,
+        on_step=note,
+        ahead=ahead,
+        relieve=relieve,
+        run_branches=SplitBranches(ranks) if ranks is not None and ranks.cfg.size == 2 else None,
+        together=ranks is not None,
     )
     clock.finish()
     if plan.unskipped is not None:

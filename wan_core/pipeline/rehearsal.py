@@ -30,7 +30,7 @@ from wan_core.execution.optimize import begin_run, optimize
 from wan_core.execution.process_settings import Overlapping, uncollected
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.attention.registry import Attend
+from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.resolved_request import Job
 from wan_core.sampling.conditioning import draw_noise
@@ -51,7 +51,7 @@ class Rehearsal:
     device: torch.device
     dtype: torch.dtype
     quantization: Quantization | None
-    attend: Attend
+    attend: Attention
     compile: str
     job: Job | None
     artifacts: Artifacts | None = None

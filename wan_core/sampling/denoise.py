@@ -9,7 +9,7 @@ that is integrated over many small steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -20,14 +20,13 @@ from torch import Tensor
 
 from wan_core.config import UserError
 from wan_core.models.wan.model import WanModel
-from wan_core.parallel.guidance import SplitBranches
-from wan_core.parallel.mesh import RankMesh
+from wan_core.models.wan.runners import ForwardInfo
 from wan_core.sampling.cache.adaptive_run import Adaptive
-from wan_core.sampling.cache.residual import ResidualCache, residuals
+from wan_core.sampling.cache.residual import residuals
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Branch, Expert, Plan, Step
 from wan_core.sampling.solvers import SOLVERS, History
-from wan_core.sampling.sparsity.run import SparseBlocks, sparse_attention
+from wan_core.sampling.sparsity.run import sparse_attention
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
 # benchmarks/results/guidance-*.json and docs/performance.md.
@@ -35,6 +34,12 @@ BATCHED_TOKENS = 1024
 
 
 Made = TypeVar("Made")
+
+RunBranches = Callable[
+    [Sequence[Branch], Callable[[Branch], Tensor], tuple[int, ...]],
+    dict[Branch, Tensor],
+]
+"""(branches, forward of a branch, shape of a velocity) -> the velocity of every branch, float32."""
 
 
 class NonFiniteError(UserError):
@@ -71,7 +76,8 @@ def denoise(
     on_step: Callable[[Progress], None] | None = None,
     ahead: Callable[[Expert, Expert, int], None] | None = None,
     relieve: Callable[[Expert], bool] | None = None,
-    ranks: RankMesh | None = None,
+    run_branches: RunBranches | None = None,
+    together: bool = False,
 ) -> Tensor:
     """Integrate the flow from `noise` to normalised latents, both float32 [B, C, T, Y, X] on the device of the run.
 
@@ -81,24 +87,24 @@ def denoise(
     ahead(expert, next, runs): the next `runs` runs of the blocks are the last before the next expert is acquired.
     relieve(expert): memory ran out; make room and say whether there is any. The step is then run again, from the
     latents of the one before.
-    ranks: those that run this together, each with the same arguments; all return the same latents.
+    run_branches: runs the guidance branches of a step (split over ranks); None: here, one after the other or batched.
+    together: several ranks run this with the same arguments, and all return the same latents.
     Raises NonFiniteError within a few steps of the first non-finite latent.
     """
     solver, history, x = SOLVERS[plan.solver], History(), hold_known(noise.float(), conditioning)
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
-    watch = FiniteWatch(len(plan.steps), x.device, together=ranks is not None)
-    split = SplitBranches(ranks) if ranks is not None and ranks.cfg.size == 2 else None
+    watch = FiniteWatch(len(plan.steps), x.device, together)
     image = conditioning.concat is not None or conditioning.known is not None
     for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
-        expert, last = phase[0].expert, last_runs(phase, batched or split is not None)  # each rank runs one branch
+        expert, last = (
+            phase[0].expert,
+            last_runs(phase, batched or run_branches is not None),
+        )  # each rank runs one branch
         again = None if relieve is None else partial(relieve, expert)
         model = retried(partial(acquire, expert), again)
         # Sparse attention orders the tokens around everything else; residuals are kept in that order.
-        with (
-            sparse_attention(model, plan, phase, tuple(x.shape[2:]), image) as sparse,
-            residuals(model, phase) as cache,
-        ):
-            prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, cache, sparse, split)
+        with sparse_attention(model, plan, phase, tuple(x.shape[2:]), image), residuals(model, phase):
+            prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, run_branches)
             guided = retried(prepare, again)
             for step in phase:
                 if ahead is not None and following is not None and step.index == last[0]:
@@ -109,7 +115,7 @@ def denoise(
                 watch.note(step.index, x)
                 if on_step is not None:
                     on_step(Progress(step, len(plan.steps), x, velocity, plan, forwards))
-        del prepare, guided, cache, sparse, model  # frees the expert's text state and residuals before the next is made
+        del prepare, guided, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
     return x
 
@@ -154,16 +160,12 @@ class Guided:
         phase: tuple[Step, ...],
         batch: int,
         batched: bool,
-        cache: ResidualCache | None,
-        sparse: SparseBlocks | None = None,
-        split: SplitBranches | None = None,
+        run_branches: RunBranches | None = None,
     ) -> None:
-        self.sparse = sparse
         self.model = model
         self.conditioning = conditioning
-        self.split = split
-        self.batched = batched and split is None
-        self.cache = cache
+        self.run_branches = run_branches
+        self.batched = batched and run_branches is None
         self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
         rows = [conditioning.cond]
         if any("uncond" in step.branches for step in phase):
@@ -201,24 +203,20 @@ class Guided:
     def branches(self, inputs: Tensor, time: Tensor, step: Step, skipped: tuple[Branch, ...]) -> dict[Branch, Tensor]:
         """The velocity of each branch that the step has."""
 
-        def forward(branch: Branch) -> Tensor:
-            self._expect(step, (branch,), branch in skipped)
-            return self.model(inputs, time, self.text[branch])
+        def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
+            return ForwardInfo(step.index, branches, skip, step.sparsity)
 
-        if self.split is not None:
+        def forward(branch: Branch) -> Tensor:
+            return self.model(inputs, time, self.text[branch], info((branch,), branch in skipped))
+
+        if self.run_branches is not None:
             config = self.model.config
-            return self.split.run(step.branches, forward, (inputs.shape[0], config.out_channels, *inputs.shape[2:]))
+            return self.run_branches(step.branches, forward, (inputs.shape[0], config.out_channels, *inputs.shape[2:]))
         if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
-            self._expect(step, step.branches, bool(skipped))
-            both = self.model(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both)
+            run = info(step.branches, bool(skipped))
+            both = self.model(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both, run)
             return dict(zip(step.branches, both.chunk(2), strict=True))
         return {branch: forward(branch) for branch in step.branches}
-
-    def _expect(self, step: Step, branches: tuple[Branch, ...], skip: bool) -> None:
-        if self.cache is not None:
-            self.cache.expect(step.index, branches, skip)
-        if self.sparse is not None:
-            self.sparse.expect(step, branches, skip)
 
 
 def stack_text(rows: list[Tensor], batch: int) -> Tensor:

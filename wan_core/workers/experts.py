@@ -16,7 +16,7 @@ from wan_core.execution.optimize import check_compile, optimize
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.parallel.mesh import RankMesh
-from wan_core.parallel.sequence import find_lse
+from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.builder import compute_dtype, find_quantization, precision_of
@@ -97,7 +97,7 @@ class LoadedExperts:
         assert self.fits(ranks)
         if self.mesh == ranks.mesh:
             return
-        attend_lse = find_lse(self.attention, ranks.mesh)
+        check_lse(self.attend.gives_lse, self.attention, ranks.mesh)
         for model in self.residency.models.values():
             optimize(
                 cast(WanModel, model),
@@ -105,7 +105,6 @@ class LoadedExperts:
                 compile=self.compile,
                 device=self.residency.device,
                 ranks=ranks,
-                attend_lse=attend_lse,
             )
         self.mesh = ranks.mesh
 

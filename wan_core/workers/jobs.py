@@ -239,7 +239,7 @@ class Jobs:
             fp8_attention=backend.endswith("fp8"),
             gpus_per_host=self.rank.on_host,
             speeds=H200 if self.rank.device.type == "cuda" else None,
-            rings=BACKENDS[backend].lse is not None and reads_parts(plan.sparse),
+            rings=BACKENDS[backend].gives_lse and reads_parts(plan.sparse),
             reads=shares_read(plan, dit, tokens),
         )
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from wan_core.execution.memory.host_weights import Layout, Shelf, tensors_of
 from wan_core.execution.memory.pinned_memory import available_bytes
-from wan_core.execution.memory.streaming import Stage, StreamedBlocks
+from wan_core.execution.memory.streaming import Stage
 from wan_core.models.wan.model import WanModel
 
 __all__ = ["GIB", "Policy", "Residency", "tensors_of"]
@@ -78,7 +78,7 @@ class Residency:
             self.stages[shelf.layout] = stage
             self._make_room(name, stage)
             if isinstance(model, WanModel):
-                StreamedBlocks.install(model, stage)
+                model.runners.weights = stage
             stage.use(shelf)
         return model
 

@@ -7,25 +7,24 @@ experts take turns: while one runs for the last time, each block makes room for 
 
     stage = Stage(device, resident=10)
     stage.use(shelf)            # the model's weights are on the device, or will be when they are needed
-    model(...)                  # `StreamedBlocks` is in the place of `run_blocks`
+    model.runners.weights = stage
+    model(...)                  # the loop over the blocks tells the stage which one comes next
 
 On a CPU the same happens with plain copies and without waiting.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wan_core.execution.memory.host_weights import Shelf
-from wan_core.models.wan.model import PreparedText, WanModel
+from wan_core.models.wan.runners import BlockWeights
 
 SLOTS = 2
 REST = 0  # the unit of what belongs to no block; block i is unit i + 1
@@ -74,8 +73,13 @@ def stage_bytes(shelf_layout: list[int], resident: int | None) -> int:
     return kept + SLOTS * max((blocks[i] for i in streamed), default=0)
 
 
-class Stage:
-    """resident: how many blocks of a transformer stay; None: all. Models that share a stage have one layout."""
+class Stage(BlockWeights):
+    """resident: how many blocks of a transformer stay; None: all. Models that share a stage have one layout.
+
+    A transformer whose `runners.weights` is a stage tells it which block it needs next.
+    """
+
+    name = "streamed"
 
     def __init__(self, device: torch.device, resident: int | None = None) -> None:
         self.device, self.resident = device, resident
@@ -250,68 +254,3 @@ class Stage:
         compiler."""
         with torch.inference_mode(False), torch.no_grad():
             yield
-
-
-class StreamedBlocks:
-    """In the place of `WanModel.run_blocks`: the same loop, told to `stage` block by block."""
-
-    def __init__(self, model: WanModel, stage: Stage) -> None:
-        self.model, self.stage = weakref.ref(model), stage  # the model holds this: not in a circle
-
-    def __call__(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
-        model = self.model()
-        assert model is not None
-        self.stage.begin_run()
-        for i, (block, kv) in enumerate(zip(model.blocks, text.keys_values, strict=True)):
-            self.stage.enter(i)
-            tokens = block(tokens, modulation, rope, kv)
-            self.stage.leave(i)
-        self.stage.end_run()
-        return tokens
-
-    @staticmethod
-    def install(model: WanModel, stage: Stage) -> None:
-        """Put one in place, innermost: beneath what shards tokens or keeps residuals, and instead of graphs, which know
-        addresses. Prompts, whose keys and values are made outside of the blocks, tell the stage through hooks."""
-        holder, seam = _seam(model)
-        here = getattr(holder, seam)
-        if isinstance(here, StreamedBlocks) and here.stage is stage:
-            return
-        _remove_hooks(model)
-        setattr(holder, seam, StreamedBlocks(model, stage))
-        handles = []
-        for i, block in enumerate(model.blocks):
-            attention = block.cross_attn
-            handles.append(attention.k.register_forward_pre_hook(lambda *_, i=i: stage.enter(i, text=True)))
-            handles.append(attention.v.register_forward_hook(lambda *_, i=i: stage.leave(i)))
-        model.__dict__[_HOOKS] = handles
-
-    @staticmethod
-    def remove(model: WanModel) -> None:
-        """Put the plain loop back, if blocks stream."""
-        holder, seam = _seam(model)
-        if isinstance(getattr(holder, seam), StreamedBlocks):
-            _remove_hooks(model)
-            if holder is model:
-                del model.run_blocks
-            else:
-                setattr(holder, seam, MethodType(WanModel.run_blocks, model))
-
-
-_HOOKS = "_stream_hooks"
-
-
-def _remove_hooks(model: WanModel) -> None:
-    for handle in model.__dict__.pop(_HOOKS, ()):
-        handle.remove()
-
-
-def _seam(model: WanModel) -> tuple[Any, str]:
-    """Where the innermost `run_blocks` is an attribute: that of the model, or of what stands around it and calls it."""
-    holder, seam = model, "run_blocks"
-    while True:
-        around = getattr(getattr(holder, seam), "__dict__", {})
-        inner = next((name for name in ("run_shard", "run_blocks") if name in around), None)
-        if inner is None:
-            return holder, seam
-        holder, seam = getattr(holder, seam), inner

@@ -11,23 +11,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan_core.models.wan.config import DiTConfig
-from wan_core.ops.attention.registry import Attend
-from wan_core.ops.attention.sdpa import sdpa
+from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall
+from wan_core.ops.attention.sdpa import SDPA
 from wan_core.ops.kernels import fused
+from wan_core.ops.kernels.block_layout import Blocked
 from wan_core.ops.kernels.blocked import quantize_values
 from wan_core.ops.kernels.formats import Format, Quantized
 from wan_core.ops.kernels.reference import scaled_norm
+from wan_core.ops.quant.linear import Linear, QuantLinear
 
 HALVED_TOKENS = 16384  # from here on a feed-forward runs in two halves
 HEAD_TOKENS = 16384  # that the head takes at a time
-Fp8Attend = Callable[[Quantized, Quantized, Quantized], Quantized]
+Fp8 = Quantized | Blocked
+QKV = tuple[Tensor, Tensor, Tensor] | tuple[Fp8, Fp8, Fp8]
 
 
 class RMSNorm(nn.Module):
@@ -40,68 +43,62 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention of all video tokens to all video tokens.
+    """Attention of all video tokens to all video tokens, in two parts: `project`, then `attended`.
 
-    `attend` is a seam: any callable q, k, v [B, L, H, D] -> [B, L, H, D] (attention backends, sparse attention,
-    Ulysses, ring). One that has a method `quantized` is handed queries, keys and values in FP8; one that has a method
-    `agree` attends beyond the tokens it is handed, and makes scales and means the same for all.
+    `attend` is a seam: any `Attention` (backends, sparse attention, attention over several ranks). It says whether it
+    takes FP8 and in which layout; `project` writes queries, keys and values so.
     """
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.heads = config.num_heads
-        self.q = nn.Linear(config.dim, config.dim)
-        self.k = nn.Linear(config.dim, config.dim)
-        self.v = nn.Linear(config.dim, config.dim)
-        self.o = nn.Linear(config.dim, config.dim)
+        self.q = Linear(config.dim, config.dim)
+        self.k = Linear(config.dim, config.dim)
+        self.v = Linear(config.dim, config.dim)
+        self.o = Linear(config.dim, config.dim)
         self.norm_q = RMSNorm(config.dim, config.eps)  # over all heads at once, before they are split
         self.norm_k = RMSNorm(config.dim, config.eps)
-        self.attend: Attend = sdpa
+        self.attend: Attention = SDPA
 
-    def forward(self, x: Tensor, mul: Tensor, add: Tensor, eps: float, rope: Tensor) -> Tensor:
-        """Attention of x [B, L, C] after its norm (`fused.norm` by mul and add); rope [L, 1, D/2, 2] -> [B, L, C].
+    def project(self, x: Tensor, mul: Tensor, add: Tensor, eps: float, rope: Tensor) -> QKV:
+        """Queries, keys and values [B, L, H, D] of x [B, L, C] after its norm (`fused.norm` by mul and add), queries
+        and keys turned by rope [L, 1, D/2, 2]; quantised where `attend` takes FP8.
 
-        Here, not in the block, so that the normed tokens are gone before attention needs the room.
-        """
-        quantized = getattr(self.attend, "quantized", None)
-        if quantized is not None:
-            return self.fp8(quantized, x, mul, add, eps, rope)
-        h = self.normed(x, mul, add, eps)
+        The norm is made here, so that its result is freed before attention needs the memory."""
+        h = shared_input(self.q, fused.norm(x, mul, add, eps, input_format(self.q)))
+        if self.attend.takes_fp8:
+            return self.project_fp8(h, rope)
         q = fused.head_norm(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope)
         k = fused.head_norm(self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope)
-        v = self.v(h).unflatten(-1, (self.heads, -1))
-        del h
-        out = self.attend(q, k, v).flatten(-2)
-        del q, k, v
-        return self.o(out)
+        return q, k, self.v(h).unflatten(-1, (self.heads, -1))
 
-    def normed(self, x: Tensor, mul: Tensor, add: Tensor, eps: float) -> Any:
-        """What q, k and v multiply."""
-        return shared_input(self.q, fused.norm(x, mul, add, eps, input_format(self.q)))
-
-    def fp8(self, attend: Fp8Attend, x: Tensor, mul: Tensor, add: Tensor, eps: float, rope: Tensor) -> Tensor:
-        """Norm, rotation and quantisation in one pass; the FP8 that comes out is the output projection's input.
-
-        An `attend` that wants its inputs in memory by heads, in whole blocks of tokens, says the length of a block in
-        its attribute `block` (`wan_core.ops.kernels.blocked`); one that sees a shard of the tokens brings `agree`."""
-        block, agree = getattr(self.attend, "block", 0), getattr(self.attend, "agree", None)
-        h = self.normed(x, mul, add, eps)  # made here, so that nobody else holds it while attention needs the room
+    def project_fp8(self, h: Any, rope: Tensor) -> tuple[Fp8, Fp8, Fp8]:
+        """Norm, rotation and quantisation in one pass, in the layout that `attend` wants."""
+        block, agree = self.attend.block, self.attend.agree
         q = fused.head_norm_fp8(self.q(h), self.norm_q.weight, self.heads, self.norm_q.eps, rope, block=block)
         k = fused.head_norm_fp8(
             self.k(h), self.norm_k.weight, self.heads, self.norm_k.eps, rope, centre=True, block=block, agree=agree
         )
-        v = self.fp8_values(self.v(h), block, agree)
-        del h
-        out = attend(q, k, v)
+        v = self.v(h)
+        if block:
+            return q, k, quantize_values(v, self.heads, block)
+        found = fused.quantize(v, "tensor", agree)
+        return q, k, Quantized(found.data.unflatten(-1, (self.heads, -1)), found.scale)
+
+    def attended(self, qkv: QKV, call: AttentionCall, dtype: torch.dtype) -> Tensor:
+        """What `project` gave -> attention and its output projection, [B, L, C] in `dtype`. Queries, keys and values
+        are freed before the projection needs memory. FP8 goes into the projection as it is where that takes it."""
+        q, k, v = qkv
+        del qkv
+        if not self.attend.takes_fp8:
+            out = self.attend(q, k, v, call).flatten(-2)  # type: ignore[arg-type]
+            del q, k, v
+            return self.o(out)
+        out = self.attend.quantized(q, k, v, call)  # type: ignore[arg-type]
         del q, k, v
         joined = Quantized(out.data.flatten(-2), out.scale)
-        return self.o(joined if getattr(self.o, "takes_fp8", False) else joined.dequantize(x.dtype))
-
-    def fp8_values(self, v: Tensor, block: int, agree: fused.Agree | None) -> Quantized:
-        if block:
-            return quantize_values(v, self.heads, block)
-        found = fused.quantize(v, "tensor", agree)
-        return Quantized(found.data.unflatten(-1, (self.heads, -1)), found.scale)
+        takes_fp8 = isinstance(self.o, QuantLinear) and self.o.takes_fp8
+        return self.o(joined if takes_fp8 else joined.dequantize(dtype))
 
 
 class CrossAttention(nn.Module):
@@ -110,13 +107,13 @@ class CrossAttention(nn.Module):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.heads = config.num_heads
-        self.q = nn.Linear(config.dim, config.dim)
-        self.k = nn.Linear(config.dim, config.dim)
-        self.v = nn.Linear(config.dim, config.dim)
-        self.o = nn.Linear(config.dim, config.dim)
+        self.q = Linear(config.dim, config.dim)
+        self.k = Linear(config.dim, config.dim)
+        self.v = Linear(config.dim, config.dim)
+        self.o = Linear(config.dim, config.dim)
         self.norm_q = RMSNorm(config.dim, config.eps)
         self.norm_k = RMSNorm(config.dim, config.eps)
-        self.attend: Attend = sdpa
+        self.attend: Attention = SDPA
 
     def kv(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, S, H, D] of embedded text [B, S, C]."""
@@ -147,16 +144,38 @@ class Block(nn.Module):
         self.norm3 = nn.LayerNorm(config.dim, config.eps)  # the official name: it stands before cross-attention
         self.cross_attn = CrossAttention(config)
         self.ffn = nn.Sequential(
-            nn.Linear(config.dim, config.ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(config.ffn_dim, config.dim)
+            Linear(config.dim, config.ffn_dim), nn.GELU(approximate="tanh"), Linear(config.ffn_dim, config.dim)
         )
+        self.parts = PLAIN_PARTS
 
-    def forward(self, x: Tensor, modulation: Tensor, rope: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        modulation: Tensor,
+        rope: Tensor,
+        kv: tuple[Tensor, Tensor],
+        call: AttentionCall = SINGLE,
+    ) -> Tensor:
         """x [B, L, C], which may be overwritten; modulation float32 [B, F, 6, C]; rope [L, 1, D/2, 2]; kv two of
-        [B, S, H, D] -> [B, L, C]."""
-        shift_a, scale_a, gate_a, shift_f, scale_f, gate_f = (self.modulation.float() + modulation).unbind(2)
+        [B, S, H, D]; call: which call of attention this is -> [B, L, C].
+
+        Attention stands between the two parts that a compiler may take: it alone depends on the layer and the step."""
+        modulation = self.modulation.float() + modulation
+        # No names for what is handed on: each part frees its input before it needs the memory.
+        before, attended, after = self.parts.before, self.self_attn.attended, self.parts.after
+        return after(self, x, attended(before(self, x, modulation, rope), call, x.dtype), modulation, kv)
+
+    def before_attention(self, x: Tensor, modulation: Tensor, rope: Tensor) -> QKV:
+        """Queries, keys and values of self-attention."""
+        shift, scale = modulation.unbind(2)[:2]
+        return self.self_attn.project(x, 1 + scale, shift, self.eps, rope)
+
+    def after_attention(self, x: Tensor, attended: Tensor, modulation: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+        """The rest of the block, from what self-attention gave, [B, L, C]."""
+        _, _, gate_a, shift_f, scale_f, gate_f = modulation.unbind(2)
         weight, bias = (p.float().view(1, 1, -1) for p in (self.norm3.weight, self.norm3.bias))
-        h = self.self_attn(x, 1 + scale_a, shift_a, self.eps, rope)
-        x, h = fused.residual_norm(x, h, gate_a, weight, bias, self.eps, input_format(self.cross_attn.q))
+        x, h = fused.residual_norm(x, attended, gate_a, weight, bias, self.eps, input_format(self.cross_attn.q))
+        del attended
         h = self.cross_attn(h, kv)
         x, h = fused.residual_norm(x, h, None, 1 + scale_f, shift_f, self.eps, input_format(self.ffn[0]))
         return self.feed_forward(x, h, gate_f)
@@ -182,15 +201,25 @@ class Block(nn.Module):
         return self.ffn[2](inner)
 
 
+class BlockParts(NamedTuple):
+    """The parts of a block around attention, as functions of a block: one pair serves all blocks, so that what is
+    compiled for one is used by all."""
+
+    before: Callable[[Block, Tensor, Tensor, Tensor], QKV]
+    after: Callable[[Block, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
+
+
+PLAIN_PARTS = BlockParts(Block.before_attention, Block.after_attention)
+
+
 def input_format(linear: nn.Module) -> Format | None:
     """The FP8 format that `linear` wants its input in; None for plain numbers."""
-    return getattr(linear, "fmt", None)
+    return linear.fmt if isinstance(linear, QuantLinear) else None
 
 
 def shared_input(linear: nn.Module, x: Any) -> Any:
     """x as `linear` multiplies it, made once where several linears of a kind share it (q, k, v)."""
-    quantize = getattr(linear, "quantize", None)
-    return x if quantize is None or not isinstance(x, Tensor) else quantize(x)
+    return linear.quantize(x) if isinstance(linear, QuantLinear) and isinstance(x, Tensor) else x
 
 
 @contextmanager

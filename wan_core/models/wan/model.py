@@ -4,13 +4,14 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, L tokens
 F modulation rows per sample (1, or T when every latent frame has its own timestep).
 
 Parameter names are the official ones, so official and ComfyUI checkpoints load as they are. Speed is applied from
-outside through three seams: `SelfAttention.attend`, any `nn.Linear` by its qualified name, and `WanModel.run_blocks`.
+outside through three seams: `SelfAttention.attend`, any linear by its qualified name, and `WanModel.runners`, the chain
+around the loop over the blocks.
 Source: Wan2.2/wan/modules/model.py.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +19,11 @@ from torch import Tensor, nn
 
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.layers import Block, Head, timestep_embedding
+from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.rope import rope_table
-
-
-class PreparedText(NamedTuple):
-    """What a prompt is to one expert: cross-attention keys and values of every block, each [B, S, H, D]."""
-
-    keys_values: tuple[tuple[Tensor, Tensor], ...]
-
-    def rows(self, start: int, stop: int) -> PreparedText:
-        """Views of the prompts start..stop of the batch."""
-        return PreparedText(tuple((k[start:stop], v[start:stop]) for k, v in self.keys_values))
+from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs, ForwardInfo, RunnerChain
+from wan_core.ops.attention.protocol import AttentionCall
+from wan_core.ops.quant.linear import Linear
 
 
 class WanModel(nn.Module):
@@ -39,7 +34,7 @@ class WanModel(nn.Module):
         self.config = config
         self.patch_embedding = nn.Conv3d(config.in_channels, config.dim, config.patch_size, config.patch_size)
         self.text_embedding = nn.Sequential(
-            nn.Linear(config.text_dim, config.dim), nn.GELU(approximate="tanh"), nn.Linear(config.dim, config.dim)
+            Linear(config.text_dim, config.dim), nn.GELU(approximate="tanh"), Linear(config.dim, config.dim)
         )
         self.time_embedding = nn.Sequential(
             nn.Linear(config.freq_dim, config.dim), nn.SiLU(), nn.Linear(config.dim, config.dim)
@@ -47,27 +42,36 @@ class WanModel(nn.Module):
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(config.dim, 6 * config.dim))
         self.blocks = cast("list[Block]", nn.ModuleList(Block(config) for _ in range(config.num_layers)))
         self.head = Head(config)
+        self.runners = RunnerChain()
         self._rope: tuple[tuple[tuple[int, int, int], torch.device], Tensor] | None = None
 
-    def forward(self, x: Tensor, timestep: Tensor, context: Tensor | PreparedText) -> Tensor:
+    def forward(
+        self, x: Tensor, timestep: Tensor, context: Tensor | PreparedText, info: ForwardInfo = SINGLE_FORWARD
+    ) -> Tensor:
         """Predict the velocity.
 
         x: [B, C_in, T, Y, X], any float dtype; Y and X multiples of the patch (2).
         timestep: [B] in 0..1000, or [B, T] where every latent frame has its own (TI2V image conditioning). Never bf16.
         context: text rows [B, S <= 512, text_dim], or what `prepare_text` made of them (once per prompt, not per step).
+        info: which forward of a run this is, for the runners.
         Returns float32 [B, C_out, T, Y, X].
         """
         text = context if isinstance(context, PreparedText) else self.prepare_text(context)
         grid = self.token_grid(x)
         time, modulation = self.embed_time(timestep)
-        tokens = self.run_blocks(self.embed_patches(x, grid), modulation, self.rope(grid, x.device), text)
-        return self.unpatchify(self.head(tokens, time), grid)
+        inputs = BlockInputs(self.embed_patches(x, grid), modulation, self.rope(grid, x.device), text, info, grid)
+        return self.unpatchify(self.head(self.runners(inputs, self.run_blocks), time), grid)
 
-    def run_blocks(self, tokens: Tensor, modulation: Tensor, rope: Tensor, text: PreparedText) -> Tensor:
-        """A seam: sequence sharding, residual caches and streaming put a callable of their own in its place, on the
-        instance, which calls the one that was there. `tokens` may be overwritten: who needs them later keeps a copy."""
-        for block, kv in zip(self.blocks, text.keys_values, strict=True):
-            tokens = block(tokens, modulation, rope, kv)
+    def run_blocks(self, inputs: BlockInputs) -> Tensor:
+        """The loop over the blocks, innermost in the chain of runners: tokens [B, L, C] after all of them."""
+        tokens, weights = inputs.tokens, self.runners.weights
+        weights.begin_run()
+        for layer, (block, kv) in enumerate(zip(self.blocks, inputs.text.keys_values, strict=True)):
+            weights.enter(layer)
+            call = AttentionCall(layer, inputs.sparse, inputs.lengths)
+            tokens = block(tokens, inputs.modulation, inputs.rope, kv, call)
+            weights.leave(layer)
+        weights.end_run()
         return tokens
 
     def prepare_text(self, context: Tensor) -> PreparedText:
@@ -82,7 +86,14 @@ class WanModel(nn.Module):
         weight = self.patch_embedding.weight
         context = F.pad(context.to(weight.device, weight.dtype), (0, 0, 0, self.config.text_len - rows))
         embedded = self.text_embedding(context)
-        return PreparedText(tuple(block.cross_attn.kv(embedded) for block in self.blocks))
+        return PreparedText(tuple(self._keys_values(layer, embedded) for layer in range(len(self.blocks))))
+
+    def _keys_values(self, layer: int, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        weights = self.runners.weights
+        weights.enter(layer, text=True)
+        found = self.blocks[layer].cross_attn.kv(embedded)
+        weights.leave(layer)
+        return found
 
     def embed_time(self, timestep: Tensor) -> tuple[Tensor, Tensor]:
         """timestep [B] or [B, T] -> float32 embedding [B, F, C] and modulation [B, F, 6, C].
@@ -125,12 +136,6 @@ class WanModel(nn.Module):
         """[B, L, pt * py * px * C] -> [B, C, T, Y, X]."""
         x = tokens.reshape(tokens.shape[0], *grid, *self.config.patch_size, self.config.out_channels)
         return x.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Token frames, rows, columns of the forward that is going on, or was last."""
-        assert self._rope is not None, "before the first forward"
-        return self._rope[0][0]
 
     def rope(self, grid: tuple[int, int, int], device: torch.device) -> Tensor:
         """The rotation table of `grid`, kept until another grid is asked for (39 MB at 720p)."""

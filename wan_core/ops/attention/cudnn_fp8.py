@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.attention.fp8 import Fp8Attention
-from wan_core.ops.custom_ops import operator, shapes_of
 from wan_core.ops.kernels.formats import FP8, Quantized
 
 SOFTMAX_SCALE = 256.0
@@ -30,37 +29,12 @@ SOFTMAX_SCALE = 256.0
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides, [B, H, L, D] as cuDNN names dimensions
 
 
-@operator("cudnn_fp8", device_type="cuda")
-def cudnn_fp8(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
-    """FP8 data and scales [1] -> FP8 [B, L, H, D] under v's scale."""
-    return _run((q, k, v), (q_scale, k_scale, v_scale), with_lse=False)[0]
-
-
-@operator("cudnn_fp8_lse", device_type="cuda")
-def cudnn_fp8_lse(
-    q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Also the log-sum-exp, float32 [B, H, L]."""
-    return _run((q, k, v), (q_scale, k_scale, v_scale), with_lse=True)
-
-
-@shapes_of(cudnn_fp8)
-def _(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-@shapes_of(cudnn_fp8_lse)
-def _(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> tuple[Tensor, Tensor]:
-    batch, length, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)
-
-
 def kernel(q: Quantized, k: Quantized, v: Quantized) -> Quantized:
-    return Quantized(cudnn_fp8(q.data, k.data, v.data, q.scale, k.scale, v.scale), v.scale)
+    return Quantized(_run((q, k, v), with_lse=False)[0], v.scale)
 
 
 def kernel_lse(q: Quantized, k: Quantized, v: Quantized) -> tuple[Quantized, Tensor]:
-    out, lse = cudnn_fp8_lse(q.data, k.data, v.data, q.scale, k.scale, v.scale)
+    out, lse = _run((q, k, v), with_lse=True)
     return Quantized(out, v.scale), lse
 
 
@@ -137,13 +111,13 @@ def _softmax_scales(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.full((1,), SOFTMAX_SCALE, device=device), torch.full((1,), 1 / SOFTMAX_SCALE, device=device)
 
 
-def _run(
-    qkv: tuple[Tensor, Tensor, Tensor], scales: tuple[Tensor, Tensor, Tensor], with_lse: bool
-) -> tuple[Tensor, Tensor]:
-    """(FP8 [B, L, H, D], float32 [B, H, L], empty unless `with_lse`)."""
+def _run(qkv: tuple[Quantized, Quantized, Quantized], with_lse: bool) -> tuple[Tensor, Tensor]:
+    """FP8 data with scales [1] -> (FP8 [B, L, H, D] under v's scale, log-sum-exp float32 [B, H, L], empty unless
+    `with_lse`)."""
     import cudnn  # pyright: ignore[reportMissingImports]
 
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in qkv)
+    q, k, v = (x.data if x.data.stride(-1) == 1 else x.data.contiguous() for x in qkv)
+    scales = [x.scale for x in qkv]
     batch, length, heads, _ = q.shape
     device, thread = q.device.index, threading.get_ident()
     with torch.cuda.device(q.device):

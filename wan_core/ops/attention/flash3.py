@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import inspect
 
-import torch
 from torch import Tensor
-
-from wan_core.ops.custom_ops import operator, shapes_of
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,25 +16,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # Versions before the option always returned both.
     optional = "return_attn_probs" in inspect.signature(flash_attn_func).parameters
     out, lse = flash_attn_func(q, k, v, return_attn_probs=True) if optional else flash_attn_func(q, k, v)
-    return out.contiguous(), lse  # promised to torch.compile; a copy only where q is a transposed view
+    return out.contiguous(), lse  # out follows the strides of q
 
 
-@operator("flash3", device_type="cuda")
 def flash3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _forward(q, k, v)[0]
 
 
-@operator("flash3_lse", device_type="cuda")
 def flash3_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _forward(q, k, v)
-
-
-@shapes_of(flash3)
-def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-@shapes_of(flash3_lse)
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    batch, length, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, length), dtype=torch.float32)

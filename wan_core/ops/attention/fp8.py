@@ -20,7 +20,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall
 from wan_core.ops.attention.sdpa import math_lse
+from wan_core.ops.custom_ops import refuse_gradients
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 from wan_core.ops.kernels.fused import K_MEAN_EVERY
 
@@ -32,27 +34,36 @@ SMALLEST = 2.0**-100  # largest magnitude assumed of a tensor of zeros: its scal
 EXPONENT = 0x7F800000  # the exponent bits of a float32
 
 
-class Fp8Attention:
-    """An FP8 kernel behind the signature of every backend.
+class Fp8Attention(Attention):
+    """An FP8 kernel behind the protocol of every backend.
 
     Called with bf16 or fp16 q [B, L, H, D], k and v [B, S, H, D] it quantises them by itself and returns their dtype.
     `quantized` takes FP8 tensors that a fused kernel wrote (per-tensor scales [1], K's mean already removed) and
     returns FP8 [B, L, H, D], ready for an FP8 output projection. No call waits for the device.
     """
 
+    takes_fp8 = True
+
     def __init__(self, kernel: Kernel, kernel_lse: KernelLse | None = None, *, capturable: bool = True) -> None:
         """capturable: whether a CUDA graph may hold its launches."""
-        self.quantized = kernel
-        self.capturable = capturable
-        self.quantized_lse = kernel_lse
+        self.kernel, self.kernel_lse = kernel, kernel_lse
+        self.capturable, self.gives_lse = capturable, kernel_lse is not None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _dequantize(self.quantized(quantize(q), quantize(k, key_mean(k)), quantize(v)), q.dtype)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
+        refuse_gradients("FP8 attention", q, k, v)
+        return _dequantize(self.kernel(quantize(q), quantize(k, key_mean(k)), quantize(v)), q.dtype)
+
+    def quantized(self, q: Quantized, k: Quantized, v: Quantized, call: AttentionCall = SINGLE) -> Quantized:
+        return self.kernel(q, k, v)
+
+    def quantized_lse(self, q: Quantized, k: Quantized, v: Quantized) -> tuple[Quantized, Tensor]:
+        if self.kernel_lse is None:
+            return super().quantized_lse(q, k, v)
+        return self.kernel_lse(q, k, v)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Also the log-sum-exp float32 [B, H, L] of the scores with K as given: the mean that was taken from the keys
         is put back, because parts of a sequence that are merged have different means."""
-        assert self.quantized_lse is not None, "this kernel does not return the log-sum-exp"
         mean = key_mean(k)
         out, lse = self.quantized_lse(quantize(q), quantize(k, mean), quantize(v))
         taken = (q * mean).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, L, H]

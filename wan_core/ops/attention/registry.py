@@ -11,22 +11,15 @@ import importlib
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from wan_core.config import UserError
 from wan_core.execution.compile_cache import point_flash_attention
 from wan_core.ops.attention.library import Library, load_torchs_cudnn
+from wan_core.ops.attention.protocol import Attention, Dense
 
 log = logging.getLogger(__name__)
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q [B, L, H, D], k and v [B, S, H, D] -> [B, L, H, D]; any strides with D contiguous."""
-
-AttendLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""The same with the log-sum-exp: float32 [B, H, L], natural logarithm of the sum of exponentials of scaled scores."""
 
 Capability = tuple[int, int]
 """CUDA compute capability; None stands for a device that is not an NVIDIA GPU."""
@@ -79,15 +72,16 @@ def _range(values: Collection[int]) -> str:
 
 @dataclass(frozen=True)
 class Backend:
-    """One row of the table. `load` and `lse` import what they need; `missing` says which library does not work here.
+    """One row of the table. `load` imports what it needs; `missing` says which library does not work here.
 
+    gives_lse: the log-sum-exp too, by which attention to parts of the keys is merged (a ring of ranks).
     exact: computes in the precision of its inputs. The others round to FP8 or int8, and are taken only by name.
     """
 
     name: str
     summary: str
-    load: Callable[[], Attend]
-    lse: Callable[[], AttendLse] | None = None
+    load: Callable[[], Attention]
+    gives_lse: bool = True
     needs: Needs = Needs()
     missing: Callable[[], str | None] = lambda: None
     exact: bool = True
@@ -97,16 +91,19 @@ class Backend:
         return self.needs.why_not(capability(device), dtype, head_dim) or self.missing()
 
 
-def _load(module: str, path: str) -> Callable[[], Any]:
-    """A function that imports `module` of this package and takes `path` from it; a path ending in () is called."""
+def _dense(module: str, attend: str, attend_lse: str | None = None) -> Callable[[], Attention]:
+    """A loader that imports `module` of this package and wraps its functions of these names."""
 
-    def load() -> Any:
-        name, *rest = path.split(".")
-        found = getattr(importlib.import_module(f"wan_core.ops.attention.{module}"), name.removesuffix("()"))
-        found = found() if name.endswith("()") else found
-        return getattr(found, rest[0]) if rest else found
+    def load() -> Attention:
+        found = importlib.import_module(f"wan_core.ops.attention.{module}")
+        return Dense(getattr(found, attend), None if attend_lse is None else getattr(found, attend_lse))
 
     return load
+
+
+def _made(module: str, make: str) -> Callable[[], Attention]:
+    """A loader that imports `module` of this package and calls its function `make`."""
+    return lambda: getattr(importlib.import_module(f"wan_core.ops.attention.{module}"), make)()
 
 
 def _torch_cudnn() -> str | None:
@@ -153,45 +150,41 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             "sdpa",
             "torch's scaled_dot_product_attention, torch chooses the kernel",
-            load=_load("sdpa", "sdpa"),
-            lse=_load("sdpa", "sdpa_lse"),
+            load=_dense("sdpa", "sdpa", "sdpa_lse"),
         ),
         Backend(
             "cudnn",
             "cuDNN's fused attention through torch",
-            load=_load("sdpa", "cudnn"),
-            lse=_load("sdpa", "cudnn_lse"),
+            load=_dense("sdpa", "cudnn", "cudnn_lse"),
             needs=Needs(since=AMPERE, dtypes=HALF, head_dims=range(8, 129, 8)),
             missing=_torch_cudnn,
         ),
         Backend(
             "flash4",
             "FlashAttention 4, CuTe DSL kernels for Hopper and Blackwell",
-            load=_load("flash4", "flash4"),
-            lse=_load("flash4", "flash4_lse"),
+            load=_dense("flash4", "flash4", "flash4_lse"),
             needs=Needs(since=HOPPER, until=12, dtypes=HALF, head_dims=range(8, 129, 8)),
             missing=FLASH4.why_not,
         ),
         Backend(
             "flash3",
             "FlashAttention 3, compiled for Hopper",
-            load=_load("flash3", "flash3"),
-            lse=_load("flash3", "flash3_lse"),
+            load=_dense("flash3", "flash3", "flash3_lse"),
             needs=Needs(since=HOPPER, until=9, dtypes=HALF, head_dims=range(8, 257, 8)),
             missing=FLASH3.why_not,
         ),
         Backend(
             "flash2",
             "FlashAttention 2",
-            load=_load("flash2", "flash2"),
-            lse=_load("flash2", "flash2_lse"),
+            load=_dense("flash2", "flash2", "flash2_lse"),
             needs=Needs(since=AMPERE, dtypes=HALF, head_dims=range(8, 257, 8)),
             missing=FLASH2.why_not,
         ),
         Backend(
             "sage",
             "SageAttention, queries and keys in int8",
-            load=_load("sage", "sage"),
+            load=_dense("sage", "sage"),
+            gives_lse=False,
             needs=Needs(since=AMPERE, dtypes=HALF, head_dims=(64, 96, 128)),
             missing=SAGE.why_not,
             exact=False,
@@ -199,8 +192,7 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             "cudnn-fp8",
             "cuDNN's FP8 graph, K's mean removed",
-            load=_load("cudnn_fp8", "attention()"),
-            lse=_load("cudnn_fp8", "attention().with_lse"),
+            load=_made("cudnn_fp8", "attention"),
             needs=Needs(since=HOPPER, dtypes=HALF, head_dims=range(16, 129, 16)),
             missing=CUDNN_FRONTEND.why_not,
             exact=False,
@@ -208,7 +200,8 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             "te-fp8",
             "Transformer Engine's FP8 attention, K's mean removed",
-            load=_load("te_fp8", "attention()"),
+            load=_made("te_fp8", "attention"),
+            gives_lse=False,
             needs=Needs(since=HOPPER, until=10, dtypes=HALF, head_dims=range(16, 129, 16)),
             missing=TRANSFORMER_ENGINE.why_not,
             exact=False,
@@ -216,14 +209,12 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             "math",
             "the formula in float32, the whole matrix in memory: for tests",
-            load=_load("sdpa", "math_reference"),
-            lse=_load("sdpa", "math_lse"),
+            load=_dense("sdpa", "math_reference", "math_lse"),
         ),
         Backend(
             "math-fp8",
             "the same on q, k, v and output rounded to FP8: for tests",
-            load=_load("fp8", "math_fp8()"),
-            lse=_load("fp8", "math_fp8().with_lse"),
+            load=_made("fp8", "math_fp8"),
             exact=False,
         ),
     )
@@ -262,7 +253,7 @@ def auto_choice(
 
 def resolve_attention(
     name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int | None = None
-) -> tuple[str, Attend]:
+) -> tuple[str, Attention]:
     """The backend called `name` for `dtype` on `device`; `auto` takes the fastest exact one that runs, and logs it.
 
     head_dim: of the model that will use it, refused here rather than in the first forward; None: not known yet.

@@ -8,17 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wan_core.ops.custom_ops import operator, shapes_of
+from wan_core.ops.custom_ops import refuse_gradients
 
 
-@operator("sage", device_type="cuda")
 def sage(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    refuse_gradients("SageAttention", q, k, v)
     from sageattention import sageattn  # pyright: ignore[reportMissingImports]
 
     with torch.cuda.device(q.device):  # Triton launches on the current device
         return sageattn(q, k, v, tensor_layout="NHD", is_causal=False).contiguous()
-
-
-@shapes_of(sage)
-def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty(q.shape)

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan_core.ops.attention.protocol import Dense
+
 aten = torch.ops.aten
 
 
@@ -60,3 +62,7 @@ def math_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def math_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return math_reference(q, k, v), _scores(q, k).logsumexp(-1)
+
+
+SDPA = Dense(sdpa, sdpa_lse)
+"""What every attention is until a backend is chosen."""

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.attention.fp8 import Fp8Attention
-from wan_core.ops.custom_ops import operator, shapes_of
 from wan_core.ops.kernels.formats import FP8, Quantized
 
 SOFTMAX_SCALE = 256.0  # as in cudnn_fp8.py
 
 
-@operator("te_fp8", device_type="cuda")
-def te_fp8(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
+def kernel(queries: Quantized, keys: Quantized, values: Quantized) -> Quantized:
     """FP8 data and scales [1] -> FP8 [B, L, H, D] under v's scale."""
     import transformer_engine_torch as tex  # pyright: ignore[reportMissingImports]
     from transformer_engine.pytorch.cpp_extensions.fused_attn import FusedAttnBackend, fused_attn_fwd  # pyright: ignore[reportMissingImports]
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor  # pyright: ignore[reportMissingImports]
 
-    def wrap(data: Tensor, scale: Tensor) -> Float8Tensor:
-        data = data.contiguous().view(torch.uint8)  # its layouts are by name, and none of them has strides
+    q, k = queries.data, keys.data
+
+    def wrap(x: Quantized) -> Float8Tensor:
+        data = x.data.contiguous().view(torch.uint8)  # its layouts are by name, and none of them has strides
         e4m3 = tex.DType.kFloat8E4M3
         return Float8Tensor(
-            shape=data.shape, dtype=torch.bfloat16, data=data, fp8_scale_inv=scale, fp8_dtype=e4m3, device=data.device
+            shape=data.shape, dtype=torch.bfloat16, data=data, fp8_scale_inv=x.scale, fp8_dtype=e4m3, device=data.device
         )
 
     def quantizer(scale: Tensor) -> Float8Quantizer:
@@ -49,13 +49,13 @@ def te_fp8(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_
             max_seqlen_kv=k.shape[1],
             cu_seqlens_q=starts(q.shape[1]),
             cu_seqlens_kv=starts(k.shape[1]),
-            q=wrap(q, q_scale),
-            k=wrap(k, k_scale),
-            v=wrap(v, v_scale),
+            q=wrap(queries),
+            k=wrap(keys),
+            v=wrap(values),
             fake_dtype=torch.bfloat16,
             fused_attention_backend=FusedAttnBackend["FP8"],
             s_quantizer=softmax,
-            o_quantizer=quantizer(v_scale.reciprocal()),
+            o_quantizer=quantizer(values.scale.reciprocal()),
             attn_scale=q.shape[-1] ** -0.5,
             qkv_layout="bshd_bshd_bshd",
             o_format="bshd",
@@ -63,16 +63,7 @@ def te_fp8(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_
             # It draws from the generator even without dropout: not from the one that the user seeds.
             rng_gen=torch.Generator(q.device),
         )[0]
-    return out._data.view(FP8).view(q.shape)
-
-
-@shapes_of(te_fp8)
-def _(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-def kernel(q: Quantized, k: Quantized, v: Quantized) -> Quantized:
-    return Quantized(te_fp8(q.data, k.data, v.data, q.scale, k.scale, v.scale), v.scale)
+    return Quantized(out._data.view(FP8).view(q.shape), values.scale)
 
 
 def attention() -> Fp8Attention:

@@ -2,79 +2,45 @@
 its output. Triton on an NVIDIA GPU, plain torch everywhere else.
 
 The FP8 kernel needs q and k as [B, H, S, D] and v as [B, H, D, S], contiguous, S the number of tokens rounded up to
-whole blocks. All other code uses [B, L, H, D]. So these functions return views [B, L, H, D] of memory in the kernel's
-layout, with zeros after the last token; `whole` returns that memory without a copy.
+whole blocks. All other code uses [B, L, H, D]. `Blocked` holds memory in the kernel's layout and the number of real
+tokens: the kernel reads its `memory`, other code the view `data`, without a copy.
 
 Legend: B batch, L tokens, S tokens with the tail, H heads, D head dim, C = H * D, n blocks.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from wan_core.ops.kernels import fused
+from wan_core.ops.kernels import fused, reference
+from wan_core.ops.kernels.block_layout import (
+    Blocked,
+    Pooled,
+    channels_first,
+    heads_first,
+    padded,
+    sizes_of,
+)
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
 
-def padded(tokens: int, block: int) -> int:
-    return -(-tokens // block) * block
-
-
-def heads_first(x: Tensor, block: int) -> Tensor:
-    """x [B, L, H, D] copied to zero-padded memory [B, H, S, D]; returns a view [B, L, H, D] of it."""
-    batch, tokens, heads, dim = x.shape
-    memory = torch.zeros(batch, heads, padded(tokens, block), dim, dtype=x.dtype, device=x.device)
-    view = memory[:, :, :tokens].transpose(1, 2)
-    view.copy_(x)
-    return view
-
-
-def channels_first(x: Tensor, block: int) -> Tensor:
-    """x [B, L, H, D] copied to zero-padded memory [B, H, D, S]; returns a view [B, L, H, D] of it."""
-    batch, tokens, heads, dim = x.shape
-    memory = torch.zeros(batch, heads, dim, padded(tokens, block), dtype=x.dtype, device=x.device)
-    view = memory[..., :tokens].permute(0, 3, 1, 2)
-    view.copy_(x)
-    return view
-
-
-def whole(view: Tensor, block: int) -> Tensor | None:
-    """The memory [B, H, S, D] or [B, H, D, S] that `view` [B, L, H, D] is a view of; None for other tensors."""
-    batch, tokens, heads, dim = view.shape
-    size = padded(tokens, block)
-    elements = view.untyped_storage().nbytes() // view.element_size() - view.storage_offset()
-    large_enough = elements >= batch * heads * size * dim
-    outer = heads * size * dim
-    for shape, order in (((batch, heads, size, dim), (0, 2, 1, 3)), ((batch, heads, dim, size), (0, 3, 1, 2))):
-        strides = (outer, size * dim, shape[3], 1)
-        expected = tuple(strides[i] for i in order)
-        same = all(a == b for n, a, b in zip(view.shape, view.stride(), expected, strict=True) if n > 1)
-        if same and large_enough:
-            return view.as_strided(shape, strides)
-    return None
-
-
-def quantize_heads_first(x: Tensor, block: int, offset: Tensor | None = None) -> Quantized:
-    """x [B, L, H, D] minus `offset` [B, 1, H, D] if given, in E4M3 with one scale: a view of [B, H, S, D]."""
-    from wan_core.ops.kernels.reference import to_scale
-
+def quantize_heads_first(x: Tensor, block: int, offset: Tensor | None = None) -> Blocked:
+    """x [B, L, H, D] minus `offset` [B, 1, H, D] if given, in E4M3 with one scale."""
     shifted = x if offset is None else x - offset
     scale = (torch.linalg.vector_norm(shifted, float("inf"), dtype=torch.float32) / FP8_MAX).clamp(min=1e-12)
-    data, scale = to_scale(shifted, scale.reshape(1))
-    return Quantized(heads_first(data, block), scale)
+    return heads_first(reference.to_scale(shifted, scale.reshape(1)), block)
 
 
-def quantize_values(x: Tensor, heads: int, block: int) -> Quantized:
-    """v [B, L, C], the output of its projection, in E4M3 with one scale: a view [B, L, H, D] of [B, H, D, S]."""
+def quantize_values(x: Tensor, heads: int, block: int) -> Blocked:
+    """v [B, L, C], the output of its projection, in E4M3 with one scale, channels first."""
     if fused.runs_kernel(x, "tensor") and (x.shape[-1] // heads) % 16 == 0:
         from wan_core.ops.kernels import triton_blocked
 
-        return Quantized(*triton_blocked.quantize_values(x.contiguous(), heads, block))
+        memory, scale = triton_blocked.quantize_values(x.contiguous(), heads, padded(x.shape[1], block))
+        return Blocked(memory, scale, x.shape[1], channels_first=True)
     quantized = fused.quantize(x, "tensor")
-    return Quantized(channels_first(quantized.data.unflatten(-1, (heads, -1)), block), quantized.scale)
+    return channels_first(Quantized(quantized.data.unflatten(-1, (heads, -1)), quantized.scale), block)
 
 
 def pool(x: Tensor, block: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -106,19 +72,6 @@ def without_pads(lse: Tensor, pads: int) -> Tensor:
     exponentials is at least their number. A few pads are therefore a small fraction of it, and subtracting them loses
     no precision. A floor protects rows in which pads would be nearly everything."""
     return lse + torch.log1p(-(pads * torch.exp(-lse)).clamp(max=1 - 2.0**-10))
-
-
-class Pooled(NamedTuple):
-    """Means that replace unselected key blocks.
-
-    keys, values: means of every block, float32 [B, H, n, D]. kept: selected blocks, which are not replaced, bool
-    [B, H, r, n] for r blocks of queries. sizes: int32 [n], the number of tokens of every key block; None: as many keys
-    as queries."""
-
-    keys: Tensor
-    values: Tensor
-    kept: Tensor
-    sizes: Tensor | None = None
 
 
 def finish(
@@ -174,14 +127,3 @@ def add_pooled(out: Tensor, lse: Tensor, q: Tensor, pooled: Pooled, block: int) 
         means = (scores - total).exp() @ pooled.values[:, head]
         result[:, :, head] = (out[:, :, head].float() * (lse[:, head, :, None] - total).exp() + means).type_as(out)
     return result
-
-
-def sizes_of(pooled: Pooled, q: Tensor, block: int) -> Tensor:
-    """int32 [n]: the number of tokens of every key block, for queries q [B, L, H, D]."""
-    return block_sizes(q.shape[1], block, q.device) if pooled.sizes is None else pooled.sizes
-
-
-def block_sizes(tokens: int, block: int, device: torch.device) -> Tensor:
-    """int32 [n]: the number of tokens of every block."""
-    count = -(-tokens // block)
-    return (tokens - block * torch.arange(count, device=device, dtype=torch.int32)).clamp(max=block)

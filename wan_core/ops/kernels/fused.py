@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.ops.kernels import reference
+from wan_core.ops.kernels.block_layout import Blocked, heads_first
 from wan_core.ops.kernels.formats import BLOCK, Format, Quantized, quantize_reference
 
 log = logging.getLogger(__name__)
@@ -166,7 +167,7 @@ def head_norm_fp8(
     centre: bool = False,
     block: int = 0,
     agree: Agree | None = None,
-) -> Quantized:
+) -> Quantized | Blocked:
     """`head_norm` in FP8 with one scale that follows from the norm's weight: queries and keys of FP8 attention.
 
     centre: subtract the mean over tokens. Subtracting a constant vector from all keys does not change the softmax, and
@@ -189,9 +190,7 @@ def head_norm_fp8(
     quantized = reference.to_scale(rotated, reference.bound_scale(weight, 2.0 if centre else 1.0))
     if not block:
         return quantized
-    from wan_core.ops.kernels.blocked import heads_first
-
-    return Quantized(heads_first(quantized.data, block), quantized.scale)
+    return heads_first(quantized, block)
 
 
 def gelu(x: Tensor, fmt: Format | None = None) -> Tensor | Quantized:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from wan_core.ops.custom_ops import operator, shapes_of
-from wan_core.ops.kernels.blocked import Pooled, padded, sizes_of
+from wan_core.ops.kernels.block_layout import Pooled, sizes_of
 from wan_core.ops.kernels.formats import FP8, FP8_MAX
 from wan_core.ops.kernels.triton_ops import on_device_of
 
@@ -38,7 +38,7 @@ def _values_kernel(x, out, amax, scale, tokens, size, C, D: tl.constexpr, ROWS: 
 
 
 @operator("quantize_values")
-def _quantize_values(x: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
+def quantize_values(x: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
     """bf16 [B, L, C] -> FP8 [B, H, D, size], its scale [1]."""
     batch, tokens, C = x.shape
     out = torch.empty((batch, heads, C // heads, size), dtype=FP8, device=x.device)
@@ -51,17 +51,10 @@ def _quantize_values(x: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
     return out, scale
 
 
-@shapes_of(_quantize_values)
+@shapes_of(quantize_values)
 def _(x: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
     out = x.new_empty((x.shape[0], heads, x.shape[2] // heads, size), dtype=FP8)
     return out, x.new_empty(1, dtype=torch.float32)
-
-
-def quantize_values(x: Tensor, heads: int, block: int) -> tuple[Tensor, Tensor]:
-    """bf16 x [B, L, C] -> a view [B, L, H, D] of FP8 memory [B, H, D, S], and its scale [1]."""
-    tokens = x.shape[1]
-    data, scale = _quantize_values(x, heads, padded(tokens, block))
-    return data[..., :tokens].permute(0, 3, 1, 2), scale
 
 
 @triton.jit

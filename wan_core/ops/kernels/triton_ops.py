@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from wan_core.ops.custom_ops import operator, shapes_of
+from wan_core.ops.kernels.block_layout import Blocked, padded
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized
 from wan_core.ops.kernels.triton_rows import activate_kernel, head_norm_kernel, residual_norm_kernel, scale_kernel
 
@@ -254,11 +255,11 @@ def head_norm(x: Tensor, weight: Tensor, eps: float, rope: Tensor | None, heads:
 
 def head_norm_fp8(
     x: Tensor, weight: Tensor, eps: float, rope: Tensor, heads: int, mean: Tensor | None, block: int = 0
-) -> Quantized:
+) -> Quantized | Blocked:
     if block:
-        tokens, size = x.shape[1], -(-x.shape[1] // block) * block
-        data, scale = _head_norm_fp8_blocks(x.contiguous(), weight, eps, rope, mean, x.shape[-1] // heads, size)
-        return Quantized(data[:, :, :tokens].transpose(1, 2), scale)
+        size = padded(x.shape[1], block)
+        memory, scale = _head_norm_fp8_blocks(x.contiguous(), weight, eps, rope, mean, x.shape[-1] // heads, size)
+        return Blocked(memory, scale, x.shape[1])
     data, scale = _head_norm_fp8(x.contiguous(), weight, eps, rope, mean)
     return Quantized(data.unflatten(-1, (heads, -1)), scale)
 

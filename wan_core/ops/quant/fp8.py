@@ -36,7 +36,7 @@ class Fp8Linear(QuantLinear):
     def quantize(self, x: Tensor) -> Quantized:
         return fused.quantize(x, self.activations)
 
-    def forward(self, x: Tensor | Quantized) -> Tensor:
+    def product(self, x: Tensor | Quantized) -> Tensor:
         if isinstance(x, Tensor):
             x = self.quantize(x)
         data = x.data.flatten(0, -2)  # [M, K]
@@ -204,7 +204,7 @@ class Fp8WeightLinear(QuantLinear):
     def quantize(self, x: Tensor) -> Tensor:
         return x
 
-    def forward(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         # Widened for this product only: a pass over the weight, which is small beside the activations.
         weight = (self.weight.to(x.dtype) * self.weight_scale).to(x.dtype)
         return F.linear(x, weight, self.bias)

@@ -1,4 +1,6 @@
-"""Base class of the quantised linears: the parameter names of `nn.Linear`, an FP8 weight and its scales.
+"""The linears of a transformer: a plain one, and the base of the quantised ones. LoRAs can be attached to both.
+
+A quantised linear has the parameter names of `nn.Linear`, an FP8 weight and its scales.
 
 Legend: M rows of activations, K inputs, N outputs.
 
@@ -12,12 +14,68 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan_core.ops.kernels.formats import FP8, Format, Quantized
 
 
-class QuantLinear(nn.Module):
+class LowRank(nn.Module):
+    """Base of linears with LoRAs: the result of `product`, plus that of the attached LoRA.
+
+    `lora_down` [R, K] and `lora_up` [N, R] are non-persistent buffers, so they move, swap and stream with the weights.
+    `lora_strength`, float32 [R], is no buffer, because streaming from the host would restore old values.
+    `wan_core.ops.quant.lora` attaches and detaches LoRAs.
+    """
+
+    lora_down: Tensor | None
+    lora_up: Tensor | None
+    lora_strength: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("lora_down", None, persistent=False)
+        self.register_buffer("lora_up", None, persistent=False)
+        self.lora_strength = None
+
+    def product(self, x: Any) -> Tensor:
+        """x [..., K], in a form that the linear takes -> [..., N], in memory of its own."""
+        raise NotImplementedError
+
+    def forward(self, x: Any) -> Tensor:
+        """x [..., K], in a form that the linear takes -> [..., N]."""
+        out = self.product(x)
+        if self.lora_down is None or self.lora_up is None or self.lora_strength is None:
+            return out
+        rows = out.flatten(0, -2)
+        inner = low_rank_input(x, self.lora_down) * self.lora_strength
+        rows = rows.addmm_(inner.to(rows.dtype).flatten(0, -2), self.lora_up.t())
+        return rows.unflatten(0, out.shape[:-1])
+
+
+def low_rank_input(x: Tensor | Quantized, down: Tensor) -> Tensor:
+    """x [..., K] @ down^T [K, R] -> [..., R]. FP8 numbers are exact in `down`'s dtype; scales of rows are applied after
+    the matmul, to fewer numbers."""
+    if isinstance(x, Tensor):
+        return F.linear(x.to(down.dtype), down)
+    scale, data = x.scale, x.data.to(down.dtype)
+    if scale.ndim > 1 and scale.shape[-1] > 1:  # for blocks of a row
+        data = (data.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None].to(down.dtype)).flatten(-2)
+        return F.linear(data, down)
+    return F.linear(data, down) * scale
+
+
+class Linear(nn.Linear, LowRank):
+    """A plain linear of a transformer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return LowRank.forward(self, input)
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class QuantLinear(LowRank):
     """Base of the quantised linears. Built without values; `encode` makes them from a weight of higher precision."""
 
     fmt: ClassVar[Format | None] = None  # the input format that a fused kernel may write; None: only `quantize` can
@@ -62,6 +120,6 @@ class QuantLinear(nn.Module):
         """x [..., K] in the form that `forward` multiplies. Linears of the same kind can share one result."""
         raise NotImplementedError
 
-    def forward(self, x: Any) -> Tensor:
+    def product(self, x: Any) -> Tensor:
         """x [..., K], a tensor or the result of `quantize` (or of a fused kernel with `fmt`) -> [..., N]."""
         raise NotImplementedError

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from wan_core.ops.kernels import gguf_blocks
 from wan_core.ops.kernels.formats import spread_scale
 from wan_core.ops.quant import mx
-from wan_core.ops.quant.linear import QuantLinear
+from wan_core.ops.quant.linear import LowRank, QuantLinear
 
 MICROSCALED = ("nvfp4", "mxfp8")
 FORMATS = (*gguf_blocks.FORMATS, *MICROSCALED, "fp8")
@@ -77,7 +77,7 @@ class PackedLinear(QuantLinear):
         packed: Packed | None = None,
     ) -> None:
         """packed: format and shapes of the parameters; None for a linear that is only used for queries."""
-        nn.Module.__init__(self)
+        LowRank.__init__(self)
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         self.packing = _declare(self, packed)
         self.multiplies = False  # multiply the packed weight directly, without dequantising it
@@ -98,7 +98,7 @@ class PackedLinear(QuantLinear):
         """The weight [N, K] in `dtype`."""
         return unpack(self.packing, _parts(self), dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
         if self.multiplies:
             out = mx.multiply(x.flatten(0, -2), self.packing, _parts(self), self.bias)
             return out.unflatten(0, x.shape[:-1])

@@ -339,14 +339,12 @@ class DelayedState:
 
     @classmethod
     def install(cls, model: nn.Module, device: torch.device) -> DelayedState | None:
-        """Give every delayed linear of `model` its state, updated after each forward of `model` by a hook on it.
-        None, and nothing done, where there is no such linear, or all have one."""
+        """Give every delayed linear of `model` a state, which the caller updates after each forward. None, and nothing
+        done, where there is no such linear, or all have one."""
         linears = [m for m in model.modules() if isinstance(m, TEDelayedLinear) and m.slot is None]
         if not linears:
             return None
-        state = cls(linears, device)
-        model.register_forward_hook(lambda *_: state.update())
-        return state
+        return cls(linears, device)
 
     @staticmethod
     def reset(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -16,36 +16,35 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.execution.optimize import begin_run
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.sampling.cache.curves import Curve, curve_name
-from wan_core.sampling.cache.residual import RunBlocks, instead_of_blocks
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress, denoise
 from wan_core.sampling.plan import Branch, Expert, Plan, Step
 
 
 class Recorder:
-    """Wraps the blocks and records, for every forward, the ratio of its residual to the branch's last one. Forwards
-    must run in the plan's order, one branch at a time."""
+    """The runner that records, for every forward, the ratio of its residual to the branch's last one. Forwards must run
+    one branch at a time."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.order: list[tuple[int, Branch]] = [(step.index, branch) for step in plan.steps for branch in step.branches]
+    name: ClassVar[str] = "calibration"
+    place: ClassVar[Place] = Place.RESIDUALS
+
+    def __init__(self) -> None:
         self.norms: dict[Branch, Tensor] = {}  # [B, L] of the branch's last residual
         self.ratios: dict[tuple[int, Branch], Tensor] = {}
 
-    def around(self, run_blocks: RunBlocks) -> RunBlocks:
-        def run(tokens: Tensor, *rest: Any) -> Tensor:
-            before = tokens.clone()  # blocks may overwrite tokens
-            after = run_blocks(tokens, *rest)
-            self.note(torch.linalg.vector_norm((after - before).float(), dim=-1))
-            return after
+    def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
+        before = inputs.tokens.clone()  # blocks may overwrite tokens
+        after = inner(inputs)
+        (branch,) = cast("tuple[Branch, ...]", inputs.info.branches)
+        self.note(inputs.info.step, branch, torch.linalg.vector_norm((after - before).float(), dim=-1))
+        return after
 
-        return run
-
-    def note(self, norm: Tensor) -> None:
-        """Record `norm` [B, L] of the next forward's residual."""
-        index, branch = self.order[len(self.ratios)]
+    def note(self, step: int, branch: Branch, norm: Tensor) -> None:
+        """Record `norm` [B, L] of a forward's residual."""
         last = self.norms.get(branch)
-        self.ratios[index, branch] = norm.new_ones(()) if last is None else (norm / last).mean()
+        self.ratios[step, branch] = norm.new_ones(()) if last is None else (norm / last).mean()
         self.norms[branch] = norm
 
 
@@ -58,14 +57,14 @@ def record(
     on_step: Callable[[Step], None] = lambda _: None,
 ) -> dict[tuple[int, Branch], float]:
     """Run `plan` in full and return the ratio of every step and branch; arguments as of `denoise`."""
-    recorder = Recorder(plan)
+    recorder = Recorder()
     with ExitStack() as seams:
 
         def watched(expert: Expert) -> WanModel:
             seams.close()  # the last expert's
             model = acquire(expert)
             begin_run(model)  # reset state of the previous video, which would change this video's ratios
-            seams.enter_context(instead_of_blocks(model, recorder.around))
+            seams.enter_context(model.runners.adding(recorder))
             return model
 
         def note(progress: Progress) -> None:

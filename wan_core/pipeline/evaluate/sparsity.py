@@ -21,7 +21,7 @@ from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress, denoise
 from wan_core.sampling.plan import Expert, Plan, Step
 from wan_core.sampling.sparsity.budgets import SHARES, Coverage, choose_keeps
-from wan_core.sampling.sparsity.run import SparseBlocks, in_tiles
+from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 
 MEASURED = 4  # number of evenly spaced steps of each expert that are measured
 
@@ -79,10 +79,10 @@ class Watcher:
         self.sums: dict[int, Tensor] = {}  # layer -> [H, shares]
         self.counts: dict[int, int] = {}
 
-    def around(self, model: WanModel, x: Tensor, image: bool) -> SparseBlocks:
+    def around(self, model: WanModel, x: Tensor, image: bool) -> SparseTiles:
         patch = model.config.patch_size
         grid = x.shape[2] // patch[0], x.shape[3] // patch[1], x.shape[4] // patch[2]
-        return SparseBlocks(model, SparseOptions(sparsity=0), None, grid, image=image, observe=self)
+        return SparseTiles(model, SparseOptions(sparsity=0), None, grid, image=image, observe=self)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> None:
         if not self.looks:

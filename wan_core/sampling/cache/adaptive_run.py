@@ -29,9 +29,16 @@ class Adaptive:
         self.measured: list[tuple[int, Any]] = []  # steps with a rate, and what tells that it has arrived
         self.last: tuple[Step, Tensor] | None = None  # the newest computed step and its velocity
         self.computed: dict[Branch, int] = {}  # the last step that computed the branch
+        self.decided: dict[int, bool] = {}  # by step: a step that is run again does what it did
 
     def decide(self, step: Step) -> bool:
-        """Whether `step` reuses the last residual."""
+        """Whether `step` reuses the last residual. Decided once: after out of memory a step runs again, and the buffer
+        that a second decision might reuse is half overwritten by then."""
+        if step.index not in self.decided:
+            self.decided[step.index] = self._decide(step)
+        return self.decided[step.index]
+
+    def _decide(self, step: Step) -> bool:
         rate = self._rate(step.index - LAG)
         skip = (
             step.action == "adaptive"

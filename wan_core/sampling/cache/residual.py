@@ -1,28 +1,29 @@
 """What the blocks add to the tokens, kept from computed steps and used at skipped ones.
 
 `Program` says for one branch of one phase which step's residual goes into which slot, and what a skipped step sums up:
-it follows from the plan, so a residual that nothing will use is never stored. `ResidualCache` carries it out in the
-place of `WanModel.run_blocks`.
+it follows from the plan, so a residual that nothing will use is never stored. `ResidualCache` carries it out, as a
+runner around the blocks.
 
 Legend: B batch, L tokens, C channels, S slots, N branches of a batched forward (1 or 2, along the batch).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
+from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.sampling.plan import Branch, Plan, Step
 
 BOTH: tuple[Branch, ...] = ("cond", "uncond")
-RunBlocks = Callable[..., Tensor]
 Sum = tuple[tuple[int, float], ...]
-"""(slot, weight) of the residuals that stand in for the blocks."""
+"""(slot, weight) of the residuals that replace the blocks."""
 
 
 @dataclass(frozen=True)
@@ -76,56 +77,49 @@ def residual_bytes(plan: Plan, tokens: int, dim: int, itemsize: int = 2) -> int:
 
 
 class ResidualCache:
-    """Stands in the place of `run_blocks` for one phase and calls what was there.
+    """The runner of one phase that keeps what the blocks add, or adds it in their place.
 
     Every branch has a state of its own. Buffers are allocated once, in the dtype and shape of the tokens that arrive:
-    inside of a wrapper that shards them, a shard.
+    below a runner that shards them, a shard.
     """
+
+    name: ClassVar[str] = "residual cache"
+    place: ClassVar[Place] = Place.RESIDUALS
 
     def __init__(self, programs: Mapping[Branch, Program]) -> None:
         self.programs = programs
         self.buffers: dict[Branch, Tensor] = {}  # [S, B, L, C]
-        self.step = 0
-        self.branches: tuple[Branch, ...] = ()
-        self.skip = False
 
-    def expect(self, step: int, branches: tuple[Branch, ...], skip: bool) -> None:
-        """What the next forward is: which step's, which branches along its batch, and whether the blocks run."""
-        self.step, self.branches, self.skip = step, branches, skip
-
-    def around(self, run_blocks: RunBlocks) -> RunBlocks:
-        """This cache, calling these blocks."""
-        self.run_blocks = run_blocks
-        return self
-
-    def __call__(self, tokens: Tensor, *rest: Any) -> Tensor:
-        """tokens [N * B, L, C] and what else the blocks take -> tokens after all blocks."""
-        parts = list(zip(self.branches, tokens.chunk(len(self.branches)), strict=True))
-        if self.skip:
-            sums = [self._stand_in(branch, part) for branch, part in parts]
+    def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
+        """Tokens [N * B, L, C] after all blocks."""
+        step, branches, tokens = inputs.info.step, cast("tuple[Branch, ...]", inputs.info.branches), inputs.tokens
+        parts = list(zip(branches, tokens.chunk(len(branches)), strict=True))
+        if inputs.info.skip:
+            sums = [self._reused(branch, step, part) for branch, part in parts]
             return sums[0] if len(sums) == 1 else torch.cat(sums)
         # The tokens are kept before the blocks run, in the buffer itself: blocks may work in place.
-        slots = {branch: self._slot(branch, part) for branch, part in parts}
+        slots = {branch: self._slot(branch, step, part) for branch, part in parts}
         for branch, part in parts:
             if (kept := slots[branch]) is not None:
                 kept.copy_(part)
-        result = self.run_blocks(tokens, *rest)
+        result = inner(inputs)
         for (branch, _), after in zip(parts, result.chunk(len(parts)), strict=True):
             if (kept := slots[branch]) is not None:
                 torch.sub(after, kept, out=kept)
         return result
 
-    def _slot(self, branch: Branch, part: Tensor) -> Tensor | None:
+    def _slot(self, branch: Branch, step: int, part: Tensor) -> Tensor | None:
         """The buffer [B, L, C] of this step, None if nothing will use its residual."""
         program = self.programs[branch]
-        if self.step not in program.store:
+        if step not in program.store:
             return None
         if branch not in self.buffers:
             self.buffers[branch] = part.new_empty(program.slots, *part.shape)
-        return self.buffers[branch][program.store[self.step]]
+        return self.buffers[branch][program.store[step]]
 
-    def _stand_in(self, branch: Branch, part: Tensor) -> Tensor:
-        terms = self.programs[branch].use[self.step]
+    def _reused(self, branch: Branch, step: int, part: Tensor) -> Tensor:
+        """The tokens `part` of a skipped step plus the kept residuals."""
+        terms = self.programs[branch].use[step]
         buffers = self.buffers[branch]
         if len(terms) == 1:
             return part + buffers[terms[0][0]]  # its weight is 1
@@ -136,32 +130,11 @@ class ResidualCache:
 
 
 @contextmanager
-def instead_of_blocks(model: Any, make: Callable[[RunBlocks], RunBlocks]) -> Iterator[None]:
-    """Put `make(what was there)` in the place of the blocks of `model`; nothing stays behind, whatever happens.
-
-    It goes beneath a wrapper of `run_blocks` that shards the tokens, so that what it keeps is sharded too: such a
-    wrapper has what it calls in an attribute `run_shard`.
-    """
-    holder, seam = model, "run_blocks"
-    while hasattr(getattr(holder, seam), "run_shard"):
-        holder, seam = getattr(holder, seam), "run_shard"
-    before = vars(holder).get(seam)
-    setattr(holder, seam, make(getattr(holder, seam)))
-    try:
-        yield
-    finally:
-        if before is None:
-            delattr(holder, seam)
-        else:
-            setattr(holder, seam, before)
-
-
-@contextmanager
-def residuals(model: Any, phase: Sequence[Step]) -> Iterator[ResidualCache | None]:
-    """A cache on `model` while `phase` runs; None where no step of it skips."""
+def residuals(model: WanModel, phase: Sequence[Step]) -> Iterator[ResidualCache | None]:
+    """A cache in the chain of `model` while `phase` runs; None where no step of it skips."""
     if not any(step.skipped for step in phase):
         yield None
         return
     cache = ResidualCache({branch: residual_program(phase, branch) for branch in BOTH})
-    with instead_of_blocks(model, cache.around):
+    with model.runners.adding(cache):
         yield cache

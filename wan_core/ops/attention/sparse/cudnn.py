@@ -5,8 +5,7 @@ The bf16 kernel reads q, k, v [B, L, H, D] as they lie, knows where the keys end
 the row has. The FP8 kernel is called below the library's public function, which would copy q, k and v by heads,
 quantise them anew, and keep the log-sum-exp to itself: here they are written as it reads them
 (`wan_core.ops.kernels.blocked`). It takes whole blocks only, the same number for every row, so the last block ends in
-keys
-of zeros; `finish` takes their weight out again, exactly, by the log-sum-exp.
+keys of zeros; `finish` takes their weight out again, exactly, by the log-sum-exp.
 
 Legend: B batch, L tokens, S tokens rounded up to whole blocks, H heads, D head dim, n blocks, K blocks kept.
 """
@@ -17,8 +16,7 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.attention.sparse.routing import Route
-from wan_core.ops.kernels.blocked import padded, whole
-from wan_core.ops.kernels.formats import Quantized
+from wan_core.ops.kernels.block_layout import Blocked
 
 BLOCK = 128
 
@@ -41,19 +39,18 @@ def sparse_bf16(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) -> tu
     return found["o_tensor"], found["lse_tensor"]
 
 
-def sparse_fp8(q: Quantized, k: Quantized, v: Quantized, route: Route, block: int) -> tuple[Tensor, Tensor]:
-    """q, k [B, L, H, D] that are views of [B, H, S, D], v one of [B, H, D, S], one scale each; zeros after the tokens.
+def sparse_fp8(q: Blocked, k: Blocked, v: Blocked, route: Route, block: int) -> tuple[Tensor, Tensor]:
+    """q and k with memory [B, H, S, D], v with memory [B, H, D, S], one scale each, zeros after the tokens.
 
     -> bf16, a view [B, L, H, D], and log-sum-exp float32 [B, H, S], in both of which the keys of zeros count."""
     from cudnn.block_sparse_attention import _interface  # pyright: ignore[reportMissingImports]
 
-    batch, tokens, heads, dim = q.data.shape
-    size = padded(tokens, block)
-    data = [whole(t.data, block) for t in (q, k, v)]
-    assert all(t is not None for t in data), "q, k and v must be laid out by wan_core.ops.kernels.blocked"
+    batch, heads, size, dim = q.memory.shape
     assert route.counts is None, "the FP8 kernel reads the same number of blocks for every row"
     out, lse = _interface._bsa_attn_fwd_sm90_fp8_blk128(
-        *data,
+        q.memory,
+        k.memory,
+        v.memory,
         q.scale.expand(batch * heads * size).reshape(batch, heads, size).contiguous(),
         k.scale.expand(batch * heads * size // 16).reshape(batch, heads, size // 16).contiguous(),
         v.scale.expand(heads * dim).reshape(heads, dim).contiguous(),
@@ -61,7 +58,7 @@ def sparse_fp8(q: Quantized, k: Quantized, v: Quantized, route: Route, block: in
         route.blocks.shape[-1],
         dim**-0.5,
     )
-    return out[:, :, :tokens].transpose(1, 2), lse
+    return out[:, :, : q.tokens].transpose(1, 2), lse
 
 
 def why_not_fp8() -> str | None:

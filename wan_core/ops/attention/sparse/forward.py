@@ -1,18 +1,15 @@
-"""Sparse attention in the place of a model's own, for one forward: blocks are chosen, read, and the rest stands in by
-its means.
+"""Sparse attention in the place of a model's own: blocks of keys are chosen and read, unselected ones are replaced by
+their means.
 
-Compiled blocks are the same code for all layers, so that what differs between layers cannot be an argument of it. The
-operators below are one call each to a compiler, and find what belongs to the forward that is going on, `Forward`, in
-`running`; layers are told apart by counting calls.
+A `SparseForward` says what one forward of the model reads. It comes with every call of attention (`AttentionCall`),
+as does the layer.
 
 Legend: B batch, L tokens, H heads, D head dim, n blocks, r blocks of a rank's queries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,31 +18,22 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.attention.fp8 import key_mean
-from wan_core.ops.attention.registry import Attend
+from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring, empty_like_heads
 from wan_core.ops.attention.sparse.kernels import SparseKernel
-from wan_core.ops.attention.sparse.ring import Numbers, Ring, block_means, read_around, ring_blocks, widened
+from wan_core.ops.attention.sparse.ring import Numbers, block_means, read_around, ring_blocks, widened
 from wan_core.ops.attention.sparse.routing import Route, Rule, choose, estimate, over_rows
 from wan_core.ops.attention.sparse.tiles import Tiles
-from wan_core.ops.custom_ops import operator, shapes_of
-from wan_core.ops.kernels.blocked import (
-    Pooled,
-    block_sizes,
-    channels_first,
-    finish,
-    heads_first,
-    pool,
-    quantize_heads_first,
-    quantize_values,
-    whole,
-)
+from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, channels_first, heads_first
+from wan_core.ops.kernels.blocked import finish, pool, quantize_heads_first, quantize_values
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
+Fp8 = Quantized | Blocked
 Observer = Callable[[int, Tensor, Tensor, Tensor, Tiles], None]
 """(layer, q, k, v [B, L, H, D] in the order of the tiles, tiles)"""
 
 
 @dataclass
-class Forward:
+class SparseForward:
     """One forward of a model: `rules` of its layers (None: dense), and where routes are kept for later steps.
 
     routes: (branches, layer) -> the step and the rule it was made for, and the route; used again by the same rule, up
@@ -53,7 +41,7 @@ class Forward:
     """
 
     kernel: SparseKernel
-    dense: Sequence[Attend]
+    dense: Sequence[Attention]
     tiles: Tiles
     rules: Sequence[Rule | None]
     pooled: bool = True
@@ -62,55 +50,46 @@ class Forward:
     reuse: int = 1
     routes: dict[Any, tuple[int, Rule, Route]] = field(default_factory=dict)
     observe: Observer | None = None
-    layer: int = 0
 
-    def next_rule(self) -> tuple[int, Rule | None]:
-        layer, self.layer = self.layer, self.layer + 1
-        return layer, self.rules[layer]
+    @property
+    def block(self) -> int:
+        return self.tiles.block
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, L, H, D] -> contiguous [B, L, H, D]."""
-        layer, rule = self.next_rule()
+        layer, rule, block = call.layer, self.rules[call.layer], self.block
         if not q.numel():  # of fewer heads than devices, some have none
-            return torch.empty_like(q, memory_format=torch.contiguous_format)
+            return empty_like_heads(q)
         if self.observe is not None:
             self.observe(layer, q, k, v, self.tiles)
         if rule is None:
-            return self.dense[layer](q, k, v).contiguous()
-        block = self.tiles.block
-        if self.kernel.fp8:
-            return self._attend_fp8_of(layer, rule, q, k, v)
+            return self.dense[layer](q, k, v, call).contiguous()
+        if self.kernel.fp8:  # where q, k and v do not come in FP8: behind an exchange of tokens between devices
+            values = quantize_values(v.flatten(-2), v.shape[2], block)
+            keys = quantize_heads_first(k, block, key_mean(k))
+            out = self._fp8(layer, rule, quantize_heads_first(q, block), keys, values)
+            return out.to(q.dtype) * values.scale.to(q.dtype)
         pools = pool(q, block)[0], *pool(k, block)
         route = self.route(layer, rule, *pools)
         out, lse = self.kernel.load()(q, k, v, route, block)
         pooled = Pooled(pools[1], pool(v, block)[0], route.kept(self.tiles.blocks)) if self.pooled else None
         return finish(out, lse, q, block, pooled=pooled)
 
-    def _attend_fp8_of(self, layer: int, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As `attend`, where q, k and v do not come in FP8: behind what moved tokens between devices."""
-        block = self.tiles.block
-        values = quantize_values(v.flatten(-2), v.shape[2], block)
-        keys = quantize_heads_first(k, block, key_mean(k))
-        out = self._fp8(layer, rule, quantize_heads_first(q, block), keys, values)
-        return out.to(q.dtype) * values.scale.to(q.dtype)
-
-    def attend_fp8(self, q: Quantized, k: Quantized, v: Quantized) -> Tensor:
+    def attend_fp8(self, call: AttentionCall, q: Fp8, k: Fp8, v: Fp8) -> Tensor:
         """FP8 [B, L, H, D] in units of v's scale."""
-        layer, rule = self.next_rule()
+        rule = self.rules[call.layer]
         if not q.data.numel():
-            return torch.empty_like(q.data, memory_format=torch.contiguous_format)
+            return empty_like_heads(q.data)
         if rule is None:
-            dense: Any = self.dense[layer]
-            return dense.quantized(q, k, v).data.contiguous()
-        return self._fp8(layer, rule, q, k, v)
+            queries, keys, values = (Quantized(x.data, x.scale) for x in (q, k, v))
+            return self.dense[call.layer].quantized(queries, keys, values, call).data.contiguous()
+        return self._fp8(call.layer, rule, q, k, v)
 
-    def _fp8(self, layer: int, rule: Rule, q: Quantized, k: Quantized, v: Quantized) -> Tensor:
-        block, tokens = self.tiles.block, q.data.shape[1]
-        # What moved tokens between devices gives them as they arrived.
-        q, k = (
-            x if whole(x.data, block) is not None else Quantized(heads_first(x.data, block), x.scale) for x in (q, k)
-        )
-        v = v if whole(v.data, block) is not None else Quantized(channels_first(v.data, block), v.scale)
+    def _fp8(self, layer: int, rule: Rule, q: Fp8, k: Fp8, v: Fp8) -> Tensor:
+        # An exchange of tokens between devices gives them as they arrived, in no blocks.
+        q, k = (x if isinstance(x, Blocked) else heads_first(x, self.block) for x in (q, k))
+        v = v if isinstance(v, Blocked) else channels_first(v, self.block)
+        block, tokens = self.block, q.tokens
         pools = pool(q.data, block, q.scale)[0], *pool(k.data, block, k.scale)
         route = self.route(layer, rule, *pools)
         out, lse = self.kernel.load()(q, k, v, route, block)
@@ -128,7 +107,7 @@ class Forward:
         this rank -> contiguous [B, N, H, D], wide where they are in FP8.
 
         Means of all blocks are gathered, a hundredth of the keys and values: choice and rest are as on one device."""
-        block, mine = self.tiles.block, widened(q if isinstance(q, Tensor) else q.data, q)
+        block, mine = self.block, widened(q if isinstance(q, Tensor) else q.data, q)
         values = [block_means(v, block)[0]] if self.pooled else []
         means = torch.stack([*block_means(k, block), *values])  # [2 or 3, B, H, r, D]
         keys, variance, *values = ring.gather(means, ring_blocks(ring, block), 3).unbind()
@@ -166,89 +145,60 @@ def _over_ranks(ring: Ring, share: Tensor) -> Tensor:
     return sums.sum(2, keepdim=True) / share.shape[-1]  # as many rows in all as columns
 
 
-running: ContextVar[Forward | None] = ContextVar("running", default=None)
+class SparseAttention(Attention):
+    """In the place of the attention of every layer, one object for all: reads what `call.sparse` says."""
 
+    capturable = False  # what it reads depends on the step
 
-@contextmanager
-def forward(state: Forward) -> Iterator[Forward]:
-    """Let `state` be the forward that is going on."""
-    token = running.set(state)
-    try:
-        yield state
-    finally:
-        running.reset(token)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
+        return state_of(call).attend(call, q, k, v)
 
-
-def _state() -> Forward:
-    state = running.get()
-    assert state is not None, "sparse attention outside of a sparse forward"
-    return state
-
-
-@operator("sparse_attention")
-def sparse_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[B, L, H, D] -> contiguous [B, L, H, D]."""
-    return _state().attend(q, k, v)
-
-
-@shapes_of(sparse_attention)
-def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-@operator("sparse_attention_fp8")
-def sparse_attention_fp8(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
-    """FP8 data and scales [1] -> contiguous FP8 [B, L, H, D] in units of v's scale."""
-    return _state().attend_fp8(Quantized(q, q_scale), Quantized(k, k_scale), Quantized(v, v_scale))
-
-
-@shapes_of(sparse_attention_fp8)
-def _(q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-class SparseAttention:
-    """In the place of `SelfAttention.attend` of every layer, one object for all."""
-
-    capturable = False  # what it does depends on the step
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sparse_attention(q, k, v)
-
-    def over_ring(self, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+    def over_ring(self, q: Tensor, k: Tensor, v: Tensor, ring: Ring, call: AttentionCall) -> Tensor:
         """[B, N, H, D] of this rank's tokens, as they come out of an exchange of heads -> the same."""
-        state = _state()
-        layer, rule = state.next_rule()
+        state = state_of(call)
+        rule = state.rules[call.layer]
         if rule is None or not q.numel():  # of fewer heads than devices, some have none, all around a ring
             return ring.attend(q, k, v)
-        return state.over_ring(layer, rule, q, k, v, ring)
+        return state.over_ring(call.layer, rule, q, k, v, ring)
 
 
 class SparseFp8Attention(SparseAttention):
     """Takes q, k and v in FP8, in memory by heads and whole blocks (`block`)."""
 
+    takes_fp8 = True
+
     def __init__(self, block: int) -> None:
         self.block = block
 
-    def quantized(self, q: Quantized, k: Quantized, v: Quantized) -> Quantized:
-        return Quantized(sparse_attention_fp8(q.data, k.data, v.data, q.scale, k.scale, v.scale), v.scale)
+    def quantized(self, q: Fp8, k: Fp8, v: Fp8, call: AttentionCall = SINGLE) -> Quantized:
+        return Quantized(state_of(call).attend_fp8(call, q, k, v), v.scale)
 
 
 class SparseBehindFp8(SparseAttention):
-    """Behind what exchanges FP8 between devices, where the kernel is none of FP8: widens what arrives, and gives FP8
-    back in units of v's scale."""
+    """Behind an exchange of FP8 between devices, where the sparse kernel takes no FP8: dequantises what arrives, and
+    gives FP8 back in units of v's scale."""
 
-    def quantized(self, q: Quantized, k: Quantized, v: Quantized) -> Quantized:
+    takes_fp8 = True
+
+    def quantized(self, q: Quantized, k: Quantized, v: Quantized, call: AttentionCall = SINGLE) -> Quantized:
         wide = torch.bfloat16 if q.data.is_cuda else torch.float32
-        return _narrow(sparse_attention(*(x.dequantize(wide) for x in (q, k, v))), v.scale)
+        queries, keys, values = (x.dequantize(wide) for x in (q, k, v))
+        return _narrow(self(queries, keys, values, call), v.scale)
 
-    def quantized_over_ring(self, q: Quantized, k: Quantized, v: Quantized, ring: Ring) -> Quantized:
+    def quantized_over_ring(
+        self, q: Quantized, k: Quantized, v: Quantized, ring: Ring, call: AttentionCall
+    ) -> Quantized:
         """As `over_ring`: FP8 goes around as it is."""
-        state = _state()
-        layer, rule = state.next_rule()
+        state = state_of(call)
+        rule = state.rules[call.layer]
         if rule is None or not q.data.numel():
-            return Quantized(ring.attend(q.data, k.data, v.data), v.scale)
-        return _narrow(state.over_ring(layer, rule, q, k, v, ring), v.scale)
+            return super().quantized_over_ring(q, k, v, ring, call)
+        return _narrow(state.over_ring(call.layer, rule, q, k, v, ring), v.scale)
+
+
+def state_of(call: AttentionCall) -> SparseForward:
+    assert isinstance(call.sparse, SparseForward), "sparse attention was called without a sparse forward"
+    return call.sparse
 
 
 def _narrow(out: Tensor, scale: Tensor) -> Quantized:

@@ -1,20 +1,18 @@
 """Block-sparse attention where keys and values go around a ring of ranks.
 
 Every rank has some of the tokens, in the order of the tiles, cut at whole blocks. Its rows choose among the blocks of
-all ranks, by means that the ranks exchanged (`Forward.over_ring`). Here what a row chose is read as it comes by: from
-the keys and values of each rank those blocks that are theirs. What the parts gave is merged by their log-sum-exps.
+all ranks, by means that the ranks exchanged (`SparseForward.over_ring`). Here each row reads its chosen blocks as the
+keys and values of their rank arrive. The partial outputs are merged by their log-sum-exps.
 
 Legend: B batch, N tokens of a rank, h heads, D head dim, r blocks of a rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
+from wan_core.ops.attention.protocol import Ring
 from wan_core.ops.attention.sparse.kernels import Run
 from wan_core.ops.attention.sparse.routing import Route
 from wan_core.ops.kernels.blocked import pool
@@ -23,30 +21,6 @@ from wan_core.ops.kernels.formats import Quantized
 Numbers = Tensor | Quantized
 Part = tuple[Tensor, Tensor]
 """Output [B, N, h, D] and log-sum-exp float32 [B, h, N]."""
-
-
-class Ring(Protocol):
-    """The ranks of a ring, as `wan_core.parallel.ring` makes it. lengths: tokens of each."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def lengths(self) -> Sequence[int]: ...
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention to all keys, with the backend of dense steps."""
-        ...
-
-    def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Of every rank: which it is, its k and v."""
-        ...
-
-    def gather(self, x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
-        """x of all ranks joined along `dim`, along which each has its length."""
-        ...
-
-    def merge(self, parts: list[Part]) -> Part:
-        """Attention to parts of the keys -> to all of them. A part with log-sum-exp -inf has no weight."""
-        ...
 
 
 def ring_blocks(ring: Ring, block: int) -> list[int]:

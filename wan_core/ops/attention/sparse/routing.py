@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.ops.kernels.blocked import block_sizes, pool
+from wan_core.ops.kernels.block_layout import block_sizes
+from wan_core.ops.kernels.blocked import pool
 
 Score = Literal["mean", "spread"]
 SINKS = 1  # blocks that most queries of a head look at, kept for all of them

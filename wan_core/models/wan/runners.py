@@ -1,0 +1,153 @@
+"""The chain of runners around the loop over the blocks: how sharding, step caching and CUDA graphs reach a model.
+
+A runner is handed the inputs of the blocks and the rest of the chain, and returns the tokens after all blocks:
+
+    print(model.runners)   # sparse tiles > sharded tokens > residual cache > blocks
+
+Runners stand in the order of `Place`, outermost first, whoever adds them. Below them is the plain loop, which tells
+`weights` which block comes next: weights that stream are copied to the device in time.
+
+Legend: B batch, L tokens, C channels, D head dim, F modulation rows per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar, Protocol, TypeVar
+
+from torch import Tensor
+
+from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.ops.attention.protocol import SparseState
+
+Found = TypeVar("Found")
+
+
+class Place(IntEnum):
+    """Where a runner stands, outermost first."""
+
+    SCALES = 0  # measures a whole forward: scales of delayed FP8
+    TILES = 1  # orders the tokens: everything below sees them in the order of the tiles
+    SHARDS = 2  # hands this rank's tokens on: what is kept below is kept of a shard
+    RESIDUALS = 3  # keeps or replaces what the blocks add
+    GRAPHS = 4  # replays the blocks
+
+
+@dataclass(frozen=True)
+class ForwardInfo:
+    """Which forward of a run this is. The denoising loop says it, and runners read it.
+
+    step: index in the plan. branches: guidance branches along the batch. skip: the blocks need not run, a residual
+    cache replaces them. sparsity: share of the blocks of keys that attention does not read.
+    """
+
+    step: int = 0
+    branches: tuple[str, ...] = ("cond",)
+    skip: bool = False
+    sparsity: float = 0.0
+
+
+SINGLE_FORWARD = ForwardInfo()
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """What the blocks get.
+
+    tokens: [B, L, C], which may be overwritten: a runner that needs them later copies them.
+    modulation: float32 [B, F, 6, C]. rope: [L, 1, D/2, 2].
+    text: keys and values of cross-attention. info: which forward this is. grid: token frames, rows, columns.
+    sparse: what sparse attention reads, set by the runner that orders the tokens.
+    lengths: tokens of every shard, set by the runner that shards them.
+    """
+
+    tokens: Tensor
+    modulation: Tensor
+    rope: Tensor
+    text: PreparedText
+    info: ForwardInfo
+    grid: tuple[int, int, int]
+    sparse: SparseState | None = None
+    lengths: Sequence[int] = ()
+
+
+Run = Callable[[BlockInputs], Tensor]
+"""Inputs of the blocks -> tokens [B, L, C] after all of them."""
+
+
+class Runner(Protocol):
+    """Runs the blocks, or something in their place."""
+
+    name: ClassVar[str]
+    place: ClassVar[Place]
+
+    def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
+        """inner: the rest of the chain."""
+        ...
+
+
+class BlockWeights:
+    """Weights that are where the model computes. Subclasses bring them there, block by block."""
+
+    name = "resident"
+
+    def begin_run(self) -> None:
+        """The loop over the blocks begins."""
+
+    def enter(self, block: int, *, text: bool = False) -> None:
+        """The weights of `block` are needed next, or only those that a prompt needs."""
+
+    def leave(self, block: int) -> None:
+        """The work of `block` has been launched."""
+
+    def end_run(self) -> None:
+        """The loop over the blocks has ended."""
+
+
+RESIDENT = BlockWeights()
+
+
+class RunnerChain:
+    """The runners of one model, and where its weights are."""
+
+    def __init__(self) -> None:
+        self.runners: list[Runner] = []
+        self.weights: BlockWeights = RESIDENT
+
+    def __call__(self, inputs: BlockInputs, loop: Run) -> Tensor:
+        """Run all, `loop` innermost."""
+        return self._from(0, loop)(inputs)
+
+    def _from(self, index: int, loop: Run) -> Run:
+        if index == len(self.runners):
+            return loop
+        runner, inner = self.runners[index], self._from(index + 1, loop)
+        return lambda inputs: runner(inputs, inner)
+
+    def add(self, runner: Runner) -> None:
+        """Put `runner` in its place; one that stands there already goes."""
+        self.runners = sorted([r for r in self.runners if r.place != runner.place] + [runner], key=lambda r: r.place)
+
+    def remove(self, kind: type[object]) -> None:
+        """Take away the runner of class `kind`, if there is one."""
+        self.runners = [runner for runner in self.runners if not isinstance(runner, kind)]
+
+    def find(self, kind: type[Found]) -> Found | None:
+        """The runner of class `kind`."""
+        return next((runner for runner in self.runners if isinstance(runner, kind)), None)
+
+    @contextmanager
+    def adding(self, runner: Runner) -> Iterator[None]:
+        """Have `runner` in the chain inside; it is gone after, whatever happens. Its place must be free."""
+        assert all(other.place != runner.place for other in self.runners), f"{runner.name}: its place is taken"
+        self.add(runner)
+        try:
+            yield
+        finally:
+            self.runners = [other for other in self.runners if other is not runner]
+
+    def __str__(self) -> str:
+        return " > ".join([*(runner.name for runner in self.runners), f"blocks ({self.weights.name} weights)"])

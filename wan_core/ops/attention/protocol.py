@@ -1,0 +1,152 @@
+"""The one protocol of attention: what backends, sparse attention and attention over several ranks declare and do.
+
+A transformer block asks `SelfAttention.attend`, an `Attention`, for nothing that is not declared here. Wrappers
+(several ranks, sparse attention) are `Attention`s too.
+
+Legend: B batch, L query tokens, S key tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from wan_core.ops.kernels.formats import Quantized
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""q [B, L, H, D], k and v [B, S, H, D] -> [B, L, H, D]; any strides with D contiguous."""
+
+AttendLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""The same with the log-sum-exp: float32 [B, H, L], natural logarithm of the sum of exponentials of scaled scores."""
+
+Agree = Callable[[Tensor, str], Tensor]
+"""float32 x of every rank -> their "mean" or "max"."""
+
+
+class SparseState(Protocol):
+    """What sparse attention reads in one forward (`wan_core.ops.attention.sparse.forward.SparseForward`)."""
+
+    @property
+    def block(self) -> int:
+        """Tokens of a block: shards of the tokens are cut at multiples of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Which call of attention this is. The loop over the blocks makes one for each layer and hands it down.
+
+    layer: index of the block. sparse: what this forward reads, None where every layer reads all keys. lengths: tokens
+    of every shard, empty where one device has all tokens.
+    """
+
+    layer: int = 0
+    sparse: SparseState | None = None
+    lengths: Sequence[int] = ()
+
+
+SINGLE = AttentionCall()
+
+
+class Ring(Protocol):
+    """The ranks of a ring, as `wan_core.parallel.ring` makes it. lengths: tokens of each rank."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def lengths(self) -> Sequence[int]: ...
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention to the keys of all ranks, with the backend of dense steps."""
+        ...
+
+    def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The index of every rank, and its k and v."""
+        ...
+
+    def gather(self, x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+        """x of all ranks joined along `dim`, along which each has its length."""
+        ...
+
+    def merge(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Outputs and log-sum-exps over parts of the keys -> over all keys. A part with log-sum-exp -inf has no
+        weight."""
+        ...
+
+
+class Attention:
+    """Attention of queries to keys. Subclasses implement `__call__`, and what their declarations promise.
+
+    takes_fp8: a block hands over q, k and v as `Quantized`, with one scale each and K's mean removed, to `quantized`.
+    block: the length of the blocks that q, k and v are laid out in (`wan_core.ops.kernels.blocked`); 0: any layout.
+    capturable: a CUDA graph may hold its launches.
+    gives_lse: `with_lse` (and `quantized_lse`, with `takes_fp8`) is implemented.
+    agree: makes scales and means equal on all ranks that share the tokens; None where one device has all tokens.
+    ring_size: ranks around which keys and values are passed; 1: this device has the keys of its heads.
+    """
+
+    takes_fp8: bool = False
+    block: int = 0
+    capturable: bool = True
+    gives_lse: bool = False
+    agree: Agree | None = None
+    ring_size: int = 1
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
+        """q [B, L, H, D], k and v [B, S, H, D] -> [B, L, H, D] in q's dtype."""
+        raise NotImplementedError
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Also the log-sum-exp of the scaled scores, float32 [B, H, L]."""
+        raise NotImplementedError(f"{type(self).__name__} does not return the log-sum-exp")
+
+    def quantized(self, q: Quantized, k: Quantized, v: Quantized, call: AttentionCall = SINGLE) -> Quantized:
+        """FP8 q, k, v with scales [1] -> FP8 [B, L, H, D] under one scale."""
+        raise NotImplementedError(f"{type(self).__name__} takes no FP8")
+
+    def quantized_lse(self, q: Quantized, k: Quantized, v: Quantized) -> tuple[Quantized, Tensor]:
+        """Also the log-sum-exp of the scaled scores, float32 [B, H, L]."""
+        raise NotImplementedError(f"{type(self).__name__} returns no log-sum-exp of FP8")
+
+    def over_ring(self, q: Tensor, k: Tensor, v: Tensor, ring: Ring, call: AttentionCall) -> Tensor:
+        """[B, N, H, D] of this rank's tokens, keys and values of the others passed around -> the same."""
+        return ring.attend(q, k, v)
+
+    def quantized_over_ring(
+        self, q: Quantized, k: Quantized, v: Quantized, ring: Ring, call: AttentionCall
+    ) -> Quantized:
+        """As `over_ring` in FP8."""
+        return Quantized(ring.attend(q.data, k.data, v.data), v.scale)
+
+    @property
+    def local(self) -> Attention:
+        """What attends on this device: itself, or what is inside a wrapper that exchanges tokens between ranks."""
+        return self
+
+    def around(self, local: Attention) -> Attention:
+        """The same wrapper around another `local`; itself is no wrapper."""
+        return local
+
+
+class Dense(Attention):
+    """A kernel that reads all keys, as a plain function."""
+
+    def __init__(self, attend: Attend, attend_lse: AttendLse | None = None) -> None:
+        self.attend, self.attend_lse = attend, attend_lse
+        self.gives_lse = attend_lse is not None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
+        return self.attend(q, k, v)
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.attend_lse is None:
+            return super().with_lse(q, k, v)
+        return self.attend_lse(q, k, v)
+
+
+def empty_like_heads(q: Tensor) -> Tensor:
+    """The contiguous result where a rank has no heads."""
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
