@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from comfy_api.latest import io
 
@@ -10,6 +11,72 @@ from wan_core.config import SPARSE_KERNELS, SkipOptions, SparseOptions
 from wan_core.sampling.sparsity.schedule import PRESETS
 
 from .skipping import CUSTOM, joined, skipping_input, skipping_output
+
+
+def custom_inputs() -> list[Any]:
+    """The numbers of the preset `custom`."""
+    return [
+        io.Float.Input(
+            "sparsity",
+            default=0.75,
+            min=0.0,
+            max=0.99,
+            step=0.05,
+            round=0.0001,
+            tooltip="For custom: the share of the key blocks that attention does not read. quality has 0.5, "
+            "balanced 0.8125, fast 0.875.",
+        ),
+        io.Float.Input(
+            "dense_steps",
+            default=0.05,
+            min=0.0,
+            max=1.0,
+            step=0.05,
+            round=0.001,
+            tooltip="For custom: share of the steps, from the first one, with dense attention. These steps "
+            "fix the layout of the video. quality has 0.1, balanced and fast 0.",
+        ),
+        io.Float.Input(
+            "ramp",
+            default=0.3,
+            min=0.0,
+            max=1.0,
+            step=0.05,
+            round=0.001,
+            tooltip="For custom: share of the steps, from the first one, that read twice as many blocks as "
+            "later steps, at most half of all. Has no effect at a sparsity of 0.5 or less. The presets have "
+            "0.3.",
+        ),
+        io.Int.Input(
+            "dense_layers",
+            default=0,
+            min=0,
+            max=100,
+            tooltip="For custom: number of first layers that always use dense attention.",
+        ),
+        io.Float.Input(
+            "mass",
+            default=0.0,
+            min=0.0,
+            max=1.0,
+            step=0.05,
+            round=0.001,
+            tooltip="For custom: select blocks until this estimated share of attention is covered, up to the "
+            "number that sparsity allows. 0: the same number of blocks for all tokens. Not with FP8 attention.",
+        ),
+        io.Boolean.Input(
+            "pooled",
+            default=True,
+            tooltip="For custom: unselected blocks are replaced by their mean. Costs little and preserves quality.",
+        ),
+        io.Int.Input(
+            "reuse",
+            default=1,
+            min=1,
+            max=50,
+            tooltip="For custom: number of computed steps that use one selection of blocks. 1 selects in every step.",
+        ),
+    ]
 
 
 class WanCoreSparseAttention(io.ComfyNode):
@@ -31,68 +98,7 @@ class WanCoreSparseAttention(io.ComfyNode):
                     default="balanced",
                     tooltip="quality, balanced or fast; custom uses the numbers below, which have no effect otherwise.",
                 ),
-                io.Float.Input(
-                    "sparsity",
-                    default=0.75,
-                    min=0.0,
-                    max=0.99,
-                    step=0.05,
-                    round=0.0001,
-                    tooltip="For custom: the share of the key blocks that attention does not read. quality has 0.5, "
-                    "balanced 0.8125, fast 0.875.",
-                ),
-                io.Float.Input(
-                    "dense_steps",
-                    default=0.05,
-                    min=0.0,
-                    max=1.0,
-                    step=0.05,
-                    round=0.001,
-                    tooltip="For custom: share of the steps, from the first one, with dense attention. These steps "
-                    "fix the layout of the video. quality has 0.1, balanced and fast 0.",
-                ),
-                io.Float.Input(
-                    "ramp",
-                    default=0.3,
-                    min=0.0,
-                    max=1.0,
-                    step=0.05,
-                    round=0.001,
-                    tooltip="For custom: share of the steps, from the first one, that read twice as many blocks as "
-                    "later steps, at most half of all. Has no effect at a sparsity of 0.5 or less. The presets have "
-                    "0.3.",
-                ),
-                io.Int.Input(
-                    "dense_layers",
-                    default=0,
-                    min=0,
-                    max=100,
-                    tooltip="For custom: number of first layers that always use dense attention.",
-                ),
-                io.Float.Input(
-                    "mass",
-                    default=0.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.05,
-                    round=0.001,
-                    tooltip="For custom: select blocks until this estimated share of attention is covered, up to the "
-                    "number that sparsity allows. 0: the same number of blocks for all tokens. Not with FP8 attention.",
-                ),
-                io.Boolean.Input(
-                    "pooled",
-                    default=True,
-                    tooltip="For custom: unselected blocks are replaced by their mean. Costs little and preserves "
-                    "quality.",
-                ),
-                io.Int.Input(
-                    "reuse",
-                    default=1,
-                    min=1,
-                    max=50,
-                    tooltip="For custom: number of computed steps that use one selection of blocks. 1 selects in "
-                    "every step.",
-                ),
+                *custom_inputs(),
                 io.Combo.Input(
                     "kernel",
                     options=list(SPARSE_KERNELS),

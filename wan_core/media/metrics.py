@@ -242,7 +242,7 @@ def _steep(mask: Tensor) -> Tensor:
 
 
 def _motion(centre: Tensor, scale: float) -> str | None:
-    """The motion of a track [F, 2]: mainly along one axis, or "still"."""
+    """The motion of a track [F, 2]: mainly along one axis, "still", or None if unclear."""
     ends = min(3, len(centre))
     # Median of three against single bad frames. It shortens the distance by two frames, which is corrected below.
     way = centre[-ends:].median(0).values - centre[:ends].median(0).values

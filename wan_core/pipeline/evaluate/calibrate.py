@@ -131,7 +131,7 @@ def measure(
 
 
 def plain(plan: Plan) -> Plan:
-    """`plan` without anything left out: what is calibrated is the model, not a policy."""
+    """`plan` without skipping and sparsity, because a calibration measures the full model."""
     whole = {"action": "compute", "skipped": (), "order": 0, "sparsity": 0.0, "cost": 1.0}
     steps = tuple(replace(step, **whole) for step in plan.steps)
     return replace(plan, steps=steps, notes=(), unskipped=None, adaptive=None, sparse=None, keeps=())
