@@ -33,7 +33,7 @@ MAX_BODY = 16 * 2**30  # bytes; 10 s of 720p as float32 pictures are 2.5 GiB
 _MAGIC = b"WanCore control 1\n"
 _NONCE = 32
 _LENGTHS = struct.Struct(">IQ")
-_HELLO_SECONDS = 5.0  # for a stranger to prove itself
+_HELLO_SECONDS = 5.0  # for a peer to prove that it knows the key
 
 
 class ChannelError(ConnectionError):
@@ -172,7 +172,7 @@ def _proof(key: bytes, role: bytes, *nonces: bytes) -> bytes:
 
 
 class Listener:
-    """Waits on a free loopback port for the one peer that knows the key."""
+    """Listens on a free loopback port for one peer that knows the key."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -180,8 +180,8 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, timeout: float, check: Callable[[], None] = lambda: None) -> Channel:
-        """Strangers are turned away and waiting goes on. `check` is called a few times a second and may raise.
-        Raises TimeoutError."""
+        """Connections without the key are closed, and waiting goes on. `check` is called ten times a second and may
+        raise. Raises TimeoutError."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             check()
@@ -193,9 +193,9 @@ class Listener:
             try:
                 self._challenge(connection)
                 return Channel(connection)
-            except OSError:  # a stranger, or the peer went away
+            except OSError:  # no key, or the peer closed the connection
                 connection.close()
-        raise TimeoutError(f"nobody who knows the key connected within {timeout:g} s")
+        raise TimeoutError(f"no worker connected within {timeout:g} s")
 
     def _challenge(self, connection: socket.socket) -> None:
         deadline = time.monotonic() + _HELLO_SECONDS
@@ -215,7 +215,8 @@ class Listener:
 def connect(port: int, key: bytes, timeout: float = 30.0) -> Channel:
     """The worker's end. Raises AuthenticationError if either side has another key, else ChannelError or OSError."""
     connection = socket.create_connection((LOOPBACK, port), timeout)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(connection.close)
         hello = bytes(_read(connection, len(_MAGIC) + _NONCE))
         if not hello.startswith(_MAGIC):
             raise ChannelError(f"what listens on port {port} is not a program of WanCore")
@@ -227,7 +228,5 @@ def connect(port: int, key: bytes, timeout: float = 30.0) -> Channel:
             raise AuthenticationError(f"the program on port {port} refused the key of this worker") from fault
         if not hmac.compare_digest(answer, _proof(key, b"program", mine, nonce)):
             raise AuthenticationError(f"the program on port {port} does not know the key of this worker")
+        undo.pop_all()
         return Channel(connection)
-    except BaseException:
-        connection.close()
-        raise

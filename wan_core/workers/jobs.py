@@ -47,7 +47,7 @@ from wan_core.workers.experts import LoadedExperts
 from wan_core.workers.wire import load_options_from, plan_from, report_data, request_from
 
 if TYPE_CHECKING:
-    from wan_core.workers.worker import Rank
+    from wan_core.workers.rank import Rank
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
 Made = TypeVar("Made")
@@ -81,8 +81,8 @@ class Jobs:
         if kind not in self.held or self.held[kind][0] != key:
             self.held.pop(kind, None)
             self.clean()
-            self.rank.beat("load")
-            self.rank.tell({"kind": "event", "name": "phase", "phase": "load"})
+            self.rank.progress("load")
+            self.rank.send({"kind": "event", "name": "phase", "phase": "load"})
             self.held[kind] = key, make()
         return self.held[kind][1]
 
@@ -118,7 +118,7 @@ class Jobs:
         if choice.seconds is not None:
             pipe.report.notes.append(f"mesh: {choice.words()}")
         pipe.report.notes += [choice.note] * bool(choice.note)
-        self.rank.tell({"kind": "event", "name": "plan", "plan": asdict(job.plan)})
+        self.rank.send({"kind": "event", "name": "plan", "plan": asdict(job.plan)})
         self.phase("text")
         conditioning = pipe.encode(job)
         self.phase("denoise")
@@ -246,7 +246,7 @@ class Jobs:
     def mesh(self, mesh: Mesh) -> RankMesh:
         """Process groups are made once: they hold memory until the process ends."""
         if mesh not in self.meshes:
-            self.meshes[mesh] = RankMesh.create(mesh, self.rank.device, timeout=self.rank.patience)
+            self.meshes[mesh] = RankMesh.create(mesh, self.rank.device, timeout=self.rank.timeout)
         return self.meshes[mesh]
 
     @property
@@ -258,9 +258,9 @@ class Jobs:
 
     def phase(self, name: str) -> None:
         """A part of the request begins; the place to stop between parts."""
-        self.rank.beat(name)
-        self.rank.agree()
-        self.rank.tell({"kind": "event", "name": "phase", "phase": name})
+        self.rank.progress(name)
+        self.rank.raise_if_interrupted()
+        self.rank.send({"kind": "event", "name": "phase", "phase": name})
 
     def on_step(self, plan: Plan, preview: bool = False) -> OnStep:
         """For `sample_latents`, on every rank: says how far it is, and stops all ranks if the user wants that.
@@ -281,8 +281,8 @@ class Jobs:
                 if ready is not None:
                     ready.synchronize()
                 done = progress.step.index + 1
-                self.rank.beat(f"denoise {progress.step.expert}", done, progress.total)
-                self.rank.tell(
+                self.rank.progress(f"denoise {progress.step.expert}", done, progress.total)
+                self.rank.send(
                     {
                         "kind": "event",
                         "name": "step",
@@ -297,15 +297,15 @@ class Jobs:
             last = progress.step.index + 1 == progress.total
             while behind and (ready is None or last or len(behind) > 1):
                 behind.pop(0)()
-            self.rank.agree()
+            self.rank.raise_if_interrupted()
 
         return note
 
     def on_frames(self, done: int, total: int) -> None:
         """For `decode_images`, on every rank."""
-        self.rank.beat("decode", done, total)
-        self.rank.agree()
-        self.rank.tell({"kind": "event", "name": "frames", "done": done, "total": total})
+        self.rank.progress("decode", done, total)
+        self.rank.raise_if_interrupted()
+        self.rank.send({"kind": "event", "name": "frames", "done": done, "total": total})
 
     def keep(
         self, path: str | None, latents: Tensor, fps: int, report: Report, settings: Mapping[str, Any] | None = None
@@ -314,14 +314,14 @@ class Jobs:
         the run goes on: the latents are still here."""
         if path is None or self.rank.rank != 0:
             return
-        self.rank.beat("save latents")
+        self.rank.progress("save latents")
         try:
             save_latents(Path(path), latents, fps, report.settings if settings is None else settings)
         except OSError as fault:
             report.notes.append(f"the finished latents could not be kept in {path}: {fault}")
-            self.rank.tell({"kind": "event", "name": "not kept", "path": path, "text": str(fault)})
+            self.rank.send({"kind": "event", "name": "not kept", "path": path, "text": str(fault)})
         else:
-            self.rank.tell({"kind": "event", "name": "kept", "path": path})
+            self.rank.send({"kind": "event", "name": "kept", "path": path})
 
 
 def _middle(latents: Tensor) -> Tensor:
