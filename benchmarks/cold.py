@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from wan_core.config import imports
-
 
 def main() -> None:
     begin = float(os.environ.get("WANCORE_BEGIN", time.time()))
@@ -33,7 +31,6 @@ def main() -> None:
         begin = now
 
     options = arguments()
-    imports.quicken()
     lap("start Python")
     import torch
 

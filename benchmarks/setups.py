@@ -108,7 +108,6 @@ SETUPS: dict[str, Setup] = {
         Setup("+ compile", attention="flash4", compile="blocks"),
         Setup("fp8", "fp8", BEST),
         Setup("fp8-tensor", "fp8-tensor", BEST),
-        Setup("fp8-block", "fp8-block", BEST),
         Setup("fp8-weights", "fp8-weights", BEST),
         Setup("te-delayed", "te-delayed", BEST),
         Setup("te-current", "te-current", BEST),

@@ -18,8 +18,7 @@ identical         whether every tensor is bit for bit that of load_file (fp8: of
 cold process           a new process that imports, loads both experts in FP8, prepares the first step, and makes
                        one forward at the largest size. "nothing kept": blocks compiled, with empty caches. "artifacts
                        kept": what that process left is there. "not compiled": the default, which compiles no block,
-                       the first time and with the kernels that it kept. "bytecode kept", where Python keeps none of
-                       itself: as "nothing kept" is where it does. Where all is kept, the median of `--runs` (3).
+                       the first time and with the kernels that it kept. Where all is kept, the median of `--runs` (3).
 
 seconds                until that forward has run, without its own time when warm
 phases                 of it, one after the other. "import wan_core" ends with `models`; "attention's library" has its
@@ -38,7 +37,6 @@ import argparse
 import gc
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -60,7 +58,7 @@ from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save
 from wan_core.checkpoint.staged import Reading, default_threads, reading
-from wan_core.config import OptionError, imports
+from wan_core.config import OptionError
 from wan_core.execution.compile_cache import OWN_CACHES
 from wan_core.execution.report import GIB
 from wan_core.models.wan.model import WanModel
@@ -234,26 +232,21 @@ def cold_rows(
     files: list[Path], size: str, device: torch.device, folder: Path, runs: int, profile: Path | None = None
 ) -> Iterator[Row]:
     """Processes, from the second on with what the first one kept. profile: where another one writes what took long."""
-    kept, only = folder / "kept", folder / "bytecode"
+    kept = folder / "kept"
     first = None
     off = ["--compile", "off"]
     ways = {
-        "nothing kept": (kept, [], 1),
-        "bytecode kept": (only, [], 1),
-        "artifacts kept": (kept, [], runs),
-        "not compiled, first time": (kept, off, 1),
-        "not compiled": (kept, off, runs),
+        "nothing kept": ([], 1),
+        "artifacts kept": ([], runs),
+        "not compiled, first time": (off, 1),
+        "not compiled": (off, runs),
     }
-    for name, (where, more, times) in ways.items():
-        if where is only:
-            if not (kept / imports.FOLDER).is_dir():
-                continue  # Python keeps it: so did the first
-            shutil.copytree(kept / imports.FOLDER, only / imports.FOLDER)
+    for name, (more, times) in ways.items():
         row = guarded(
             f"cold process, {name}",
             size,
             None,
-            lambda w=where, m=more, t=times: median_of([cold(files, size, device, w, m) for _ in range(t)]),
+            lambda m=more, t=times: median_of([cold(files, size, device, kept, m) for _ in range(t)]),
         )
         first = first or row.get("seconds")
         if first and "seconds" in row:
@@ -281,7 +274,7 @@ def cold(files: list[Path], size: str, device: torch.device, kept: Path, more: l
 
 def child(files: list[Path], size: str, device: torch.device, kept: Path, more: list[str]) -> str:
     """What such a process prints. kept: where compilers keep what they make."""
-    environment = imports.forgotten(os.environ) | {"WANCORE_CACHE": str(kept)}
+    environment = dict(os.environ) | {"WANCORE_CACHE": str(kept)}
     for name in OWN_CACHES:
         environment.pop(name, None)  # in ours then
     done = subprocess.run(

@@ -10,12 +10,11 @@ import torch
 from comfy_api.latest import io, ui
 from torch import nn
 
-from wan_core.checkpoint import load_vae
 from wan_core.checkpoint.detect import empty_module
 from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, OptionError, check_choice
 from wan_core.execution.optimize import check_compile, optimize
-from wan_core.media.preview import RGBMap, fit_map, map_of_channels
-from wan_core.models.vae.vae import VideoVAE
+from wan_core.media.preview import TINY as TINY_MAP
+from wan_core.media.preview import map_of_channels
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
@@ -24,7 +23,7 @@ from wan_core.ops.attention.registry import BACKENDS, resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.ops.quant.swap import Quantization, swap_linears
 from wan_core.pipeline.builder import compute_dtype, find_quantization, precision_of
-from wan_core.pipeline.sources import TINY, Experts, find_experts
+from wan_core.pipeline.sources import Experts, find_experts
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, refusal, words_of
@@ -178,7 +177,7 @@ class WanCoreModelLoader(io.ComfyNode):
         )
         first = held("high-noise expert" if found.low else "transformer", found.high)
         second = held("low-noise expert", found.low) if found.low else first
-        rgb = _tiny_map() if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
+        rgb = TINY_MAP if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
         named = name_of(dtype) if quantization is None else precision
         both = {"high": first, "low": second}
         model = ModelSocket(found, both, named, chosen, compile, residency, rgb, workers=workers, spec=spec)
@@ -221,12 +220,6 @@ def _attention(
 def _optimized(module: nn.Module, attend: Attention, compile: str) -> nn.Module:
     assert isinstance(module, WanModel)
     return optimize(module, attend=attend, compile=compile, device=host.device())
-
-
-def _tiny_map() -> RGBMap:
-    vae = load_vae(TINY / "vae.safetensors")
-    assert isinstance(vae, VideoVAE)
-    return fit_map(vae.float())
 
 
 def _computing(dtype: torch.dtype, precision: str, keep_blocks: int) -> str:

@@ -6,8 +6,10 @@ from comfy_api.latest import io
 
 from wan_core.config import SkipOptions
 from wan_core.execution.report import Report
-from wan_core.media.drawing import clock, draw_plan, draw_report
+from wan_core.execution.report_drawing import draw_report
+from wan_core.media.drawing import clock
 from wan_core.sampling.plan import Expert
+from wan_core.sampling.plan_drawing import draw_plan
 
 from .pictures import as_image, shown
 from .sampling import plan_inputs, plan_of, preset_input

@@ -16,7 +16,6 @@ from benchmarks.ready import ready_rows
 from benchmarks.startup import Loading, cold_rows, write_experts
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
-from wan_core.config.imports import FORBIDS, PREFIX
 from wan_core.execution import optimize as optimizing
 from wan_core.execution.compile_cache import OWN_CACHES
 from wan_core.pipeline.sources import find_models
@@ -118,19 +117,12 @@ def test_a_cold_process_writes_a_profile(tmp_path, monkeypatch, capsys):
     assert "cumulative" in profile.read_text()
 
 
-@pytest.mark.parametrize("python_keeps", [False, True])
-def test_the_cold_processes_that_are_compared(python_keeps, tmp_path, monkeypatch):
-    """Each with the arguments that its name says and with what the first one kept; the one that has only the bytecode
-    of it where that is worth telling."""
-    started, seconds = [], iter((12.0, *(() if python_keeps else (8.0,)), 4.0, 6.0, 3.0, 5.0, 1.0, 2.0, 9.0))
+def test_the_cold_processes_that_are_compared(tmp_path, monkeypatch):
+    """Each with the arguments that its name says and with what the first one kept."""
+    started, seconds = [], iter((12.0, 4.0, 6.0, 3.0, 5.0, 1.0, 2.0))
 
     def run(files, size, device, kept, more):
         started.append((kept.name, more))
-        if not python_keeps and len(started) == 1:
-            (kept / "bytecode" / "of-torch").mkdir(parents=True)
-            (kept / "compiled").mkdir()
-        if kept.name == "bytecode":
-            assert [path.name for path in kept.rglob("*")] == ["bytecode", "of-torch"]
         return {"seconds": next(seconds)}
 
     monkeypatch.setattr(startup, "cold", run)
@@ -138,13 +130,11 @@ def test_the_cold_processes_that_are_compared(python_keeps, tmp_path, monkeypatc
     off, profile = ["--compile", "off"], ["--profile", str(tmp_path / "profile.txt")]
     expected = [
         ("nothing kept", [("kept", [])], 1),
-        ("bytecode kept", [("bytecode", [])], 1.5),
         ("artifacts kept", [("kept", [])] * 2, 2),
         ("not compiled, first time", [("kept", off)], 4),
         ("not compiled", [("kept", off)] * 2, 2.4),
         ("profiled", [("kept", profile)], None),
     ]
-    expected = [row for row in expected if not python_keeps or row[0] != "bytecode kept"]
     assert [(row["name"].removeprefix("cold process, "), row.get("ratio")) for row in rows] == [
         (name, ratio) for name, _, ratio in expected
     ]
@@ -152,17 +142,16 @@ def test_the_cold_processes_that_are_compared(python_keeps, tmp_path, monkeypatc
     assert [row["all_seconds"] for row in rows if "all_seconds" in row] == [[4, 6], [1, 5]]
 
 
-def test_a_bench_that_keeps_bytecode_measures_starts_without(tmp_path, monkeypatch):
-    """The command line keeps it, and its environment would be that of what it starts."""
+def test_a_cold_process_keeps_what_it_compiles_in_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("WANCORE_CACHE", str(tmp_path))
-    monkeypatch.setenv(PREFIX, str(tmp_path / "bytecode" / "cpython"))
-    monkeypatch.setenv(FORBIDS, "")
+    for name in OWN_CACHES:
+        monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
     found = {}
     monkeypatch.setattr(
         startup.subprocess, "run", lambda *_, env, **__: found.update(env) or subprocess.CompletedProcess([], 0, "{}")
     )
     startup.child([], "48x48x5", CPU, tmp_path / "kept", [])
-    assert PREFIX not in found and found[FORBIDS] == "1" and found["WANCORE_CACHE"] == str(tmp_path / "kept")
+    assert found["WANCORE_CACHE"] == str(tmp_path / "kept") and not set(OWN_CACHES) & set(found)
 
 
 def test_the_peak_of_host_memory_begins_anew():

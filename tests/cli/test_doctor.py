@@ -80,9 +80,3 @@ def test_text_and_json_agree(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["kernels"] == {"usable": False, "why_not": "needs an NVIDIA GPU"}
     assert "fused kernels" in words
     assert all(version["for"] in words for version in found["libraries"].values())
-
-
-def test_doctor_reports_that_bytecode_is_not_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.pycache_prefix", str(tmp_path))
-    words = doctor.examine("cpu")["system"]["bytecode"]
-    assert "not kept" in words and "PYTHONDONTWRITEBYTECODE" in words and "compileall" in words

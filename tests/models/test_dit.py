@@ -13,6 +13,7 @@ from diffusers import WanTransformer3DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reference_models import diffusers_transformer
 from wan_core.checkpoint.layouts import diffusers_dit_names
 from wan_core.models.wan import layers
 from wan_core.models.wan.config import T2V_A14B, DiTConfig
@@ -34,20 +35,7 @@ KINDS = {
 def random_pair(config: DiTConfig) -> tuple[WanModel, WanTransformer3DModel]:
     """The same random weights in diffusers' module and in ours; every parameter random, biases and modulations too."""
     torch.manual_seed(0)
-    theirs = WanTransformer3DModel(
-        patch_size=config.patch_size,
-        num_attention_heads=config.num_heads,
-        attention_head_dim=config.head_dim,
-        in_channels=config.in_channels,
-        out_channels=config.out_channels,
-        text_dim=config.text_dim,
-        freq_dim=config.freq_dim,
-        ffn_dim=config.ffn_dim,
-        num_layers=config.num_layers,
-        cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads",
-        eps=config.eps,
-    ).eval()
+    theirs = diffusers_transformer(config)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.06)
     names = diffusers_dit_names(theirs.state_dict().keys())

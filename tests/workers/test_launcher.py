@@ -20,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import (
     AdaptiveOptions,
     GuidanceOptions,
@@ -43,7 +44,6 @@ from wan_core.workers.control import (
     Listener,
     connect,
     new_key,
-    pack_tensors,
     unpack_tensors,
 )
 from wan_core.workers.explain import explain
@@ -73,7 +73,7 @@ def named_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 @given(named_tensors())
 def test_tensors_come_back_and_are_a_safetensors_file(tensors: dict[str, torch.Tensor]) -> None:
-    data = b"".join(pack_tensors(tensors))
+    data = b"".join(safetensors_pieces(tensors, {}))
     back = unpack_tensors(bytearray(data))
     reference = safetensors.torch.load(data)
     assert back.keys() == tensors.keys() == reference.keys()
@@ -84,7 +84,7 @@ def test_tensors_come_back_and_are_a_safetensors_file(tensors: dict[str, torch.T
 
 def test_tensors_without_dimensions_or_not_contiguous_come_back() -> None:
     tensors = {"turned": torch.arange(6.0).view(2, 3).T, "number": torch.tensor(3.5)}
-    back = unpack_tensors(bytearray(b"".join(pack_tensors(tensors))))
+    back = unpack_tensors(bytearray(b"".join(safetensors_pieces(tensors, {}))))
     assert torch.equal(back["turned"], tensors["turned"]) and back["number"].shape == ()
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from tools.tiny.clips import Size, encode, held_out_scenes, image_rows
 from tools.tiny.files import part_path, report_sizes
-from tools.tiny.png import write_png
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
 from wan_core.media.metrics import Verdict, judge, psnr
 from wan_core.media.shapes import Scene, draw
@@ -79,7 +79,8 @@ def evaluate(
             rows.append(row)
             print(f"{name:<28}" + "".join(f"{row[claim]:>12.1%}" for claim in CLAIMS), details[name], flush=True)
             sheets = out if out.suffix != ".json" else out.parent
-            write_png(sheets / f"{task}_guidance{guidance:g}.png", contact_sheet(videos[:SHEET_CLIPS]))
+            sheet = Image.fromarray(contact_sheet(videos[:SHEET_CLIPS]).numpy())
+            sheet.save(sheets / f"{task}_guidance{guidance:g}.png")
     result = envelope("embedded", device, rows) | {"steps": steps, "solver": solver, "seed": seed, "details": details}
     result["command"] = result["command"].replace("python -m wan_core", "python -m tools.train_tiny")
     print(write_result(result, out, device))

@@ -25,7 +25,7 @@ from wan_core.cli.options import (
 )
 from wan_core.cli.quality import run_calibrate, run_quality
 from wan_core.cli.workers import add_worker_options
-from wan_core.config import PRECISIONS, UserError, imports
+from wan_core.config import PRECISIONS, UserError
 from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.evaluate.options import add_calibrate_options, add_quality_options
 
@@ -39,7 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["bench"]:
         return run_benchmarks(arguments[1:])
     options = build_parser().parse_args(arguments)
-    imports.quicken()
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
     return report_faults(options.command, lambda: options.run(options))
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from wan_core.config import imports
 from wan_core.execution.report import GIB
 from wan_core.ops.attention.library import IMPORT_FAULTS
 from wan_core.ops.attention.protocol import Attention
@@ -79,7 +78,6 @@ def _system(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": str(device),
-        "bytecode": imports.describe(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -23,9 +23,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--nnodes", type=int, default=1, metavar="HOSTS", help="number of hosts")
     group.add_argument("--rdzv", metavar="HOST:PORT", help="address where the hosts meet: a free port of one of them")
-    group.add_argument(
-        "--rdzv-id", default="wancore", help="name of the run on all hosts (default %(default)s)"
-    )
+    group.add_argument("--rdzv-id", default="wancore", help="name of the run on all hosts (default %(default)s)")
 
 
 def worker_options(options: argparse.Namespace) -> WorkerOptions | None:

@@ -26,7 +26,6 @@ from pathlib import Path
 
 import torch
 
-from wan_core.config import imports
 from wan_core.config.folders import cache_folder
 
 log = logging.getLogger(__name__)
@@ -210,11 +209,9 @@ def sources_hash() -> str:
 
 def prune(folder: Path, limit: int = LIMIT) -> None:
     """Delete what was used longest ago until our folders in `folder` hold at most `limit` bytes; other things in
-    it stay. An entry is a file of ours, or one of the folders that a compiler or Python keeps."""
+    it stay. An entry is a file of ours, or one of the folders that a compiler keeps."""
     entries: list[tuple[float, int, Path]] = []
-    for path in (
-        path for name in (COMPILED, imports.FOLDER, *OWN_CACHES.values()) for path in (folder / name).glob("*")
-    ):
+    for path in (path for name in (COMPILED, *OWN_CACHES.values()) for path in (folder / name).glob("*")):
         try:
             files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
             stats = [file.stat() for file in files]

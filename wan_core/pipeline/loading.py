@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint.staged import current_reading, default_threads, reading
-from wan_core.config import UserError, imports
+from wan_core.config import UserError
 from wan_core.pipeline.rehearsal import Rehearsal
 
 Load = Callable[[str], nn.Module]
@@ -43,7 +43,6 @@ def load_parts(
     if rehearsal is not None:
         rehearsal.begin()
         rehearsal = rehearsal if rehearsal.beside else None
-    imports.done()
     if in_order:
         if rehearsal is not None:
             rehearsal.run()

@@ -18,13 +18,12 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint.safetensors_file import DTYPES
+from wan_core.checkpoint.safetensors_file import DTYPES, safetensors_pieces
 
 LOOPBACK = "127.0.0.1"
 KEY_BYTES = 32
@@ -51,46 +50,23 @@ class AuthenticationError(ChannelError):
 # -------------------------------------------------------------------------------------------------------------- tensors
 
 
-def pack_tensors(tensors: Mapping[str, Tensor]) -> list[memoryview]:
-    """Pieces that make one safetensors file when joined; tensors on the CPU are not copied."""
-    codes = {dtype: code for code, dtype in reversed(DTYPES.items())}  # several codes are bytes to torch
-    header: dict[str, Any] = {}
-    values, end = [], 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):  # keeps alignment
-        flat = tensor.detach().cpu().contiguous().flatten()
-        begin, end = end, end + flat.numel() * flat.element_size()
-        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        if flat.numel():
-            values.append(memoryview(flat.view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return [memoryview(len(text).to_bytes(8, "little") + text), *values]
-
-
 def unpack_tensors(data: bytearray) -> dict[str, Tensor]:
-    """The tensors of a safetensors file in memory; they share `data`. Raises ChannelError for anything else."""
+    """The tensors of a safetensors file in memory; they share `data`, which the library's own reader would copy.
+    Raises ChannelError for anything else."""
     try:
         length = int.from_bytes(data[:8], "little")
         if not 2 <= length <= min(MAX_HEADER, len(data) - 8):
             raise ValueError(f"a header of {length} bytes in {len(data)}")
-        header = json.loads(data[8 : 8 + length])
         tensors = {}
-        for name, entry in header.items():
-            dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            count = prod(shape)
-            if min([0, *shape]) < 0 or not 0 <= begin <= end <= len(data) - 8 - length:
+        for name, entry in json.loads(data[8 : 8 + length]).items():
+            dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+            if not 0 <= begin <= end <= len(data) - 8 - length:
                 raise ValueError(f"{name} lies outside of the data")
-            if end - begin != count * dtype.itemsize:
-                raise ValueError(f"{name} of {shape} in {end - begin} bytes")
-            offset = 8 + length + begin
-            flat = (
-                torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
-                if count
-                else torch.empty(0, dtype=dtype)
-            )
-            tensors[name] = flat.view(shape)
+            part = memoryview(data)[8 + length + begin : 8 + length + end]
+            flat = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
+            tensors[name] = flat.view(entry["shape"])
         return tensors
-    except (ValueError, KeyError, TypeError, AttributeError) as fault:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as fault:
         raise ChannelError(f"the tensors of a frame cannot be read: {fault}") from fault
 
 
@@ -109,7 +85,7 @@ class Channel:
     def send(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Raises ChannelClosed if the peer is gone, ValueError for a frame that is too large."""
         text = json.dumps(header).encode()
-        pieces = pack_tensors(tensors) if tensors else []
+        pieces = list(safetensors_pieces(tensors, {})) if tensors else []
         body = sum(map(len, pieces))
         if len(text) > MAX_HEADER or body > MAX_BODY:
             raise ValueError(f"a frame of {len(text)} + {body} bytes; at most {MAX_HEADER} + {MAX_BODY} may be sent")

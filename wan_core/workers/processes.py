@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor
 
-from wan_core.config import imports
 from wan_core.workers.control import Channel, ChannelError, Listener, new_key
 from wan_core.workers.options import WorkerOptions
 from wan_core.workers.supervisor import SupervisorOptions
@@ -73,7 +72,7 @@ class WorkerProcesses:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **imports.environment(), "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                 start_new_session=True,  # Ctrl+C in a terminal reaches this process alone, which tells the others
             )
 

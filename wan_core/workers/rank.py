@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import OptionError
-from wan_core.workers.control import Channel, connect, pack_tensors, unpack_tensors
+from wan_core.workers.control import Channel, connect, unpack_tensors
 from wan_core.workers.faults import EXIT_FAILED, Interrupted, describe_fault, write_error_file
 from wan_core.workers.heartbeat import Heartbeat, publish_failure
 
@@ -85,7 +86,7 @@ class Rank:
         """Rank 0's request on all ranks, as JSON and safetensors without pickle."""
         if self.rank == 0:
             text = json.dumps(header).encode()
-            body = b"".join(pack_tensors(tensors)) if tensors else b""
+            body = b"".join(safetensors_pieces(tensors, {})) if tensors else b""
             lengths = torch.tensor([len(text), len(body)])
             data = torch.frombuffer(bytearray(text + body), dtype=torch.uint8)
         else:

@@ -72,18 +72,3 @@ def _encoded(value: Tensor | Quantized, quantization: Quantization) -> dict[str,
         return adopted
     data, scale = value.data.to(device), value.scale.to(device)
     return kind.encode(data.float() * spread_scale(scale, data.shape))
-
-
-@torch.no_grad()
-def quantize_model(model: nn.Module, kind: type[QuantLinear], names: frozenset[str], dtype: torch.dtype) -> None:
-    """Quantise a loaded model in place, one linear at a time; each old weight is freed before the next."""
-    for name in sorted(names):
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        values = kind.encode(linear.weight)
-        if linear.bias is not None:
-            values["bias"] = linear.bias.detach().to(dtype)
-        swap_linears(model, kind, [name], dtype)
-        new = model.get_submodule(name)
-        assert isinstance(new, QuantLinear)
-        new.load(values)
