@@ -594,7 +594,7 @@ def test_what_is_ignored_is_said_by_name():
     ("state", "says"),
     [
         ({"blocks.0.self_attn.q.weight": torch.zeros(128, 128)}, "not a LoRA"),
-        ({"diffusion_model.blocks.77.self_attn.q.lora_up.weight": torch.zeros(4, 4)}, "changes nothing of this model"),
+        ({"diffusion_model.blocks.77.self_attn.q.lora_up.weight": torch.zeros(4, 4)}, "changes nothing in this model"),
         (
             {
                 "blocks.0.self_attn.q.lora_up.weight": torch.zeros(5120, 4),
@@ -605,13 +605,13 @@ def test_what_is_ignored_is_said_by_name():
         ({"blocks.0.self_attn.q.lora_up.weight": torch.zeros(128, 4)}, "no counterpart"),
         ({"blocks.0.self_attn.q.lokr_w2": torch.zeros(16, 16)}, "no counterpart"),
         ({"blocks.0.self_attn.q.hada_w2_a": torch.zeros(128, 2)}, "no counterpart"),
-        ({"blocks.0.self_attn.q.alpha": torch.zeros(())}, "not a LoRA|stand alone"),
+        ({"blocks.0.self_attn.q.alpha": torch.zeros(())}, "not a LoRA|have no factors"),
         (
             {
                 "blocks.0.self_attn.q.lora_up.weight": torch.zeros(128, 4),
                 "blocks.0.self_attn.q.lora_down.weight": torch.zeros(3, 128),
             },
-            "no pair of factors",
+            "do not match",
         ),
         (
             {
@@ -625,7 +625,7 @@ def test_what_is_ignored_is_said_by_name():
                 "blocks.0.self_attn.q.lora_up.weight": torch.zeros(128, 4, dtype=torch.int8),
                 "blocks.0.self_attn.q.lora_down.weight": torch.zeros(4, 128),
             },
-            "numbers are expected",
+            "must be floating point",
         ),
         (
             {
@@ -633,7 +633,7 @@ def test_what_is_ignored_is_said_by_name():
                 "blocks.0.self_attn.q.lora_down.weight": torch.zeros(4, 128),
                 "blocks.0.self_attn.q.alpha": torch.tensor(float("nan")),
             },
-            "is no number",
+            "must be one number",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""inspect: what files are said to be."""
+"""inspect: what it reports about files."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_problems(tmp_path: Path) -> None:
     write_safetensors({"x": torch.zeros(2)}, tmp_path / "other.safetensors", {})
     assert "not a Wan 2.2 model" in inspect(tmp_path / "other.safetensors")["problems"][0]
     write_safetensors({"a.lora_up.weight": torch.zeros(2, 2)}, tmp_path / "lora.safetensors", {})
-    assert "of no known model" in inspect(tmp_path / "lora.safetensors")["problems"][0]
+    assert "fits no known model" in inspect(tmp_path / "lora.safetensors")["problems"][0]
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -386,9 +386,9 @@ def test_sizes_that_do_not_fit(config: VAEConfig) -> None:
     for size, message in (
         ((1, 3, 6, stride, stride), "drop the last 1 or add 3"),
         ((1, 3, 5, stride + 1, 2 * stride), f"crop or resize to {2 * stride}x{stride}"),
-        ((1, 4, 5, stride, stride), "needed is"),
-        ((3, 5, stride, stride), "needed is"),
-        ((1, 3, 0, stride, stride), "needed is"),
+        ((1, 4, 5, stride, stride), "the shape must be"),
+        ((3, 5, stride, stride), "the shape must be"),
+        ((1, 3, 0, stride, stride), "the shape must be"),
     ):
         with pytest.raises(OptionError, match=message):
             vae.encode(torch.zeros(size))

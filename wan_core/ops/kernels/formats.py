@@ -1,4 +1,4 @@
-"""FP8 tensors with their scales, and how torch makes them: the reference of every kernel that quantises."""
+"""FP8 tensors with scales, and their quantisation in plain torch: the reference for every kernel that quantises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FP8_MAX = 448.0  # the largest E4M3 number
 BLOCK = 128  # length of a scaled block
 
 Format = Literal["tensor", "row", "block"]
-"""What shares a scale: the whole tensor, every row (the last dimension), or every 128 numbers of a row."""
+"""Granularity of scales: one for the tensor, one per row (the last dimension), or one per 128 numbers of a row."""
 
 
 class Quantized(NamedTuple):
@@ -32,8 +32,11 @@ class Quantized(NamedTuple):
 
 
 def quantize_reference(x: Tensor, fmt: Format, amax: Tensor | None = None) -> Quantized:
-    """Scale so that the largest number of each group becomes 448, and round. Groups of zeros keep scale 1e-12/448.
-    amax: of a "tensor", where more than x shares the scale."""
+    """x [..., K] quantised: each group is scaled so that its largest number becomes 448, then rounded.
+
+    Groups of zeros get the scale 1e-12 / 448. amax: the largest absolute value for "tensor", if other shards share the
+    scale. Raises ValueError if K is not a multiple of 128 for "block".
+    """
     values = x.float()
     if fmt == "tensor":
         amax = (values.abs().amax() if amax is None else amax.float()).reshape(1)
@@ -49,8 +52,8 @@ def quantize_reference(x: Tensor, fmt: Format, amax: Tensor | None = None) -> Qu
 
 
 def spread_scale(scale: Tensor, shape: torch.Size) -> Tensor:
-    """The scale of a weight [N, K], in float32 so that it multiplies it. It is one number, one for a row, or one for
-    128 x 128 weights."""
+    """The scale of a weight [N, K] in float32, in a shape that broadcasts to the weight. `scale` has one number for the
+    tensor, one per row, or one per 128 x 128 block."""
     scale = scale.float()
     if scale.numel() == 1:
         return scale.reshape([1] * len(shape))

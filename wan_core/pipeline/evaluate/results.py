@@ -37,16 +37,16 @@ def envelope(suite: str, device: torch.device, rows: list[dict[str, Any]], progr
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those that are installed."""
-    found = {}
+    """Package -> version, for the installed ones."""
+    versions = {}
     for package in packages:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            versions[package] = version(package)
+    return versions
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:
-    """The commit of the checkout that `folder` lies in, by default of this one; None where it is none."""
+    """The commit of the checkout that contains `folder` (by default, this one); None outside a git checkout."""
     try:
         return subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],
