@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -61,3 +62,17 @@ def spread_scale(scale: Tensor, shape: torch.Size) -> Tensor:
     if scale.numel() == n and scale.shape[0] == n:
         return scale.reshape(n, 1)
     return scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+
+
+class BlockFormat(NamedTuple):
+    """A GGUF block format. `dequantize`: uint8 [n, bytes] -> float32 [n, numbers]."""
+
+    name: str
+    code: int  # ggml's type number
+    numbers: int  # numbers per block
+    bytes: int  # bytes per block
+    dequantize: Callable[[Tensor], Tensor]
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of a row of `k` numbers; `k` is a multiple of `numbers`."""
+        return k // self.numbers * self.bytes

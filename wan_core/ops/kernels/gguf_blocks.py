@@ -13,28 +13,15 @@ Legend: n blocks. Functions take uint8 [n, bytes] and give float32 [n, numbers].
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from wan_core.ops.custom_ops import operator, shapes_of
 from wan_core.ops.kernels import fused
+from wan_core.ops.kernels.formats import BlockFormat
 
 CHUNK = 2**22  # numbers dequantised at a time, to keep intermediate tensors small
-
-
-class BlockFormat(NamedTuple):
-    name: str
-    code: int  # ggml's type number
-    numbers: int  # numbers per block
-    bytes: int  # bytes per block
-    dequantize: Callable[[Tensor], Tensor]
-
-    def row_bytes(self, k: int) -> int:
-        """Bytes of a row of `k` numbers; `k` is a multiple of `numbers`."""
-        return k // self.numbers * self.bytes
 
 
 def unpack_reference(data: Tensor, name: str, dtype: torch.dtype = torch.float32) -> Tensor:

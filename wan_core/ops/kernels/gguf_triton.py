@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wan_core.ops.kernels.gguf_blocks import BlockFormat
+from wan_core.ops.kernels.formats import BlockFormat
 
 NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 WIDTH = 1024  # numbers per program
