@@ -15,12 +15,13 @@ from pathlib import Path
 
 import av
 import numpy as np
-from av.error import FFmpegError
 from av.video.reformatter import ColorRange, Colorspace
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from wan_core.config import OptionError
+from wan_core.config.limits import MAX_FRAME, MAX_FRAMES, MAX_JSON, MAX_VIDEO
+from wan_core.media.opening import open_picture, open_video
 
 _BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
 
@@ -169,36 +170,62 @@ def write_sheet(path: str | os.PathLike[str], frames: NDArray[np.uint8], *, colu
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def read_video(path: str | os.PathLike[str], *, max_frames: int | None = None) -> NDArray[np.uint8]:
-    """The frames of a video file of any format that FFmpeg reads: uint8 [F, H, W, 3], at most `max_frames` of them.
+def read_video(
+    path: str | os.PathLike[str],
+    *,
+    max_frames: int | None = None,
+    max_frame: int = MAX_FRAME,
+    max_pixels: int = MAX_VIDEO,
+) -> NDArray[np.uint8]:
+    """The frames of an MP4, MOV, MKV, WebM, AVI or GIF file: uint8 [F, H, W, 3], at most `max_frames` of them.
 
-    Raises OptionError if the file is missing, not a video or damaged.
+    Raises OptionError if the file is missing, not a video, damaged, or has more than `max_frame` pixels in a frame or
+    `max_pixels` in all.
     """
     if max_frames is not None and max_frames < 1:
         raise OptionError(f"max_frames {max_frames} is not allowed; use 1 or more, or leave it out")
     frames: list[NDArray[np.uint8]] = []
-    try:
-        with av.open(str(Path(path).absolute())) as container:
-            if not container.streams.video:
-                raise OptionError(f"{path} holds no video, only other streams")
-            for frame in container.decode(video=0):
-                frames.append(frame.to_ndarray(format="rgb24"))
-                if len(frames) == max_frames:
-                    break
-    except FFmpegError as error:
-        raise OptionError(f"cannot read {path} as a video ({error.strerror})") from error
+    with open_video(path) as container:
+        if not container.streams.video:
+            raise OptionError(f"{path} holds no video, only other streams")
+        for frame in container.decode(video=0):
+            _check_amount(path, frame, frames, max_frame, max_pixels)
+            frames.append(frame.to_ndarray(format="rgb24"))
+            if len(frames) == max_frames:
+                break
     if not frames:
         raise OptionError(f"cannot read {path} as a video (it holds no frames)")
-    return np.stack(frames)
+    video = np.empty((len(frames), *frames[0].shape), np.uint8)
+    for index in reversed(range(len(frames))):
+        video[index] = frames.pop()  # so that memory holds each frame once
+    return video
+
+
+def _check_amount(
+    path: str | os.PathLike[str],
+    frame: av.VideoFrame,
+    frames: list[NDArray[np.uint8]],
+    max_frame: int,
+    max_pixels: int,
+) -> None:
+    """Raise OptionError where one more frame is too much, or differs in size from the first."""
+    width, height = frame.width, frame.height
+    if not 0 < width * height <= max_frame:
+        raise OptionError(f"{path} has frames of {width}x{height} pixels: 1 to {max_frame} pixels can be read here")
+    if frames and frames[0].shape[:2] != (height, width):
+        first = frames[0].shape
+        raise OptionError(f"{path}: frame {len(frames)} has {width}x{height} pixels, the first {first[1]}x{first[0]}")
+    allowed = min(MAX_FRAMES, max_pixels // (width * height))
+    if len(frames) >= allowed:
+        raise OptionError(f"{path} has more than {allowed} frames of {width}x{height} pixels: cut it first")
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     """The `metadata` that `write_mp4` stored; empty if another program wrote the file. Raises as `read_video` does."""
-    try:
-        with av.open(str(Path(path).absolute())) as container:
-            comment = container.metadata.get("comment", "")
-    except FFmpegError as error:
-        raise OptionError(f"cannot read {path} as a video ({error.strerror})") from error
+    with open_video(path) as container:
+        comment = container.metadata.get("comment", "")
+    if len(comment) > MAX_JSON:
+        return {}
     try:
         found = json.loads(comment)
     except (ValueError, RecursionError):  # a comment of another program
@@ -216,14 +243,16 @@ def load_image(path: str | os.PathLike[str], size: tuple[int, int] | None = None
     """
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise OptionError(f"size {size} is not allowed; use (width, height), both 1 or more")
-    try:
-        with Image.open(path) as file:
-            image = _to_rgb(ImageOps.exif_transpose(file))
-    except (UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise OptionError(f"cannot read {path} as a picture ({error})") from error
-    except OSError as error:
-        raise OptionError(f"cannot read {path} as a picture ({error.strerror or error})") from error
+    with open_picture(path) as file:
+        image = _to_rgb(ImageOps.exif_transpose(file))
     return _to_pixels(image if size is None else ImageOps.fit(image, size, Image.Resampling.LANCZOS))
+
+
+def picture_size(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """(width, height) of the picture that `load_image` gives. Decodes it once, so that damage is found now. Raises as
+    `load_image` does."""
+    with open_picture(path) as file:
+        return _to_rgb(ImageOps.exif_transpose(file)).size
 
 
 def fit_image(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
@@ -235,8 +264,10 @@ def fit_image(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.
 
 
 def _to_pixels(image: Image.Image) -> NDArray[np.float32]:
-    pixels = np.asarray(image).astype(np.float32)
-    pixels /= 255
+    pixels = np.empty((image.height, image.width, 3), np.float32)
+    for top in range(0, image.height, 256):  # in strips: the bytes of a large picture never exist twice
+        strip = image.crop((0, top, image.width, min(top + 256, image.height)))
+        np.divide(np.asarray(strip), np.float32(255), out=pixels[top : top + 256], dtype=np.float32)
     return pixels
 
 
@@ -246,4 +277,4 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.has_transparency_data:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
