@@ -73,7 +73,7 @@ def open_pickle(path: Path) -> Checkpoint:
 
 
 class _Archive(io.BufferedReader):
-    """A file that refuses large reads: `zipfile` reads the whole list of members at once, and makes an object of each."""
+    """A file that refuses large reads: `zipfile` reads the list of members at once, and makes an object of each."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         wanted = size if size is not None and size >= 0 else os.fstat(self.fileno()).st_size - self.tell()

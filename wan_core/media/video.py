@@ -190,7 +190,7 @@ def read_video(
             raise OptionError(f"{path} holds no video, only other streams")
         for frame in container.decode(video=0):
             _check_amount(path, frame, frames, max_frame, max_pixels)
-            frames.append(frame.to_ndarray(format="rgb24"))
+            frames.append(np.asarray(frame.to_ndarray(format="rgb24"), np.uint8))
             if len(frames) == max_frames:
                 break
     if not frames:
