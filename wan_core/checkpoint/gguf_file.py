@@ -193,8 +193,8 @@ def _header(cursor: Cursor) -> tuple[dict[str, object], list[Stored]]:
     tensors, count = cursor.number("Q"), cursor.number("Q")
     if tensors > MAX_TENSORS or count > MAX_METADATA:
         raise cursor.fault(
-            f"it claims {tensors} tensors and {count} metadata entries, and at most {MAX_TENSORS} and {MAX_METADATA} are"
-            " read"
+            f"it claims {tensors} tensors and {count} metadata entries, and at most {MAX_TENSORS} and {MAX_METADATA}"
+            " are read"
         )
     metadata: dict[str, object] = {}
     for _ in range(count):

@@ -23,6 +23,7 @@ from wan_core.config import OptionError
 from wan_core.config.limits import MAX_FRAME, MAX_FRAMES, MAX_JSON, MAX_VIDEO
 from wan_core.media.opening import open_picture, open_video
 
+GROWTH = 8  # frames for which room is made at once while a video is read
 _BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
 
 
@@ -184,39 +185,41 @@ def read_video(
     """
     if max_frames is not None and max_frames < 1:
         raise OptionError(f"max_frames {max_frames} is not allowed; use 1 or more, or leave it out")
-    frames: list[NDArray[np.uint8]] = []
+    video, count = np.empty((0, 0, 0, 3), np.uint8), 0
     with open_video(path) as container:
         if not container.streams.video:
             raise OptionError(f"{path} holds no video, only other streams")
         for frame in container.decode(video=0):
-            _check_amount(path, frame, frames, max_frame, max_pixels)
-            frames.append(np.asarray(frame.to_ndarray(format="rgb24"), np.uint8))
-            if len(frames) == max_frames:
+            _check_amount(path, frame, count, video.shape, max_frame, max_pixels)
+            if count == len(video):  # grows in place, so that memory holds each frame once
+                video.resize((count + GROWTH, frame.height, frame.width, 3), refcheck=False)
+            video[count] = frame.to_ndarray(format="rgb24")
+            count += 1
+            if count == max_frames:
                 break
-    if not frames:
+    if not count:
         raise OptionError(f"cannot read {path} as a video (it holds no frames)")
-    video = np.empty((len(frames), *frames[0].shape), np.uint8)
-    for index in reversed(range(len(frames))):
-        video[index] = frames.pop()  # so that memory holds each frame once
+    video.resize((count, *video.shape[1:]), refcheck=False)
     return video
 
 
 def _check_amount(
     path: str | os.PathLike[str],
     frame: av.VideoFrame,
-    frames: list[NDArray[np.uint8]],
+    count: int,
+    shape: tuple[int, ...],
     max_frame: int,
     max_pixels: int,
 ) -> None:
-    """Raise OptionError where one more frame is too much, or differs in size from the first."""
+    """Raise OptionError where one more frame after `count` is too much, or differs in size from the first: [F, H, W, 3]
+    in `shape`."""
     width, height = frame.width, frame.height
     if not 0 < width * height <= max_frame:
         raise OptionError(f"{path} has frames of {width}x{height} pixels: 1 to {max_frame} pixels can be read here")
-    if frames and frames[0].shape[:2] != (height, width):
-        first = frames[0].shape
-        raise OptionError(f"{path}: frame {len(frames)} has {width}x{height} pixels, the first {first[1]}x{first[0]}")
+    if count and shape[1:3] != (height, width):
+        raise OptionError(f"{path}: frame {count} has {width}x{height} pixels, the first {shape[2]}x{shape[1]}")
     allowed = min(MAX_FRAMES, max_pixels // (width * height))
-    if len(frames) >= allowed:
+    if count >= allowed:
         raise OptionError(f"{path} has more than {allowed} frames of {width}x{height} pixels: cut it first")
 
 
@@ -244,7 +247,7 @@ def load_image(path: str | os.PathLike[str], size: tuple[int, int] | None = None
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise OptionError(f"size {size} is not allowed; use (width, height), both 1 or more")
     with open_picture(path) as file:
-        image = _to_rgb(ImageOps.exif_transpose(file))
+        image = _to_rgb(file)
     return _to_pixels(image if size is None else ImageOps.fit(image, size, Image.Resampling.LANCZOS))
 
 
@@ -252,7 +255,7 @@ def picture_size(path: str | os.PathLike[str]) -> tuple[int, int]:
     """(width, height) of the picture that `load_image` gives. Decodes it once, so that damage is found now. Raises as
     `load_image` does."""
     with open_picture(path) as file:
-        return _to_rgb(ImageOps.exif_transpose(file)).size
+        return _to_rgb(file).size
 
 
 def fit_image(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
@@ -272,9 +275,11 @@ def _to_pixels(image: Image.Image) -> NDArray[np.float32]:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
+    """The picture, turned as it was taken and without transparency. `image` is changed: memory has few copies of it."""
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16 bits of grey, which Pillow's own conversion would clip at 255
         image = Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
     if image.has_transparency_data:
-        image = image.convert("RGBA")
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
