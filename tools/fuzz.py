@@ -35,6 +35,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tools.hostile.readers import READERS, Reader
 from wan_core.config import UserError
 
@@ -63,6 +65,7 @@ class Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cases", type=int, default=1200, help="of each reader (default %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case; the costly ones come first")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=READERS, default=list(READERS), metavar="READER")
     parser.add_argument("--case", type=int, help="run one case in this process")
@@ -70,13 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.case is not None:
         return run_alone(READERS[options.only[0]], options.case, options.seed)
+    torch.set_num_threads(1)  # threads do not survive a fork
     outcomes: list[Outcome] = []
     for name in options.only:
-        for outcome in run(name, options.cases, options.seed):
+        for outcome in run(name, range(options.first, options.first + options.cases), options.seed):
             outcomes.append(outcome)
             if outcome.is_fault:
                 print(f"{name} {outcome.number}: {outcome.what}: {outcome.why}", flush=True)
                 keep(options.keep, outcome, options.seed)
+        print(f"{name}: {options.cases} cases", file=sys.stderr, flush=True)
     print(table(outcomes))
     return int(any(outcome.is_fault for outcome in outcomes))
 
@@ -115,14 +120,13 @@ def run_alone(reader: Reader, number: int, seed: int) -> int:
 # -------------------------------------------------------------------------------------------------------------- workers
 
 
-def run(name: str, cases: int, seed: int) -> Iterator[Outcome]:
+def run(name: str, numbers: range, seed: int) -> Iterator[Outcome]:
     """The outcome of each case of a reader, in order. A worker that ends is replaced, from the next case on."""
     reader = READERS[name]
     warm_up(reader)
-    begin = 0
-    while begin < cases:
-        end = min(begin + BATCH, cases)
-        yield from (found := list(batch(name, begin, end, seed)))
+    begin = numbers.start
+    while begin < numbers.stop:
+        yield from (found := list(batch(name, begin, min(begin + BATCH, numbers.stop), seed)))
         begin += len(found)
 
 
@@ -186,7 +190,7 @@ def one(name: str, number: int, seed: int, folder: Path) -> Outcome:
     """Read one case, under the limits."""
     reader = READERS[name]
     path = written(reader, reader.case(number, seed), folder)
-    gc.collect(0)
+    gc.collect()
     before, begin = reset_memory(), time.process_time()
     limit_memory(MEMORY)
     signal.setitimer(signal.ITIMER_PROF, SECONDS * 1.2)

@@ -142,12 +142,12 @@ def latents(random: Random) -> bytes:
     return stored({name: value}, header["__metadata__"])
 
 
-def _claimed(*shape: int, settings: str = "{}") -> bytes:
-    return stored({"latents": torch.zeros(shape)}, {"fps": "8", "settings": settings})
+def _claimed(*shape: int, settings: str = "{}", dtype: torch.dtype = torch.float32) -> bytes:
+    return stored({"latents": torch.zeros(shape, dtype=dtype)}, {"fps": "8", "settings": settings})
 
 
 LATENTS_BOMBS: tuple[Callable[[], bytes], ...] = (
-    lambda: _claimed(1, 16, 1, 4096, 2049),
+    lambda: _claimed(1, 16, 1, 4096, 2049, dtype=torch.float8_e4m3fn),
     lambda: _claimed(1, 1, 1, 1, 1),
     lambda: _claimed(1, 16, 0, 4, 4),
     lambda: stored(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
+import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,7 +94,10 @@ def open_picture(path: str | os.PathLike[str]) -> Iterator[Image.Image]:
         check_file_size(path, MAX_PICTURE_FILE)
         _check_chunks(Path(path))
         Image.init()
-        with Image.open(path, formats=[name for name in PICTURES if name in Image.OPEN]) as picture:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is lower
+            opened = Image.open(path, formats=[name for name in PICTURES if name in Image.OPEN])
+        with opened as picture:
             width, height = picture.size
             if width * height > MAX_PICTURE:
                 raise OptionError(
