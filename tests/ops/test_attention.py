@@ -353,7 +353,7 @@ def test_one_graph_for_every_length():
     assert counting.graphs == 1
 
 
-# ---------------------------------------------------------------------------------------------------------- the protocol
+# --------------------------------------------------------------------------------------------------------- the protocol
 
 
 def test_a_plain_function_ignores_the_call_and_says_whether_it_gives_log_sum_exp():

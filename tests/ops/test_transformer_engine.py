@@ -23,6 +23,7 @@ from wan_core.ops.attention.sdpa import SDPA
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Quantized, quantize_reference
 from wan_core.ops.quant import transformer_engine as te
 from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8TensorLinear
+from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import (
     HISTORY,
     DelayedState,
@@ -32,7 +33,6 @@ from wan_core.ops.quant.transformer_engine import (
     next_scales,
     padded,
 )
-from wan_core.ops.quant.swap import Quantization
 
 CPU = torch.device("cpu")
 KINDS = [TEDelayedLinear, TECurrentLinear, TEBlockLinear]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT, small_dit
 from wan_core.config import AdaptiveOptions, GuidanceOptions, MagCacheOptions, SkipOptions, TaylorSeerOptions
-from wan_core.models.wan.runners import BlockInputs, ForwardInfo, Place, RunnerChain
 from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.runners import BlockInputs, ForwardInfo, Place, RunnerChain
 from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.cache.curves import published_curves
 from wan_core.sampling.cache.residual import residual_program, residuals, weights
