@@ -229,8 +229,8 @@ def test_sparse_steps_are_warm_too():
     exact = pipe.sample(job, pipe.encode(job))
     for name in ("high", "low"):
         attention = pipe.models.residency.models[name].blocks[0].self_attn
-        attention.o.register_forward_hook(
-            lambda *_, n=name, own=attention: calls.setdefault(n, []).append(type(own.attend).__name__)
+        attention.register_forward_hook(
+            lambda own, *_, n=name: calls.setdefault(n, []).append(type(own.attend).__name__)
         )
     warm_up(pipe, request)
     kinds = {name: {step.sparsity > 0 for step in job.plan.steps if step.expert == name} for name in calls}
@@ -250,7 +250,7 @@ def test_a_warm_up_that_runs_out_of_memory_goes_on():
             failed.append(1)
             raise torch.cuda.OutOfMemoryError("as a test wants it")
 
-    pipe.models.residency.models["low"].blocks[2].self_attn.o.register_forward_pre_hook(fail)
+    pipe.models.residency.models["low"].blocks[2].self_attn.register_forward_pre_hook(fail)
     warm_up(pipe, request)
     assert failed and any("out of memory, going on" in note for note in pipe.report.notes)
 
