@@ -3,7 +3,7 @@
 #   PYTHON=python3.12          the interpreter .venv is made from (3.10 or newer; the tests need 3.11)
 #   TORCH='torch==2.11.0'      another torch than the pinned one
 #   PYTEST_ARGS='-k plan -x'   instead of two processes, a file to each (-n 2 ...), which take half the time of one
-#   BENCH_ARGS='--suite guidance' another suite of the benchmark than the ladder
+#   BENCH_ARGS='guidance --runs 2'  another suite of the benchmark than the ladder (python -m benchmarks --help)
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
@@ -13,7 +13,7 @@ BIN    := .venv/bin
 # torch is named in every call, so that nothing installed later can replace it
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(TORCH)
 
-BENCH_ARGS ?= --suite single
+BENCH_ARGS ?= single
 
 PROMPT ?= a red circle moving right on a blue background
 DEMO   := out/demo.mp4
@@ -52,7 +52,7 @@ format: .venv/.test
 	$(BIN)/ruff format
 
 bench: .venv/.runtime
-	$(BIN)/python -m benchmarks --out benchmarks/results $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks $(BENCH_ARGS) --out benchmarks/results
 
 clean:
 	rm -rf .venv out .pytest_cache .ruff_cache .hypothesis

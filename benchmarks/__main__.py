@@ -12,10 +12,7 @@ from wan_core.cli import report_faults
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a suite. Returns the exit code: 0 done, 1 a row failed, 2 a user error, 3 out of memory, 130 interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure the engine and its peers.")
-    parser.add_argument("suite", nargs="?", choices=tuple(SUITES), metavar="SUITE", help=suites_help())
-    add_bench_options(parser)
-    options = parser.parse_args(arguments)
+    options = build_parser().parse_args(suite_first(sys.argv[1:] if arguments is None else arguments))
 
     def run() -> int:
         from benchmarks.run import run_bench  # imports torch: not for `--help`
@@ -25,8 +22,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return report_faults("benchmarks", run)
 
 
-def suites_help() -> str:
-    return "; ".join(f"{name}: {suite.summary}" for name, suite in SUITES.items())
+def build_parser() -> argparse.ArgumentParser:
+    width = max(map(len, SUITES))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        usage="%(prog)s [SUITE] [options]",
+        description="Measure the engine and its peers on this machine.",
+        epilog="\n".join(
+            [
+                "suites:",
+                *(f"  {name:<{width}}  {suite.summary}" for name, suite in SUITES.items()),
+                f"  {'(none)':<{width}}  single forwards in the settings that --setting names",
+            ]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("suite", nargs="?", choices=tuple(SUITES), metavar="SUITE", help="what to measure: see below")
+    add_bench_options(parser)
+    return parser
+
+
+def suite_first(arguments: Sequence[str]) -> list[str]:
+    """`arguments` with the older spelling `--suite NAME` as the first, positional argument."""
+    found = list(arguments)
+    for place, argument in enumerate(found):
+        if argument == "--suite" and place + 1 < len(found):
+            return [found[place + 1], *found[:place], *found[place + 2 :]]
+        if argument.startswith("--suite="):
+            return [argument.partition("=")[2], *found[:place], *found[place + 1 :]]
+    return found
 
 
 if __name__ == "__main__":

@@ -26,14 +26,15 @@ import torch
 
 from benchmarks.cases import plain_model
 from benchmarks.measure import make_room, settle
+from benchmarks.rows import Row, guarded
 from benchmarks.setups import SETUPS, Setup, find_setup
 from benchmarks.trajectory import latent_shape
 from wan_core.config import AdaptiveOptions, MagCacheOptions, OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.execution.optimize import begin_run
 from wan_core.execution.report import GIB, Report, StepClock
 from wan_core.models.vae.config import VAE_21
+from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.magcache import PRESETS
 from wan_core.sampling.cache.skipping import leave_out
@@ -67,7 +68,8 @@ def caches_rows(
             raise OptionError(reason)
         make_room(device)
         model, stride = plain_model(name, device, dtype, options.layers, setup.quantization(device))
-        if stride != VAE_21.spatial_stride or model.config.in_channels != VAE_21.z_dim:
+        task = choose_task(model.config).task
+        if stride != VAE_21.spatial_stride or task.image != "none":
             raise OptionError(f"model {name!r} given; the suite caches takes random:t2v-A14B, tiny or a file like them")
         trial = Trial(setup.apply(model), setup, device)
         for size in sizes:

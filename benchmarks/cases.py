@@ -10,6 +10,7 @@ from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.random import random_module
 from wan_core.config import OptionError, check_size
 from wan_core.execution.optimize import optimize
+from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.tasks import find_task
 from wan_core.ops.attention.registry import resolve_attention
@@ -48,7 +49,7 @@ def plain_model(
     else:
         path = TINY / "t2v_high.safetensors" if name == "tiny" else name
         model = load_dit(path, device=device, dtype=dtype, quantization=held)
-        stride = 16 if model.config.in_channels == 48 else 8
+        stride = choose_task(model.config).task.vae.spatial_stride
         if layers is not None:
             del model.blocks[layers:]
     assert isinstance(model, WanModel)

@@ -11,8 +11,8 @@ import torch
 from benchmarks.cases import Case, bench_model, make_case
 from benchmarks.measure import measure, relative_error
 from benchmarks.options import SUITES
+from benchmarks.rows import Row
 from benchmarks.settings import make_forward
-from wan_core.pipeline.evaluate.results import Row
 
 
 def forward_rows(

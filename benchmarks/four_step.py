@@ -31,6 +31,7 @@ from torch import Tensor
 from benchmarks.cases import parse_size
 from benchmarks.generation import PROMPT
 from benchmarks.measure import make_room, settle
+from benchmarks.rows import Row, guarded
 from benchmarks.setups import Setup, find_setup
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.random import random_module
@@ -40,7 +41,6 @@ from wan_core.execution.report import GIB
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.pipeline.loras import AppliedLoras, Wanted, merging, read_loras
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import RANDOM, TINY, find_experts

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.cases import parse_size
+from benchmarks.rows import Row
 from wan_core.config import LoadOptions, Request
-from wan_core.pipeline.evaluate.results import Row
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import skip_options
 

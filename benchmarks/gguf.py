@@ -30,6 +30,7 @@ from torch import Tensor
 from benchmarks.cases import make_case, plain_model
 from benchmarks.gguf_files import ENCODERS, write_gguf
 from benchmarks.measure import make_room, measure, relative_error, settle, weights_bytes
+from benchmarks.rows import Row, guarded
 from wan_core.checkpoint import load_dit
 from wan_core.config import OptionError
 from wan_core.execution.optimize import optimize
@@ -41,8 +42,7 @@ from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.quant.packed import PRECISION, PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES
-from wan_core.pipeline.builder import find_quantization
-from wan_core.pipeline.evaluate.results import Row, guarded
+from wan_core.pipeline.settings import find_quantization
 
 
 def gguf_rows(

@@ -67,6 +67,11 @@ SUITES: dict[str, Suite] = {
         ("1280x720x81", "832x480x81"),
         takes=("setup", "setting", "layers", "precision", "runs", "gpus"),
     ),
+    "compare": Suite(
+        "steps of this checkout and of another one, measured in turns",
+        ("1280x720x81",),
+        takes=("checkout", "setup", "layers", "runs", "steps"),
+    ),
     "forward": Suite(
         "one forward, ours and diffusers'",
         ("832x480x81", "1280x720x81"),
@@ -108,8 +113,6 @@ SETTINGS = {
 
 
 def add_bench_options(parser: argparse.ArgumentParser) -> None:
-    # the spelling before `python -m benchmarks SUITE`; SUPPRESS: it does not overwrite a suite given by position
-    parser.add_argument("--suite", choices=tuple(SUITES), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument(
         "--model", help="random:TASK, tiny, or a transformer file (default: random:t2v-A14B on a GPU, tiny on a CPU)"
     )
@@ -124,7 +127,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         "after it; repeatable (default: all rows of the suite)",
     )
     parser.add_argument("--layers", type=int, help="only this many blocks (to measure on less memory, or sooner)")
-    parser.add_argument("--runs", type=int, help="timed runs after one warm-up (default 3)")
+    parser.add_argument("--runs", type=int, help="timed runs after one that is not counted (default 3)")
     parser.add_argument("--gpus", type=int, help="of the suite parallel (default: all there are)")
     parser.add_argument("--steps", type=int, help="steps of a generation, in suites that make one")
     parser.add_argument(
@@ -136,6 +139,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         help="folder for files that a suite writes and removes again (default: the system's); startup writes 57 GB",
     )
     parser.add_argument("--profile", type=Path, help="text file for what took long in a cold process (suite startup)")
+    parser.add_argument("--checkout", type=Path, help="folder of the checkout to compare with (suite compare)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="of what is not quantised")
     add_skip_options(parser)

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan_core.checkpoint.layouts import diffusers_dit_names
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.wan.keys import diffusers_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.library import load_torchs_cudnn
 
@@ -92,7 +92,7 @@ def _diffusers(model: WanModel) -> nn.Module:
             num_layers=config.num_layers,
             eps=config.eps,
         )
-    names = diffusers_dit_names(peer.state_dict().keys())
+    names = diffusers_names(peer.state_dict().keys())
     assert names is not None
     ours = model.state_dict()
     peer.load_state_dict({theirs: ours[name] for theirs, name in names.items()}, assign=True)

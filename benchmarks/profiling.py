@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.cases import Case, make_case, plain_model
 from benchmarks.kernel_classes import CLASSES, kernel_class
 from benchmarks.measure import make_room, settle
+from benchmarks.rows import Row, guarded
 from benchmarks.setups import Setup, find_setup
-from wan_core.pipeline.evaluate.results import Row, guarded
 
 DEFAULT_SETUPS = ("+ compile", "fp8 + cudnn-fp8 + compile")
 LISTED = 40  # kernels by name

@@ -1,7 +1,7 @@
 """A pipeline from its first prompt on, for suite `startup`: how long until the first forward of a video is launched.
 
-Random weights at full size (`--layers` for fewer blocks) in FP8, blocks compiled, everything resident; on a CPU the
-embedded model as it is. Rows, by name:
+Random weights at full size (`--layers` for fewer blocks) in FP8, everything resident; on a CPU the embedded model as it
+is. Rows, by name:
 
 first prompt     right after loading for it
 second prompt    another one at the same size
@@ -10,8 +10,8 @@ back again       at the size of before
 
 seconds          from the call of `generate` to the launch of its first forward: checks, text encoding and preparing
                  the prompt in it
-compilations     graphs that torch traced in it and in the first step; `compiled_anew`: entries that no cache had
-load_seconds     of loading, with what was prepared meanwhile (in the first row)
+compilations     graphs that torch compiled in it and in the first step
+load_seconds     of loading (in the first row)
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ import torch
 
 from benchmarks.cases import parse_size
 from benchmarks.measure import compile_counts, settle
+from benchmarks.rows import Row, guarded
 from wan_core.config import LoadOptions, Request
-from wan_core.execution.optimize import compiled_anew
-from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.pipeline.pipeline import Pipeline
 
 PROMPTS = (
@@ -39,8 +38,8 @@ PROMPTS = (
 NAMES = ("first prompt", "second prompt", "changed size", "back again")
 
 
-class Enough(Exception):
-    """The first step has been launched, and no more is wanted."""
+class FirstStepDone(Exception):
+    """Ends a generation after its first step."""
 
 
 def ready_rows(name: str, sizes: list[str], device: torch.device, layers: int | None) -> Iterator[Row]:
@@ -49,7 +48,6 @@ def ready_rows(name: str, sizes: list[str], device: torch.device, layers: int | 
         model=f"{name}:{layers}" if random and layers else name,
         device=str(device),
         precision="fp8" if cuda else "checkpoint",
-        compile="blocks" if cuda else "off",
         residency="resident" if cuda else "auto",
     )
     width, height, frames = parse_size(sizes[-1])
@@ -78,29 +76,24 @@ def halved(request: Request) -> Request:
 
 
 def until_first_forward(pipe: Pipeline, request: Request) -> Row:
-    """Generate up to the first step, and say how long its first forward was in coming."""
+    """Generate up to the first step: seconds until its first forward is launched."""
     launched: list[float] = []
     model = pipe.models.residency.models["high"]
     hook = model.register_forward_pre_hook(lambda *_: launched.append(time.perf_counter()))
-    graphs, anew = compile_counts()[0], made_anew(pipe)
+    graphs = compile_counts()[0]
 
     def stop(*_: Any) -> None:
-        raise Enough
+        raise FirstStepDone
 
     settle(pipe.models.device)
     begin = time.perf_counter()
     try:
         pipe.generate(request, on_step=stop)
-    except Enough:
+    except FirstStepDone:
         settle(pipe.models.device)
     finally:
         hook.remove()
     return {
         "seconds": round(launched[0] - begin, 4),
         "compilations": compile_counts()[0] - graphs,
-        "compiled_anew": made_anew(pipe) - anew,
     }
-
-
-def made_anew(pipe: Pipeline) -> int:
-    return 0 if pipe.models.artifacts is None else compiled_anew()

@@ -11,14 +11,16 @@ import torch
 
 from benchmarks.caches import caches_rows
 from benchmarks.cases import parse_size
+from benchmarks.compare import compare_rows
 from benchmarks.forwards import forward_rows
 from benchmarks.four_step import four_step_rows
 from benchmarks.generation import generation_rows
 from benchmarks.gguf import gguf_rows
 from benchmarks.options import CPU_SIZE, PARALLEL_PARTS, STARTUP_PARTS, STREAMING_PARTS, STREAMING_PRECISIONS, SUITES
 from benchmarks.parallel import parallel_rows
-from benchmarks.peers import PEERS
+from benchmarks.peers import PEERS, peer_versions
 from benchmarks.profiling import profile_rows, profile_table
+from benchmarks.rows import Row, table
 from benchmarks.settings import check_setting
 from benchmarks.setups import find_setup
 from benchmarks.single import single_rows
@@ -28,8 +30,8 @@ from benchmarks.streaming import streaming_rows
 from benchmarks.switch import switch_rows
 from benchmarks.trajectory import trajectory_rows
 from wan_core.config import OptionError
-from wan_core.pipeline.builder import choose_device
-from wan_core.pipeline.evaluate.results import Row, envelope, table, write_result
+from wan_core.pipeline.evaluate.results import envelope, write_result
+from wan_core.pipeline.settings import choose_device
 from wan_core.sampling.cache.arguments import skip_options
 
 Rows = Callable[[str, list[str], torch.device, argparse.Namespace, dict[str, Any]], Iterator[Row]]
@@ -48,6 +50,7 @@ MEASURES: dict[str, Rows] = {
     "gguf": gguf_rows,
     "four-step": four_step_rows,
     "generate": generation_rows,
+    "compare": compare_rows,
     "forward": forward_rows,
     "guidance": forward_rows,
 }
@@ -74,7 +77,9 @@ def run_bench(options: argparse.Namespace) -> int:
         print(row, file=sys.stderr, flush=True)
         rows.append(row)
         rows.sort(key=lambda row: sizes.index(row["size"]) if row["size"] in sizes else len(sizes))
-        path = write_result(envelope(suite, device, rows) | details, options.out, device)
+        result = envelope(suite, device, rows, program="benchmarks") | details
+        result["versions"] |= peer_versions({row["name"] for row in rows})
+        path = write_result(result, options.out, device)
     print(profile_table(rows) if suite == "profile" else table(rows))
     if path is not None:
         print(path)
@@ -92,7 +97,7 @@ def check_options(options: argparse.Namespace) -> None:
         if not parts and options.suite != "sparse":
             check_setting(setting)
     for setup in options.setup or ():
-        if options.suite != "single" or setup not in PEERS:
+        if options.suite != "compare" and (options.suite != "single" or setup not in PEERS):
             find_setup(setup)
     for number in ("runs", "layers", "samples", "steps", "gpus"):
         value = getattr(options, number)
@@ -101,7 +106,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.suite != "generate" and skip_options(options) is not None:
         raise OptionError("what leaves forwards out, --magcache and its like, belongs to the suite generate")
     takes = SUITES[options.suite].takes if options.suite else ("setting", "layers", "precision", "runs")
-    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "gpus", "scratch", "profile"):
+    for option in ("setting", "setup", "layers", "runs", "steps", "samples", "gpus", "scratch", "profile", "checkout"):
         if getattr(options, option) is not None and option not in takes:
             raise OptionError(
                 f"--{option} means nothing to the suite {options.suite or 'of single forwards'}; "

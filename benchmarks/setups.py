@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.always_sparse import AlwaysSparse
 from wan_core.config import QUANTIZED, LoadOptions, OptionError
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.model import WanModel
@@ -20,8 +21,7 @@ from wan_core.ops.attention.sparse.kernels import KERNELS
 from wan_core.ops.kernels import fused
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.builder import find_quantization
-from wan_core.sampling.sparsity.run import AlwaysSparse
+from wan_core.pipeline.settings import find_quantization
 
 PLAIN = "plain"  # the precision of a setup that quantises nothing: that of the model
 
@@ -108,7 +108,6 @@ SETUPS: dict[str, Setup] = {
         Setup("+ compile", attention="flash4", compile="blocks"),
         Setup("fp8", "fp8", BEST),
         Setup("fp8-tensor", "fp8-tensor", BEST),
-        Setup("fp8-block", "fp8-block", BEST),
         Setup("fp8-weights", "fp8-weights", BEST),
         Setup("te-delayed", "te-delayed", BEST),
         Setup("te-current", "te-current", BEST),

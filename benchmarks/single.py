@@ -33,11 +33,11 @@ from benchmarks.flops import forward_flops
 from benchmarks.measure import Measured, make_room, measure, relative_error, weights_bytes
 from benchmarks.peaks import measure_peaks, seconds_at_peak
 from benchmarks.peers import PEERS, Peer
+from benchmarks.rows import Row, guarded
 from benchmarks.setups import REFERENCE, SETUPS, Setup, find_setup
 from wan_core.execution.report import GIB
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.evaluate.results import Row, guarded
 
 RATIO_TO = "diffusers-compiled"
 

@@ -26,19 +26,21 @@ from benchmarks.cases import make_case, parse_size, plain_model
 from benchmarks.measure import make_room, measure, relative_error
 from benchmarks.options import SUITES
 from benchmarks.peers import PEERS
+from benchmarks.rows import Row, guarded
 from benchmarks.setups import Setup, find_setup
 from wan_core.config import OptionError, Request
 from wan_core.execution.report import GIB
 from wan_core.models.wan.tasks import find_task
+from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import sdpa
-from wan_core.ops.attention.sparse.forward import Forward, SparseAttention, SparseFp8Attention, forward
+from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward, SparseFp8Attention
 from wan_core.ops.attention.sparse.kernels import KERNELS, SMALL, SparseKernel, block_length
 from wan_core.ops.attention.sparse.routing import Route, Rule, choose, estimate
 from wan_core.ops.attention.sparse.tiles import make_tiles
-from wan_core.ops.kernels.blocked import block_sizes, pool, quantize_heads_first, quantize_values
+from wan_core.ops.kernels.block_layout import block_sizes
+from wan_core.ops.kernels.blocked import pool, quantize_heads_first, quantize_values
 from wan_core.ops.kernels.formats import Quantized
-from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
 
@@ -119,8 +121,8 @@ class Trial:
             )
 
     def _dense(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> Row:
-        attend: Any = BACKENDS[name].load()
-        if not hasattr(attend, "quantized"):
+        attend = BACKENDS[name].load()
+        if not attend.takes_fp8:
             return self._timed(lambda: attend(q, k, v))
         from wan_core.ops.attention.fp8 import key_mean, quantize
 
@@ -145,15 +147,14 @@ class Trial:
 
             laid = [quantize_heads_first(q, block), quantize_heads_first(k, block, key_mean(k))]
             laid.append(quantize_values(v.flatten(-2), v.shape[2], block))
-            attend: Any = SparseFp8Attention(block)
-            call: Callable[[], Tensor] = lambda: attend.quantized(*laid).data  # noqa: E731
+            attend = SparseFp8Attention(block)
+            run: Callable[[AttentionCall], Tensor] = lambda call: attend.quantized(*laid, call).data  # noqa: E731
         else:
             plain = SparseAttention()
-            call = lambda: plain(q, k, v)  # noqa: E731
+            run = lambda call: plain(q, k, v, call)  # noqa: E731
 
         def once() -> Tensor:
-            with forward(Forward(kernel, [], tiles, [Rule(keep)], pooled=pooled)):
-                return call()
+            return run(AttentionCall(sparse=SparseForward(kernel, [], tiles, [Rule(keep)], pooled=pooled)))
 
         row = self._timed(once)
         if keep == 1:

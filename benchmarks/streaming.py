@@ -29,6 +29,7 @@ import torch
 from benchmarks.cases import Case, make_case, plain_model
 from benchmarks.measure import make_room, measure, settle
 from benchmarks.options import STREAMING_PARTS, STREAMING_PRECISIONS
+from benchmarks.rows import Row, guarded
 from benchmarks.turns import turns_rows
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.random import random_module
@@ -43,15 +44,15 @@ from wan_core.execution.memory.planning import (
     unit_bytes,
 )
 from wan_core.execution.memory.residency import Residency
-from wan_core.execution.memory.streaming import Stage, StreamedBlocks
+from wan_core.execution.memory.streaming import Stage
 from wan_core.execution.optimize import optimize
 from wan_core.execution.report import GIB
 from wan_core.models.text.config import UMT5_XXL
-from wan_core.models.vae.config import VAE_21, VAE_22
+from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import RESIDENT
 from wan_core.ops.attention.registry import resolve_attention
-from wan_core.pipeline.builder import find_quantization
-from wan_core.pipeline.evaluate.results import Row, guarded
+from wan_core.pipeline.settings import find_quantization
 
 CARDS = (48.0, 32.0, 24.0, 16.0)  # GiB
 VAE_BYTES = 254_000_000  # of the 2.1 VAE in bf16
@@ -117,7 +118,8 @@ class Streaming:
                 yield guarded(label, case.size, None, lambda c=case, b=blocks: self._row(c, None, b))
 
     def _row(self, case: Case, gib: float | None, blocks: int | None) -> Row:
-        config, vae = self.model.config, VAE_22 if self.stride == 16 else VAE_21
+        config = self.model.config
+        vae = choose_task(config).task.vae
         per_token = factor(
             config, itemsize=self.dtype.itemsize, device=self.device.type, compile="off", precision=self.precision
         )
@@ -132,7 +134,7 @@ class Streaming:
         self._release()
         self._cap(gib)
         self.stage = Stage(self.device, resident)
-        StreamedBlocks.install(self.model, self.stage)
+        self.model.runners.weights = self.stage
 
         def prepare():
             assert self.stage is not None
@@ -161,7 +163,7 @@ class Streaming:
         case = self.cases[0]
         self._release()
         self._cap(None)
-        StreamedBlocks.remove(self.model)
+        self.model.runners.weights = RESIDENT
         if self.name.startswith("random:"):  # other weights of the same kind
             config = replace(self.model.config)
             other = random_module(

@@ -28,10 +28,10 @@ from torch import nn
 from benchmarks.cases import parse_size
 from benchmarks.generation import PROMPT
 from benchmarks.measure import make_room, settle, weights_bytes
+from benchmarks.rows import Row, guarded
 from benchmarks.setups import SETUPS, Setup, find_setup
 from wan_core.config import OptionError, Request
 from wan_core.execution.report import GIB
-from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.denoise import Progress, denoise

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from benchmarks.cases import parse_size
 from benchmarks.measure import make_room, relative_error
+from benchmarks.rows import Row, guarded
 from benchmarks.setups import REFERENCE, SETUPS, Setup, find_setup
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
 from wan_core.checkpoint.random import random_module
@@ -40,7 +41,6 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.tasks import find_task
-from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.pipeline.sources import RANDOM, TINY
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import denoise
@@ -62,7 +62,7 @@ def trajectory_rows(
     details |= {"dtype": options.precision, "solver": "unipc"}
     if name.startswith("random:"):
         task = name.removeprefix("random:")
-        if task not in RANDOM or not find_task(task).two_experts or RANDOM[task][0].in_channels != 16:
+        if task not in RANDOM or not find_task(task).two_experts or find_task(task).image != "none":
             raise OptionError(
                 f"model {name!r} given; the suite trajectory takes random:t2v-A14B or tiny, both if left out"
             )

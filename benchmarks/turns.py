@@ -31,9 +31,9 @@ from torch import Tensor
 from benchmarks.cases import parse_size
 from benchmarks.measure import compile_counts, make_room, settle
 from benchmarks.process import resident_bytes
+from benchmarks.rows import Row, guarded
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.execution.memory.residency import Policy
-from wan_core.pipeline.evaluate.results import Row, guarded
 from wan_core.pipeline.pipeline import Pipeline
 
 MIB = 1 << 20

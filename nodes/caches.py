@@ -1,4 +1,4 @@
-"""Steps that use what the blocks added before: by a measured curve, at intervals, or decided while running."""
+"""Nodes for step caching: MagCache, TaylorSeer and the adaptive cache."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def retention_input() -> Any:
         max=1.0,
         step=0.05,
         round=0.001,
-        tooltip="Share of each expert's steps, from its first on, that always computes.",
+        tooltip="Share of each expert's steps, from its first one, that are always computed.",
     )
 
 
 class WanCoreMagCache(io.ComfyNode):
-    """Reuse the blocks' last residual where its magnitude is known to change little."""
+    """Reuse the blocks' last residual while a measured curve says that its magnitude changes little."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -36,15 +36,15 @@ class WanCoreMagCache(io.ComfyNode):
             node_id="WanCoreMagCache",
             display_name="WanCore MagCache",
             category="WanCore",
-            description="Skips steps by a curve measured for the model, decided before the run. The plan preview shows "
-            "every skipped step.",
+            description="Step caching by a curve measured for the model. Skipped steps are decided before the run; the "
+            "plan preview shows them.",
             inputs=[
                 io.Combo.Input(
                     "preset",
                     options=[*PRESETS, CUSTOM],
                     default="balanced",
-                    tooltip="quality, balanced or fast; custom takes the numbers below (but for the rule), which count "
-                    "only then.",
+                    tooltip="quality, balanced or fast; custom uses the numbers below instead. The rule applies to all "
+                    "of them.",
                 ),
                 io.Float.Input(
                     "threshold",
@@ -53,32 +53,32 @@ class WanCoreMagCache(io.ComfyNode):
                     max=10.0,
                     step=0.01,
                     round=0.0001,
-                    tooltip="For custom: the error of magnitude that may add up before a step computes again. quality "
-                    "has 0.06, balanced and fast 0.24.",
+                    tooltip="For custom: accumulated error of the residual's magnitude at which a step is computed "
+                    "again. quality has 0.06, balanced and fast 0.24.",
                 ),
                 io.Int.Input(
                     "max_skips",
                     default=2,
                     min=0,
                     max=50,
-                    tooltip="For custom: most steps skipped in a row. quality and balanced have 1, fast 2.",
+                    tooltip="For custom: maximum number of steps skipped in a row. quality and balanced have 1, fast "
+                    "2.",
                 ),
                 retention_input(),
                 io.Combo.Input(
                     "rule",
                     options=list(MAGCACHE_RULES),
                     default="joint",
-                    tooltip="joint: both branches of guidance skip together. published: each decides for itself, as in "
-                    "the publication, for comparison.",
+                    tooltip="joint: one decision for both guidance branches. published: one decision for each branch, "
+                    "as in the paper, for comparison.",
                 ),
                 io.Int.Input(
                     "order",
                     default=1,
                     min=0,
                     max=2,
-                    tooltip="For custom: what a skipped step uses. 0 is the last residual, as published; 1 or 2 a "
-                    "forecast from the last ones, which is nearer to the full run and holds more memory. The presets "
-                    "have 2.",
+                    tooltip="For custom: what a skipped step uses. 0: the last residual, as published. 1 or 2: a "
+                    "forecast from the last residuals, closer to the full run, with more memory. The presets have 2.",
                 ),
                 skipping_input(),
             ],
@@ -96,7 +96,7 @@ class WanCoreMagCache(io.ComfyNode):
         order: int = 0,
         skipping: None = None,
     ) -> list[tuple[str, int]]:
-        return host.stamps("diffusion_models", SUFFIX)  # what goes by a curve runs again when a curve changes
+        return host.stamps("diffusion_models", SUFFIX)  # run again when a curve file changes
 
     @classmethod
     def execute(
@@ -109,13 +109,13 @@ class WanCoreMagCache(io.ComfyNode):
         order: int,
         skipping: SkipOptions | None = None,
     ) -> io.NodeOutput:
-        own = MagCacheOptions(threshold=threshold, max_skips=max_skips, retention=retention, order=order)
-        chosen = own if preset == CUSTOM else PRESETS[preset]
-        return joined(skipping, magcache=replace(chosen, rule=rule))
+        custom = MagCacheOptions(threshold=threshold, max_skips=max_skips, retention=retention, order=order)
+        options = custom if preset == CUSTOM else PRESETS[preset]
+        return joined(skipping, magcache=replace(options, rule=rule))
 
 
 class WanCoreTaylorSeer(io.ComfyNode):
-    """Compute every n-th step, forecast between."""
+    """Compute every n-th step, forecast the residual in between."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -123,10 +123,11 @@ class WanCoreTaylorSeer(io.ComfyNode):
             node_id="WanCoreTaylorSeer",
             display_name="WanCore TaylorSeer",
             category="WanCore",
-            description="Computes every n-th step and forecasts what the blocks would add in between. Needs no curve.",
+            description="Step caching: computes every n-th step and forecasts the blocks' residual in between. Needs "
+            "no curve.",
             inputs=[
                 io.Int.Input(
-                    "interval", default=2, min=1, max=50, tooltip="Every how many steps one computes; 1 is all of them."
+                    "interval", default=2, min=1, max=50, tooltip="Compute every n-th step; 1 computes all steps."
                 ),
                 io.Int.Input(
                     "order", default=1, min=0, max=2, tooltip="0 reuses the last residual, 1 and 2 extrapolate."
@@ -143,7 +144,7 @@ class WanCoreTaylorSeer(io.ComfyNode):
 
 
 class WanCoreAdaptiveCache(io.ComfyNode):
-    """Decide while running."""
+    """Decide during the run which steps to skip."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -151,8 +152,8 @@ class WanCoreAdaptiveCache(io.ComfyNode):
             node_id="WanCoreAdaptiveCache",
             display_name="WanCore Adaptive Cache",
             category="WanCore",
-            description="Skips steps by how fast the result is seen to change while it runs. The plan can only show "
-            "which steps may be skipped.",
+            description="Step caching by the rate of change of the velocity, measured during the run. The plan can "
+            "only show which steps may be skipped.",
             inputs=[
                 io.Float.Input(
                     "threshold",
@@ -161,9 +162,11 @@ class WanCoreAdaptiveCache(io.ComfyNode):
                     max=10.0,
                     step=0.01,
                     round=0.0001,
-                    tooltip="Estimated relative change of the velocity up to which a step is skipped.",
+                    tooltip="Accumulated relative change of the velocity, as estimated, up to which steps are skipped.",
                 ),
-                io.Int.Input("max_skips", default=3, min=0, max=50, tooltip="Most steps skipped in a row."),
+                io.Int.Input(
+                    "max_skips", default=3, min=0, max=50, tooltip="Maximum number of steps skipped in a row."
+                ),
                 retention_input(),
                 skipping_input(),
             ],

@@ -1,4 +1,4 @@
-"""A model's own curve for MagCache, measured."""
+"""Node that measures a model's MagCache curve."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BESIDE, SHOW = "save beside the model", "only show"
 
 
 class WanCoreCalibrate(io.ComfyNode):
-    """Measure a model's own MagCache curve."""
+    """Measure a model's MagCache curve."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -33,27 +33,31 @@ class WanCoreCalibrate(io.ComfyNode):
             node_id="WanCoreCalibrate",
             display_name="WanCore Calibrate MagCache",
             category="WanCore",
-            description="Runs a few videos in full and keeps how the model's residual changes from step to step: the "
-            "curve that MagCache goes by. It is found beside the model from then on.",
+            description="Runs a few videos in full and measures how the magnitude of the model's residual changes from "
+            "step to step: the curve that MagCache needs. Saved beside the model, it is found automatically.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader."),
-                io.Conditioning.Input("positive", tooltip="An encoded prompt; the curve hardly depends on which."),
+                io.Conditioning.Input("positive", tooltip="An encoded prompt; the curve depends little on the prompt."),
                 io.Conditioning.Input("negative", tooltip="The encoded negative prompt."),
-                io.Latent.Input("latent", tooltip="The size to measure at."),
-                io.Int.Input("seed", default=0, min=0, max=2**64 - 1, tooltip="Of the first video."),
-                io.Int.Input("videos", default=2, min=1, max=64, tooltip="How many videos to average over."),
+                io.Latent.Input("latent", tooltip="The video size to measure at."),
+                io.Int.Input("seed", default=0, min=0, max=2**64 - 1, tooltip="The seed of the first video."),
+                io.Int.Input("videos", default=2, min=1, max=64, tooltip="Number of videos to average over."),
                 *plan_inputs(),
                 io.Combo.Input(
                     "keep",
                     options=[BESIDE, SHOW],
                     default=BESIDE,
-                    tooltip="Where the curve goes: beside the model's file, where the sampler finds it, or nowhere.",
+                    tooltip="Save the curve beside the model's file, where the sampler finds it, or only show it.",
                 ),
             ],
             outputs=[
                 MODEL.Output("model_out", display_name="model", tooltip="The same model, after calibration."),
-                io.Image.Output("image", display_name="image", tooltip="The curve, and what each preset would skip."),
-                io.String.Output("text", display_name="text", tooltip="What each preset saves with it."),
+                io.Image.Output(
+                    "image", display_name="image", tooltip="The curve, and the steps that each preset would skip."
+                ),
+                io.String.Output(
+                    "text", display_name="text", tooltip="The forwards that each preset saves with this curve."
+                ),
             ],
             is_output_node=True,
         )
@@ -75,26 +79,26 @@ class WanCoreCalibrate(io.ComfyNode):
         solver: str,
         keep: str,
     ) -> io.NodeOutput:
-        place = cls._place(model, image="noise_mask" in latent) if keep == BESIDE else None
-        check_folder(place)  # before the videos, not after
+        path = cls._curve_path(model, image="noise_mask" in latent) if keep == BESIDE else None
+        check_folder(path)  # before the videos are made, not after
         plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver)
         curve = cls._measure(model, plan, positive, negative, latent, seed, videos)
-        if place is not None:
-            write_curve(curve, place)
+        if path is not None:
+            write_curve(curve, path)
         plans = preset_plans(plan, curve)
-        words = "\n".join(f"{name}: {skipping.forward_words()}" for name, skipping in plans.items())
-        words += "" if place is None else f"\nkept in {place}"
+        text = "\n".join(f"{name}: {skipping.forward_words()}" for name, skipping in plans.items())
+        text += "" if path is None else f"\nsaved as {path}"
         image = as_image(draw_curve(curve, plans))
-        return io.NodeOutput(model, image, words, ui=shown(image, words, cls))
+        return io.NodeOutput(model, image, text, ui=shown(image, text, cls))
 
     @staticmethod
-    def _place(model: ModelSocket, image: bool) -> Path:
-        """Where the curve goes. Raises OptionError for a model that has no file of the user's own."""
+    def _curve_path(model: ModelSocket, image: bool) -> Path:
+        """The path of the curve beside the model. Raises OptionError for the embedded model and random weights."""
         path = model.experts.high.path
         if path is None:
-            raise OptionError("this model has no file to keep a curve beside: choose 'only show'")
+            raise OptionError("this model has no file to save a curve beside: choose 'only show'")
         if is_embedded(path):
-            raise OptionError("the embedded model comes with its curve, which stays: choose 'only show'")
+            raise OptionError("the curve of the embedded model cannot be replaced: choose 'only show'")
         return curve_path(path, model.experts.task.name, image=image)
 
     @staticmethod

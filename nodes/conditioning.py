@@ -11,18 +11,12 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
-from wan_core.models.wan.tasks import TASKS
+from wan_core.models.wan.families import check_keys, family_of
+from wan_core.models.wan.families.wan.inputs import frame_mask, hold_first, known_frames
+from wan_core.models.wan.tasks import TASKS, image_task
 from wan_core.pipeline.images import pixels_to_video, video_to_pixels
 from wan_core.pipeline.sources import Experts
-from wan_core.sampling.conditioning import (
-    Conditioning,
-    empty_latents,
-    frame_mask,
-    hold_first,
-    join_image,
-    known_first,
-    known_frames,
-)
+from wan_core.sampling.conditioning import Conditioning, empty_latents
 from wan_core.sampling.plan import Plan
 
 from . import host
@@ -182,6 +176,12 @@ class WanCoreImageToVideo(io.ComfyNode):
                 io.Image.Input(
                     "last_image", optional=True, tooltip="The last frame, if the video should end there (A14B only)."
                 ),
+                io.ClipVisionOutput.Input(
+                    "clip_vision_output",
+                    optional=True,
+                    tooltip="What ComfyUI's CLIPVisionEncode (clip_vision_h, crop none) sees in the first image. Wan "
+                    "2.1 image-to-video needs it; other models do not use it.",
+                ),
             ],
             outputs=[
                 io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
@@ -207,18 +207,21 @@ class WanCoreImageToVideo(io.ComfyNode):
         frames: int,
         first_image: Tensor | None = None,
         last_image: Tensor | None = None,
+        clip_vision_output: Any = None,
     ) -> io.NodeOutput:
         first, last = (_frame(image, (width, height)) for image in (first_image, last_image))
-        config = VAE_22 if vae.latent_channels == VAE_22.z_dim else VAE_21
-        latents = host.to_intermediate(empty_latents(config, width, height, frames))
-        if config is VAE_22:
+        task = image_task(vae.latent_channels)
+        latents = host.to_intermediate(empty_latents(task.vae, width, height, frames))
+        if task.image == "first frame":
             if first is None or last is not None:
-                raise OptionError("TI2V-5B takes a first frame and no last frame: connect first_image alone")
+                raise OptionError(f"{task.name} takes a first frame and no last frame: connect first_image alone")
             samples, unknown = hold_first(vae.encode(video_to_pixels(first)), latents)
             return io.NodeOutput(positive, negative, {"samples": samples, "noise_mask": unknown})
         clip, unknown = known_frames(first, last, frames)
         known = vae.encode(video_to_pixels(clip))
         values = {"concat_latent_image": known, "concat_mask": frame_mask(unknown, known)}
+        if clip_vision_output is not None:
+            values["clip_vision_output"] = clip_vision_output
         return io.NodeOutput(_with(positive, values), _with(negative, values), {"samples": latents})
 
 
@@ -251,29 +254,17 @@ def join(
             f"latents of {list(samples.shape)} given; {experts.task.name} needs [batch, {dit.out_channels}, frames, "
             "rows, columns]: choose the latent type and the VAE that belong to the model"
         )
-    concat = known = None
-    image, unknown = extras.get("concat_latent_image"), extras.get("concat_mask")
-    if dit.in_channels > dit.out_channels:
-        if image is None:
-            raise OptionError(f"{experts.task.name} turns an image into a video: connect WanCore Image to Video")
-        if image.shape[2:] != samples.shape[2:]:
-            raise OptionError(
-                f"the image's latents are {list(image.shape)}, the video's {list(samples.shape)}: not one size"
-            )
-        concat = join_image(image, torch.ones_like(image[:, :1]) if unknown is None else unknown, experts.vae)
-    elif image is not None:
-        raise OptionError(f"{experts.task.name} takes no image: load an image-to-video model, or leave the image out")
-    if "noise_mask" in latent:
-        known = known_first(samples, latent["noise_mask"], experts.vae)
-        if known is not None and dit.out_channels != VAE_22.z_dim:
-            raise OptionError(f"{experts.task.name} takes no known frame as latents: use WanCore Image to Video")
+    task = experts.task
+    family = family_of(task)
+    for name, given in (("positive", extras), ("negative", negative_extras)):
+        check_keys(family, name, {key: value for key, value in given.items() if key != "wancore_seconds"})
+    inputs = family.read_conditioning(task, experts.vae, extras, latent)
     seconds = extras.get("wancore_seconds", 0.0) or negative_extras.get("wancore_seconds", 0.0)
     device = host.device()
     return Conditioning(
         cond=cond.to(device),
         uncond=uncond.to(device) if plan.guided else None,
-        concat=None if concat is None else concat.to(device),
-        known=None if known is None else known.to(device),
+        **{name: value.to(device) for name, value in inputs.items()},
     ), seconds
 
 

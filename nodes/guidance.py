@@ -1,4 +1,4 @@
-"""Steps that do without the unconditional branch."""
+"""Node for the guidance schedule: steps without the unconditional branch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WanCoreGuidanceSchedule(io.ComfyNode):
             node_id="WanCoreGuidanceSchedule",
             display_name="WanCore Guidance Schedule",
             category="WanCore",
-            description="Leaves the unconditional branch out of some steps, which halves their time.",
+            description="Runs some steps without the unconditional branch, which halves their time.",
             inputs=[
                 io.Float.Input(
                     "low",
@@ -27,7 +27,7 @@ class WanCoreGuidanceSchedule(io.ComfyNode):
                     max=1.0,
                     step=0.01,
                     round=0.0001,
-                    tooltip="No guidance below this share of noise (sigma).",
+                    tooltip="No guidance in steps below this sigma (share of noise).",
                 ),
                 io.Float.Input(
                     "high",
@@ -36,15 +36,15 @@ class WanCoreGuidanceSchedule(io.ComfyNode):
                     max=1.0,
                     step=0.01,
                     round=0.0001,
-                    tooltip="No guidance above this share of noise (sigma).",
+                    tooltip="No guidance in steps above this sigma (share of noise).",
                 ),
                 io.Int.Input(
                     "every",
                     default=2,
                     min=1,
                     max=50,
-                    tooltip="Compute the unconditional branch at every n-th guided step, and reuse the difference "
-                    "between the branches at the others. 1 computes it at each.",
+                    tooltip="Compute the unconditional branch at every n-th guided step; the other guided steps reuse "
+                    "the difference between the branches. 1 computes it at every step.",
                 ),
                 skipping_input(),
             ],

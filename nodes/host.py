@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -25,15 +26,13 @@ from torch import Tensor, nn
 
 from wan_core.checkpoint.staged import Reading, reading
 from wan_core.config import OptionError
-from wan_core.execution.memory.host_weights import Shelf, tensors_of
-from wan_core.execution.memory.planning import CONTEXT, unit_bytes
-from wan_core.execution.memory.streaming import Stage, stage_bytes
-from wan_core.models.wan.config import DiTConfig
+from wan_core.execution.memory.planning import CONTEXT
+from wan_core.execution.memory.residency import Residency, tensors_of
+from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.loras import AppliedLoras
-from wan_core.pipeline.memory_planning import packed_units
-from wan_core.pipeline.sources import Part, is_packed
+from wan_core.pipeline.builder import apply_loras
+from wan_core.pipeline.loras import AppliedLoras, Wanted
+from wan_core.pipeline.settings import PartToLoad
 
 log = logging.getLogger("WanCore")
 PREVIEW_SIDE = 512  # pixels of the longer side of a live preview, at most
@@ -149,27 +148,22 @@ class Weights(nn.Module):
 class Held(ModelPatcher):
     """A model of the engine that ComfyUI's memory manager may evict; it is read from its file again when used again.
 
-    Nothing is loaded before the first use. What is evicted is gone from host memory too: the file's own pages are the
-    copy that a second load reads.
+    Nothing is loaded before the first use. An evicted model is not in host memory either: a second load reads the
+    system's file cache. The exception are transformers whose blocks stream: their weights stay in host memory.
     """
 
     def __init__(
         self,
         name: str,
-        part: Part,
-        dtype: torch.dtype,
+        part: PartToLoad,
         finish: Callable[[nn.Module], nn.Module] = lambda module: module,
-        quantization: Quantization | None = None,
+        residency: Residency | None = None,
     ) -> None:
-        """finish: applied to the module after every load. quantization: of a transformer's linears, made while they are
-        read."""
-        size = part.bytes(dtype, quantization)
-        super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=size)
-        self.name, self.part, self.dtype, self.finish = name, part, dtype, finish
-        self.quantization = quantization
+        """finish: applied to the module after every load. residency: of a transformer, holds its weights while its
+        blocks stream; both experts share one, so that one hands its device memory over to the other."""
+        super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=part.bytes)
+        self.name, self.part, self.finish, self.residency = name, part, finish, residency
         self.resident_blocks: int | None = None  # of a transformer whose blocks stream; None: it is loaded as a whole
-        self.shelf: Shelf | None = None  # its weights in host memory, kept while this object lives
-        self.stage: Stage | None = None
 
     @property
     def is_loaded(self) -> bool:
@@ -181,49 +175,53 @@ class Held(ModelPatcher):
         return self.model.content
 
     @property
-    def units(self) -> tuple[int, ...]:
-        """Bytes of a transformer's parts that travel as one, the rest first, then every block."""
-        assert isinstance(self.part.config, DiTConfig)
-        if is_packed(self.quantization):
-            return packed_units(self.part, self.dtype, self.quantization)
-        kept = 0 if self.quantization is None else self.quantization.keep_blocks
-        return unit_bytes(self.part.config, self.dtype.itemsize, self.quantization is not None, kept)
+    def in_host_memory(self) -> bool:
+        """Whether its weights are in host memory, from where they stream."""
+        return self.residency is not None and self.name in self.residency.models
 
-    def stream(self, resident_blocks: int | None) -> None:
-        """Have so many blocks stay when it is loaded next, and the others stream. None: it is loaded as a whole again,
-        from its file."""
+    def ready(self, loras: Sequence[Wanted]) -> WanModel:
+        """A transformer that is loaded, with just these LoRAs attached. If its blocks stream, they come from now on."""
+        model = cast(WanModel, self.model.content)
+        streams = self.residency if self.in_host_memory else None
+        discard = (lambda: None) if streams is None else partial(streams.forget_copies, self.name)
+        apply_loras(model, loras, self.part, self.load_device, discard)
+        return model if streams is None else cast(WanModel, streams.use(self.name))
+
+    def has_loras(self, loras: Sequence[Wanted]) -> bool:
+        """Whether its weights in host memory are what they are with `loras`."""
+        assert self.residency is not None
+        model = cast(WanModel, self.residency.models[self.name])
+        return not AppliedLoras.of(model, self.load_device).writes_weights(loras)
+
+    def take_over(self, loras: Sequence[Wanted]) -> None:
+        """Use the device memory of the other expert, with what `prefetch` has copied there. The other one is still
+        loaded as far as ComfyUI knows, and may be evicted then."""
+        if self.residency is not None and self.in_host_memory and self.has_loras(loras):
+            self.residency.use(self.name)
+
+    def stream(self, resident_blocks: int) -> None:
+        """Have so many blocks stay on the device when it is loaded next, and the others stream."""
         if resident_blocks == self.resident_blocks:
             return
-        if resident_blocks is None:
-            self.detach()
-            self.shelf = self.resident_blocks = None
-            self.size = self.part.bytes(self.dtype, self.quantization)
-            return
-        if self.is_loaded and self.shelf is None:  # the module stays the same one: a run may be in the middle of it
-            module = cast(WanModel, self.model.content)
-            AppliedLoras.of(module).clear()  # another branch's: none are put on what streams
-            self.shelf = Shelf(module, lock=self.load_device.type == "cuda", device=self.load_device)
+        assert self.residency is not None
+        if self.is_loaded and not self.in_host_memory:
+            # The module stays the same one: a run may be in the middle of it.
+            self.residency.add(self.name, self.model.content)
         self.detach()
+        self.residency.follow("stream", resident_blocks, None, {})
         self.resident_blocks = resident_blocks
-        self.size = stage_bytes(list(self.units), resident_blocks)
+        self.size = stage_bytes(list(self.part.units), resident_blocks)
 
-    def stream_blocks(self, module: WanModel) -> None:
-        """Have its blocks run through the stage, if there is one: what a run put around them may have gone with it."""
-        if self.stage is not None:
-            module.runners.weights = self.stage
-
-    def _load_streaming(self) -> nn.Module:
-        """Weights to locked host memory, once; as much as stays to the device."""
-        if self.shelf is None:
+    def _load(self) -> nn.Module:
+        if self.resident_blocks is None:
+            with _weights(Reading(on_bytes=_interrupted)):
+                return self.finish(self.part.load(self.load_device))
+        assert self.residency is not None
+        if not self.in_host_memory:
             with _weights(Reading(on_bytes=_interrupted, mapped=False)):
-                module = self.finish(self.part.load(self.offload_device, self.dtype, self.quantization))
-            self.shelf = Shelf(module, lock=self.load_device.type == "cuda", device=self.load_device)
-        module = cast(WanModel, self.shelf.model)
-        self.stage = Stage(self.load_device, self.resident_blocks)
-        self.stream_blocks(module)
-        self.stage.use(self.shelf)
-        log.info("WanCore streams the %s: %s of %d blocks stay", self.name, self.resident_blocks, len(module.blocks))
-        return module
+                self.residency.add(self.name, self.finish(self.part.load(self.offload_device)))
+        log.info("WanCore streams the %s: %d blocks stay on the device", self.name, self.resident_blocks)
+        return self.residency.models[self.name]
 
     # What the memory manager calls.
 
@@ -232,14 +230,11 @@ class Held(ModelPatcher):
         if self.is_loaded:
             return 0
         begin = time.perf_counter()
-        if self.resident_blocks is not None:
-            self.model.content = self._load_streaming()
-        else:
-            with _weights(Reading(on_bytes=_interrupted)):
-                self.model.content = self.finish(self.part.load(self.load_device, self.dtype, self.quantization))
+        self.model.content = self._load()
         self.model.device = self.load_device
         self.model.model_loaded_weight_memory = self.size
-        log.info("WanCore loaded the %s (%s) in %.2f s", self.name, self.part.source, time.perf_counter() - begin)
+        source = self.part.part.source
+        log.info("WanCore loaded the %s (%s) in %.2f s", self.name, source, time.perf_counter() - begin)
         return self.size
 
     def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, *_: object, **__: object) -> int:
@@ -249,10 +244,10 @@ class Held(ModelPatcher):
     def detach(self, unpatch_all: bool = True) -> nn.Module:
         """Evict. ComfyUI calls this with False on models that stay, before it uses them again."""
         if unpatch_all and self.is_loaded:
-            if self.stage is not None:
-                self.stage.leave_device()
-                self.stage = None
-            elif self.shelf is None:
+            if self.residency is not None and self.in_host_memory:
+                self.residency.release(self.name)
+                AppliedLoras.of(self.model.content, self.load_device).offload()
+            else:
                 for tensor in tensors_of(self.model.content).values():
                     tensor.data = tensor.new_empty(0)  # now, whoever still holds the module: a traceback, a cycle
             self.model.content = None

@@ -93,7 +93,7 @@ class WanCoreLoRA(io.ComfyNode):
             if two or expert == "high"
         ]
         found = read_loras(options, model.experts.dit, two)
-        if model.precision == PACKED:
+        if model.settings.precision == PACKED:
             check_packed((one for wanted in found.values() for one in wanted), model.experts.dit)
         loras = {expert: (*model.loras.get(expert, ()), *wanted) for expert, wanted in found.items()}
         lines = [f"{expert}: {one.words('attached')}" for expert, wanted in found.items() for one in wanted]

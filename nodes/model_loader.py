@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from comfy_api.latest import io, ui
-from torch import nn
 
-from wan_core.checkpoint import load_vae
-from wan_core.checkpoint.detect import empty_module
-from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, OptionError, check_choice
-from wan_core.execution.optimize import check_compile, optimize
-from wan_core.media.preview import RGBMap, fit_map, map_of_channels
-from wan_core.models.vae.vae import VideoVAE
+from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, LoadOptions, OptionError, check_choice
+from wan_core.execution.memory.residency import Residency
+from wan_core.media.preview import TINY as TINY_MAP
+from wan_core.media.preview import map_of_channels
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.linears import quantized_names
-from wan_core.models.wan.model import WanModel
-from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import BACKENDS, resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
-from wan_core.ops.quant.swap import Quantization, swap_linears
-from wan_core.pipeline.builder import compute_dtype, find_quantization, precision_of
-from wan_core.pipeline.sources import TINY, Experts, find_experts
+from wan_core.pipeline.builder import finish
+from wan_core.pipeline.settings import (
+    ModelSettings,
+    check_quantization,
+    compute_dtype,
+    find_quantization,
+    resolve_settings,
+)
+from wan_core.pipeline.sources import find_experts
+from wan_core.sampling.plan import Expert
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, refusal, words_of
@@ -122,11 +121,7 @@ class WanCoreModelLoader(io.ComfyNode):
         """ComfyUI leaves what is named here to us. Empty is what another node will say."""
 
         def check() -> None:
-            dit = find_experts(*_paths(high, low)).dit if high else None
-            if precision:
-                _quantization(precision, keep_blocks, dit)
-            if attention != "auto":
-                _attention(attention, precision, dit)
+            _check(precision, keep_blocks, attention, find_experts(*_paths(high, low)).dit if high else None)
 
         return refusal(check)
 
@@ -156,33 +151,29 @@ class WanCoreModelLoader(io.ComfyNode):
         keep_blocks: int = 0,
         workers: WorkersSocket | None = None,
     ) -> io.NodeOutput:
-        check_choice("compile", compile, COMPILES)
         device = host.device() if workers is None else workers.device
-        check_compile(compile, device)
         if residency == "shard" and workers is None:
             raise OptionError("residency 'shard' is for several GPUs: connect a WanCore Launcher, or choose another")
         paths = [str(path) for path in _paths(high, low)]
-        found = find_experts(*paths)
-        spec = {"high": paths[0], "low": (*paths, None)[1], "precision": precision, "keep_blocks": keep_blocks}
-        spec |= {"attention": attention, "compile": compile, "residency": residency}
-        stored = precision == "checkpoint"
-        precision = precision_of(precision, found.high, device, found.low)
-        quantization = _quantization(precision, keep_blocks, found.dit, stored, device)
-        dtype = compute_dtype(precision, device)
-        chosen, attend = _attention(attention, precision, found.dit, device)
-        held = partial(
-            host.Held,
-            dtype=dtype,
-            finish=partial(_optimized, attend=attend, compile=compile),
-            quantization=quantization,
+        options = LoadOptions(
+            high=paths[0],
+            low=(*paths, None)[1],
+            precision=precision,
+            keep_blocks=keep_blocks,
+            attention=attention,
+            compile=compile,
+            residency=residency,
         )
-        first = held("high-noise expert" if found.low else "transformer", found.high)
-        second = held("low-noise expert", found.low) if found.low else first
-        rgb = _tiny_map() if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
-        named = name_of(dtype) if quantization is None else precision
-        both = {"high": first, "low": second}
-        model = ModelSocket(found, both, named, chosen, compile, residency, rgb, workers=workers, spec=spec)
-        info = _info(found, _computing(dtype, precision, keep_blocks), chosen, compile)
+        found = find_experts(*paths)
+        settings = resolve_settings(found, options, device)
+        finished = partial(finish, settings=settings, device=host.device())
+        streaming = Residency(host.device(), "stream")
+        names = {"high": "high-noise expert", "low": "low-noise expert"} if found.low else {"high": "transformer"}
+        held = {expert: host.Held(name, settings.parts[expert], finished, streaming) for expert, name in names.items()}
+        rgb = TINY_MAP if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
+        both: dict[Expert, host.Held] = {"high": held["high"], "low": held.get("low", held["high"])}
+        model = ModelSocket(options, settings, both, rgb, workers=workers)
+        info = _info(settings)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
 
 
@@ -191,61 +182,36 @@ def _paths(high: str, low: str) -> list[Path]:
     return paths if low in ("", ALONE) else [*paths, locate("diffusion_models", low, embedded_expert("low"))]
 
 
-def _quantization(
-    precision: str,
-    keep_blocks: int,
-    dit: DiTConfig | None,
-    as_stored: bool = False,
-    device: torch.device | None = None,
-) -> Quantization | None:
-    """How the linears are held; None where they are not quantised. Raises OptionError for what this device or, if it is
-    known, the model does not allow."""
-    if not as_stored:  # then it is what the checkpoint asks for
+def _check(precision: str, keep_blocks: int, attention: str, dit: DiTConfig | None) -> None:
+    """Raise OptionError or AttentionError for what this device or, if it is known, the model does not allow."""
+    device = host.device()
+    if precision:
         check_choice("precision", precision, PRECISIONS)
-    quantization = find_quantization(precision, device or host.device(), keep_blocks, as_stored=as_stored)
-    if quantization is not None and dit is not None:
-        quantized_names(dit, quantization.keep_blocks)  # refuses to keep more blocks than there are
-        block = replace(dit, num_layers=1)  # all have the same shapes
-        swap_linears(empty_module(block), quantization.kind, quantized_names(block), torch.bfloat16)  # refuses shapes
-    return quantization
+        quantization = find_quantization(precision, device, keep_blocks)
+        if dit is not None:
+            check_quantization(quantization, dit)
+    if attention != "auto":
+        resolve_attention(attention, device, compute_dtype(precision, device), None if dit is None else dit.head_dim)
 
 
-def _attention(
-    name: str, precision: str, dit: DiTConfig | None, device: torch.device | None = None
-) -> tuple[str, Attention]:
-    """As `resolve_attention`, for this device unless another is given."""
-    device = device or host.device()
-    return resolve_attention(name, device, compute_dtype(precision, device), None if dit is None else dit.head_dim)
+def _computing(settings: ModelSettings) -> str:
+    dtype, kept = name_of(settings.dtype), settings.keep_blocks
+    if settings.precision == PACKED:
+        return f"{dtype}, weights as they are stored"
+    if settings.precision not in QUANTIZED:
+        return dtype
+    return f"{dtype}, blocks{f' but the first and last {kept}' if kept else ''} in {settings.precision}"
 
 
-def _optimized(module: nn.Module, attend: Attention, compile: str) -> nn.Module:
-    assert isinstance(module, WanModel)
-    return optimize(module, attend=attend, compile=compile, device=host.device())
-
-
-def _tiny_map() -> RGBMap:
-    vae = load_vae(TINY / "vae.safetensors")
-    assert isinstance(vae, VideoVAE)
-    return fit_map(vae.float())
-
-
-def _computing(dtype: torch.dtype, precision: str, keep_blocks: int) -> str:
-    if precision == PACKED:
-        return f"{name_of(dtype)}, weights as they are stored"
-    if precision not in QUANTIZED:
-        return name_of(dtype)
-    kept = f" but the first and last {keep_blocks}" if keep_blocks else ""
-    return f"{name_of(dtype)}, blocks{kept} in {precision}"
-
-
-def _info(found: Experts, computing: str, attention: str, compile: str) -> str:
-    dit, task = found.dit, found.task
+def _info(settings: ModelSettings) -> str:
+    dit, task, parts = settings.found.dit, settings.found.task, settings.found.of
     kind = "two experts" if task.two_experts else "one transformer for every step"
+    said = {expert: words_of(part, _computing(settings)) for expert, part in parts.items()}
     lines = [
-        f"{task.name}: {kind}, {dit.num_layers} blocks of width {dit.dim}, attention {attention}"
-        + (", compiled" if compile != "off" else ""),
-        f"high: {words_of(found.high, computing)}" if found.low else words_of(found.high, computing),
-        *([f"low: {words_of(found.low, computing)}"] if found.low else []),
+        f"{task.name}: {kind}, {dit.num_layers} blocks of width {dit.dim}, attention {settings.attention}"
+        + (", compiled" if settings.compile != "off" else ""),
+        *([f"{task.name}: {settings.found.why}"] if settings.found.why else []),
+        *(f"{expert}: {words}" if "low" in parts else words for expert, words in said.items()),
         f"its own settings: {task.steps} steps, shift {task.shift:g}, boundary {task.boundary:g}, guidance "
         f"{task.guidance_high:g} high and {task.guidance_low:g} low, {task.width}x{task.height}, {task.frames} frames",
     ]

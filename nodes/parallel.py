@@ -1,10 +1,12 @@
-"""The launcher: workers on several GPUs, outside of ComfyUI's process."""
+"""The launcher: worker processes on several GPUs, outside of ComfyUI's process."""
 
 from __future__ import annotations
 
+import os
+
 from comfy_api.latest import io, ui
 
-from wan_core.workers.options import WorkerOptions, parse_devices
+from wan_core.workers.options import ALLOW_CPU, WorkerOptions, parse_devices
 
 from . import host
 from .files import refusal
@@ -73,7 +75,7 @@ class WanCoreLauncher(io.ComfyNode):
     @staticmethod
     def _options(devices: str, mesh: str, start_timeout: int, step_timeout: int) -> WorkerOptions:
         return WorkerOptions(
-            devices=parse_devices(devices, host.gpu_count()),
+            devices=parse_devices(devices, host.gpu_count(), cpu=os.environ.get(ALLOW_CPU) == "1"),
             mesh=mesh.strip().lower(),
             start_timeout=start_timeout,
             step_timeout=step_timeout,

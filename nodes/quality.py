@@ -1,4 +1,4 @@
-"""How far a video with forwards left out is from the full one."""
+"""Node that compares a video with that of the full run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wan_core.pipeline.evaluate.pictures import side_by_side
 
 
 class WanCoreCompare(io.ComfyNode):
-    """Two videos of one seed, in numbers and side by side."""
+    """Compare two videos of one seed, in numbers and side by side."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -20,21 +20,25 @@ class WanCoreCompare(io.ComfyNode):
             node_id="WanCoreCompare",
             display_name="WanCore Quality Comparison",
             category="WanCore",
-            description="How near a video is to the one that the full run makes from the same seed: PSNR, SSIM, a "
-            "perceptual distance and flicker.",
+            description="Compares a video with the full run's video of the same seed: PSNR, SSIM, a perceptual "
+            "distance and flicker.",
             inputs=[
                 io.Image.Input("full", tooltip="The video of the full run."),
-                io.Image.Input("other", tooltip="The video with forwards left out; same seed, size and length."),
+                io.Image.Input(
+                    "other", tooltip="The video with step caching or sparse attention; same seed, size and length."
+                ),
                 io.String.Input(
                     "caption",
                     default="",
                     optional=True,
-                    tooltip="For the embedded model: its prompt. Says whether the video still shows it.",
+                    tooltip="The prompt of a video of the embedded model: the node checks whether the video shows it.",
                 ),
             ],
             outputs=[
-                io.Image.Output("image", display_name="image", tooltip="Both, and their difference, side by side."),
-                io.String.Output("text", display_name="text", tooltip="The numbers."),
+                io.Image.Output(
+                    "image", display_name="image", tooltip="Both videos and their difference, side by side."
+                ),
+                io.String.Output("text", display_name="text", tooltip="The measured numbers."),
             ],
             is_output_node=True,
         )
@@ -43,19 +47,19 @@ class WanCoreCompare(io.ComfyNode):
     def execute(cls, full: Tensor, other: Tensor, caption: str = "") -> io.NodeOutput:
         if full.shape != other.shape:
             raise OptionError(
-                f"videos of {list(full.shape)} and {list(other.shape)} given; compare two of one size and length"
+                f"videos of {list(full.shape)} and {list(other.shape)} given; both must have the same size and length"
             )
         name, perceptual = find_perceptual()
         full, other = full[..., :3], other[..., :3]
-        found = compare(other, full, caption, perceptual)
-        truth = "" if found.truth is None else f"\ncaption {'came true' if found.truth else 'did NOT come true'}"
-        same = " (equal)" if found.psnr >= MOST_PSNR else ""
-        words = (
-            f"PSNR {found.psnr:.2f} dB{same}\nSSIM {found.ssim:.4f}\n{name.upper()} {found.perceptual:.4f}\n"
-            f"flicker {found.flicker:+.5f}{truth}"
+        result = compare(other, full, caption, perceptual)
+        truth = "" if result.truth is None else f"\ncaption {'matches' if result.truth else 'does NOT match'}"
+        same = " (equal)" if result.psnr >= MOST_PSNR else ""
+        text = (
+            f"PSNR {result.psnr:.2f} dB{same}\nSSIM {result.ssim:.4f}\n{name.upper()} {result.perceptual:.4f}\n"
+            f"flicker {result.flicker:+.5f}{truth}"
         )
         sheet = side_by_side({"full": full, "other": other, "difference x4": difference(full, other)})
-        return io.NodeOutput(sheet, words, ui=ui.PreviewText(words))
+        return io.NodeOutput(sheet, text, ui=ui.PreviewText(text))
 
 
 def difference(full: Tensor, other: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What will happen and what did: the plan before a run, the report after it, as text and as a picture."""
+"""Nodes that show the plan before a run and the report after it, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from comfy_api.latest import io
 
 from wan_core.config import SkipOptions
 from wan_core.execution.report import Report
-from wan_core.media.drawing import clock, draw_plan, draw_report
+from wan_core.execution.report_drawing import draw_report
+from wan_core.media.drawing import clock
 from wan_core.sampling.plan import Expert
+from wan_core.sampling.plan_drawing import draw_plan
 
 from .pictures import as_image, shown
 from .sampling import plan_inputs, plan_of, preset_input
@@ -15,7 +17,7 @@ from .sockets import MODEL, REPORT, SKIPPING, ModelSocket
 
 
 class WanCorePlanPreview(io.ComfyNode):
-    """The step table, without running it."""
+    """Show the steps of a run without running it."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -23,9 +25,10 @@ class WanCorePlanPreview(io.ComfyNode):
             node_id="WanCorePlanPreview",
             display_name="WanCore Plan Preview",
             category="WanCore",
-            description="Every step's sigma, expert and guidance, as text and as a picture, before anything is loaded.",
+            description="Shows sigma, expert and guidance of every step as text and as a picture, without loading the "
+            "model.",
             inputs=[
-                MODEL.Input("model", tooltip="From the WanCore Model Loader. It is not loaded for this."),
+                MODEL.Input("model", tooltip="From the WanCore Model Loader. The weights are not loaded."),
                 *plan_inputs(),
                 io.Float.Input(
                     "seconds_per_forward",
@@ -34,18 +37,20 @@ class WanCorePlanPreview(io.ComfyNode):
                     max=100000.0,
                     step=0.01,
                     round=0.0001,
-                    tooltip="For the estimated time: seconds of one forward of a transformer. 0: as the last run of "
-                    "this model measured it, if there was one.",
+                    tooltip="Seconds of one forward of a transformer, for the time estimate. 0: as measured in the "
+                    "last run of this model, if there was one.",
                 ),
                 SKIPPING.Input(
-                    "skipping", optional=True, tooltip="What is left out of the run: the same as the sampler gets."
+                    "skipping",
+                    optional=True,
+                    tooltip="Step caching, guidance schedule and sparse attention: connect the same as to the sampler.",
                 ),
                 io.Boolean.Input(
                     "from_image",
                     default=False,
                     optional=True,
-                    tooltip="TI2V-5B alone: the video starts from an image, for which MagCache goes by a curve of its "
-                    "own.",
+                    tooltip="For TI2V-5B only: the video starts from an image, for which MagCache has a separate "
+                    "curve.",
                 ),
                 preset_input(),
             ],
@@ -71,7 +76,7 @@ class WanCorePlanPreview(io.ComfyNode):
         from_image: bool = False,
         preset: str = "auto",
     ) -> float:
-        return seconds_per_forward or float("nan")  # a measured pace changes with every run: never cached
+        return seconds_per_forward or float("nan")  # NaN is never cached: measured times change with every run
 
     @classmethod
     def execute(
@@ -90,15 +95,15 @@ class WanCorePlanPreview(io.ComfyNode):
     ) -> io.NodeOutput:
         numbers = steps, shift, boundary, guidance_high, guidance_low, solver
         plan = plan_of(model, *numbers, skipping, from_image, preset)
-        given: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
-        pace = given if seconds_per_forward else model.pace
-        image = as_image(draw_plan(plan, plan.estimate(pace)))
+        entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
+        seconds = entered if seconds_per_forward else model.pace
+        image = as_image(draw_plan(plan, plan.estimate(seconds)))
         text = plan.table()
         return io.NodeOutput(image, text, ui=shown(image, text.splitlines()[0], cls))
 
 
 class WanCoreReport(io.ComfyNode):
-    """Where the time and the memory went."""
+    """Show the time and memory of each phase."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -108,7 +113,7 @@ class WanCoreReport(io.ComfyNode):
             category="WanCore",
             description="Phases, memory and settings of a run, as text and as a picture.",
             inputs=[
-                REPORT.Input("report", tooltip="From the sampler, or from WanCore VAE Decode with decoding in it.")
+                REPORT.Input("report", tooltip="From the sampler, or from WanCore VAE Decode, which adds the decoding.")
             ],
             outputs=[
                 io.Image.Output("image", display_name="image", tooltip="The report, drawn."),

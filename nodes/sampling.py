@@ -23,6 +23,7 @@ from wan_core.sampling.sparsity.schedule import with_costs
 
 from . import host
 from .conditioning import join
+from .files import name_of
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 
 OWN = "0: the model's own"
@@ -205,9 +206,8 @@ class WanCoreSampler(io.ComfyNode):
         tokens = model.experts.dit.tokens(*shape[2:])
         plan = with_costs(plan, model.experts.dit, tokens)
         if plan.sparse is not None and model.workers is None:
-            check_kernel(plan.sparse, model.attention, host.device(), model.experts.dit.head_dim, tokens)
-        itemsize = 4 if model.precision == "float32" else 2  # quantised blocks work on bf16 tokens
-        kept = residual_bytes(plan, shape[0] * tokens, model.experts.dit.dim, itemsize)
+            check_kernel(plan.sparse, model.settings.attention, host.device(), model.experts.dit.head_dim, tokens)
+        kept = residual_bytes(plan, shape[0] * tokens, model.experts.dit.dim, model.settings.dtype.itemsize)
         blocks = model.resident_blocks(model.memory(shape[0] * tokens) + kept)
         streamed = blocks is not None and tokens <= TRANSFER_TOKENS
         batched, why = choose_batched(guidance_mode, plan, tokens, streamed=streamed)
@@ -233,7 +233,7 @@ class WanCoreSampler(io.ComfyNode):
             report.notes.append(f"out of memory, going on with what takes less ({words}); finished steps stay")
             return True
 
-        if model.compile != "off" and not model.pace:
+        if model.settings.compile != "off" and not model.pace:
             host.show("compiling in the first step ...")
         if model.workers is not None:
             latents = model.workers.sample(model, plan, conditioning, shape, seed, batched, report, watcher)
@@ -247,6 +247,7 @@ class WanCoreSampler(io.ComfyNode):
                 report,
                 batched=batched,
                 on_step=watcher,
+                ahead=model.prefetch,
                 relieve=relieve,
             )
         model.pace.clear()
@@ -275,12 +276,12 @@ class _Watcher:
 
 
 def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int, batched: bool) -> dict[str, Any]:
-    config = model.experts.vae
-    high, low = model.experts.high, model.experts.low
+    config, settings = model.experts.vae, model.settings
+    precision = name_of(settings.dtype) if settings.quantization is None else settings.precision
     return {
         "task": plan.task,
-        "models": {"high": high.source, **({"low": low.source} if low else {})},
-        "precision": dict.fromkeys(model.held, model.precision),
+        "models": {name: part.source for name, part in model.experts.of.items()},
+        "precision": dict.fromkeys(model.held, precision),
         **({"loras": _loras(model)} if model.lora_files else {}),
         "size": [shape[4] * config.spatial_stride, shape[3] * config.spatial_stride],
         "frames": config.temporal_stride * (shape[2] - 1) + 1,
@@ -291,9 +292,9 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
         "guidance_mode": "batched" if batched else "sequential",
         "solver": plan.solver,
         "seed": seed,
-        "attention": model.attention,
-        "compile": model.compile,
-        "residency": model.residency,
+        "attention": settings.attention,
+        "compile": settings.compile,
+        "residency": model.options.residency,
     }
 
 

@@ -1,4 +1,4 @@
-"""What the nodes share that say which forwards of a run need not run: the `skipping` socket in and out, and joining."""
+"""Input, output and result shared by the nodes for step caching, guidance schedule and sparse attention."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from wan_core.sampling.cache.skipping import skip_words
 
 from .sockets import SKIPPING
 
-CUSTOM = "custom"  # of a preset: the numbers below it count
+CUSTOM = "custom"  # preset that uses the numbers below it
 
 
 def skipping_input() -> Any:
     return SKIPPING.Input(
         "skipping",
         optional=True,
-        tooltip="Settings of another of these nodes, to be joined with this one's. Only one may decide about whole "
-        "steps; the guidance schedule goes with any.",
+        tooltip="Settings of another node of this kind, to combine with this one's. Only one step cache can be "
+        "used; guidance schedule and sparse attention combine with any.",
     )
 
 
@@ -29,5 +29,5 @@ def skipping_output() -> Any:
 
 
 def joined(skipping: SkipOptions | None, **settings: Any) -> io.NodeOutput:
-    found = replace(skipping or SkipOptions(), **settings)
-    return io.NodeOutput(found, ui=ui.PreviewText(skip_words(found)))
+    combined = replace(skipping or SkipOptions(), **settings)
+    return io.NodeOutput(combined, ui=ui.PreviewText(skip_words(combined)))

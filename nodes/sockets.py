@@ -15,9 +15,8 @@ from typing import Any, cast
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.checkpoint.load import StoredValues
-from wan_core.config import QUANTIZED, OptionError
-from wan_core.execution.memory.planning import Beside, Sizes, factor, plan_memory
+from wan_core.config import LoadOptions, OptionError
+from wan_core.execution.memory.planning import Beside, Sizes, plan_memory
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.media.preview import RGBMap
@@ -29,8 +28,9 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels import fused
 from wan_core.pipeline.images import decode_images, encode_images
-from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_bytes
+from wan_core.pipeline.loras import Wanted, lora_bytes
 from wan_core.pipeline.memory_planning import decode_bytes, forward_bytes
+from wan_core.pipeline.settings import ModelSettings
 from wan_core.pipeline.sources import Experts
 from wan_core.sampling.plan import Expert
 
@@ -44,39 +44,43 @@ CONDITIONING = list[list[Any]]  # [[rows [1, L, 4096], {...}]]
 
 @dataclass(frozen=True, eq=False)
 class ModelSocket:
-    """One or two experts, not loaded before they are used. `precision`: what the blocks compute in. `pace`: seconds
-    per forward of the last run."""
+    """One or two experts, not loaded before they are used. `options`: what the user chose; workers load by them.
+    `settings`: what that means on the device. `pace`: seconds per forward of the last run."""
 
-    experts: Experts
+    options: LoadOptions
+    settings: ModelSettings
     held: Mapping[Expert, host.Held]  # both are one where a single transformer runs every step
-    precision: str
-    attention: str
-    compile: str
-    residency: str
     rgb: RGBMap | None
     pace: dict[Expert, float] = field(default_factory=dict)
     loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
-    workers: Any = None  # WorkersSocket: they load and run it, by `spec`
-    spec: Mapping[str, Any] = field(default_factory=dict)
+    workers: Any = None  # WorkersSocket: they load and run it
+
+    @property
+    def experts(self) -> Experts:
+        return cast(Experts, self.settings.found)
 
     @property
     def lora_files(self) -> list[Path]:
         """Those that count for something."""
         return [Path(one.key[0]) for wanted in self.loras.values() for one in wanted if one.strength]
 
+    def loras_of(self, expert: Expert) -> tuple[Wanted, ...]:
+        return self.loras.get(expert if self.experts.low else "high", ())
+
     def acquire(self, expert: Expert, tokens: int, report: Report, kept: int = 0) -> WanModel:
         """The expert, on the device; a load is timed as a phase of `report`. kept: bytes of residuals beside it."""
         if self.workers is not None:
             raise OptionError("workers hold this model, and this node needs it here: use a loader without workers")
-        self.check_loras(tokens, kept)
-        loras = self.loras_of(expert)
-        held, memory = self.held[expert], self.memory(tokens) + kept + lora_bytes(loras)
-        together = list(dict.fromkeys(self.held.values())) if self.residency == "resident" else [held]
+        held, memory = self.held[expert], self.memory(tokens) + kept
+        residency = self.options.residency
+        together = list(dict.fromkeys(self.held.values())) if residency == "resident" else [held]
         blocks = self.resident_blocks(memory)
-        if blocks is not None or any(self.loras.values()):
+        if blocks is not None:
             for one in self.held.values():
                 one.stream(blocks)
-        if (self.residency == "swap" or blocks is not None) and not held.is_loaded:
+        if (residency == "swap" or blocks is not None) and not held.is_loaded:
+            if any(one.is_loaded for one in self.held.values()):
+                held.take_over(self.loras_of(expert))
             host.evict_all()
         if all(one.is_loaded for one in together):
             host.load(together, memory)
@@ -84,50 +88,35 @@ class ModelSocket:
             host.show(f"loading the {held.name} ...")
             with report.phase(f"load {expert}"):
                 host.load(together, memory)
-        model = cast(WanModel, held.model.content)
-        held.stream_blocks(model)
-        if held.resident_blocks is None:
-            original = None if held.part.path is None else StoredValues(held.part.path)
-            # Also none: another branch of the workflow may have left some.
-            AppliedLoras.of(model).apply(loras, original=original)
-        return model
+        return held.ready(self.loras_of(expert))
 
-    def loras_of(self, expert: Expert) -> tuple[Wanted, ...]:
-        return self.loras.get(expert if self.experts.low else "high", ())
-
-    def check_loras(self, tokens: int, kept: int = 0) -> None:
-        """Raise OptionError where LoRAs are wanted on weights that stream: of either expert, before any is loaded."""
-        for expert, held in self.held.items() if any(self.loras.values()) else ():
-            memory = self.memory(tokens) + kept + lora_bytes(self.loras_of(expert))
-            if self.resident_blocks(memory) is not None:
-                raise OptionError(
-                    f"the {held.name} streams its blocks, and LoRAs are not put on weights that stream: choose "
-                    "residency 'resident' in the loader, with a smaller size or an FP8 precision so that it fits as a "
-                    "whole, or merge the LoRA into the file"
-                )
+    def prefetch(self, expert: Expert, other: Expert, runs: int) -> None:
+        """The next `runs` runs of the blocks of `expert` are the last before `other` is acquired: if both stream, copy
+        its weights behind them."""
+        now, then = self.held[expert], self.held[other]
+        if now.residency is None or not (now.in_host_memory and then.in_host_memory):
+            return
+        if then.has_loras(self.loras_of(other)):
+            now.residency.prefetch(now.name, then.name, runs)
 
     def memory(self, tokens: int) -> int:
-        """What a forward of so many tokens takes beside the weights."""
-        precision = self.precision if self.precision in QUANTIZED else "bf16"
-        itemsize = 4 if self.precision == "float32" else 2
-        kind = (
-            "cuda" if fused.why_not(host.device()) is None else "cpu"
-        )  # without fused kernels it takes what torch does
-        per_token = factor(self.experts.dit, itemsize=itemsize, device=kind, compile=self.compile, precision=precision)
-        return forward_bytes(self.experts.dit, tokens, per_token)
+        """What a forward of so many tokens takes beside the weights, attached LoRAs included."""
+        # Without fused kernels it takes what torch does.
+        kind = "cuda" if fused.why_not(host.device()) is None else "cpu"
+        loras = lora_bytes(one for wanted in self.loras.values() for one in wanted)
+        return forward_bytes(self.experts.dit, tokens, self.settings.per_token(kind)) + loras
 
     def resident_blocks(self, memory: int) -> int | None:
         """How many blocks stay on the device where the others stream, with `memory` bytes beside them. None where none
         stream: it is not asked for, and a whole expert fits on the card."""
         held = self.held["high"]
-        if self.residency not in ("auto", "stream"):
+        if self.options.residency not in ("auto", "stream"):
             return None
-        # LoRAs need a whole expert: that it streamed before, for a larger size, is no reason to go on so.
-        before, room = None if any(self.loras.values()) else held.resident_blocks, host.room()
-        if before is not None and stage_bytes(list(held.units), before) + memory <= room:
+        before, room, units = held.resident_blocks, host.room(), held.part.units
+        if before is not None and stage_bytes(list(units), before) + memory <= room:
             return before  # it fits as it is
-        sizes = Sizes(units=held.units, experts=1, text_encoder=0, vae=0)
-        mode = "stream" if self.residency == "stream" else "auto"
+        sizes = Sizes(units=units, experts=1, text_encoder=0, vae=0)
+        mode = "stream" if self.options.residency == "stream" else "auto"
         plan = plan_memory(sizes, Beside(text=0, denoise=memory, decode=0), room, mode)
         return plan.resident_blocks if plan.policy == "stream" else None
 
@@ -135,17 +124,16 @@ class ModelSocket:
         """After out of memory: everyone else leaves, and half of the blocks that stayed stream. In words; None where no
         more can stream."""
         held = self.held[expert]
-        if any(self.loras.values()):
-            return None  # they are on weights that stay
-        blocks = len(held.units) - 1 if held.resident_blocks is None else held.resident_blocks
-        if not blocks:
+        blocks = len(held.part.units) - 1
+        stay = blocks if held.resident_blocks is None else held.resident_blocks
+        if not stay:
             return None
         for one in self.held.values():
-            one.stream(blocks // 2)
+            one.stream(stay // 2)
         host.evict_all()
         host.load([held], self.memory(tokens) + kept)
-        held.stream_blocks(cast(WanModel, held.model.content))
-        return f"other models left the device, {blocks // 2} of {len(held.units) - 1} blocks stay, the others stream"
+        held.ready(self.loras_of(expert))
+        return f"other models left the device, {stay // 2} of {blocks} blocks stay, the others stream"
 
 
 class TextSocket:
@@ -189,7 +177,7 @@ class VAESocket:
 
     def __init__(self, held: host.Held) -> None:
         self.held = held
-        self.config = cast(VAEConfig, held.part.config)
+        self.config = cast(VAEConfig, held.part.part.config)
         self.latent_channels = self.config.z_dim
 
     @property

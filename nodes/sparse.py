@@ -1,8 +1,9 @@
-"""Attention over a part of the keys."""
+"""Node for block-sparse self-attention."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from comfy_api.latest import io
 
@@ -12,8 +13,74 @@ from wan_core.sampling.sparsity.schedule import PRESETS
 from .skipping import CUSTOM, joined, skipping_input, skipping_output
 
 
+def custom_inputs() -> list[Any]:
+    """The numbers of the preset `custom`."""
+    return [
+        io.Float.Input(
+            "sparsity",
+            default=0.75,
+            min=0.0,
+            max=0.99,
+            step=0.05,
+            round=0.0001,
+            tooltip="For custom: the share of the key blocks that attention does not read. quality has 0.5, "
+            "balanced 0.8125, fast 0.875.",
+        ),
+        io.Float.Input(
+            "dense_steps",
+            default=0.05,
+            min=0.0,
+            max=1.0,
+            step=0.05,
+            round=0.001,
+            tooltip="For custom: share of the steps, from the first one, with dense attention. These steps "
+            "fix the layout of the video. quality has 0.1, balanced and fast 0.",
+        ),
+        io.Float.Input(
+            "ramp",
+            default=0.3,
+            min=0.0,
+            max=1.0,
+            step=0.05,
+            round=0.001,
+            tooltip="For custom: share of the steps, from the first one, that read twice as many blocks as "
+            "later steps, at most half of all. Has no effect at a sparsity of 0.5 or less. The presets have "
+            "0.3.",
+        ),
+        io.Int.Input(
+            "dense_layers",
+            default=0,
+            min=0,
+            max=100,
+            tooltip="For custom: number of first layers that always use dense attention.",
+        ),
+        io.Float.Input(
+            "mass",
+            default=0.0,
+            min=0.0,
+            max=1.0,
+            step=0.05,
+            round=0.001,
+            tooltip="For custom: select blocks until this estimated share of attention is covered, up to the "
+            "number that sparsity allows. 0: the same number of blocks for all tokens. Not with FP8 attention.",
+        ),
+        io.Boolean.Input(
+            "pooled",
+            default=True,
+            tooltip="For custom: unselected blocks are replaced by their mean. Costs little and preserves quality.",
+        ),
+        io.Int.Input(
+            "reuse",
+            default=1,
+            min=1,
+            max=50,
+            tooltip="For custom: number of computed steps that use one selection of blocks. 1 selects in every step.",
+        ),
+    ]
+
+
 class WanCoreSparseAttention(io.ComfyNode):
-    """Self-attention over a part of the keys."""
+    """Self-attention that reads only selected key blocks."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -21,79 +88,23 @@ class WanCoreSparseAttention(io.ComfyNode):
             node_id="WanCoreSparseAttention",
             display_name="WanCore Sparse Attention",
             category="WanCore",
-            description="Reads only the blocks of tokens that matter, chosen anew in every layer. Most of the time at "
-            "720p is attention; small videos gain nothing. The plan preview shows what every step reads.",
+            description="Block-sparse self-attention: every layer selects the key blocks with the most attention and "
+            "reads only those. Saves most at 720p, where attention takes most of the time; small videos gain "
+            "nothing. The plan preview shows the share of keys per step.",
             inputs=[
                 io.Combo.Input(
                     "preset",
                     options=[*PRESETS, CUSTOM],
                     default="balanced",
-                    tooltip="quality, balanced or fast; custom takes the numbers below, which count only then.",
+                    tooltip="quality, balanced or fast; custom uses the numbers below, which have no effect otherwise.",
                 ),
-                io.Float.Input(
-                    "sparsity",
-                    default=0.75,
-                    min=0.0,
-                    max=0.99,
-                    step=0.05,
-                    round=0.0001,
-                    tooltip="For custom: the share of the video that a step's attention leaves out. quality has "
-                    "0.5, balanced 0.8125, fast 0.875.",
-                ),
-                io.Float.Input(
-                    "dense_steps",
-                    default=0.05,
-                    min=0.0,
-                    max=1.0,
-                    step=0.05,
-                    round=0.001,
-                    tooltip="For custom: share of the steps, from the first on, that read everything. They decide "
-                    "where things are. quality has 0.1, balanced and fast 0.",
-                ),
-                io.Float.Input(
-                    "ramp",
-                    default=0.3,
-                    min=0.0,
-                    max=1.0,
-                    step=0.05,
-                    round=0.001,
-                    tooltip="For custom: share of the steps, from the first on, that read twice as much as later ones, "
-                    "half at most. Needs a sparsity above 0.5. The presets have 0.3.",
-                ),
-                io.Int.Input(
-                    "dense_layers",
-                    default=0,
-                    min=0,
-                    max=100,
-                    tooltip="For custom: so many of the first layers always read everything.",
-                ),
-                io.Float.Input(
-                    "mass",
-                    default=0.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.05,
-                    round=0.001,
-                    tooltip="For custom: stop reading where this share of attention is covered, as estimated; at most "
-                    "what sparsity says. 0: the same amount for every token. Not with FP8 attention.",
-                ),
-                io.Boolean.Input(
-                    "pooled",
-                    default=True,
-                    tooltip="For custom: what is left out stands in by its mean. Costs little and keeps quality.",
-                ),
-                io.Int.Input(
-                    "reuse",
-                    default=1,
-                    min=1,
-                    max=50,
-                    tooltip="For custom: how many computed steps use one choice of blocks. 1 chooses in every step.",
-                ),
+                *custom_inputs(),
                 io.Combo.Input(
                     "kernel",
                     options=list(SPARSE_KERNELS),
                     default="auto",
-                    tooltip="auto takes the fastest that runs: FP8 where the attention of the loader is FP8 (Hopper).",
+                    tooltip="auto uses the fastest kernel that runs here: FP8 if the loader's attention is FP8 "
+                    "(Hopper).",
                 ),
                 skipping_input(),
             ],
@@ -114,7 +125,7 @@ class WanCoreSparseAttention(io.ComfyNode):
         kernel: str,
         skipping: SkipOptions | None = None,
     ) -> io.NodeOutput:
-        own = SparseOptions(
+        custom = SparseOptions(
             sparsity=sparsity,
             dense_steps=dense_steps,
             ramp=ramp,
@@ -123,4 +134,4 @@ class WanCoreSparseAttention(io.ComfyNode):
             pooled=pooled,
             reuse=reuse,
         )
-        return joined(skipping, sparse=replace(own if preset == CUSTOM else PRESETS[preset], kernel=kernel))
+        return joined(skipping, sparse=replace(custom if preset == CUSTOM else PRESETS[preset], kernel=kernel))

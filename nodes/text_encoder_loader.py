@@ -6,7 +6,7 @@ from comfy_api.latest import io, ui
 
 from wan_core.checkpoint import load_text_encoder
 from wan_core.config import PRECISIONS, QUANTIZED
-from wan_core.pipeline.builder import compute_dtype, holding
+from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding
 from wan_core.pipeline.sources import Part, recognise
 
 from . import host
@@ -62,8 +62,8 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         part = cls._part(text_encoder)
         device = host.device() if workers is None else workers.device
         dtype = compute_dtype(precision, device)
-        kept, words = holding(part, None, precision == "checkpoint", device), words_of(part, name_of(dtype))
-        held = host.Held("text encoder", part, dtype, quantization=kept)
+        quantization = holding(part, None, precision == "checkpoint", device)
+        held, words = host.Held("text encoder", PartToLoad(part, dtype, quantization)), words_of(part, name_of(dtype))
         if workers is None:
             return io.NodeOutput(TextSocket(held), ui=ui.PreviewText(words))
         spec = {"path": str(part.path), "precision": precision}

@@ -8,7 +8,7 @@ from torch import nn
 from wan_core.checkpoint import load_vae
 from wan_core.execution.optimize import optimize_vae
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.pipeline.builder import compute_dtype
+from wan_core.pipeline.settings import PartToLoad, compute_dtype
 from wan_core.pipeline.sources import Part, recognise
 
 from . import host
@@ -59,7 +59,7 @@ class WanCoreVAELoader(io.ComfyNode):
     def execute(cls, vae: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
         part = cls._part(vae)
         dtype = compute_dtype(precision, host.device() if workers is None else workers.device)
-        held, words = host.Held("VAE", part, dtype, _optimized), words_of(part, name_of(dtype))
+        held, words = host.Held("VAE", PartToLoad(part, dtype), _optimized), words_of(part, name_of(dtype))
         if workers is None:
             return io.NodeOutput(VAESocket(held), ui=ui.PreviewText(words))
         spec = {"path": str(part.path), "precision": precision}

@@ -1,4 +1,4 @@
-"""Between latents and pictures."""
+"""Nodes that decode latents to frames and encode frames to latents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sockets import REPORT, VAESocket
 
 
 class WanCoreVAEDecode(io.ComfyNode):
-    """Latents to frames, streamed."""
+    """Decode latents to frames, a few at a time."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -23,21 +23,21 @@ class WanCoreVAEDecode(io.ComfyNode):
             node_id="WanCoreVAEDecode",
             display_name="WanCore VAE Decode",
             category="WanCore",
-            description="Decodes a few frames at a time; in tiles where the whole picture does not fit into memory.",
+            description="Decodes a few frames at a time, in tiles if the whole picture does not fit into memory.",
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
-                io.Latent.Input("latent", tooltip="From the sampler. It stays usable if decoding fails."),
+                io.Latent.Input("latent", tooltip="From the sampler. It can be decoded again if decoding fails."),
                 io.Combo.Input(
                     "tiling",
                     options=["auto", "always"],
                     default="auto",
-                    tooltip="'auto': the whole picture, and tiles if it does not fit into memory. 'always': tiles.",
+                    tooltip="'auto': the whole picture, or tiles if it does not fit into memory. 'always': tiles.",
                 ),
-                REPORT.Input("report", optional=True, tooltip="The sampler's report, to go on with."),
+                REPORT.Input("report", optional=True, tooltip="The sampler's report, to which the decoding is added."),
             ],
             outputs=[
                 io.Image.Output("image", display_name="image", tooltip="The frames, for Create Video."),
-                REPORT.Output("report_out", display_name="report", tooltip="The report with decoding in it."),
+                REPORT.Output("report_out", display_name="report", tooltip="The report with the decoding added."),
             ],
         )
 
@@ -58,7 +58,7 @@ class WanCoreVAEDecode(io.ComfyNode):
 
 
 class WanCoreVAEEncode(io.ComfyNode):
-    """Frames to latents, streamed."""
+    """Encode frames to latents, a few at a time."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -71,10 +71,14 @@ class WanCoreVAEEncode(io.ComfyNode):
                 io.Vae.Input("vae", tooltip="A Wan VAE: WanCore's or ComfyUI's own."),
                 io.Image.Input(
                     "image",
-                    tooltip="The frames: 4n + 1 of them, sides a multiple of 8 (Wan 2.1 VAE) or 16 (2.2).",
+                    tooltip="The frames: 4n + 1 of them, width and height multiples of 8 (Wan 2.1 VAE) or 16 (2.2).",
                 ),
             ],
-            outputs=[io.Latent.Output("latent", display_name="latent", tooltip="Un-normalised, as everywhere here.")],
+            outputs=[
+                io.Latent.Output(
+                    "latent", display_name="latent", tooltip="Un-normalised latents, as everywhere in ComfyUI."
+                )
+            ],
         )
 
     @classmethod

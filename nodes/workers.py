@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,16 +65,16 @@ class WorkersSocket:
     ) -> Tensor:
         """As `pipeline.sample_latents`."""
         count = len(self.workers.options.devices)
-        loras = [
-            asdict(LoraOptions(path=str(one.key[0]), strength=one.strength, expert=expert))
+        loras = tuple(
+            LoraOptions(path=str(one.key[0]), strength=one.strength, expert=expert)
             for expert, wanted in model.loras.items()
             for one in wanted
             if one.strength
-        ]
+        )
         given = {f.name: getattr(conditioning, f.name) for f in fields(conditioning)}
         return remote.sample(
             self.ready(sum(held.size for held in set(model.held.values()))),
-            {**model.spec, "loras": loras},
+            asdict(replace(model.options, loras=loras)),
             plan,
             {name: value for name, value in given.items() if value is not None},
             shape=shape,

@@ -26,8 +26,9 @@ import pytest
 PACK = Path(__file__).resolve().parents[1]
 PATIENCE = 120.0  # seconds for anything: a busy machine is slow, not broken
 # One thread: two that wait for each other on a busy machine take ten times as long. Large blocks of memory from the
-# system and back to it at once, where the allocator would keep them for later: what is freed can be seen.
-QUIET = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
+# system and back to it at once, where the allocator would keep them for later: what is freed can be seen. Workers
+# on the CPU are allowed.
+QUIET = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20), "WANCORE_ALLOW_CPU_WORKERS": "1"}
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Graph = dict[str, dict[str, Any]]
 

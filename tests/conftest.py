@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
+
+# Before torch loads OpenMP, which reads them once; processes that tests start inherit them. Threads that wait for work
+# do so asleep and not in a loop: with more threads than cores the loop takes the time of those that have work. Under
+# xdist a test process has one core, and so have the processes that it starts.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
@@ -28,14 +37,14 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Small tensors lose time on many threads; under xdist each worker is a core's worth already."""
+    """Small tensors lose time on many threads, and under xdist each process has one core."""
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 
-# Their tests take copies of this process, which are smaller the less it has done. The longest of the others follow, so
-# that no process waits for one at the end.
+# Modules by name, in whatever folder. Tests of the first ones fork this process: a copy is smaller the less has been
+# done in it. The longest of the others follow, so that no process waits for one at the end.
 FIRST = ("test_launcher_faults", "test_parallel", "test_launcher_hosts", "test_launcher_sockets", "test_launcher")
-THEN = ("test_bench_startup", "test_warmup", "test_quality", "test_attention")
+THEN = ("test_attention", "test_stream", "test_quality", "test_lora")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported by now stays: looking through it for garbage, again and again, finds none and takes seconds in
+    all. Forked processes share its memory for longer, too."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from wan_core.workers import launcher
+from wan_core.workers import processes
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 PR_SET_PDEATHSIG = 1  # prctl.h
@@ -168,7 +168,7 @@ def become(
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, int(os.environ["MALLOC_MMAP_THRESHOLD_"]))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         subprocess_handler.Popen = Kept  # what a copy starts are copies, too
-        launcher.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)
+        processes.subprocess = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE)
         kind, what, *arguments = [word for word in command[1:] if word != "-u"]
         sys.argv = [what, *arguments]
         if what == SUPERVISOR:
@@ -198,6 +198,6 @@ def forking(ranks: int = 2) -> Iterator[None]:
     import wan_core.workers.jobs
     import wan_core.workers.rendezvous  # noqa: F401
 
-    copies = mock.patch.object(launcher, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE))
+    copies = mock.patch.object(processes, "subprocess", SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE))
     with copies, mock.patch.object(Kept, "ranks", ranks):
         yield

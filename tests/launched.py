@@ -1,7 +1,8 @@
-"""Processes of workers, found in /proc by who started them."""
+"""Worker processes, found in /proc by their parents."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -53,6 +54,16 @@ def wait_until(true: Callable[[], bool], seconds: float, what: str) -> None:
 def wait_until_gone(pids: Collection[int], seconds: float = 20) -> None:
     """No orphan: every one of these processes has ended."""
     wait_until(lambda: not parents().keys() & set(pids), seconds, f"still there: {[command_of(p) for p in pids]}")
+
+
+def open_no_more_files(pid: int) -> None:
+    """From now on this process fails to open files: every free number is above its limit."""
+    import resource  # not on Windows
+
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    free = min(set(range(len(used) + 1)) - used)
+    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, hard))
 
 
 def memory_of(pid: int) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.parallel import exchanges
+from benchmarks.exchanges import exchanges
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.random import random_module
 from wan_core.config import GuidanceOptions, LoadOptions, MagCacheOptions, Request, SkipOptions, SparseOptions
@@ -36,8 +36,9 @@ from wan_core.parallel.sequence import ShardedAttention, ShardedTokens, check_ls
 from wan_core.parallel.sharded import load_sharded_dit
 from wan_core.parallel.vae import split_pictures
 from wan_core.parallel.weights import shared_checkpoint
-from wan_core.pipeline.builder import TINY, find_quantization
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.settings import find_quantization
+from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.residual import Program, ResidualCache
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from tools.tiny.clips import Size, held_out_scenes
 from tools.tiny.distill import EXPERTS, Distillation, distill, lora_path, merge_lora, student_plan, teacher_plan
 from tools.tiny.evaluate import CLAIMS, SHEET_CLIPS, contact_sheet, generate, shares
 from tools.tiny.files import part_path
-from tools.tiny.png import write_png
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
 from wan_core.media.metrics import judge
 from wan_core.media.shapes import draw
@@ -120,9 +120,11 @@ def evaluate(options: argparse.Namespace, device: torch.device, teacher: Plan, d
         print(f"{name:<28}{plan.forwards:>10}" + "".join(f"{row[c]:>12.1%}" for c in CLAIMS), flush=True)
         if plan in (teacher, student):
             sheet = "teacher" if plan is teacher else "student"
-            write_png(out / f"{sheet}.png", contact_sheet(videos[:SHEET_CLIPS]))
-    result = envelope("distilled", device, rows) | {"seed": options.seed, "training": done}
-    result["command"] = result["command"].replace("python -m wan_core", "python -m tools.distill_tiny")
+            Image.fromarray(contact_sheet(videos[:SHEET_CLIPS]).numpy()).save(out / f"{sheet}.png")
+    result = envelope("distilled", device, rows, program="tools.distill_tiny") | {
+        "seed": options.seed,
+        "training": done,
+    }
     print(write_result(result, out, device))
     for name in EXPERTS:
         path = lora_path(out, name)

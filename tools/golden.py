@@ -26,8 +26,8 @@ model's files, with seeded random numbers.
 Sums depend on the number of threads, so everything runs on one thread. Times, devices and paths of temporary folders do
 not enter a recording. Recordings of different torch versions or CPUs differ, so compare those of one machine.
 
-Of the node schemas only the sha256 of the frozen file, tests/nodes/node_schemas.json, is recorded. Whether the nodes still
-agree with it is the work of tests/nodes/test_nodes_schemas.py.
+Of the node schemas only the sha256 of the frozen file, node_schemas.json of the tests, is recorded. Whether the nodes
+still agree with it is the work of test_nodes_schemas.py.
 """
 
 from __future__ import annotations
@@ -921,8 +921,8 @@ def record(out: Path, checkout: Path, only: str) -> int:
                 print(f"\r{len(cases):>4} cases  {name[:90]:<90}", end="", file=sys.stderr, flush=True)
         os.chdir(ROOT)
     about = {"checkout": str(checkout), "commit": commit_of(checkout), "only": only, "packages": packages()}
-    schemas = checkout / "tests" / "nodes" / "node_schemas.json"
-    about["node_schemas"] = digest(schemas.read_bytes()) if schemas.exists() else None
+    schemas = next((checkout / "tests").rglob("node_schemas.json"), None)  # its folder may change
+    about["node_schemas"] = None if schemas is None else digest(schemas.read_bytes())
     text = json.dumps({"about": about, "cases": cases}, indent=1, ensure_ascii=False)
     (out / "record.json").write_text(text + "\n")
     print(f"\n{len(cases)} cases in {time.monotonic() - began:.0f} s -> {out / 'record.json'}")

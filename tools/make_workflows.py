@@ -5,8 +5,8 @@
     python tools/make_workflows.py --native http://127.0.0.1:8188
                                                 first learn ComfyUI's own nodes from a running one
 
-Inputs, their order and defaults come from tests/node_schemas.json and tools/native_nodes.json, the text of the notes
-from tools/notes/.
+Inputs, their order and defaults come from tests/nodes/node_schemas.json and tools/native_nodes.json, the text of the
+notes from tools/notes/.
 """
 
 from __future__ import annotations

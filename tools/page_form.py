@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-OWN_SCHEMAS = ROOT / "tests" / "node_schemas.json"
+OWN_SCHEMAS = ROOT / "tests" / "nodes" / "node_schemas.json"
 NATIVE_SCHEMAS = ROOT / "tools" / "native_nodes.json"
 WIDGETS = ("COMBO", "INT", "FLOAT", "STRING", "BOOLEAN")  # anything else is a socket
 NOTE = "MarkdownNote"  # exists in the page only

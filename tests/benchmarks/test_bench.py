@@ -33,6 +33,7 @@ from wan_core.cli import main
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.protocol import Dense
 from wan_core.ops.attention.sdpa import math_reference
 from wan_core.sampling.plan import make_plan
 
@@ -73,7 +74,7 @@ def test_operations_are_those_that_torch_counts(channels, heads, ffn, layers, gr
     )
     model = small_model(replace(config, num_layers=layers))
     for block in model.blocks:  # torch counts products, and not those inside its CPU attention
-        block.self_attn.attend = block.cross_attn.attend = math_reference
+        block.self_attn.attend = block.cross_attn.attend = Dense(math_reference)
     T, Y, X = grid
     with torch.no_grad():
         with FlopCounterMode(display=False) as text_counter:
@@ -315,7 +316,7 @@ def test_a_step_that_is_left_out_is_measured_against_a_full_one(tmp_path: Path) 
     assert len(plans) == 2 and all(10 <= row["forwards"] < 24 for row in plans)
     for row in plans:  # an estimate is its forwards at the seconds of one
         assert row["estimate"] == pytest.approx(row["forwards"] * full, rel=0.02)
-        assert row["off"] == pytest.approx(row["seconds"] / row["estimate"] - 1, abs=0.05)
+        assert row["off"] == pytest.approx(row["seconds"] / row["estimate"] - 1, rel=0.02, abs=0.05)
 
 
 def test_the_switch_is_what_passes_between_two_experts() -> None:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
 
-from benchmarks import cold, startup
+from benchmarks import startup
+from benchmarks.loading import Loading
 from benchmarks.process import host_peak, reset_host_peak
 from benchmarks.ready import ready_rows
-from benchmarks.startup import Loading, cold_rows, write_experts
+from benchmarks.startup import cold_rows, write_experts
 from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError
-from wan_core.config.imports import FORBIDS, PREFIX
-from wan_core.execution import optimize as optimizing
-from wan_core.execution.compile_cache import OWN_CACHES
 from wan_core.pipeline.sources import find_models
 
 CPU = torch.device("cpu")
@@ -81,88 +78,37 @@ print(json.dumps(list(turns_rows("tiny", ["64x32x9"], torch.device("cpu"), None,
 def test_prompts_after_the_first():
     rows = {row["name"]: row for row in ready_rows("tiny", ["64x64x17"], CPU, None)}
     assert list(rows) == ["first prompt", "second prompt", "changed size", "back again"]
-    assert all("failed" not in row and row["compilations"] == row["compiled_anew"] == 0 for row in rows.values())
+    assert all("failed" not in row and row["compilations"] == 0 for row in rows.values())
     assert rows["changed size"]["size"] == "32x32x9" and all(row["seconds"] < 10 for row in rows.values())
 
 
-@pytest.mark.slow
 def test_a_cold_process(tmp_path):
-    """One that keeps what it compiled, and one that finds it."""
-    files = write_experts("tiny", tmp_path, CPU, None)
-    first, second = (startup.cold(files, "48x48x5", CPU, tmp_path, []) for _ in range(2))
-    assert "used again" in second["note"] and "first time" in first["note"]
-    assert first["first_forward"] == {"graphs": 0, "compiled anew": 0}  # nothing was left to it
-    assert second["first_forward"] == {"graphs": 1, "compiled anew": 0}  # all of it was found
-    assert set(first["prepared"]) == {"import the compiler", "artifacts", "forward"}
-    assert set(second["prepared"]) == {"import the compiler", "artifacts"}
-    assert all(row["read"] > 0 and 0 < row["seconds"] < row["process_seconds"] for row in (first, second))
-
-
-def test_a_cold_process_that_compiles_nothing_imports_no_compiler(tmp_path):
-    files = write_experts("tiny", tmp_path, CPU, None)
-    row = startup.cold(files, "48x48x5", CPU, tmp_path, ["--compile", "off"])
-    assert row["prepared"] == {} and row["first_forward"] == {"graphs": 0, "compiled anew": 0} and row["note"] == ""
-
-
-def test_a_cold_process_writes_a_profile(tmp_path, monkeypatch, capsys):
-    """What the process runs, in this one: dynamo decides what is compiled, the compiler behind it is left out."""
-    for name in ("WANCORE_CACHE", *OWN_CACHES):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.setattr(optimizing, "compile_blocks", partial(optimizing.compile_blocks, backend="eager"))
-    torch.compiler.reset()
+    """A real process: its phases, its profile, and a second forward."""
     files, profile = write_experts("tiny", tmp_path, CPU, None), tmp_path / "profile.txt"
-    monkeypatch.setattr(sys, "argv", ["cold", "cpu", "48x48x5", *map(str, files), "--profile", str(profile)])
-    cold.main()
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["first_forward"]["graphs"] == 0 and "forward" in found["prepared"] and found["warm_forward"] > 0
+    row = startup.cold(files, "48x48x5", CPU, tmp_path, ["--profile", str(profile)])
+    assert list(row["phases"])[-3:] == ["load both experts", "attention's library", "first forward"]
+    assert 0 < row["warm_forward"] < row["seconds"] < row["process_seconds"]
     assert "cumulative" in profile.read_text()
 
 
-@pytest.mark.parametrize("python_keeps", [False, True])
-def test_the_cold_processes_that_are_compared(python_keeps, tmp_path, monkeypatch):
-    """Each with the arguments that its name says and with what the first one kept; the one that has only the bytecode
-    of it where that is worth telling."""
-    started, seconds = [], iter((12.0, *(() if python_keeps else (8.0,)), 4.0, 6.0, 3.0, 5.0, 1.0, 2.0, 9.0))
+def test_the_cold_processes_that_are_compared(tmp_path, monkeypatch):
+    """One with empty caches, then as many as were asked for in the folder that it filled."""
+    started, seconds = [], iter((12.0, 4.0, 6.0, 9.0))
 
     def run(files, size, device, kept, more):
         started.append((kept.name, more))
-        if not python_keeps and len(started) == 1:
-            (kept / "bytecode" / "of-torch").mkdir(parents=True)
-            (kept / "compiled").mkdir()
-        if kept.name == "bytecode":
-            assert [path.name for path in kept.rglob("*")] == ["bytecode", "of-torch"]
         return {"seconds": next(seconds)}
 
     monkeypatch.setattr(startup, "cold", run)
     rows = list(cold_rows([tmp_path / "a"], "48x48x5", CPU, tmp_path, 2, tmp_path / "profile.txt"))
-    off, profile = ["--compile", "off"], ["--profile", str(tmp_path / "profile.txt")]
-    expected = [
-        ("nothing kept", [("kept", [])], 1),
-        ("bytecode kept", [("bytecode", [])], 1.5),
-        ("artifacts kept", [("kept", [])] * 2, 2),
-        ("not compiled, first time", [("kept", off)], 4),
-        ("not compiled", [("kept", off)] * 2, 2.4),
-        ("profiled", [("kept", profile)], None),
-    ]
-    expected = [row for row in expected if not python_keeps or row[0] != "bytecode kept"]
     assert [(row["name"].removeprefix("cold process, "), row.get("ratio")) for row in rows] == [
-        (name, ratio) for name, _, ratio in expected
+        ("nothing kept", 1),
+        ("kernels kept", 2),
+        ("profiled", None),
     ]
-    assert started == [start for _, starts, _ in expected for start in starts]
-    assert [row["all_seconds"] for row in rows if "all_seconds" in row] == [[4, 6], [1, 5]]
-
-
-def test_a_bench_that_keeps_bytecode_measures_starts_without(tmp_path, monkeypatch):
-    """The command line keeps it, and its environment would be that of what it starts."""
-    monkeypatch.setenv("WANCORE_CACHE", str(tmp_path))
-    monkeypatch.setenv(PREFIX, str(tmp_path / "bytecode" / "cpython"))
-    monkeypatch.setenv(FORBIDS, "")
-    found = {}
-    monkeypatch.setattr(
-        startup.subprocess, "run", lambda *_, env, **__: found.update(env) or subprocess.CompletedProcess([], 0, "{}")
-    )
-    startup.child([], "48x48x5", CPU, tmp_path / "kept", [])
-    assert PREFIX not in found and found[FORBIDS] == "1" and found["WANCORE_CACHE"] == str(tmp_path / "kept")
+    profile = ["--profile", str(tmp_path / "profile.txt")]
+    assert started == [("kept", []), ("kept", []), ("kept", []), ("kept", profile)]
+    assert [row["all_seconds"] for row in rows if "all_seconds" in row] == [[4, 6]]
 
 
 def test_the_peak_of_host_memory_begins_anew():

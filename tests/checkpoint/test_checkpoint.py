@@ -15,10 +15,9 @@ import pytest
 import safetensors.torch
 import sentencepiece
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor, nn
-from transformers import UMT5Config, UMT5EncoderModel
 
+from tests.reference_models import diffusers_transformer, diffusers_vae, transformers_encoder
 from wan_core.checkpoint import (
     CheckpointError,
     detect,
@@ -29,7 +28,6 @@ from wan_core.checkpoint import (
     open_checkpoint,
     save,
 )
-from wan_core.checkpoint.layouts import diffusers_dit_names, dit_names
 from wan_core.checkpoint.layouts_text import hf_text_names
 from wan_core.checkpoint.layouts_vae import diffusers_vae_names
 from wan_core.checkpoint.save import write_safetensors
@@ -37,9 +35,10 @@ from wan_core.config import OptionError
 from wan_core.models.text.config import TextConfig
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
-from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
+from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.wan.keys import diffusers_names, parameter_names
 from wan_core.models.wan.model import WanModel
 
 DIT = DiTConfig(in_channels=16, out_channels=16, dim=256, ffn_dim=320, num_heads=2, num_layers=2, text_dim=48)
@@ -94,7 +93,7 @@ def model(name: str) -> Model:
     torch.manual_seed(0)
     if name.startswith("dit"):
         config = {"dit": DIT, "dit heads": SMALL_HEADS}[name]
-        return _model("dit", WanModel(config), diffusers_transformer(config), diffusers_dit_names)
+        return _model("dit", WanModel(config), diffusers_transformer(config), diffusers_names)
     if name == "text":
         encoder = TextEncoder(UMT5Encoder(TEXT), Tokenizer(spiece()))
         return _model("text_encoder", encoder, transformers_encoder(TEXT), hf_text_names)
@@ -119,50 +118,6 @@ def _model(kind: str, module: WanModel | VideoVAE | TextEncoder, theirs: nn.Modu
     if kind == "text_encoder":
         metadata = {"relative_attention_max_distance": str(TEXT.max_distance)}
     return Model(kind, module, official, foreign, settings, metadata)
-
-
-def diffusers_transformer(config: DiTConfig) -> nn.Module:
-    return WanTransformer3DModel(
-        num_attention_heads=config.num_heads,
-        attention_head_dim=config.head_dim,
-        in_channels=config.in_channels,
-        out_channels=config.out_channels,
-        text_dim=config.text_dim,
-        freq_dim=config.freq_dim,
-        ffn_dim=config.ffn_dim,
-        num_layers=config.num_layers,
-    )
-
-
-def diffusers_vae(config: VAEConfig) -> nn.Module:
-    return AutoencoderKLWan(
-        base_dim=config.encoder_dim,
-        decoder_base_dim=config.decoder_dim,
-        z_dim=config.z_dim,
-        dim_mult=list(config.dim_mult),
-        num_res_blocks=config.num_res_blocks,
-        temperal_downsample=list(config.temporal_downsample),
-        is_residual=config.residual,
-        in_channels=3 * config.patch**2,
-        out_channels=3 * config.patch**2,
-        patch_size=None if config.patch == 1 else config.patch,
-        latents_mean=list(config.latents_mean),
-        latents_std=list(config.latents_std),
-    )
-
-
-def transformers_encoder(config: TextConfig) -> nn.Module:
-    return UMT5EncoderModel(
-        UMT5Config(
-            vocab_size=config.vocab_size,
-            d_model=config.dim,
-            d_kv=config.dim_attn // config.num_heads,
-            d_ff=config.dim_ffn,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            relative_attention_max_distance=config.max_distance,
-        )
-    )
 
 
 # -------------------------------------------------------------------------------------------- the ways to store weights
@@ -334,7 +289,7 @@ def test_a_diffusers_transformer_computes_the_same(tmp_path: Path) -> None:
 
 
 def test_the_tables_name_every_parameter() -> None:
-    assert list(model("dit").official) == sorted(dit_names(2), key=list(model("dit").official).index)
+    assert list(model("dit").official) == sorted(parameter_names((), 2), key=list(model("dit").official).index)
     for name in ("dit", "vae 2.1", "vae 2.2"):
         assert len(model(name).foreign) == len(model(name).official)
 
@@ -428,13 +383,13 @@ def test_empty_and_misaligned_tensors(tmp_path: Path) -> None:
     [
         ([(0, 4), (4, 8)], 8, None),
         ([(4, 8), (0, 4)], 8, None),
-        ([(0, 4), (8, 12)], 12, "hole"),
-        ([(0, 4), (0, 4)], 4, "overlaps"),
-        ([(0, 4), (2, 6), (8, 12)], 12, "overlaps"),
-        ([(0, 4), (0, 4), (8, 12)], 12, "overlaps"),
-        ([(0, 4), (4, 8)], 9, "follow the last tensor"),
-        ([(0, 4), (4, 8)], 7, "the header promises 8 bytes of values, the file has 7"),
-        ([(0, 4), (4, 7)], 7, "takes 4 bytes, its offsets span 3"),
+        ([(0, 4), (8, 12)], 12, "invalid offset for tensor"),
+        ([(0, 4), (0, 4)], 4, "invalid offset for tensor"),
+        ([(0, 4), (2, 6), (8, 12)], 12, "invalid offset for tensor"),
+        ([(0, 4), (0, 4), (8, 12)], 12, "invalid offset for tensor"),
+        ([(0, 4), (4, 8)], 9, "file not fully covered"),
+        ([(0, 4), (4, 8)], 7, "truncated"),
+        ([(0, 4), (4, 7)], 7, "invalid shape, data type, or offset"),
     ],
 )
 def test_values_fill_the_file(offsets: list[tuple[int, int]], length: int, words: str | None, tmp_path: Path) -> None:
@@ -564,7 +519,7 @@ def test_absurd_numbers_are_refused_before_anything_is_built() -> None:
         (["face_adapter.fuser_blocks.0.linear1_q.weight"], "Animate"),
         (["casual_audio_encoder.weights"], "S2V"),
         (["vace_blocks.0.after_proj.weight"], "VACE"),
-        (["img_emb.proj.0.weight", "blocks.0.cross_attn.k_img.weight"], "Wan 2.1 image-to-video"),
+        (["img_emb.emb_pos", "blocks.0.cross_attn.k_img.weight"], "first-and-last-frame"),
         (["control_adapter.conv.weight"], "Fun"),
     ],
 )

@@ -21,7 +21,7 @@ from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TECurrentLinear
-from wan_core.pipeline.builder import holding, precision_of
+from wan_core.pipeline.settings import holding, precision_of
 from wan_core.pipeline.sources import TINY, Part, recognise
 
 CPU = torch.device("cpu")

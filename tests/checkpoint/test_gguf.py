@@ -28,8 +28,8 @@ from wan_core.ops.kernels.gguf_blocks import FORMATS, unpack, unpack_reference
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.builder import PACKED, precision_of
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.settings import PACKED, precision_of
 from wan_core.pipeline.sources import TINY, recognise
 
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from wan_core.media.metrics import judge
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.schemes import SCHEMES
-from wan_core.pipeline.builder import find_quantization
 from wan_core.pipeline.loras import AppliedLoras, merging
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY, TINY_LORAS
 
 pytestmark = pytest.mark.gpu

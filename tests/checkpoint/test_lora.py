@@ -18,18 +18,17 @@ from torch import Tensor, nn
 
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint
 from wan_core.checkpoint.detect import expected_shapes
-from wan_core.checkpoint.layouts import diffusers_dit_modules
 from wan_core.checkpoint.load import StoredValues
 from wan_core.checkpoint.lora.change import Change
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import save, write_safetensors
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
+from wan_core.models.wan.families.wan.keys import diffusers_modules
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import Quantized
 from wan_core.ops.quant.linear import LowRank, low_rank_input
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.builder import find_quantization
 from wan_core.pipeline.loras import (
     AppliedLoras,
     Wanted,
@@ -42,6 +41,7 @@ from wan_core.pipeline.loras import (
     read_loras,
 )
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ FLAT = {"lora_unet_", "lora_unet__", "lycoris_"}
 PREFIXES = ("", "diffusion_model.", "model.diffusion_model.", *sorted(FLAT), "base_model.model.", "transformer.")
 PAIRS = (("lora_A.weight", "lora_B.weight"), ("lora_down.weight", "lora_up.weight"), ("lora_A", "lora_B"),
          ("lora_A.default.weight", "lora_B.default.weight"), ("lora.down.weight", "lora.up.weight"))  # fmt: skip
-DIFFUSERS = {ours: theirs for theirs, ours in diffusers_dit_modules(CONFIG.num_layers).items()}
+DIFFUSERS = {ours: theirs for theirs, ours in diffusers_modules(CONFIG.num_layers).items()}
 
 
 def spelled(module: str, prefix: str, diffusers: bool) -> str:
@@ -363,7 +363,7 @@ def quantization(precision: str) -> Quantization:
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8-tensor", "fp8-block", "fp8-weights", "te-current"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8-tensor", "fp8-weights", "te-current"])
 def test_attached_beside_quantised_weights(precision):
     """The difference that the LoRA makes is that of the product of low rank, whatever the format of the input."""
     state = lora_of(sorted(quantized_names(CONFIG)), 6, scale=0.3)
@@ -399,7 +399,7 @@ def test_low_rank_product_of_fp8_inputs(fmt):
     torch.testing.assert_close(low_rank_input(x, down), x.dequantize() @ down.t(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8-tensor", "fp8-block", "fp8-weights"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8-tensor", "fp8-weights"])
 def test_merged_before_quantisation(precision):
     """Encoded from the sum of the file's own numbers: the same bits as a checkpoint of the sum."""
     state = lora_of(LINEARS, 8)
@@ -596,7 +596,7 @@ def test_what_is_ignored_is_said_by_name():
     ("state", "says"),
     [
         ({"blocks.0.self_attn.q.weight": torch.zeros(128, 128)}, "not a LoRA"),
-        ({"diffusion_model.blocks.77.self_attn.q.lora_up.weight": torch.zeros(4, 4)}, "changes nothing of this model"),
+        ({"diffusion_model.blocks.77.self_attn.q.lora_up.weight": torch.zeros(4, 4)}, "changes nothing in this model"),
         (
             {
                 "blocks.0.self_attn.q.lora_up.weight": torch.zeros(5120, 4),
@@ -607,13 +607,13 @@ def test_what_is_ignored_is_said_by_name():
         ({"blocks.0.self_attn.q.lora_up.weight": torch.zeros(128, 4)}, "no counterpart"),
         ({"blocks.0.self_attn.q.lokr_w2": torch.zeros(16, 16)}, "no counterpart"),
         ({"blocks.0.self_attn.q.hada_w2_a": torch.zeros(128, 2)}, "no counterpart"),
-        ({"blocks.0.self_attn.q.alpha": torch.zeros(())}, "not a LoRA|stand alone"),
+        ({"blocks.0.self_attn.q.alpha": torch.zeros(())}, "not a LoRA|have no factors"),
         (
             {
                 "blocks.0.self_attn.q.lora_up.weight": torch.zeros(128, 4),
                 "blocks.0.self_attn.q.lora_down.weight": torch.zeros(3, 128),
             },
-            "no pair of factors",
+            "do not match",
         ),
         (
             {
@@ -627,7 +627,7 @@ def test_what_is_ignored_is_said_by_name():
                 "blocks.0.self_attn.q.lora_up.weight": torch.zeros(128, 4, dtype=torch.int8),
                 "blocks.0.self_attn.q.lora_down.weight": torch.zeros(4, 128),
             },
-            "numbers are expected",
+            "must be floating point",
         ),
         (
             {
@@ -635,7 +635,7 @@ def test_what_is_ignored_is_said_by_name():
                 "blocks.0.self_attn.q.lora_down.weight": torch.zeros(4, 128),
                 "blocks.0.self_attn.q.alpha": torch.tensor(float("nan")),
             },
-            "is no number",
+            "must be one number",
         ),
     ],
 )

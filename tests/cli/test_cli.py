@@ -1,4 +1,4 @@
-"""The command line as a user meets it, on the embedded model."""
+"""The command line from end to end, on the embedded model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_generate_writes_video_latents_and_report(tmp_path, capsys):
     assert np.array_equal(read_video(again), frames) and read_metadata(again) == settings
 
 
-def test_a_long_prompt_is_cut_like_the_reference_cuts_it(tmp_path):
+def test_a_long_prompt_is_truncated_like_the_reference(tmp_path):
     arguments = ["generate", *FAST, "--prompt", CAPTION + " and " + CAPTION * 20, "--out", str(tmp_path / "x.mp4")]
     assert main(arguments) == 0
 
@@ -110,7 +110,7 @@ def test_image_to_video_follows_the_aspect_of_the_image(tmp_path):
 
 
 def test_latents_survive_a_failed_decode(tmp_path, monkeypatch, capsys):
-    """Whatever happens to the decode, the finished latents are on disk and the message says how to use them."""
+    """After a failed decode the finished latents are on disk, and the message says how to use them."""
 
     def broken(*_):
         raise torch.cuda.OutOfMemoryError("decode did not fit")
@@ -119,9 +119,9 @@ def test_latents_survive_a_failed_decode(tmp_path, monkeypatch, capsys):
     out = tmp_path / "x.mp4"
     assert main(["generate", *FAST, "--prompt", CAPTION, "--out", str(out)]) == 3
     monkeypatch.undo()
-    left, said = tmp_path / "x.latents.safetensors", capsys.readouterr().err
-    assert left.exists() and not out.exists() and str(left) in said and "out of memory" in said
-    assert main(["decode", str(left), "--model", "tiny", "--device", "cpu", "--out", str(out)]) == 0
+    kept, message = tmp_path / "x.latents.safetensors", capsys.readouterr().err
+    assert kept.exists() and not out.exists() and str(kept) in message and "out of memory" in message
+    assert main(["decode", str(kept), "--model", "tiny", "--device", "cpu", "--out", str(out)]) == 0
     assert len(read_video(out)) == 5
 
 
@@ -133,13 +133,13 @@ def test_latents_of_an_earlier_failure_are_not_overwritten(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.latents.safetensors", "x.mp4"]
 
 
-def test_nothing_is_left_behind_without_save_latents(tmp_path):
+def test_latents_are_deleted_without_save_latents(tmp_path):
     assert main(["generate", *FAST, "--prompt", CAPTION, "--out", str(tmp_path / "x.mp4")]) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["x.mp4"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--size", "100x96"], "multiples of 16"),
         (["--frames", "16"], "4n + 1"),
@@ -153,7 +153,7 @@ def test_nothing_is_left_behind_without_save_latents(tmp_path):
         (["--steps", "0"], "1 to 1000"),
         (["--seed", "-1"], "0 to 2^64"),
         (["--boundary", "900"], "from 0 to 1"),
-        (["--guidance", "3", "--guidance-low", "2"], "leave out either"),
+        (["--guidance", "3", "--guidance-low", "2"], "omit it, or omit --guidance-high"),
         (["--attention", "flash9"], "use one of: auto"),
         (["--device", "cuda:99"], "sees"),
         (["--out", "x.avi"], ".mp4"),
@@ -167,11 +167,11 @@ def test_nothing_is_left_behind_without_save_latents(tmp_path):
         (["--task", "i2v-A14B", "--high", "wan_core/assets/tiny/t2v_high.safetensors"], "needs 36 input channels"),
     ],
 )
-def test_bad_input_is_one_readable_line_before_work(arguments, says, tmp_path, capsys):
+def test_bad_input_is_one_readable_line_before_work(arguments, message, tmp_path, capsys):
     base = ["generate", "--model", "tiny", "--prompt", CAPTION, "--device", "cpu", "--out", str(tmp_path / "x.mp4")]
     assert main([*base, *arguments]) == 2
     err = capsys.readouterr().err
-    assert says in err and "Traceback" not in err and err.strip().count("\n") == 0, err
+    assert message in err and "Traceback" not in err and err.strip().count("\n") == 0, err
     assert not list(tmp_path.iterdir())
 
 
@@ -186,7 +186,7 @@ def test_plan_as_json(capsys):
     assert plan["steps"][0]["branches"] == ["cond", "uncond"]
 
 
-def test_doctor_tests_what_it_calls_usable(capsys):
+def test_doctor_tests_every_usable_backend(capsys):
     assert main(["doctor", "--json", "--device", "cpu"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["attention"]["sdpa"]["usable"] and found["attention"]["sdpa"]["error"] < 1e-5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import os
 import subprocess
 import sys
@@ -16,14 +15,14 @@ from wan_core.checkpoint import load_dit, save
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.staged import Reading, reading
 from wan_core.config import LoadOptions, MagCacheOptions, Request, SkipOptions, TaylorSeerOptions
-from wan_core.execution.memory.pinned_memory import Pages
+from wan_core.execution.memory.pinned_memory import PinnedMemory
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import begin_run, compilations, optimize
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.schemes import SCHEMES
-from wan_core.pipeline.builder import find_quantization
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.settings import find_quantization
 from wan_core.sampling.cache.curves import published_curves
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
@@ -163,7 +162,7 @@ def test_a_host_that_hurries_or_dawdles_changes_nothing():
 
 
 def test_pages_are_locked_and_let_go():
-    pages = Pages(64 << 20)
+    pages = PinnedMemory(64 << 20)
     pages.bytes.fill_(7)
     assert pages.lock() and pages.bytes.is_pinned()
     flat = torch.empty(64 << 20, dtype=torch.uint8, device=CUDA)
@@ -172,7 +171,7 @@ def test_pages_are_locked_and_let_go():
     assert bool((flat == 7).all())
     del pages
     torch.cuda.synchronize()
-    other = Pages(64 << 20)
+    other = PinnedMemory(64 << 20)
     assert other.lock()
 
 
@@ -255,67 +254,6 @@ print("went on")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert "went on" in done.stdout, done.stderr[-2000:]
-
-
-PREPARED = ({"compile": "blocks"}, {"compile": "blocks", "precision": "fp8", "keep_blocks": 1}, {"attention": "sdpa"})
-
-
-@pytest.mark.parametrize("options", PREPARED, ids=str)
-def test_what_is_prepared_while_weights_are_read_changes_nothing(options, monkeypatch, tmp_path):
-    """The same latents, memory as without it, and no graph left to the first step; where some blocks stay exact, one
-    may be, of those in the middle that follow their like."""
-    from wan_core.pipeline.rehearsal import Rehearsal
-
-    monkeypatch.setenv("WANCORE_CACHE", str(tmp_path))
-    if "precision" in options:
-        held(options["precision"])
-    request = Request(prompt=CAPTION, seed=5, steps=4)
-    load = LoadOptions(model="tiny", device="cuda", residency="resident", **options)
-    pipe = Pipeline.load(load, request=request)
-    assert any("the first step was prepared" in note for note in pipe.loaded.notes), pipe.loaded.notes
-    before, allocated = compilations(), torch.cuda.memory_allocated()
-    ours = pipe.generate(request).latents
-    assert compilations() - before <= ("keep_blocks" in options)
-    del pipe
-    gc.collect()
-    monkeypatch.setattr(Rehearsal, "worthwhile", property(lambda self: False))
-    plain = Pipeline.load(load, request=request)
-    gc.collect()
-    assert abs(torch.cuda.memory_allocated() - allocated) < 1 << 20
-    assert torch.equal(plain.generate(request).latents, ours)
-
-
-def test_a_forward_of_the_stand_in_takes_what_was_said():
-    """At the size of a video, beside the reading: `why_not_beside` counts it before."""
-    from wan_core.execution.memory.planning import factor, unit_bytes
-    from wan_core.models.vae.config import VAE_21
-    from wan_core.models.wan.config import T2V_A14B
-    from wan_core.models.wan.tasks import find_task
-    from wan_core.pipeline.rehearsal import Rehearsal
-    from wan_core.pipeline.resolved_request import make_job
-
-    job = make_job(Request(prompt="", width=832, height=480, frames=81), find_task("t2v-A14B"), T2V_A14B, VAE_21)
-    attend = resolve_attention("auto", CUDA, torch.bfloat16, 128)[1]
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    rehearsal = Rehearsal(
-        config=T2V_A14B,
-        device=CUDA,
-        dtype=torch.bfloat16,
-        quantization=None,
-        attend=attend,
-        compile="off",
-        job=job,
-    )
-    rehearsal.run()
-    assert rehearsal.ready, rehearsal.notes
-    peak = torch.cuda.max_memory_allocated() - before
-    each = factor(T2V_A14B, itemsize=2, device="cuda", compile="off", precision="bf16")
-    said = sum(unit_bytes(replace(T2V_A14B, num_layers=1), 2, False)) + each * 2 * job.tokens * T2V_A14B.dim
-    assert peak < said + (1 << 30), (peak, said)
-    assert torch.cuda.memory_allocated() - before < 64 << 20  # but for workspaces of the libraries
 
 
 @pytest.mark.parametrize("policy", ["resident", "swap"])

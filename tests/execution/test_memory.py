@@ -127,7 +127,7 @@ def test_a_stage_takes_the_bytes_that_were_planned(resident):
     residency = Residency(torch.device("cpu"), "swap" if resident is None else "stream", resident_blocks=resident or 0)
     residency.add("high", model)
     stage = Stage(torch.device("cpu"), resident)
-    shelf = residency.shelves["high"]
+    shelf = residency.host_weights["high"]
     stage.use(shelf)
     assert stage.held == stage.nbytes(shelf) == stage_bytes([u.layout.nbytes for u in shelf.units], resident)
     stage.leave_device()
@@ -153,4 +153,4 @@ def test_the_command_line_prints_one_table(capsys):
     assert "DOES NOT FIT" in capsys.readouterr().out
     assert main(["plan", "--memory", "--memory-limit", "1"]) == 2
     assert main(["generate", "--model", "tiny", "--prompt", "x", "--device", "cpu", "--memory-limit", "8"]) == 2
-    assert "GPU's memory" in capsys.readouterr().err
+    assert "applies to a GPU" in capsys.readouterr().err

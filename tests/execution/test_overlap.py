@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import gc
-import sys
 from contextlib import ExitStack
 
 import pytest
 
 from wan_core.execution.process_settings import uncollected
-from wan_core.pipeline.rehearsal import TURNS, quick_turns
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_threads_take_turns_as_before(fails):
-    before, first, second = sys.getswitchinterval(), ExitStack(), ExitStack()
-    first.enter_context(quick_turns)
-    second.enter_context(quick_turns)
-    first.close()  # two pipelines that load: the first is ready while the second goes on
-    assert sys.getswitchinterval() == pytest.approx(TURNS)
-    if fails:
-        with pytest.raises(KeyboardInterrupt), second:
-            raise KeyboardInterrupt
-    second.close()
-    assert sys.getswitchinterval() == before
 
 
 @pytest.mark.parametrize("enabled", [False, True])

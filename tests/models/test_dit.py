@@ -13,9 +13,11 @@ from diffusers import WanTransformer3DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan_core.checkpoint.layouts import diffusers_dit_names
+from tests.reference_models import diffusers_transformer
 from wan_core.models.wan import layers
-from wan_core.models.wan.config import T2V_A14B, DiTConfig
+from wan_core.models.wan.config import I2V_14B, T2V_1_3B, T2V_A14B, DiTConfig
+from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.wan.keys import diffusers_names
 from wan_core.models.wan.layers import timestep_embedding
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.rope import rope_table
@@ -28,31 +30,19 @@ KINDS = {
     "t2v": SMALL,
     "i2v": dataclasses.replace(SMALL, in_channels=36),
     "ti2v": dataclasses.replace(SMALL, in_channels=48, out_channels=48),
+    "i2v with CLIP": dataclasses.replace(SMALL, in_channels=36, image_dim=40, text_len=512),
 }
 
 
 def random_pair(config: DiTConfig) -> tuple[WanModel, WanTransformer3DModel]:
     """The same random weights in diffusers' module and in ours; every parameter random, biases and modulations too."""
     torch.manual_seed(0)
-    theirs = WanTransformer3DModel(
-        patch_size=config.patch_size,
-        num_attention_heads=config.num_heads,
-        attention_head_dim=config.head_dim,
-        in_channels=config.in_channels,
-        out_channels=config.out_channels,
-        text_dim=config.text_dim,
-        freq_dim=config.freq_dim,
-        ffn_dim=config.ffn_dim,
-        num_layers=config.num_layers,
-        cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads",
-        eps=config.eps,
-    ).eval()
+    theirs = diffusers_transformer(config)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.06)
-    names = diffusers_dit_names(theirs.state_dict().keys())
+    names = diffusers_names(theirs.state_dict().keys())
     assert names is not None
-    ours = WanModel(config).eval()
+    ours = family_of(config).model_class(config)(config).eval()
     ours.load_state_dict({names[name]: tensor for name, tensor in theirs.state_dict().items()}, strict=True)
     return ours, theirs
 
@@ -84,15 +74,32 @@ def test_matches_diffusers(pair, batch, T, Y, X, text, seed):
         timestep[:, 0] = 0
         theirs_timestep = timestep.repeat_interleave(Y * X, dim=1)
     padded = torch.nn.functional.pad(context, (0, 0, 0, ours.config.text_len - text))
-    expected = theirs(x, theirs_timestep, padded, return_dict=False)[0]
-    assert (ours(x, timestep, context) - expected).abs().max() <= 1e-4
-    prepared = ours.prepare_text(context)
-    torch.testing.assert_close(ours(x, timestep, prepared), ours(x, timestep, context), rtol=0, atol=0)
+    image = None
+    if ours.config.image_dim is not None:
+        # diffusers takes the last 512 rows for the text's, whatever the model says
+        context = torch.randn(batch, 512, ours.config.text_dim, generator=generator)
+        padded, image = context, torch.randn(batch, 257, ours.config.image_dim, generator=generator)
+    expected = theirs(x, theirs_timestep, padded, encoder_hidden_states_image=image, return_dict=False)[0]
+    prepared = ours.prepare_text(context, image)
+    assert (ours(x, timestep, prepared) - expected).abs().max() <= 1e-4
+    if image is None:
+        torch.testing.assert_close(ours(x, timestep, prepared), ours(x, timestep, context), rtol=0, atol=0)
 
 
-def test_full_size_parameter_count():
+@pytest.mark.parametrize(
+    ("config", "count"), [(T2V_A14B, 14_288_491_584), (T2V_1_3B, 1_418_996_800), (I2V_14B, 16_394_878_784)]
+)
+def test_full_size_parameter_count(config, count):
     with torch.device("meta"):
-        assert sum(p.numel() for p in WanModel(T2V_A14B).parameters()) == 14_288_491_584
+        assert sum(p.numel() for p in family_of(config).model_class(config)(config).parameters()) == count
+
+
+def test_clip_features_are_asked_for_and_refused():
+    with_clip = family_of(KINDS["i2v with CLIP"]).model_class(KINDS["i2v with CLIP"])(KINDS["i2v with CLIP"])
+    with pytest.raises(ValueError, match="needs CLIP features"):
+        with_clip.prepare_text(torch.zeros(1, 4, 48))
+    with pytest.raises(ValueError, match="takes none"):
+        WanModel(SMALL).prepare_text(torch.zeros(1, 4, 48), torch.zeros(1, 257, 40))
 
 
 def test_rope_is_relative_and_unitary():

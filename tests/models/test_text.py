@@ -10,8 +10,9 @@ import sentencepiece
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import UMT5Config, UMT5EncoderModel
+from transformers import UMT5EncoderModel
 
+from tests.reference_models import transformers_encoder
 from wan_core.checkpoint.layouts_text import expected_shapes, hf_text_names, text_config
 from wan_core.media.shapes import SCENES
 from wan_core.models.text.config import UMT5_XXL, TextConfig
@@ -22,28 +23,11 @@ SMALL = TextConfig(vocab_size=128, dim=48, dim_attn=64, dim_ffn=80, num_heads=4,
 PIECES = 44  # of the tokenizer
 
 
-def hf_model(config: TextConfig) -> UMT5EncoderModel:
-    return UMT5EncoderModel(
-        UMT5Config(
-            vocab_size=config.vocab_size,
-            d_model=config.dim,
-            d_kv=config.dim_attn // config.num_heads,
-            d_ff=config.dim_ffn,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            relative_attention_num_buckets=config.num_buckets,
-            relative_attention_max_distance=config.max_distance,
-            layer_norm_epsilon=config.eps,
-            feed_forward_proj="gated-gelu",
-        )
-    ).eval()
-
-
 @pytest.fixture(scope="module")
 def pair() -> tuple[UMT5Encoder, UMT5EncoderModel]:
     """The same random weights in transformers' module and in ours."""
     torch.manual_seed(0)
-    theirs = hf_model(SMALL)
+    theirs = transformers_encoder(SMALL)
     for name, parameter in theirs.named_parameters():
         torch.nn.init.normal_(parameter, mean=float("layer_norm" in name), std=0.15)
     weights = theirs.state_dict()
@@ -105,7 +89,7 @@ def test_matches_transformers_beyond_the_last_bucket(pair):
 def test_buckets_match_transformers(num_buckets, max_distance):
     config = TextConfig(vocab_size=4, dim=8, dim_attn=8, dim_ffn=8, num_heads=2, num_layers=1)
     config = TextConfig(**{**vars(config), "num_buckets": num_buckets, "max_distance": max_distance})
-    attention = hf_model(config).encoder.block[0].layer[0].SelfAttention
+    attention = transformers_encoder(config).encoder.block[0].layer[0].SelfAttention
     distance = torch.arange(-599, 600)
     thresholds = bucket_thresholds(num_buckets, max_distance)
     ours = distance_buckets(600, num_buckets, thresholds, torch.device("cpu"))

@@ -16,18 +16,17 @@ from torch import Tensor
 
 from wan_core import OptionError, load_text_encoder, load_vae, make_plan
 from wan_core.execution.report import Phase, Report
-from wan_core.media.drawing import EXPERT_COLOUR, clock, draw_plan, draw_report
-from wan_core.media.preview import WAN21, WAN22, fit_map, map_of_channels
+from wan_core.execution.report_drawing import draw_report
+from wan_core.media.drawing import EXPERT_COLOUR, clock
+from wan_core.media.preview import TINY as TINY_MAP
+from wan_core.media.preview import WAN21, WAN22, map_of_channels
 from wan_core.media.shapes import SCENES, draw, parse_caption
 from wan_core.media.video import fit_image
 from wan_core.models.text.cache import PromptCache
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.pipeline.images import decode_images, encode_images, pixels_to_video, video_to_pixels
-from wan_core.pipeline.sources import TINY, find_experts
-from wan_core.sampling.conditioning import (
-    empty_latents,
+from wan_core.models.wan.families.wan.inputs import (
     frame_mask,
     hold_first,
     image_channels,
@@ -35,7 +34,11 @@ from wan_core.sampling.conditioning import (
     known_first,
     known_frames,
 )
+from wan_core.pipeline.images import decode_images, encode_images, pixels_to_video, video_to_pixels
+from wan_core.pipeline.sources import TINY, find_experts
+from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.plan import Branch
+from wan_core.sampling.plan_drawing import draw_plan
 
 CPU = torch.device("cpu")
 
@@ -156,12 +159,11 @@ def test_pictures_are_scaled_to_cover_and_cut_in_the_middle() -> None:
 # ------------------------------------------------------------------------------------------------- previews and drawing
 
 
-def test_the_fitted_preview_shows_the_colours_of_a_clip(vae: VideoVAE) -> None:
-    """Of clips that it was not fitted to; in levels of 255."""
-    rgb = fit_map(vae)
+def test_the_preview_of_the_embedded_model_shows_the_colours_of_a_clip(vae: VideoVAE) -> None:
+    """Of clips that its map was not fitted to; in levels of 255."""
     for scene in SCENES[7::61]:
         clip = draw([scene], seed=7, frames=9)
-        picture = rgb.picture(vae.normalise(vae.encode(clip)))
+        picture = TINY_MAP.picture(vae.normalise(vae.encode(clip)))
         assert picture.size == (256, 256)
         shown = np.asarray(picture.resize((12, 12)), dtype=float)
         truth = ((clip[0, :, 4] + 1) / 2).permute(1, 2, 0).numpy() * 255

@@ -136,7 +136,8 @@ def test_a_graph_without_the_node_ends_the_workers(comfy: ComfyUI) -> None:
     ("changed", "words"),
     [
         ({"devices": "cpu,gpu"}, "'gpu' is not known"),
-        ({"devices": "cuda:90"}, "sees"),
+        ({"devices": "cuda:90"}, "finds"),
+        ({"devices": "cpu" + ",cpu" * 99_999}, "100000 workers on the CPU given"),
         ({"mesh": "2x2x2"}, "needs 8 ranks"),
         ({"mesh": "fast"}, "CFGxRINGxULYSSES"),
         ({"step_timeout": 0}, "1 to 86400"),
@@ -147,6 +148,17 @@ def test_bad_input_is_refused_at_the_launcher(comfy: ComfyUI, changed: dict[str,
         comfy.queue(on_workers(small(), **changed))
     assert set(refused.value.errors) == {"launcher"}
     assert words in json.dumps(refused.value.errors["launcher"]["errors"])
+
+
+def test_workers_on_the_cpu_only_where_the_owner_allows_them(tmp_path_factory: pytest.TempPathFactory) -> None:
+    base = make_base(tmp_path_factory.mktemp("closed"))
+    server = ComfyUI(find_comfyui(), base, {"WANCORE_ALLOW_CPU_WORKERS": ""})
+    try:
+        with pytest.raises(Refused) as refused:
+            server.queue(on_workers(small()))
+        assert "WANCORE_ALLOW_CPU_WORKERS=1" in json.dumps(refused.value.errors["launcher"]["errors"])
+    finally:
+        server.stop()
 
 
 def test_a_model_on_workers_cannot_be_calibrated_and_the_node_says_so(comfy: ComfyUI) -> None:

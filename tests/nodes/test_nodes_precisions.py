@@ -159,7 +159,6 @@ def test_a_compiled_model_comes_back_without_another_compilation(comfy: ComfyUI)
         ({"keep_blocks": 1}, "quantises nothing"),
         ({"precision": "fp8", "keep_blocks": 3}, "0 to 2 are possible"),
         ({"precision": "fp8", "keep_blocks": -1}, "0 to 2 are possible"),
-        ({"high": "ti2v.safetensors", "low": "none", "precision": "fp8-block"}, "multiple of 128"),
         ({"attention": "te-fp8"}, "NVIDIA GPU"),
         ({"attention": "odd"}, "head dim of 96, this model has 64"),
         ({"compile": "everything"}, "everything"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wan_core.execution.compile_cache import FLASH_ATTENTION, FLASH_ATTENTION_KEEPS, point_flash_attention
+from wan_core.config.compile_cache import FLASH_ATTENTION, FLASH_ATTENTION_ENABLED, set_flash_attention_cache
 from wan_core.ops.attention import flash4
 
 LIBRARY = """
@@ -71,23 +71,23 @@ assert FLASH4.why_not() is None, FLASH4.why_not()
 import flash_attn.cute
 print(flash_attn.cute.told)
 """
-    environment = {k: v for k, v in os.environ.items() if k not in (FLASH_ATTENTION, FLASH_ATTENTION_KEEPS)}
+    environment = {k: v for k, v in os.environ.items() if k not in (FLASH_ATTENTION, FLASH_ATTENTION_ENABLED)}
     environment |= {"WANCORE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": f"{library}{os.pathsep}{Path.cwd()}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "cache" / "flash-attention"
-    assert eval(done.stdout) == {FLASH_ATTENTION: str(folder), FLASH_ATTENTION_KEEPS: "1"}
+    assert eval(done.stdout) == {FLASH_ATTENTION: str(folder), FLASH_ATTENTION_ENABLED: "1"}
     assert folder.is_dir()
 
 
 def test_a_folder_that_cannot_be_made_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("WANCORE_CACHE", str(tmp_path / "file" / "below"))
-    for name in (FLASH_ATTENTION, FLASH_ATTENTION_KEEPS):
+    for name in (FLASH_ATTENTION, FLASH_ATTENTION_ENABLED):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    point_flash_attention()
-    assert FLASH_ATTENTION_KEEPS not in os.environ
+    set_flash_attention_cache()
+    assert FLASH_ATTENTION_ENABLED not in os.environ
 
 
 def test_a_kept_kernel_that_does_not_run_is_compiled_anew(interface, caplog: pytest.LogCaptureFixture) -> None:

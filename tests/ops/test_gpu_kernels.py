@@ -211,7 +211,7 @@ def test_float32_products_of_others_stay_as_they_were():
     assert torch.get_float32_matmul_precision() == before
 
 
-@pytest.mark.parametrize("name", [None, "fp8", "fp8-block"])
+@pytest.mark.parametrize("name", [None, "fp8", "fp8-tensor"])
 @torch.no_grad()
 def test_a_feed_forward_in_halves_is_the_whole(name, monkeypatch):
     model = build(name, graphs=False)

@@ -36,7 +36,7 @@ from wan_core.ops.quant import mx
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.packed import Packed, PackedLinear, unpack
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.builder import PACKED, precision_of
+from wan_core.pipeline.settings import PACKED, precision_of
 from wan_core.pipeline.sources import recognise
 
 CPU = torch.device("cpu")
@@ -213,14 +213,14 @@ def test_what_multiplies_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Blackwell" in str(mx.why_not_multiply(CPU))
     found = doctor.examine("cpu")
     words = [line for line in doctor.text(found).splitlines() if line.split()[0] in FORMATS]
-    assert len(words) == 2 and all("widened for each product" in line and "Blackwell" in line for line in words)
+    assert len(words) == 2 and all("dequantised for each matmul" in line and "Blackwell" in line for line in words)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (10, 0))
     monkeypatch.setattr(mx, "find_spec", lambda _: None)
     assert "comfy-kitchen" in str(mx.why_not_multiply(torch.device("cuda")))
     monkeypatch.setattr(mx, "find_spec", lambda name: name)
     assert mx.why_not_multiply(torch.device("cuda")) is None
-    assert "untested on hardware" in doctor.product_words({"usable": True, "error": 0.1})
+    assert "untested on hardware" in doctor.packed_state({"usable": True, "error": 0.1})
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -259,7 +259,7 @@ def test_the_call_of_the_product(fmt: str, rows: int, monkeypatch: pytest.Monkey
     for function in (quantize_nvfp4, quantize_mxfp8, scaled_mm_nvfp4, scaled_mm_mxfp8):
         setattr(kitchen, function.__name__, function)
     monkeypatch.setitem(sys.modules, "comfy_kitchen", kitchen)
-    assert doctor.product_self_test(fmt, CPU) < {"nvfp4": doctor.ROUNDED_FP4, "mxfp8": 0.06}[fmt]
+    assert doctor.packed_self_test(fmt, CPU) < {"nvfp4": doctor.ROUNDED_FP4, "mxfp8": 0.06}[fmt]
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(48, 64, generator=generator), torch.randn(48, generator=generator)
     linear = PackedLinear(64, 48, True, torch.float32, Packed(fmt, (48, 64), encoded(fmt, weight)))

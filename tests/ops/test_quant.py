@@ -23,8 +23,8 @@ from wan_core.ops.kernels.formats import FP8, Quantized, quantize_reference
 from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear
 from wan_core.ops.quant.linear import QuantLinear
 from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
-from wan_core.ops.quant.swap import Quantization, quantize_model
-from wan_core.pipeline.builder import find_quantization
+from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
+from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import find_models
 
 CPU = torch.device("cpu")
@@ -117,6 +117,14 @@ def test_bad_options_say_what_is_possible():
             quantize_model(model, kind, quantized_names(config), torch.float32)
 
 
+def quantize_model(model, kind, names, dtype):
+    """In place, as the loader does it while it reads."""
+    values = dict(encode_values(model.state_dict().items(), Quantization(kind, CPU), names))
+    values |= {f"{name}.bias": values[f"{name}.bias"].to(dtype) for name in names}
+    swap_linears(model, kind, names, dtype)
+    model.load_state_dict(values, assign=True)
+
+
 TOO_NARROW = dataclasses.replace(SMALL, dim=96, ffn_dim=192)
 
 
@@ -124,6 +132,12 @@ TOO_NARROW = dataclasses.replace(SMALL, dim=96, ffn_dim=192)
 def test_transformer_engine_needs_a_gpu(name):
     with pytest.raises(OptionError, match=f"{name}.*cannot run on cpu"):
         resolve_scheme(name, CPU)
+
+
+def test_an_old_name_runs_as_fp8_and_says_so(caplog):
+    quantization = find_quantization("fp8-block", CPU)
+    assert quantization is not None and quantization.kind is Fp8RowLinear
+    assert "running as fp8" in caplog.text
 
 
 def test_every_scheme_has_a_kind_and_words():

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.structured import mass_kept, structured
 from wan_core.ops.attention.registry import AttentionError
 from wan_core.ops.attention.sdpa import math_lse, math_reference
 from wan_core.ops.attention.sparse import reference
@@ -19,8 +20,7 @@ from wan_core.ops.attention.sparse.flex import block_mask, sparse_flex
 from wan_core.ops.attention.sparse.kernels import KERNELS, Run, block_length, resolve_kernel
 from wan_core.ops.attention.sparse.reference import sparse_reference
 from wan_core.ops.attention.sparse.ring import read_around
-from wan_core.ops.attention.sparse.routing import Route, Rule, choose, coverage, estimate, gain, mass_kept, route
-from wan_core.ops.attention.sparse.structured import structured
+from wan_core.ops.attention.sparse.routing import Route, Rule, choose, coverage, estimate, gain, route
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels import blocked
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, channels_first, heads_first

@@ -294,7 +294,7 @@ def test_what_cannot_be_held_in_parts_is_refused(options):
         device=torch.device("cpu"), sequence=SimpleNamespace(size=2 if options else 1), agree=float, mesh=Mesh(1, 1, 2)
     )
     found = find_models(LoadOptions(model="tiny", device="cpu", residency="shard", **options))
-    with pytest.raises(OptionError, match="residency 'shard' cannot be had: "):
+    with pytest.raises(OptionError, match="residency 'shard' is not available: "):
         load_models(
             found,
             LoadOptions(model="tiny", device="cpu", residency="shard", **options),

@@ -1,12 +1,10 @@
-"""Models that load at once, and the first step that is set up meanwhile. Devices are named here, not used."""
+"""Models that load at once. Devices are named here, not used."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from wan_core.config import LoadOptions
 from wan_core.ops.attention.registry import AttentionError
 from wan_core.pipeline.loading import LoadingEnded, load_parts
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.rehearsal import Rehearsal
 
 GPU = torch.device("cuda", 0)
 
@@ -27,63 +24,39 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
 
-def rehearsing(run: Callable[[Callable[[], bool]], None]) -> Rehearsal:
-    return SimpleNamespace(worthwhile=True, begin=lambda: None, beside=True, run=lambda wanted: run(wanted))  # type: ignore
-
-
-def test_the_first_step_is_prepared_while_files_are_read() -> None:
-    preparing, reads = threading.Event(), threading.Event()
+def test_files_are_read_at_once() -> None:
+    both = threading.Barrier(2)
 
     def load(name: str) -> torch.nn.Module:
-        reads.set()
-        assert preparing.wait(10), "nothing was prepared while this was read"
+        both.wait(10)
         return torch.nn.Identity()
 
-    def run(wanted: Callable[[], bool]) -> None:
-        assert reads.wait(10) and wanted(), "nothing was read while this was prepared"
-        preparing.set()
-
-    models = load_parts(["high", "low"], load, GPU, in_order=False, rehearsal=rehearsing(run))
-    assert list(models) == ["high", "low"]
+    assert list(load_parts(["high", "low"], load, GPU, in_order=False)) == ["high", "low"]
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-def test_what_was_compiled_before_is_found_before_anything_is_read_and_not_prepared(in_order: bool) -> None:
-    done: list[str] = []
-
-    def load(name: str) -> torch.nn.Module:
-        done.append(name)
-        return torch.nn.Identity()
-
-    found = SimpleNamespace(
-        worthwhile=True, begin=lambda: done.append("begin"), beside=False, run=lambda *_: done.append("run")
-    )
-    load_parts(["high", "low"], load, GPU, in_order=in_order, rehearsal=found)  # type: ignore
-    assert done[0] == "begin" and sorted(done[1:]) == ["high", "low"]
-
-
-def test_an_interrupted_preparation_ends_the_reading() -> None:
+@pytest.mark.parametrize("fault", [ValueError("damaged"), KeyboardInterrupt()], ids=repr)
+def test_a_failure_ends_the_other_reading(fault: BaseException) -> None:
     ended: list[type] = []
 
     def load(name: str) -> torch.nn.Module:
+        if name == "high":
+            time.sleep(0.05)
+            raise fault
         on_bytes = current_reading().on_bytes
         assert on_bytes is not None
         try:
             for _ in range(1000):
                 time.sleep(0.01)
                 on_bytes(1)
-        except Exception as fault:
-            ended.append(type(fault))
+        except Exception as stop:
+            ended.append(type(stop))
             raise
         raise AssertionError("read to the end")
 
-    def run(wanted: Callable[[], bool]) -> None:
-        raise KeyboardInterrupt
-
     begin = time.perf_counter()
-    with pytest.raises(KeyboardInterrupt):
-        load_parts(["high", "low"], load, GPU, in_order=False, rehearsal=rehearsing(run))
-    assert ended == [LoadingEnded] * 2 and time.perf_counter() - begin < 5
+    with pytest.raises(type(fault)):
+        load_parts(["high", "low"], load, GPU, in_order=False)
+    assert ended == [LoadingEnded] and time.perf_counter() - begin < 5
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wan_core.checkpoint import load_vae
-from wan_core.sampling.conditioning import best_size_for_image, image_channels, size_for_image
+from wan_core.models.wan.families.wan.inputs import image_channels
+from wan_core.sampling.conditioning import best_size_for_image, size_for_image
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -74,9 +74,9 @@ def test_each_expert_is_acquired_once_and_prepares_its_text_once():
     acquired, prepared = [], []
     original = WanModel.prepare_text
 
-    def counting(self, context):
+    def counting(self, *given):
         prepared.append(self)
-        return original(self, context)
+        return original(self, *given)
 
     def acquire(name):
         acquired.append(name)

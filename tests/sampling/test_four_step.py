@@ -121,8 +121,8 @@ def test_a_pipeline_recognises_it_and_leaves_caches_off(tmp_path):
     options = LoadOptions(model="tiny", device="cpu", loras=(LoraOptions(path=str(path)),))
     result = Pipeline.load(options, request=request).generate(request)
     assert len(result.plan.steps) == 4 and result.plan.forwards == 4 and result.plan.solver == "euler"
-    assert any("preset 4-step: mine_4steps.safetensors is step-distilled" in note for note in result.report.notes)
-    assert any("TaylorSeer is off: the weights are step-distilled" in note for note in result.report.notes)
+    assert any("preset 4-step: the name or metadata of mine_4steps.safetensors" in note for note in result.report.notes)
+    assert any("TaylorSeer is off: the name of mine_4steps.safetensors" in note for note in result.report.notes)
     assert result.report.settings["guidance"] == {"high": 1.0, "low": 1.0}
 
 

@@ -189,7 +189,7 @@ def test_coverage_is_found_beside_its_checkpoint(tmp_path: Path) -> None:
     plan = skip_forwards(make_plan(), options, checkpoint, None)
     assert dict(plan.keeps)["high"] == choose_keeps(found, 0.25)
     assert "low" not in dict(plan.keeps)
-    assert "as calibrated for high" in plan.table()
+    assert "calibrated share per layer for high" in plan.table()
     assert skip_forwards(make_plan(), parse_setting("sparse:balanced:even"), checkpoint, None).keeps == ()
     write_coverage(covering([1.0], task="i2v-A14B"), path)
     with pytest.raises(OptionError, match="i2v-A14B"):

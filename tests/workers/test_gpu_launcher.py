@@ -1,14 +1,16 @@
-"""Workers on several NVIDIA GPUs: the result of one GPU, errors that are found, and memory that is given back."""
+"""Workers on several NVIDIA GPUs: the result of one GPU, errors that are reported, and memory that is freed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.launched import below, ranks_below, wait_until, wait_until_gone
+from tests.launched import below, open_no_more_files, ranks_below, wait_until, wait_until_gone
 from wan_core.config import LoadOptions, Request
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.workers.client import RemoteProgress, generate
@@ -34,7 +36,7 @@ def free_bytes() -> list[int]:
     return [torch.cuda.mem_get_info(i)[0] for i in range(GPUS)]
 
 
-def test_every_mesh_makes_what_one_gpu_makes_and_leaves_no_memory_behind() -> None:
+def test_every_mesh_gives_the_result_of_one_gpu_and_frees_its_memory() -> None:
     request = Request(prompt=PROMPT, seed=3, steps=4)
     alone = Pipeline.load(TINY).generate(request)
     before = free_bytes()
@@ -66,8 +68,21 @@ def test_a_killed_rank_is_named_and_the_next_prompt_works() -> None:
     wait_until_gone(below(os.getpid()))
 
 
-def test_a_video_too_large_for_every_gpu_is_told() -> None:
-    """The ranks live on, or are started anew."""
+def test_a_rank_that_cannot_open_a_file_ends_all_in_seconds() -> None:
+    """The others wait for it in an exchange of NCCL, which does not notice that a peer has ended."""
+    with workers(MESHES[1]) as running:
+        generate(running, TINY, Request(prompt=PROMPT, steps=2))
+        pids, begin = ranks_below(os.getpid()), time.monotonic()
+        open_no_more_files(pids[-1])
+        with pytest.raises(WorkerError, match=rf"process {pids[-1]}, cuda.* refused the request .*cannot be read"):
+            generate(running, replace(TINY, precision="bf16"), Request(prompt=PROMPT, steps=2))
+        assert time.monotonic() - begin < 30
+        wait_until_gone(pids)
+        assert generate(running, TINY, Request(prompt=PROMPT, steps=2)).frames.std() > 0
+
+
+def test_a_video_too_large_for_every_gpu_is_reported() -> None:
+    """The ranks stay alive, or are started again."""
     large = Request(prompt=PROMPT, steps=1, width=8192, height=8192, frames=201)  # 137 GB of tokens before any block
     with workers(MESHES[1]) as running:
         with pytest.raises(WorkerError, match="ran out of memory"):

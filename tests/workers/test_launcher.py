@@ -1,10 +1,11 @@
-"""The control channel, and what a user may ask of workers: nothing here starts a rank."""
+"""The control channel, options and messages of the workers, without starting a rank."""
 
 from __future__ import annotations
 
 import contextlib
 import hmac
 import json
+import os
 import socket
 import struct
 import threading
@@ -19,6 +20,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import (
     AdaptiveOptions,
     GuidanceOptions,
@@ -42,7 +44,6 @@ from wan_core.workers.control import (
     Listener,
     connect,
     new_key,
-    pack_tensors,
     unpack_tensors,
 )
 from wan_core.workers.explain import explain
@@ -72,7 +73,7 @@ def named_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 @given(named_tensors())
 def test_tensors_come_back_and_are_a_safetensors_file(tensors: dict[str, torch.Tensor]) -> None:
-    data = b"".join(pack_tensors(tensors))
+    data = b"".join(safetensors_pieces(tensors, {}))
     back = unpack_tensors(bytearray(data))
     reference = safetensors.torch.load(data)
     assert back.keys() == tensors.keys() == reference.keys()
@@ -81,9 +82,9 @@ def test_tensors_come_back_and_are_a_safetensors_file(tensors: dict[str, torch.T
             assert other.dtype == tensor.dtype and other.shape == tensor.shape and torch.equal(other, tensor)
 
 
-def test_what_is_not_contiguous_or_has_no_dimension_comes_back() -> None:
+def test_tensors_without_dimensions_or_not_contiguous_come_back() -> None:
     tensors = {"turned": torch.arange(6.0).view(2, 3).T, "number": torch.tensor(3.5)}
-    back = unpack_tensors(bytearray(b"".join(pack_tensors(tensors))))
+    back = unpack_tensors(bytearray(b"".join(safetensors_pieces(tensors, {}))))
     assert torch.equal(back["turned"], tensors["turned"]) and back["number"].shape == ()
 
 
@@ -112,7 +113,7 @@ def test_bytes_that_are_no_tensors_are_refused(data: bytearray) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_raise_anything_else(data: bytes) -> None:
+def test_other_bytes_raise_nothing_but_channel_errors(data: bytes) -> None:
     with contextlib.suppress(ChannelError):
         unpack_tensors(bytearray(data))
 
@@ -171,8 +172,8 @@ def test_a_wrong_key_is_refused_and_the_right_one_still_comes_through() -> None:
     assert ends[0].receive()[0] == {"n": 1}
 
 
-def test_a_stranger_that_says_little_by_little_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each byte begins no new wait: or one stranger would keep the workers out until they give up."""
+def test_a_connection_that_sends_byte_by_byte_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte does not restart the timeout: otherwise such a connection would keep the workers from connecting."""
     monkeypatch.setattr(control, "_HELLO_SECONDS", 0.5)
     key, ends, done = new_key(), [], threading.Event()
     listener = Listener(key)
@@ -198,7 +199,7 @@ def test_a_stranger_that_says_little_by_little_is_not_waited_for(monkeypatch: py
 
 
 def test_a_program_that_does_not_know_the_key_is_refused_too() -> None:
-    """Whoever took the port cannot have work done for it."""
+    """A program that has taken the port cannot use the workers."""
     key, server = new_key(), socket.create_server(("127.0.0.1", 0))
 
     def pretend() -> None:
@@ -228,10 +229,10 @@ def test_a_port_of_another_program_is_recognised() -> None:
     server.close()
 
 
-def test_waiting_ends_and_may_be_given_up() -> None:
+def test_waiting_for_workers_ends_and_can_be_interrupted() -> None:
     listener = Listener(new_key())
     begin = time.monotonic()
-    with pytest.raises(TimeoutError, match="knows the key"):
+    with pytest.raises(TimeoutError, match="no worker connected within"):
         listener.accept(0.3)
 
     def check() -> None:
@@ -252,7 +253,7 @@ def test_a_frame_that_announces_too_much_is_not_read(lengths: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("text", [b"not json", b"[1]", b"\xff\xff"])
-def test_a_header_that_is_none_is_refused(text: bytes) -> None:
+def test_a_header_that_is_no_json_object_is_refused(text: bytes) -> None:
     program, worker = pair(new_key())
     worker._socket.sendall(struct.pack(">IQ", len(text), 0) + text)
     with pytest.raises(ChannelError, match="JSON"):
@@ -300,7 +301,7 @@ def test_a_request_comes_back_exactly(skip: SkipOptions | None, seed: int) -> No
     assert request_from(again(asdict(request))) == request
 
 
-def test_a_report_of_elsewhere_goes_on_here() -> None:
+def test_a_report_of_the_ranks_continues_here() -> None:
     report = Report(torch.device("cpu"), {"a": 1}, {"decode": Phase(1.5, peak=2**30, steps=3)}, ["a note"])
     back = report_from(again(report_data(report) | {"device": "NVIDIA H200"}))
     with back.phase("write"):
@@ -332,23 +333,25 @@ def test_devices(text: str, gpus: int, devices: tuple[str, ...]) -> None:
     ("text", "gpus", "words"),
     [
         ("auto", 0, "cpu,cpu"),
-        ("3", 2, "sees 2"),
+        ("3", 2, "finds 2"),
         ("0", 2, "at most as many"),
         ("1,2", 2, "cuda:2"),
-        ("0,0", 2, "one rank"),
-        ("cpu,0", 2, "do not work together"),
+        ("0,0", 2, "each GPU once"),
+        ("cpu,0", 2, "cannot be mixed"),
         ("rocm,rocm", 2, "'rocm' is not known"),
         ("", 2, "not known"),
         ("cuda", 2, "not known"),
+        ("9" * 5000, 2, "finds 2"),
+        ("cuda:" + "9" * 5000, 2, "finds 2"),
     ],
 )
-def test_devices_that_cannot_be(text: str, gpus: int, words: str) -> None:
+def test_invalid_devices(text: str, gpus: int, words: str) -> None:
     with pytest.raises(OptionError, match=words):
         parse_devices(text, gpus)
 
 
 @given(st.text(max_size=12), st.integers(0, 8))
-def test_devices_are_known_or_refused(text: str, gpus: int) -> None:
+def test_any_text_names_devices_or_is_refused(text: str, gpus: int) -> None:
     with contextlib.suppress(OptionError):
         assert parse_devices(text, gpus)
 
@@ -361,25 +364,43 @@ def test_devices_are_known_or_refused(text: str, gpus: int) -> None:
         ({"devices": ()}, "no device"),
         ({"step_timeout": 0}, "1 to 86400"),
         ({"nodes": 2}, "need a rendezvous"),
-        ({"rendezvous": "host:1"}, "one needs none"),
+        ({"rendezvous": "host:1"}, "one host needs none"),
         ({"nodes": 2, "rendezvous": "host"}, "HOST:PORT"),
     ],
 )
-def test_options_that_cannot_be(changed: dict[str, Any], words: str) -> None:
+def test_invalid_options(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         WorkerOptions(**{"devices": ("cpu", "cpu"), **changed})
 
 
-def test_a_mesh_over_hosts_is_checked_when_they_are_there() -> None:
+def test_workers_on_the_cpu_can_be_off() -> None:
+    for text in ("cpu", "cpu,cpu", "cpu,0"):
+        with pytest.raises(OptionError, match="WANCORE_ALLOW_CPU_WORKERS=1"):
+            parse_devices(text, 2, cpu=False)
+    assert parse_devices("0,1", 2, cpu=False) == ("cuda:0", "cuda:1")
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+def test_no_more_cpu_workers_than_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """Two are allowed on any machine."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    most = max(2, cores)
+    assert WorkerOptions(devices=parse_devices("cpu," * (most - 1) + "cpu", 0)).devices == ("cpu",) * most
+    for count in (most + 1, 100_000):
+        with pytest.raises(OptionError, match=f"{count} workers on the CPU given; allowed are {most}"):
+            WorkerOptions(devices=parse_devices("cpu," * (count - 1) + "cpu", 0))
+
+
+def test_a_mesh_over_hosts_is_checked_when_they_have_connected() -> None:
     assert WorkerOptions(devices=("cpu",) * 2, mesh="2x1x2", nodes=2, rendezvous="host:29400").mesh == "2x1x2"
 
 
 # ---------------------------------------------------------------------------------------------------------------- words
 
 
-def test_the_rank_that_failed_is_named_before_those_that_lost_it() -> None:
+def test_the_rank_that_failed_is_named_and_not_those_that_lost_it() -> None:
     def failure(rank: int, said: dict[str, Any] | None, exit: int = 1) -> dict[str, Any]:
-        signal = {-9: "SIGKILL", -15: "SIGTERM"}.get(exit)
+        signal = {-7: "SIGBUS", -9: "SIGKILL", -15: "SIGTERM"}.get(exit)
         return {"rank": rank, "pid": 100 + rank, "exit": exit, "signal": signal, "said": said, "tail": "oh\n\nno\n"}
 
     def said(rank: int, reason: str, text: str) -> dict[str, Any]:
@@ -398,32 +419,49 @@ def test_the_rank_that_failed_is_named_before_those_that_lost_it() -> None:
     assert "rank 0" not in explain({"failures": [ended, failure(1, None, -9)]}, statuses, 1)
     assert "SIGTERM" in explain({"failures": [ended]}, statuses, 1)
     assert "Connection closed" in explain({"failures": [lost]}, statuses, 1)
-    assert "ended with -9" in explain(None, statuses, -9)
+    reported = failure(0, said(1, "user", "a.safetensors: cannot be read"))  # by rank 0, of rank 1 on another host
+    for failures in ([reported], [reported, failure(1, None)], [reported, failure(1, reported["said"])]):
+        words = explain({"failures": failures}, statuses, 1)
+        assert words.startswith("rank 1 on h (process 101, cuda:1) refused the request in denoise high, step 3 of 9")
+        assert words.count("a.safetensors: cannot be read") == 1 and "rank 0" not in words
+    assert "became shorter" in explain({"failures": [failure(1, None, -7)]}, statuses, 1)
+    assert "ended with code -9" in explain(None, statuses, -9)
 
 
-def test_ranks_that_were_idle_for_long_do_not_hang() -> None:
-    """What they say just before a request reaches them is that nothing moved since the last one."""
+def test_idle_ranks_are_not_taken_for_ranks_that_hang() -> None:
+    """Their last status before a request still counts the time since the request before."""
     workers = Workers(WorkerOptions(devices=("cpu",), step_timeout=10))
     status = {"rank": 0, "host": "h", "pid": 1, "device": "cpu", "phase": "idle", "step": 0, "of": 0, "count": 3}
     now = time.monotonic()
-    running: Any = SimpleNamespace(statuses=[{**status, "silent": 0.1, "still": 4000.0}], heard=now, begun=now)
-    workers._watch(running, "sample")
-    running.begun -= 11
-    with pytest.raises(WorkerError, match="no rank got any further for 10 s"):
-        workers._watch(running, "sample")
+    running: Any = SimpleNamespace(
+        statuses=[{**status, "since_heartbeat": 0.1, "since_progress": 4000.0}], last_frame=now, request_start=now
+    )
+    workers._check_timeouts(running, "sample")
+    running.request_start -= 11
+    with pytest.raises(WorkerError, match="no rank made progress for 10 s"):
+        workers._check_timeouts(running, "sample")
 
 
-def test_a_rank_is_not_blamed_for_the_silence_of_the_one_that_reports() -> None:
-    """Rank 0 says how long each of the others has been silent; while it is late itself, nobody knows."""
-    workers = Workers(WorkerOptions(devices=("cpu", "cpu"), silence=10))
-    status = {"host": "h", "pid": 1, "device": "cpu", "phase": "load", "step": 0, "of": 0, "count": 3, "still": 0.0}
-    statuses = [{**status, "rank": rank, "silent": 1.0 * rank} for rank in range(2)]
+def test_a_late_rank_0_does_not_make_the_others_late() -> None:
+    """Rank 0 reports how old the heartbeats of the others are; the age of its own report does not count."""
+    workers = Workers(WorkerOptions(devices=("cpu", "cpu"), heartbeat_timeout=10))
+    status = {
+        "host": "h",
+        "pid": 1,
+        "device": "cpu",
+        "phase": "load",
+        "step": 0,
+        "of": 0,
+        "count": 3,
+        "since_progress": 0.0,
+    }
+    statuses = [{**status, "rank": rank, "since_heartbeat": 1.0 * rank} for rank in range(2)]
     now = time.monotonic()
-    running: Any = SimpleNamespace(statuses=statuses, heard=now - 9.5, begun=now)
-    workers._watch(running, "sample")
-    running.heard -= 1
-    with pytest.raises(WorkerError, match=r"rank 0 gave no sign of life for 1[01] s"):
-        workers._watch(running, "sample")
-    running.heard, statuses[1]["silent"] = now, 11.0
-    with pytest.raises(WorkerError, match=r"rank 1 .* gave no sign of life for 11 s"):
-        workers._watch(running, "sample")
+    running: Any = SimpleNamespace(statuses=statuses, last_frame=now - 9.5, request_start=now)
+    workers._check_timeouts(running, "sample")
+    running.last_frame -= 1
+    with pytest.raises(WorkerError, match=r"rank 0 sent no heartbeat for 1[01] s"):
+        workers._check_timeouts(running, "sample")
+    running.last_frame, statuses[1]["since_heartbeat"] = now, 11.0
+    with pytest.raises(WorkerError, match=r"rank 1 .* sent no heartbeat for 11 s"):
+        workers._check_timeouts(running, "sample")

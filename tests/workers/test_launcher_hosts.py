@@ -1,14 +1,15 @@
-"""Workers from the command line, and over two hosts: here two launchers on one machine, which share nothing but a
-rendezvous."""
+"""Workers from the command line, and on two hosts: here two launchers on one machine that share only a rendezvous."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from wan_core.cli import main
 from wan_core.config import LoadOptions, Request
 from wan_core.media.video import read_metadata, read_video
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY as TINY_FILES
 from wan_core.workers.client import generate
 from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions
@@ -36,20 +38,20 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def further_host(port: int, name: str, ranks: int = 1) -> subprocess.Popen[str]:
-    """torchrun as docs/parallel.md has it for further hosts, but for this machine's address and CPUs."""
+def further_host(port: int, name: str, ranks: int = 1, cwd: Path | None = None) -> subprocess.Popen[str]:
+    """The torchrun command of docs/parallel.md for further hosts, with this machine's address and CPUs."""
     [line] = re.findall(r"^torchrun (.*)$", DOC.replace("\\\n", " "), re.MULTILINE)
     words = line.replace("HOST:PORT", f"127.0.0.1:{port}").replace("NAME", name).split()
     command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *words]
     command[command.index("--nproc-per-node") + 1] = str(ranks)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return Forked(
-        [*command, "--devices", ",".join(["cpu"] * ranks)], env=environment, stderr=subprocess.PIPE, text=True
+        [*command, "--devices", ",".join(["cpu"] * ranks)], cwd=cwd, env=environment, stderr=subprocess.PIPE, text=True
     )
 
 
-def test_two_hosts_make_what_one_process_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of the program's host come first, whichever launcher was there first, and end with the program's."""
+def test_two_hosts_give_the_result_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of the program's host have the first numbers, and the others end with the program."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     tiny, port = LoadOptions(model="tiny", device="cpu"), free_port()
     alone = Pipeline.load(tiny).generate(Request(**SMALL))
@@ -71,15 +73,39 @@ def test_two_hosts_make_what_one_process_makes(monkeypatch: pytest.MonkeyPatch) 
     wait_until_gone(processes)
 
 
-def test_a_host_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_one_host_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program names the rank of the other host and its reason, and all ranks end, in seconds."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("here", "there"):
+        shutil.copytree(TINY_FILES, tmp_path / name / "models")
+    (tmp_path / "there" / "models" / "t2v_low.safetensors").write_bytes(b"")
+    monkeypatch.chdir(tmp_path / "here")
+    others, port = below(os.getpid()), free_port()
+    other = further_host(port, "one-file", cwd=tmp_path / "there")
+    options = {"nodes": 2, "rendezvous": f"127.0.0.1:{port}", "run_id": "one-file", "mesh": "1x1x2"}
+    processes: set[int] = set()
+    try:
+        with forking(ranks=1), Workers(WorkerOptions(devices=("cpu",), start_timeout=90, **options)) as workers:
+            generate(workers, LoadOptions(model="tiny", device="cpu"), Request(**SMALL))
+            processes, begin = below(os.getpid()) - others, time.monotonic()
+            files = {name: f"models/t2v_{name}.safetensors" for name in ("high", "low")}
+            with pytest.raises(WorkerError, match=r"rank 1 on .* refused the request in .*t2v_low\.safetensors: "):
+                generate(workers, LoadOptions(model="tiny", device="cpu", **files), Request(**SMALL))
+            assert time.monotonic() - begin < 20
+    finally:
+        other.kill()
+    wait_until_gone(processes)
+
+
+def test_a_host_that_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     options, others = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "run_id": "alone"}, below(os.getpid())
     workers = Workers(WorkerOptions(devices=("cpu",), start_timeout=4, **options))
-    with forking(), pytest.raises(WorkerError, match=r"not ready within 4 s|could not be brought together"):
+    with forking(), pytest.raises(WorkerError, match=r"not ready within 4 s|could not connect to each other"):
         generate(workers, LoadOptions(model="tiny"), Request(**SMALL))
     wait_until_gone(below(os.getpid()) - others)
 
 
-def test_generate_on_gpus_writes_what_generate_writes(
+def test_generate_with_gpus_writes_the_same_video(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -103,9 +129,10 @@ def test_generate_on_gpus_writes_what_generate_writes(
         (["--mesh", "1x1x2"], "give --gpus as well"),
         (["--nnodes", "2"], "give --gpus as well"),
         (["--gpus", "cpu,cpu", "--device", "cpu"], "leave out --device"),
-        (["--gpus", "99"], "torch sees"),
+        (["--gpus", "99"], "torch finds"),
         (["--gpus", "cpu,cpu", "--mesh", "1x1x3"], "needs 3 ranks"),
         (["--gpus", "cpu", "--nnodes", "2"], "need a rendezvous"),
+        (["--gpus", "cpu" + ",cpu" * 999], "1000 workers on the CPU given"),
     ],
 )
 def test_options_that_do_not_fit(asked: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What listens while workers run: nothing that another host could reach."""
+"""Ports on which workers listen: no other host can reach them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LISTENING = "0A"
 
 
 def listening(pids: set[int]) -> list[str]:
-    """ADDRESS:PORT in hex of every socket on which one of these processes waits for others."""
+    """ADDRESS:PORT in hex of every socket on which these processes listen."""
     mine = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -41,7 +41,7 @@ def listening(pids: set[int]) -> list[str]:
     return found
 
 
-def test_workers_of_one_host_listen_to_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_one_host_listen_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     others = below(os.getpid())
     with forking(), Workers(WorkerOptions(devices=("cpu", "cpu"), mesh="1x1x2")) as workers:

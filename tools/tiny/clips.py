@@ -116,9 +116,8 @@ def encode(vae: VideoVAE, clips: Tensor) -> Tensor:
 
 
 def image_rows(vae: VideoVAE, clips: Tensor, last: Tensor) -> Tensor:
-    """`wan_core.sampling.conditioning.image_channels` for a batch: [B, 4 + z, T, Y, X], given the first frame of
-    every clip,
-    and the last frame where `last` [B] is True."""
+    """`image_channels` of the family `wan` for a batch: [B, 4 + z, T, Y, X], given the first frame of every clip, and
+    the last frame where `last` [B] is True."""
     batch, _, frames = clips.shape[:3]
     known = torch.zeros(batch, frames, device=clips.device)
     known[:, 0] = 1

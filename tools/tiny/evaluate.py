@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from tools.tiny.clips import Size, encode, held_out_scenes, image_rows
 from tools.tiny.files import part_path, report_sizes
-from tools.tiny.png import write_png
 from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
 from wan_core.media.metrics import Verdict, judge, psnr
 from wan_core.media.shapes import Scene, draw
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.evaluate.results import envelope, write_result
 from wan_core.sampling.conditioning import Conditioning, draw_noise
@@ -79,9 +80,14 @@ def evaluate(
             rows.append(row)
             print(f"{name:<28}" + "".join(f"{row[claim]:>12.1%}" for claim in CLAIMS), details[name], flush=True)
             sheets = out if out.suffix != ".json" else out.parent
-            write_png(sheets / f"{task}_guidance{guidance:g}.png", contact_sheet(videos[:SHEET_CLIPS]))
-    result = envelope("embedded", device, rows) | {"steps": steps, "solver": solver, "seed": seed, "details": details}
-    result["command"] = result["command"].replace("python -m wan_core", "python -m tools.train_tiny")
+            sheet = Image.fromarray(contact_sheet(videos[:SHEET_CLIPS]).numpy())
+            sheet.save(sheets / f"{task}_guidance{guidance:g}.png")
+    result = envelope("embedded", device, rows, program="tools.train_tiny") | {
+        "steps": steps,
+        "solver": solver,
+        "seed": seed,
+        "details": details,
+    }
     print(write_result(result, out, device))
     report_sizes(folder)
 
@@ -107,7 +113,7 @@ def generate(
         shape = encode(vae, part[:1]).shape
         noise = torch.cat([draw_noise(seed + start + i, tuple(shape)) for i in range(len(part))]).to(truth.device)
         image = None
-        if experts["high"].config.in_channels == 36:
+        if choose_task(experts["high"].config).task.image == "channels":
             image = image_rows(vae, part, torch.zeros(len(part), dtype=torch.bool, device=truth.device))
         rows = text.encode([*(scene.caption for scene in scenes[start : start + batch]), ""])
         conditioning = Conditioning(cond=rows[:-1], uncond=rows[-1:], concat=image)

@@ -27,6 +27,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.layers import PLAIN_PARTS, BlockParts
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
+from wan_core.models.wan.tasks import find_task
 from wan_core.ops.kernels import fused
 
 TEXT_DIM = 64
@@ -126,7 +127,8 @@ def train_experts(
     """{"high", "low"} after training with `others`, all with averaged weights; the resume files are written."""
     vae = load_vae(part_path(run.init, "vae"), device=run.device, dtype=torch.float32)
     experts = {name: build_expert(config, run) for name in ("high", "low")}
-    ring = LatentRing(Drawing(run.size, run.device, run.seed), vae, run.bank, image=config.in_channels == 36)
+    image = find_task(f"{task}-tiny").image == "channels"
+    ring = LatentRing(Drawing(run.size, run.device, run.seed), vae, run.bank, image=image)
     chunk = min(64, run.bank)
     seconds = fill(ring, min(run.bank, 8192), chunk, 30)
     named: dict[str, nn.Module] = {**others, **{f"{task}_{name}": expert for name, expert in experts.items()}}

@@ -7,7 +7,6 @@ that the architecture describes (built on the meta device, where tensors have no
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from wan_core.checkpoint import unsupported as foreign
 from wan_core.checkpoint.errors import CheckpointError, counted, listing
-from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout, block_count, dit_names
+from wan_core.checkpoint.layouts import LAYOUTS, Kind, Layout
 from wan_core.checkpoint.layouts_text import expected_shapes as text_shapes
 from wan_core.checkpoint.layouts_text import text_config
 from wan_core.checkpoint.layouts_vae import vae_config
@@ -30,11 +29,14 @@ from wan_core.models.text.config import TextConfig
 from wan_core.models.text.umt5 import UMT5Encoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.vision.clip import VisionEncoder
+from wan_core.models.vision.config import VisionConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.families import FAMILIES, family_of
+from wan_core.models.wan.families.family import Shapes
+from wan_core.models.wan.families.shapes import MAX_SIZE, block_count
 
-Config: TypeAlias = DiTConfig | TextConfig | VAEConfig
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+Config: TypeAlias = DiTConfig | TextConfig | VAEConfig | VisionConfig
 
 KINDS: dict[str, str] = {
     "dit": "a Wan transformer",
@@ -45,7 +47,6 @@ TOKENIZER = "spiece_model"  # a tokenizer embedded as bytes, as in ComfyUI's tex
 
 # No real model comes near these. They bound what a damaged file can make us build: modules without values.
 MAX_LAYERS = 200
-MAX_SIZE = 2**20
 MAX_BUCKETS = 256
 
 
@@ -144,14 +145,19 @@ def _prefixes(names: Collection[str]) -> Iterator[str]:
 def _config(layout: Layout, shapes: Shapes, unexpected: list[str], metadata: Mapping[str, str], label: str) -> Config:
     """The architecture, with every number in a range that can be built."""
     if layout.kind == "dit":
-        _compare_names(shapes, dit_names(_layers(block_count(shapes))), unexpected, label)
-    elif layout.kind == "text_encoder":
+        family = FAMILIES[layout.family]
+        wanted = family.parameter_names(shapes, _layers(block_count(shapes)))
+        _compare_names(shapes, wanted, unexpected, label)
+        read = family.config
+    else:
+        read = _READERS[layout.kind]
+    if layout.kind == "text_encoder":
         wanted = text_shapes(TextConfig(num_layers=_layers(block_count(shapes))))
         # A file that lacks these is a T5 that is not UMT5, and `text_config` says so.
         tables = [name for name in wanted if "pos_embedding" in name]
         _compare_names([*shapes, *tables], wanted, unexpected, label)
     try:
-        config = _READERS[layout.kind](shapes, metadata)
+        config = read(shapes, metadata)
     except (ValueError, OverflowError) as fault:
         # A tensor that the tables do not know may well be the one that is missed.
         note = f"; {counted(unexpected, 'unexpected')}" if unexpected else ""
@@ -175,68 +181,10 @@ def _layers(count: int) -> int:
     return count
 
 
-def dit_config(shapes: Shapes, metadata: Mapping[str, str]) -> DiTConfig:
-    """The transformer that official `shapes` describe.
-
-    `metadata` may give num_heads, text_len and eps, which shapes do not say. Raises `CheckpointError` where a tensor
-    that is needed is missing or has the wrong number of axes.
-    """
-    dim, in_channels, *patch = _shape(shapes, "patch_embedding.weight", 5)
-    volume = patch[0] * patch[1] * patch[2]
-    head_rows = _shape(shapes, "head.head.weight", 2)[0]
-    if not volume or max(patch) > 16 or head_rows % volume:
-        raise CheckpointError(f"its head of {head_rows} rows does not fit patches of {' x '.join(map(str, patch))}")
-    return DiTConfig(
-        in_channels=in_channels,
-        out_channels=head_rows // volume,
-        dim=dim,
-        ffn_dim=_shape(shapes, "blocks.0.ffn.0.weight", 2)[0],
-        num_heads=_num_heads(dim, metadata),
-        num_layers=block_count(shapes),
-        text_dim=_shape(shapes, "text_embedding.0.weight", 2)[1],
-        text_len=int(number(metadata, "text_len", DiTConfig.text_len)),
-        freq_dim=_shape(shapes, "time_embedding.0.weight", 2)[1],
-        patch_size=(patch[0], patch[1], patch[2]),
-        eps=number(metadata, "eps", DiTConfig.eps),
-    )
-
-
 _READERS: dict[str, Callable[[Shapes, Mapping[str, str]], Config]] = {
-    "dit": dit_config,
     "text_encoder": text_config,
     "vae": vae_config,
 }
-
-
-def _num_heads(dim: int, metadata: Mapping[str, str]) -> int:
-    if "num_heads" not in metadata and dim % 128:
-        raise CheckpointError(
-            f"its width of {dim} is no multiple of 128, so the number of heads cannot be told from the shapes. Add "
-            "num_heads to the file's metadata, or keep the model's config.json beside it."
-        )
-    heads = int(number(metadata, "num_heads", dim // 128))
-    if not 0 < heads <= dim:
-        raise CheckpointError(f"num_heads = {heads} does not fit a width of {dim}")
-    return heads
-
-
-def number(metadata: Mapping[str, str], key: str, default: float) -> float:
-    """The positive number that `metadata` gives for `key`. Raises `CheckpointError` for anything else."""
-    try:
-        value = json.loads(metadata.get(key, str(default))[:40])
-    except ValueError:
-        value = None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < MAX_SIZE:
-        raise CheckpointError(f"the metadata {key} = {metadata[key][:40]!r} is not a positive number")
-    return value
-
-
-def _shape(shapes: Shapes, name: str, axes: int) -> tuple[int, ...]:
-    if name not in shapes:
-        raise CheckpointError(f"the tensor {name} is missing. Download it again.")
-    if len(shapes[name]) != axes or 0 in shapes[name]:
-        raise CheckpointError(f"the tensor {name} has the shape {list(shapes[name])}, and {axes} axes are expected.")
-    return shapes[name]
 
 
 # ---------------------------------------------------------------------------------------------------------- is it whole
@@ -256,10 +204,16 @@ class _Unfilled(TorchFunctionMode):
 
 def empty_module(config: Config) -> nn.Module:
     """The module that `config` describes, on the meta device: shapes and names without values."""
+    build = _module_class(config)  # before: what it imports must not be made on the meta device
     with torch.device("meta"), _Unfilled():
-        if isinstance(config, DiTConfig):
-            return WanModel(config)
-        return UMT5Encoder(config) if isinstance(config, TextConfig) else VideoVAE(config)
+        return build(config)
+
+
+def _module_class(config: Config) -> Callable[[Any], nn.Module]:
+    if isinstance(config, DiTConfig):
+        return family_of(config).model_class(config)
+    classes = {TextConfig: UMT5Encoder, VAEConfig: VideoVAE, VisionConfig: VisionEncoder}
+    return classes[type(config)]
 
 
 @lru_cache(maxsize=8)

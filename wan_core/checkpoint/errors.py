@@ -1,4 +1,4 @@
-"""The one error of this package: a file that cannot be used, why, and what to do about it."""
+"""The error class of this package, and helpers for its messages."""
 
 from __future__ import annotations
 

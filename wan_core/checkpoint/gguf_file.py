@@ -1,10 +1,10 @@
-"""GGUF files, parsed here so that every byte of the header is checked before anything is allocated or mapped.
+"""Reader of GGUF files. It checks every byte of the header before anything is allocated or mapped.
 
-The format, little-endian: "GGUF", version (2 or 3), counts of tensors and of notes; the notes, each a name, a type and
-a value; the tensors, each a name, its sizes (the fastest first), a type and an offset; padding; the values, each at a
-multiple of `general.alignment`. The `gguf` package reads the same and is what tests compare with; but it keeps objects
-for every token of a tokenizer (UMT5's: 9 s and 640 MB, here 0.1 s), and takes a damaged file's word for how much memory
-it needs.
+The format, little-endian: "GGUF", version (2 or 3), number of tensors, number of metadata entries; the metadata, each a
+name, a type and a value; the tensors, each a name, its sizes (the fastest first), a type and an offset; padding; the
+values, each at a multiple of `general.alignment`. Tests compare with the `gguf` package. It is not used here, because
+it creates objects for every token of a tokenizer (UMT5's: 9 s and 640 MB, here 0.1 s), and allocates as much memory as
+a damaged header asks for.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -31,7 +31,7 @@ from wan_core.ops.quant.packed import Packed
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_NOTES = 65_536
+MAX_METADATA = 65_536
 MAX_TENSORS = 1_000_000
 MAX_STRING = 2**24
 MAX_ARRAY = 2**24  # a tokenizer has a quarter of a million pieces
@@ -48,7 +48,7 @@ PLAIN = {
     30: torch.bfloat16,
 }
 PACKED = {fmt.code: fmt for fmt in FORMATS.values()}
-# What ggml has besides. They are too coarse for a video model (1 to 3 bits), or not in use.
+# Other types of ggml. They are too coarse for a video model (1 to 3 bits), or not in use.
 OTHERS = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
     29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
@@ -58,7 +58,7 @@ _SHAPE = "comfy.gguf.orig_shape."
 
 @dataclass(frozen=True)
 class Array:
-    """A note that is a list: where its items are, read when asked for."""
+    """A metadata value that is a list: type, count and file offset of its items, which `Cursor.items` reads."""
 
     kind: int
     count: int
@@ -67,7 +67,7 @@ class Array:
 
 @dataclass
 class Cursor:
-    """A position in the header. Raises CheckpointError where the file ends before what is asked for."""
+    """A position in the header. Raises CheckpointError if a read goes beyond the end of the file."""
 
     data: mmap.mmap
     where: str
@@ -77,7 +77,7 @@ class Cursor:
         return CheckpointError(f"damaged header ({text}). Download it again.", where=self.where)
 
     def skip(self, count: int) -> int:
-        """Move on by `count` bytes; returns where they begin."""
+        """Advance by `count` bytes; returns the offset of the first."""
         begin, self.at = self.at, self.at + count
         if self.at > len(self.data):
             raise CheckpointError(
@@ -107,20 +107,20 @@ class Cursor:
         if kind in SCALARS:
             return self.number(SCALARS[kind])
         if kind != ARRAY:
-            raise self.fault(f"a note of the unknown type {kind}")
+            raise self.fault(f"a metadata value of the unknown type {kind}")
         items, count = self.number("I"), self.number("Q")
         if (items not in SCALARS and items != STRING) or count > MAX_ARRAY:
             raise self.fault(f"a list of {count} values of type {items}")
-        found = Array(items, count, self.at)
+        array = Array(items, count, self.at)
         if items == STRING:
             for _ in range(count):
                 self.skip(self.number("Q"))
         else:
             self.skip(count * struct.calcsize(SCALARS[items]))
-        return found
+        return array
 
     def items(self, array: Array) -> list:
-        """The values of a list that `value` found."""
+        """The items of a list that `value` returned."""
         if array.kind != STRING:
             code = f"<{array.count}{SCALARS[array.kind]}"
             return list(struct.unpack_from(code, self.data, array.offset))
@@ -130,7 +130,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the file: `code` is ggml's number of its type, `offset` counts from the first value."""
+    """A tensor of the file: `code` is ggml's type number, `offset` counts from the first value."""
 
     name: str
     shape: tuple[int, ...]
@@ -142,8 +142,8 @@ class Stored:
 def open_gguf(path: Path) -> Checkpoint:
     """Check the header and map the values, copy-on-write. Raises `CheckpointError` on any fault.
 
-    Matrices in a block format have a `packing`; what is stored as F32, F16 or BF16 is plain. The names are the file's;
-    a text encoder's tokenizer comes from the notes where they hold one.
+    Matrices in a block format have a `packing`; tensors stored as F32, F16 or BF16 are plain. Names are the file's. A
+    text encoder's tokenizer is read from the metadata, if present.
     """
     where = short_path(path)
     with path.open("rb") as file:
@@ -151,9 +151,9 @@ def open_gguf(path: Path) -> Checkpoint:
             raise CheckpointError("truncated: too short for a GGUF header. Download it again.", where=where)
         mapping = map_file(file.fileno())
     cursor = Cursor(mapping, where)
-    notes, stored = _header(cursor)
-    begin = _first_value(cursor, notes)
-    tensors = {entry.name: _info(entry) for entry in _placed(stored, notes, cursor, len(mapping) - begin)}
+    metadata, stored = _header(cursor)
+    begin = _first_value(cursor, metadata)
+    tensors = {entry.name: _info(entry) for entry in _placed(stored, metadata, cursor, len(mapping) - begin)}
     offsets = {entry.name: begin + entry.offset for entry in stored}
     codes = {entry.name: entry.code for entry in stored}
 
@@ -166,12 +166,12 @@ def open_gguf(path: Path) -> Checkpoint:
         data = _view(mapping, torch.uint8, info.nbytes, offsets[name])
         return Packed(fmt.name, info.shape, {"weight": data.reshape(-1, fmt.row_bytes(info.shape[-1]))})
 
-    metadata = {
+    texts = {
         name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in notes.items()
+        for name, value in metadata.items()
         if not isinstance(value, Array)
     }
-    return Checkpoint(where, path, tensors, metadata, plain, packed, _tokenizer(cursor, notes))
+    return Checkpoint(where, path, tensors, texts, plain, packed, _tokenizer(cursor, metadata))
 
 
 def _header(cursor: Cursor) -> tuple[dict[str, object], list[Stored]]:
@@ -182,21 +182,21 @@ def _header(cursor: Cursor) -> tuple[dict[str, object], list[Stored]]:
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
         raise CheckpointError(
-            "a GGUF file for machines of the other byte order, which is not supported: use the usual file"
+            "a big-endian GGUF file, which is not supported: use the little-endian file"
             if swapped
-            else f"GGUF version {version}, and versions 2 and 3 can be read: convert it again with a current program",
+            else f"GGUF version {version}; only versions 2 and 3 can be read: convert it again with a current program",
             where=cursor.where,
         )
     tensors, count = cursor.number("Q"), cursor.number("Q")
-    if tensors > MAX_TENSORS or count > MAX_NOTES:
-        raise cursor.fault(f"it claims {tensors} tensors and {count} notes")
-    notes: dict[str, object] = {}
+    if tensors > MAX_TENSORS or count > MAX_METADATA:
+        raise cursor.fault(f"it claims {tensors} tensors and {count} metadata entries")
+    metadata: dict[str, object] = {}
     for _ in range(count):
         name = cursor.string()
-        if name in notes:
-            raise cursor.fault(f"the note {name[:120]} appears twice")
-        notes[name] = cursor.value()
-    return notes, [_tensor(cursor) for _ in range(tensors)]
+        if name in metadata:
+            raise cursor.fault(f"the metadata entry {name[:120]} appears twice")
+        metadata[name] = cursor.value()
+    return metadata, [_tensor(cursor) for _ in range(tensors)]
 
 
 def _tensor(cursor: Cursor) -> Stored:
@@ -207,30 +207,30 @@ def _tensor(cursor: Cursor) -> Stored:
     return Stored(name, shape, cursor.number("I"), cursor.number("Q"))
 
 
-def _first_value(cursor: Cursor, notes: dict[str, object]) -> int:
-    alignment = notes.get("general.alignment", 32)
+def _first_value(cursor: Cursor, metadata: dict[str, object]) -> int:
+    alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or isinstance(alignment, bool) or not 0 < alignment <= 2**20:
         raise cursor.fault(f"an alignment of {str(alignment)[:40]}")
     if alignment & (alignment - 1):
-        raise cursor.fault(f"an alignment of {alignment}, which is no power of two")
+        raise cursor.fault(f"an alignment of {alignment}, which is not a power of two")
     return -(-cursor.at // alignment) * alignment
 
 
-def _placed(stored: list[Stored], notes: dict[str, object], cursor: Cursor, available: int) -> list[Stored]:
-    """The tensors with their sizes in bytes and their shapes as they were before they were packed, each checked to lie
-    inside the file and outside the others."""
+def _placed(stored: list[Stored], metadata: dict[str, object], cursor: Cursor, available: int) -> list[Stored]:
+    """The tensors with their sizes in bytes and their original shapes. Checks that each lies inside the file and
+    overlaps no other."""
     unknown = sorted(
         {OTHERS.get(e.code, f"number {e.code}") for e in stored if e.code not in PLAIN and e.code not in PACKED}
     )
     if unknown:
         raise CheckpointError(
-            f"it holds tensors of the type {listing(unknown)}, which this version does not read; it reads F32, F16, "
-            f"BF16, {', '.join(FORMATS)}. Use a file of one of these types.",
+            f"it contains tensors of the type {listing(unknown)}, which is not supported. Supported are F32, F16, "
+            f"BF16, {', '.join(FORMATS)}: use a file of one of these types.",
             where=cursor.where,
         )
-    found = [_sized(entry, notes, cursor) for entry in stored]
+    found = [_sized(entry, metadata, cursor) for entry in stored]
     if not found:
-        raise CheckpointError("a GGUF file that holds no tensors. Download it again.", where=cursor.where)
+        raise CheckpointError("a GGUF file without tensors. Download it again.", where=cursor.where)
     if len({entry.name for entry in found}) < len(found):
         raise cursor.fault("a tensor's name appears twice")
     end = 0
@@ -247,7 +247,7 @@ def _placed(stored: list[Stored], notes: dict[str, object], cursor: Cursor, avai
     return found
 
 
-def _sized(entry: Stored, notes: dict[str, object], cursor: Cursor) -> Stored:
+def _sized(entry: Stored, metadata: dict[str, object], cursor: Cursor) -> Stored:
     count = math.prod(entry.shape)
     if math.prod(max(n, 1) for n in entry.shape) >= 2**60:
         raise cursor.fault(f"tensor {entry.name[:120]} has the shape {list(entry.shape)}, too large for any memory")
@@ -261,7 +261,7 @@ def _sized(entry: Stored, notes: dict[str, object], cursor: Cursor) -> Stored:
         nbytes = count // fmt.numbers * fmt.bytes
     else:
         nbytes = count * PLAIN[entry.code].itemsize
-    shape = _restored(entry, notes, cursor)
+    shape = _restored(entry, metadata, cursor)
     return Stored(entry.name, shape, entry.code, entry.offset, nbytes)
 
 
@@ -269,17 +269,17 @@ def _sized(entry: Stored, notes: dict[str, object], cursor: Cursor) -> Stored:
 _MODULATION = re.compile(r"(.*\.)?modulation")
 
 
-def _restored(entry: Stored, notes: dict[str, object], cursor: Cursor) -> tuple[int, ...]:
-    """The shape before ggml's limit of four axes, from a note where there is one."""
-    noted = notes.get(_SHAPE + entry.name)
-    if noted is None:
+def _restored(entry: Stored, metadata: dict[str, object], cursor: Cursor) -> tuple[int, ...]:
+    """The shape before ggml's limit of four axes, from the metadata if it is there."""
+    original = metadata.get(_SHAPE + entry.name)
+    if original is None:
         lost = len(entry.shape) == 2 and _MODULATION.fullmatch(entry.name)
         return (1, *entry.shape) if lost else entry.shape
-    if not isinstance(noted, Array) or noted.kind not in (4, 5, 10, 11) or noted.count > MAX_DIMENSIONS:
+    if not isinstance(original, Array) or original.kind not in (4, 5, 10, 11) or original.count > MAX_DIMENSIONS:
         raise cursor.fault(f"the original shape of {entry.name[:120]} is not a list of sizes")
-    shape = tuple(cursor.items(noted))
+    shape = tuple(cursor.items(original))
     if any(n < 0 for n in shape) or math.prod(shape) != math.prod(entry.shape):
-        raise cursor.fault(f"tensor {entry.name[:120]} is {list(entry.shape)}, and {list(shape)} is noted for it")
+        raise cursor.fault(f"tensor {entry.name[:120]} is {list(entry.shape)}, but its metadata says {list(shape)}")
     if entry.code in PACKED and shape[-1] != entry.shape[-1]:
         raise cursor.fault(f"tensor {entry.name[:120]} is packed in rows of {entry.shape[-1]}, not of {shape[-1]}")
     return shape
@@ -295,30 +295,30 @@ def _info(entry: Stored) -> TensorInfo:
 def _view(mapping: mmap.mmap, dtype: torch.dtype, count: int, offset: int) -> Tensor:
     if not count:
         return torch.empty(0, dtype=dtype)
-    if offset % dtype.itemsize:  # an alignment of 1 is allowed, and kernels need more: this one tensor is copied
+    if offset % dtype.itemsize:  # the file may have an alignment of 1, but kernels need more: copy this tensor
         end = offset + count * dtype.itemsize
         return torch.frombuffer(bytearray(memoryview(mapping)[offset:end]), dtype=dtype)
     return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset)
 
 
-def _tokenizer(cursor: Cursor, notes: dict[str, object]) -> Callable[[], bytes] | None:
-    """How to make the SentencePiece model that the notes describe; None where they describe none."""
-    if notes.get("tokenizer.ggml.model") != "t5":
+def _tokenizer(cursor: Cursor, metadata: dict[str, object]) -> Callable[[], bytes] | None:
+    """A function that builds the SentencePiece model of the metadata; None if the metadata has none."""
+    if metadata.get("tokenizer.ggml.model") != "t5":
         return None
 
     def listed(name: str) -> list:
-        found = notes.get(f"tokenizer.ggml.{name}")
+        found = metadata.get(f"tokenizer.ggml.{name}")
         return cursor.items(found) if isinstance(found, Array) else []
 
     def plain(name: str) -> object:
-        return notes.get(f"tokenizer.ggml.{name}")
+        return metadata.get(f"tokenizer.ggml.{name}")
 
     return lambda: gguf_tokenizer.proto(
         pieces=listed("tokens"),
         scores=listed("scores"),
         kinds=listed("token_type"),
         charsmap=listed("precompiled_charsmap"),
-        ids={name: plain(f"{note}_token_id") for name, note in gguf_tokenizer.ID_NOTES.items()},
+        ids={name: plain(f"{key}_token_id") for name, key in gguf_tokenizer.ID_KEYS.items()},
         add_prefix=plain("add_space_prefix"),
         remove_spaces=plain("remove_extra_whitespaces"),
     )

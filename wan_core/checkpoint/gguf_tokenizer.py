@@ -1,7 +1,7 @@
-"""A SentencePiece model out of the notes of a GGUF file, as llama.cpp's converter writes them for T5.
+"""Builds a SentencePiece model from the metadata of a GGUF file, as llama.cpp's converter writes it for T5.
 
-Written byte by byte (protocol buffers: a field is its number and wire type, then its value), because a library for it
-would be a dependency for one message. Source: sentencepiece_model.proto of https://github.com/google/sentencepiece.
+The protocol buffer is written byte by byte (a field is its number and wire type, then its value), to avoid a dependency
+for one message. Source: sentencepiece_model.proto of https://github.com/google/sentencepiece.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import struct
 from collections.abc import Mapping
 
 UNIGRAM = 1
-KINDS = range(1, 7)  # normal, unknown, control, user-defined, unused, byte: ggml numbers them alike
-ID_NOTES = {"unk": "unknown", "bos": "bos", "eos": "eos", "pad": "padding"}
+KINDS = range(1, 7)  # normal, unknown, control, user-defined, unused, byte: the same numbers as in ggml
+ID_KEYS = {"unk": "unknown", "bos": "bos", "eos": "eos", "pad": "padding"}
 _ID_FIELDS = {"unk": 40, "bos": 41, "eos": 42, "pad": 43}
 _DEFAULT_IDS = {"unk": 2, "bos": -1, "eos": 1, "pad": 0}  # of T5
 
@@ -26,15 +26,15 @@ def proto(
     add_prefix: object = None,
     remove_spaces: object = None,
 ) -> bytes:
-    """The serialised model. Raises ValueError where the notes do not describe one."""
+    """The serialised model. Raises ValueError if the metadata is not a valid model."""
     if not pieces or not len(pieces) == len(scores) == len(kinds):
-        raise ValueError(f"its notes give {len(pieces)} pieces, {len(scores)} scores and {len(kinds)} kinds")
-    sound = all(isinstance(piece, str) for piece in pieces)
-    sound = sound and all(isinstance(score, float) and abs(score) < 1e30 for score in scores)
-    if not sound or not all(isinstance(kind, int) and kind in KINDS for kind in kinds):
-        raise ValueError("its notes do not list pieces with scores and kinds")
+        raise ValueError(f"its metadata has {len(pieces)} pieces, {len(scores)} scores and {len(kinds)} kinds")
+    valid = all(isinstance(piece, str) for piece in pieces)
+    valid = valid and all(isinstance(score, float) and abs(score) < 1e30 for score in scores)
+    if not valid or not all(isinstance(kind, int) and kind in KINDS for kind in kinds):
+        raise ValueError("its metadata does not list pieces with scores and kinds")
     if not all(isinstance(value, int) for value in charsmap):
-        raise ValueError("its notes hold a table of characters that is no list of bytes")
+        raise ValueError("its metadata has a table of characters that is not a list of bytes")
     out = bytearray()
     for piece, score, kind in zip(pieces, scores, kinds, strict=True):
         text = piece.encode()
@@ -42,9 +42,9 @@ def proto(
         out += _bytes(1, body)
     trainer = _number(3, UNIGRAM) + _number(4, len(pieces)) + _number(35, int(6 in kinds))
     for name, at in _ID_FIELDS.items():
-        given = ids.get(name)
-        valid = isinstance(given, int) and not isinstance(given, bool) and 0 <= given < len(pieces)
-        trainer += _number(at, given if valid else _DEFAULT_IDS[name])  # type: ignore[arg-type]
+        number = ids.get(name)
+        in_range = isinstance(number, int) and not isinstance(number, bool) and 0 <= number < len(pieces)
+        trainer += _number(at, number if in_range else _DEFAULT_IDS[name])  # type: ignore[arg-type]
     out += _bytes(2, trainer)
     normalizer = _bytes(2, bytes(value & 255 for value in charsmap)) if charsmap else b""
     normalizer += _number(3, int(add_prefix is not False)) + _number(4, int(remove_spaces is not False))

@@ -1,7 +1,7 @@
-"""Finished latents on disk: written before they are decoded, so that a failed decode loses nothing.
+"""Files of finished latents, written before decoding, so that a failed decode loses nothing.
 
 One safetensors file: tensor `latents` float32 [B, C, T, Y, X], un-normalised as on ComfyUI's LATENT socket; metadata
-`fps` and `settings` (JSON, what made them).
+`fps` and `settings` (JSON, the settings of the run).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wan_core.checkpoint.save import write_safetensors
 
 
 def save_latents(path: str | Path, latents: Tensor, fps: int, settings: Mapping[str, Any]) -> None:
-    """Write latents [B, C, T, Y, X]. The file appears under its name only when it is whole."""
+    """Write latents [B, C, T, Y, X]. The file gets its name only when it is complete."""
     metadata = {"fps": str(fps), "settings": json.dumps(settings)}
     write_safetensors({"latents": latents.float()}, path, metadata)
 
@@ -36,7 +36,7 @@ def load_latents(path: str | Path) -> tuple[Tensor, int, dict[str, Any]]:
             fps, settings = int(opened.metadata["fps"]), json.loads(opened.metadata["settings"])
         except (KeyError, ValueError) as fault:
             raise CheckpointError(
-                f"latents without the rate and settings that belong to them ({fault}): not of `generate`",
+                f"latents without fps and settings in the metadata ({fault}): the file is not from `generate`",
                 where=opened.describe(),
             ) from fault
         return opened.read("latents").float(), fps, settings

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wan_core.checkpoint.detect import TOKENIZER, Detected, detect, empty_module, number
+from wan_core.checkpoint.detect import TOKENIZER, Detected, detect, empty_module
 from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.layouts import Kind
 from wan_core.checkpoint.merge import Merge
@@ -28,6 +28,7 @@ from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.shapes import number
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import FP8, Quantized, spread_scale

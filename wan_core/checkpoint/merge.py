@@ -1,5 +1,4 @@
-"""Changes summed into weights while they are read, before they are quantised: a model with a LoRA that costs nothing
-while it runs."""
+"""Merges LoRAs into weights while the weights are read, before they are quantised, so that a step costs no more."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from wan_core.ops.quant.packed import Packed
 
 @dataclass(frozen=True)
 class Merge:
-    """`changes`: official parameter name -> changes with their strengths, in order. `device`: where the sums are made,
-    in float32; a GPU does in a second what takes a CPU a minute."""
+    """`changes`: official parameter name -> changes with their strengths, in order. `device`: where the sums are
+    computed, in float32; a GPU needs a second, a CPU a minute."""
 
     changes: Mapping[str, tuple[tuple[Change, float], ...]]
     device: torch.device
@@ -28,29 +27,29 @@ class Merge:
     def apply(
         self, values: Iterable[tuple[str, Any]], encoded: Collection[str], order: Iterable[str]
     ) -> Iterator[tuple[str, Any]]:
-        """(official name, value) pairs with the changes summed in. The weights of the linears `encoded` stay float32,
-        so that they are rounded once; others get their dtype back. order: names as they come."""
+        """(official name, value) pairs with the changes added. The weights of the linears `encoded` stay float32, so
+        that they are rounded only once; others keep their dtype. order: the names in the order of `values`."""
         with Ahead({name: self.changes[name] for name in order if name in self.changes}, self.device) as ahead:
             for name, value in values:
                 if name not in self.changes:
                     yield name, value
                     continue
-                home = _home(value)
+                device = _device_of(value)
                 total = dense(value, self.device)
                 for change, strength in ahead.take(name):
                     total = change.apply(total, strength)
                 keep = name.removesuffix(".weight") in encoded or not isinstance(value, Tensor)
-                yield name, total.to(home) if keep else total.to(value.dtype).to(home)
+                yield name, total.to(device) if keep else total.to(value.dtype).to(device)
 
 
-AHEAD = 1 << 28  # bytes of changes that may be on a GPU, or on their way, before they are taken
+AHEAD = 1 << 28  # most bytes of changes that are copied to the GPU before they are needed
 
 
 class Ahead:
-    """Brings changes to a GPU in a thread, while the weights that they belong to are read: a LoRA's tensors lie in the
-    pages of its file, and a copy from there holds up whoever asks for it. `AHEAD` bytes of device memory: files with
-    differences in full are as large as the model. changes: in the order in which they are asked for; what comes before
-    its turn comes from its file."""
+    """Copies changes to a GPU in a thread while their weights are read, because a LoRA's tensors are mapped and a copy
+    from the file blocks. At most `AHEAD` bytes of device memory are used: files with full differences are as large as
+    the model. changes: in the order in which `take` asks for them; changes that are not yet copied come from the
+    file."""
 
     def __init__(self, changes: Mapping[str, tuple[tuple[Change, float], ...]], device: torch.device) -> None:
         self.changes, self.device = changes, device
@@ -60,8 +59,8 @@ class Ahead:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
             self.pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
-            self.waiting = {name: _bytes(several) for name, several in changes.items()}
-            self._go_on()
+            self.waiting = {name: _bytes(listed) for name, listed in changes.items()}
+            self._start_copies()
 
     def __enter__(self) -> Ahead:
         return self
@@ -71,8 +70,8 @@ class Ahead:
             self.pool.shutdown(cancel_futures=True)
         self.moving.clear()
 
-    def _go_on(self) -> None:
-        """Have the next brought, as far as there may be; one that is larger alone."""
+    def _start_copies(self) -> None:
+        """Start the next copies, up to `AHEAD` bytes; a larger one is copied alone."""
         while self.waiting:
             name, nbytes = next(iter(self.waiting.items()))
             if self.moving and self.bytes_ahead + nbytes > AHEAD:
@@ -82,43 +81,43 @@ class Ahead:
             self.moving[name] = self.pool.submit(self._move, self.changes[name])
 
     def take(self, name: str) -> tuple[tuple[Change, float], ...]:
-        """The changes of one parameter, where they are summed in."""
+        """The changes of one parameter, on the GPU if they are already copied."""
         if name not in self.moving:
             self.waiting.pop(name, None)
             return self.changes[name]
-        several, event = self.moving.pop(name).result()
-        self.bytes_ahead -= _bytes(several)
-        self._go_on()
+        changes, event = self.moving.pop(name).result()
+        self.bytes_ahead -= _bytes(changes)
+        self._start_copies()
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(event)
-        for tensor in (factor for change, _ in several for factor in change.factors):
-            tensor.record_stream(stream)  # the memory is the other stream's, which may want it again
-        return several
+        for tensor in (factor for change, _ in changes for factor in change.factors):
+            tensor.record_stream(stream)  # allocated on the other stream, which must not reuse the memory yet
+        return changes
 
     @torch.no_grad()
-    def _move(self, several: tuple[tuple[Change, float], ...]) -> tuple[tuple[tuple[Change, float], ...], Any]:
+    def _move(self, changes: tuple[tuple[Change, float], ...]) -> tuple[tuple[tuple[Change, float], ...], Any]:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             moved = tuple(
                 (replace(change, factors=tuple(factor.to(self.device) for factor in change.factors)), strength)
-                for change, strength in several
+                for change, strength in changes
             )
             event = torch.cuda.Event()
             event.record(self.stream)
         return moved, event
 
 
-def _bytes(several: tuple[tuple[Change, float], ...]) -> int:
-    return sum(factor.nbytes for change, _ in several for factor in change.factors)
+def _bytes(changes: tuple[tuple[Change, float], ...]) -> int:
+    return sum(factor.nbytes for change, _ in changes for factor in change.factors)
 
 
-def _home(value: Any) -> torch.device:
+def _device_of(value: Any) -> torch.device:
     if isinstance(value, Packed):
         return next(iter(value.parts.values())).device
     return value.data.device if isinstance(value, Quantized) else value.device
 
 
 def dense(value: Any, device: torch.device) -> Tensor:
-    """A stored value, a tensor, FP8 with scales or packed, as float32 numbers on `device`, in memory of its own."""
+    """A stored value (a tensor, scaled FP8 or packed) as a new float32 tensor on `device`."""
     if isinstance(value, Quantized):
         data, scale = value.data.to(device), value.scale.to(device)
         return data.float() * spread_scale(scale, data.shape)

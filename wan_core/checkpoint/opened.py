@@ -54,9 +54,10 @@ class Checkpoint:
     `tensors` says what is there, `metadata` holds the strings that came with it, `path` is the file or folder (None
     for a state dict). `read` returns a CPU tensor that shares memory with the mapped file: nothing is copied, pages
     come in when they are touched, and writing to the tensor changes memory but never the file. Tensors stay valid
-    after `close`. Of what is packed, `read` returns the numbers, widened, and `read_packed` what is stored.
+    after `close`. For a packed tensor, `read` returns the dequantised numbers and `read_packed` what is
+    stored.
 
-    `tokenizer` makes the SentencePiece model that the file's own notes describe, where they do (GGUF).
+    `tokenizer` makes the SentencePiece model from the file's metadata, where it has one (GGUF).
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Checkpoint:
         metadata: Mapping[str, str] | None = None,
         read_packed: Callable[[str], Packed] | None = None,
     ) -> Checkpoint:
-        """This checkpoint with other names and shapes, other notes, or another way to read what is packed."""
+        """This checkpoint with other names and shapes, other metadata, or another way to read what is packed."""
         return Checkpoint(
             self._where,
             self.path,
@@ -125,7 +126,7 @@ class Checkpoint:
         )
 
     def close(self) -> None:
-        """Let go of the file. The mapping itself goes when the last tensor read from it goes."""
+        """Read no more. The file stays mapped until the last tensor read from it is freed."""
         self._read = None
 
     def __enter__(self) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Models of any architecture with random weights, made on the device: for measuring speed and memory without files."""
+"""Models with random weights, created on the device: for benchmarks of speed and memory without files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def random_module(
     draw_on: torch.device | None = None,
     loras: Merge | None = None,
 ) -> nn.Module:
-    """The module that `config` describes, in eval mode, with values drawn on `device`, the same for the same seed.
+    """The module that `config` describes, in eval mode, with random values on `device` that depend only on the seed.
 
-    Matrices keep the variance of what passes through them, so that activations stay finite through all layers; norms
-    are one. draw_on: where values are drawn, one at a time, if not on `device`. A quantization, for transformers,
-    encodes every matrix as soon as it is drawn, and `loras` are summed in before.
+    Matrices preserve the variance of their input, so that activations stay finite through all layers; norms are one.
+    draw_on: the device where values are drawn, one at a time; None: `device`. quantization (transformers only) encodes
+    every matrix as soon as it is drawn; `loras` are merged before that.
     """
     module = empty_module(config)
     values = _draw(module, draw_on or torch.device(device), dtype, seed)
@@ -41,10 +41,10 @@ def random_module(
         assert isinstance(config, DiTConfig)
         names = quantized_names(config, quantization.keep_blocks)
         values = encode_values(values, quantization, names)
-    held = {name: value.to(device) for name, value in values}  # drawn for the plain module, before it changes
+    state = {name: value.to(device) for name, value in values}  # drawn before `swap_linears` changes the module
     if quantization is not None:
         swap_linears(module, quantization.kind, names, dtype)
-    module.load_state_dict(held, assign=True)
+    module.load_state_dict(state, assign=True)
     return module.requires_grad_(False).eval()
 
 

@@ -65,7 +65,7 @@ def _open_file(path: Path) -> Checkpoint:
         return open_pickle(path)
     if head.startswith(MAGIC):
         return open_gguf(path)
-    for recognise, fault in _FOREIGN:
+    for recognise, fault in _UNSUPPORTED:
         if recognise(head):
             raise CheckpointError(fault, where=where)
     raise CheckpointError(
@@ -75,7 +75,7 @@ def _open_file(path: Path) -> Checkpoint:
     )
 
 
-_FOREIGN = (
+_UNSUPPORTED = (
     (lambda head: not head, "the file is empty. Download it again."),
     (
         lambda head: not head.strip(b"\0"),
@@ -206,8 +206,7 @@ def _with_config(opened: Checkpoint, folder: Path) -> Checkpoint:
 
 
 def _config_metadata(folder: Path) -> dict[str, str]:
-    """What shapes cannot say, from the `config.json` of a Diffusers or official folder. Others' are not ours to
-    read."""
+    """What shapes cannot say, from the `config.json` of a Diffusers or official folder; empty for any other."""
     path = folder / "config.json"
     if not path.is_file():
         return {}

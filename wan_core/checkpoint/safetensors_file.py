@@ -1,8 +1,10 @@
-"""Safetensors files, parsed here so that every byte of the header is checked before anything is allocated or mapped.
+"""Safetensors files: the `safetensors` library checks the header; tensors are mapped from the file and written to it.
 
 The format: 8 bytes, the header's length N, little-endian; N bytes of JSON, name -> {"dtype", "shape", "data_offsets":
 [begin, end]}, offsets counted from the end of the header, plus an optional `__metadata__` of strings; then the
 values, without holes. Source: https://github.com/huggingface/safetensors (README, "Format").
+
+Values are mapped here and not by the library because its mapping fails for a file that is larger than memory.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from wan_core.checkpoint.errors import CheckpointError
@@ -49,115 +53,52 @@ def open_safetensors(path: Path) -> Checkpoint:
     """Check the header and map the values, copy-on-write. Raises `CheckpointError` on any fault."""
     where = short_path(path)
     with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        begin, header = _header(file.read, size, where)
-        metadata = _metadata(header.pop("__metadata__", {}), where)
-        placed = {name: _placed(name, entry, where) for name, entry in header.items()}
-        _check_layout(placed, size - begin, where)
+        begin, header = _header(file, path, where)
+        metadata = header.pop("__metadata__", None) or {}
+        tensors = {name: _info(name, entry, where) for name, entry in header.items()}
+        if not tensors:
+            raise CheckpointError("it holds no tensors", where=where)
         mapping = map_file(file.fileno())
-    tensors = {name: info for name, (info, _) in placed.items()}
-    offsets = {name: begin + offset for name, (_, offset) in placed.items()}
+    offsets = {name: begin + entry["data_offsets"][0] for name, entry in header.items()}
     places = {name: (path, offset) for name, offset in offsets.items()}
     return Checkpoint(
         where, path, tensors, metadata, lambda name: _view(mapping, tensors[name], offsets[name]), places=places
     )
 
 
-def _header(read: Callable[[int], bytes], size: int, where: str) -> tuple[int, dict[str, Any]]:
-    """Where the values begin, and the header as parsed JSON."""
-    if size < 10:
-        raise CheckpointError(
-            f"truncated: {size} bytes cannot hold a safetensors header. Download it again.", where=where
-        )
-    length = int.from_bytes(read(8), "little")
-    if length > MAX_HEADER:
+def _header(file: BinaryIO, path: Path, where: str) -> tuple[int, dict[str, Any]]:
+    """Where the values begin, and the header. The library has checked that every entry is complete, that its shape
+    and dtype take the bytes between its offsets, and that the values fill the file without hole or overlap."""
+    size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER and size >= 8:
         raise CheckpointError(
             f"damaged: its header claims {length} bytes, and at most {MAX_HEADER} are allowed. Download it again.",
             where=where,
         )
-    if 8 + length > size:
+    if size < 8 + max(length, 2):
         raise CheckpointError(
-            f"truncated: its header needs {8 + length} bytes, the file has {size}. Download it again.", where=where
+            f"truncated: its header needs {8 + max(length, 2)} bytes, the file has {size}. Download it again.",
+            where=where,
         )
     try:
-        # The parser's own limits (nesting depth, digits of a number) are faults of the file too.
-        header = json.loads(read(length).decode("utf-8"), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as fault:
-        raise CheckpointError(f"damaged header ({fault}). Download it again.", where=where) from None
-    if not isinstance(header, dict):
-        raise CheckpointError("damaged header (not a JSON object). Download it again.", where=where)
-    return 8 + length, header
+        with safe_open(path, framework="np"):
+            pass
+        return 8 + length, json.loads(file.read(length))
+    except (SafetensorError, ValueError, RecursionError) as fault:  # the last two from fields the library ignores
+        raise CheckpointError(f"truncated or damaged ({str(fault)[:300]}). Download it again.", where=where) from None
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the name {name[:120]} appears twice")
-        found[name] = value
-    return found
-
-
-def _metadata(found: Any, where: str) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise CheckpointError("damaged header (its __metadata__ is not a table of strings)", where=where)
-    return found
-
-
-def _placed(name: str, entry: Any, where: str) -> tuple[TensorInfo, int]:
-    """A header entry, checked by itself: the tensor's description and its offset from the first value."""
-
-    def fault(text: str) -> CheckpointError:
-        return CheckpointError(f"damaged header (tensor {name[:120]}: {text}). Download it again.", where=where)
-
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise fault("it needs a dtype, a shape and data_offsets, and nothing else")
-    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(kind, str) or kind not in DTYPES:
+def _info(name: str, entry: dict[str, Any], where: str) -> TensorInfo:
+    kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if kind not in DTYPES:
         raise CheckpointError(
-            f"tensor {name[:120]} has the dtype {str(kind)[:40]}, which this version cannot read; it reads "
-            f"{', '.join(DTYPES)}",
+            f"tensor {name[:120]} has the dtype {kind}, which this version cannot read; it reads {', '.join(DTYPES)}",
             where=where,
         )
-    if not _naturals(shape) or len(shape) > MAX_DIMENSIONS:
-        raise fault(f"its shape is not a list of at most {MAX_DIMENSIONS} sizes")
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise fault("its data_offsets are not a begin and an end")
-    dtype = DTYPES[kind]
-    # With zeros counted as ones: an empty tensor's other sizes must still fit into 64-bit strides.
-    if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**63:
-        raise fault(f"its shape {shape} is too large for any memory")
-    nbytes = math.prod(shape) * dtype.itemsize
-    if offsets[1] - offsets[0] != nbytes:
-        raise fault(f"{kind} {shape} takes {nbytes} bytes, its offsets span {offsets[1] - offsets[0]}")
-    return TensorInfo(tuple(shape), dtype, nbytes), offsets[0]
-
-
-def _naturals(value: Any) -> bool:
-    # `type` rather than `isinstance`: true and false are not sizes.
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
-
-
-def _check_layout(placed: dict[str, tuple[TensorInfo, int]], available: int, where: str) -> None:
-    """The values follow one another without hole or overlap, and end where the file ends."""
-    expected = 0
-    for name, (info, offset) in sorted(placed.items(), key=lambda item: (item[1][1], item[1][0].nbytes)):
-        if offset != expected:
-            what = "overlaps the tensor before it" if offset < expected else "leaves a hole before it"
-            raise CheckpointError(f"damaged header (tensor {name[:120]} {what}). Download it again.", where=where)
-        expected = offset + info.nbytes
-    if expected > available:
-        raise CheckpointError(
-            f"truncated: the header promises {expected} bytes of values, the file has {available}. Download it again.",
-            where=where,
-        )
-    if expected < available:
-        raise CheckpointError(
-            f"damaged: {available - expected} bytes follow the last tensor. Download it again.", where=where
-        )
-    if not placed:
-        raise CheckpointError("it holds no tensors", where=where)
+    # The strides of an empty tensor must fit into 64 bits too.
+    if len(shape) > MAX_DIMENSIONS or math.prod(max(n, 1) for n in shape) * DTYPES[kind].itemsize >= 2**63:
+        raise CheckpointError(f"tensor {name[:120]} has a shape that is too large for any memory", where=where)
+    return TensorInfo(tuple(shape), DTYPES[kind], end - begin)
 
 
 def map_file(fileno: int) -> mmap.mmap:
@@ -180,3 +121,24 @@ def _view(mapping: mmap.mmap, info: TensorInfo, offset: int) -> Tensor:
         return torch.frombuffer(copy, dtype=info.dtype).reshape(info.shape)
     count = info.nbytes // info.dtype.itemsize
     return torch.frombuffer(mapping, dtype=info.dtype, count=count, offset=offset).reshape(info.shape)
+
+
+def safetensors_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    """The bytes of a safetensors file, the header first, then tensor by tensor. A tensor on the CPU is not copied, one
+    on a GPU is copied when its turn comes. KeyError for a dtype that the format does not have."""
+    codes = {dtype: code for code, dtype in reversed(DTYPES.items())}  # several codes are bytes to torch
+    # Widest dtype first keeps every tensor aligned to its own size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        if tensors[name].numel():
+            flat = tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8)
+            yield memoryview(flat.numpy())  # pyright: ignore[reportArgumentType]

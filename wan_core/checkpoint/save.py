@@ -6,13 +6,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from wan_core.checkpoint.detect import TOKENIZER
-from wan_core.checkpoint.safetensors_file import DTYPES
+from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import OptionError
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.vae import VideoVAE
@@ -57,33 +56,11 @@ def _metadata(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
     """A safetensors file, written under a temporary name beside `path` and renamed. Raises `OSError` if that fails."""
-    codes = {dtype: code for code, dtype in reversed(DTYPES.items())}
-    # Widest dtype first keeps every tensor aligned to its own size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name in order:
-        begin, end = end, end + tensors[name].numel() * tensors[name].element_size()
-        header[name] = {
-            "dtype": codes[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         with temporary.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                _write(file, tensors[name])
+            file.writelines(safetensors_pieces(tensors, metadata))
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _write(file: BinaryIO, tensor: Tensor) -> None:
-    if tensor.numel():
-        values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        values.numpy().tofile(file)

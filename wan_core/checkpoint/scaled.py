@@ -1,9 +1,9 @@
-"""Checkpoints whose matrices are FP8 with scales: which scale belongs to which weight.
+"""Checkpoints with scaled FP8 matrices: which scale belongs to which weight.
 
-Two spellings are in use, `X.scale_weight` (with a marker tensor `scaled_fp8`) and `X.weight_scale` (with
-`X.comfy_quant`, JSON as bytes, that names the format). A scale is one number, one for every output channel, or one for
-every 128 x 128 weights; value = weight * scale. Scales of activations (`X.scale_input`, `X.input_scale`) are left
-unused: the engine measures activations while it runs.
+Two namings are in use: `X.scale_weight` (with a marker tensor `scaled_fp8`) and `X.weight_scale` (with `X.comfy_quant`,
+JSON as bytes, which names the format). A scale has one number, one per output channel, or one per 128 x 128 weights;
+value = weight * scale. Scales of activations (`X.scale_input`, `X.input_scale`) are not used: the engine measures
+activations during the run.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Scaled:
-    """`scales`: weight -> its scale, both by their names in the file. `names`: all tensors that only serve this."""
+    """`scales`: weight -> its scale, as names in the file. `names`: all scales, markers and descriptions."""
 
     scales: Mapping[str, str]
     names: frozenset[str]
 
 
 def find_scales(checkpoint: Checkpoint) -> Scaled:
-    """The scales of `checkpoint`; nothing where it has none. Names of formats that are not known here are left for
-    others to refuse.
+    """The scales of `checkpoint`; empty if it has none. Unknown quantisation formats are not handled here; `detect`
+    raises an error for them.
 
-    Raises CheckpointError: a scale without its weight, an FP8 matrix without a scale, a scale of an impossible shape.
+    Raises CheckpointError for a scale without its weight, an FP8 matrix without a scale, or an impossible shape.
     """
     tensors = checkpoint.tensors
     scales: dict[str, str] = {}
@@ -49,17 +49,17 @@ def find_scales(checkpoint: Checkpoint) -> Scaled:
         elif last in UNUSED or (last == DESCRIPTION and _is_plain_fp8(checkpoint, name)):
             unused.add(name)
     bare = [n for n, info in tensors.items() if info.dtype in FP8 and len(info.shape) == 2 and n not in scales]
-    if not scales and not (unused and bare):  # plain FP8 stands for the numbers that it holds
+    if not scales and not (unused and bare):  # FP8 without scales: the stored numbers are the weights
         return Scaled({}, frozenset())
     alone = [name for weight, name in scales.items() if weight not in tensors]
     if alone or bare:
         missing = counted(alone, "scales without a weight") if alone else counted(bare, "FP8 matrices without a scale")
         raise CheckpointError(f"{_WHAT}, but {missing}. Download it again.")
-    wrong = [name for weight, name in scales.items() if not _fits(tensors[weight].shape, tensors[name].shape)]
-    if wrong:
+    unsupported = [name for weight, name in scales.items() if not _fits(tensors[weight].shape, tensors[name].shape)]
+    if unsupported:
         raise CheckpointError(
-            f"{_WHAT}, but {len(wrong)} scales have a shape that is not supported ({listing(wrong)}): one number, one "
-            "for a row, or one for 128 x 128 are."
+            f"{_WHAT}, but {len(unsupported)} scales have a shape that is not supported ({listing(unsupported)}). "
+            "Supported are one number, one per row, or one per 128 x 128 weights."
         )
     return Scaled(scales, frozenset({*scales.values(), *unused}))
 
@@ -74,7 +74,7 @@ def _fits(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
 
 
 def _is_plain_fp8(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether the description of a matrix says that it is FP8 with a scale: there are others (MXFP8, NVFP4)."""
+    """Whether the description of a matrix says that it is scaled FP8, and not MXFP8 or NVFP4."""
     info = checkpoint.tensors[name]
     if info.dtype != torch.uint8 or info.nbytes > 4096:
         return False

@@ -1,14 +1,14 @@
-"""Many tensors of a checkpoint at once: read in parallel, and on a GPU by way of page-locked staging buffers.
+"""Many tensors of a checkpoint at once: read in parallel, and for a GPU through pinned staging buffers.
 
-Threads read pieces of the files, in the order in which the tensors are wanted. For a GPU, each piece goes into a
-locked buffer and from there to its place on the device while the next is read; whoever asked converts or quantises the
-tensor there meanwhile. Host memory is the buffers', whatever the size of the checkpoint; memory for what was read and
-not yet taken is bounded as well.
+Threads read pieces of the files, in the order in which the caller asks for the tensors. For a GPU, each piece goes into
+a pinned buffer and from there to its place on the device while the next is read; the caller converts or quantises
+tensors meanwhile. Host memory is that of the buffers, whatever the size of the checkpoint; memory for tensors that were
+read and not yet asked for is bounded too.
 
-Processes that read together (`Checkpoint.readers`) each read their part of a large tensor ahead, straight into its
+Processes that read together (`Checkpoint.readers`) each read their part of a large tensor ahead, directly into its
 place in the whole. The parts of the others arrive when the tensor is asked for: by then this process has read further,
-so that exchanges and reading overlap. A process whose file fails leaves the others waiting in an exchange, until that
-exchange gives up.
+so that exchanges and reading overlap. If the file of one process cannot be read, the others wait in an exchange until
+its timeout.
 
 The page cache is used: cold disks were measured to give the same with and without it, and a second load is warm.
 
@@ -34,10 +34,10 @@ from torch import Tensor
 from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.opened import Checkpoint, Readers
 
-MOST_THREADS = 16  # of one process: each needs Python for an instant between two pieces
+MOST_THREADS = 16  # of one process: each needs the GIL between two pieces
 PIECE = 16 << 20
 READS_AT = hasattr(os, "preadv")  # in one call; not on Windows
-BUFFERS = 2  # of a thread: one is filled while the other travels
+BUFFERS = 2  # of a thread: one is filled while the other is copied
 AHEAD = 1 << 30  # bytes that may be on the device, or on their way, before they are taken; twice that for processes
 # that read together, each of which has a part of them to read
 
@@ -110,9 +110,9 @@ class Mapped:
 
 @dataclass(eq=False)
 class Wanted:
-    """One tensor on its way. `begin`, `end`: what of it is read here; `part`: bytes of each reader's part, 0 where this
-    is the whole. `flat`: its bytes where they shall be, behind them what parts have beyond the end; `left`: pieces that
-    are not there yet."""
+    """A tensor that is being read. `begin`, `end`: its bytes that this process reads; `part`: bytes of each reader's
+    part, 0 where one reads the whole. `flat`: memory for its bytes, and for those by which the parts reach beyond its
+    end; `left`: pieces that are still to be read."""
 
     name: str
     nbytes: int
@@ -144,7 +144,7 @@ class Piece:
 
 @dataclass(eq=False)
 class Buffer:
-    """Locked memory on the way. `left`: event after which what it held has left."""
+    """Pinned memory. `left`: event after which its content has been copied."""
 
     memory: Tensor
     bytes: memoryview
@@ -261,14 +261,14 @@ class Feed:
         try:
             with torch.cuda.device(self.device) if self.cuda else nullcontext():  # threads begin on the first GPU
                 self._read_pieces()
-        except BaseException as fault:  # noqa: BLE001  (whatever it is: whoever reads would wait for ever)
+        except BaseException as fault:  # noqa: BLE001  (any fault: `read` would wait for ever)
             with self.changed:
                 self.fault = self.fault or fault
                 self.changed.notify_all()
 
     def _read_pieces(self) -> None:
-        """Whatever lets go of Python's lock here may have to wait for it, while another thread imports or traces: for
-        each piece that is one read, one view of its place, one copy and its event, and the wait for a buffer."""
+        """Every call that releases the GIL may wait to get it back while another thread imports or traces. Per piece
+        these are one read, one view, one copy with its event, and the wait for a buffer."""
         files: dict[Path, io.FileIO] = {}
         buffers: list[Buffer] = []
         try:

@@ -1,9 +1,7 @@
-"""What people have on disk that is not a plain Wan 2.2 transformer, text encoder or VAE: recognised by names, said by
-name.
+"""Recognises unsupported files by their tensor names, so that an error can say what a file is.
 
-Two tables. `EXTENDED` is looked at before the key tables: these files contain a Wan model plus something that must
-not be dropped silently. `OTHERS` is looked at when no key table matched, only to tell the user what the file seems to
-be.
+`EXTENDED` is checked before the key tables: these files contain a Wan model with additions that must not be dropped
+silently. `OTHERS` is checked if no key table matches, only to tell the user what the file seems to be.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ def _table(*rows: tuple[str, str]) -> tuple[Foreign, ...]:
 
 _NOT_YET = "not supported yet by this version. Use the bf16 or the fp8_scaled file of the same model"
 
-_UNSUPPORTED = "which is not supported; Wan 2.2 T2V, I2V and TI2V are"
+_UNSUPPORTED = "which is not supported; T2V and I2V of Wan 2.1 and 2.2, and TI2V, are"
 
 EXTENDED = _table(
     (
@@ -60,8 +58,8 @@ EXTENDED = _table(
         f"a Wan Fun transformer (control or camera), {_UNSUPPORTED}",
     ),
     (
-        r"(^|\.)(img_emb\.proj|cross_attn\.(k_img|v_img|norm_k_img)|condition_embedder\.image_embedder|attn2\.add_[kv]_proj)(\.|$)",
-        "a Wan 2.1 image-to-video transformer (it needs CLIP image features), which is not supported; use Wan 2.2 I2V",
+        r"(^|\.)(img_emb\.emb_pos|condition_embedder\.image_embedder\.pos_embed)$",
+        f"a Wan 2.1 first-and-last-frame transformer (FLF2V), {_UNSUPPORTED}",
     ),
 )
 
@@ -86,7 +84,7 @@ OTHERS = _table(
     (r"^(encoder|decoder)\.", "an autoencoder of an unknown kind"),
 )
 
-# Where all-in-one files keep their parts.
+# Prefixes of the models in all-in-one files.
 _PARTS = {
     "a transformer": ("model.diffusion_model.",),
     "a VAE": ("vae.", "first_stage_model."),
@@ -95,15 +93,15 @@ _PARTS = {
 
 
 def recognise(names: Collection[str], table: Iterable[Foreign]) -> str | None:
-    """What `names` belong to by the first row of `table` that matches one of them, with that name as the evidence."""
+    """The description of the first row of `table` that matches one of `names`, with that name; None if none does."""
     for foreign in table:
         evidence = next((name for name in names if foreign.pattern.search(name)), None)
         if evidence is not None:
-            return f"{foreign.is_a} (seen by {evidence[:120]})"
+            return f"{foreign.is_a} (because of {evidence[:120]})"
     return None
 
 
 def all_in_one(names: Collection[str]) -> str | None:
-    """`"a transformer, a VAE"` where a file holds several parts under prefixes, else None."""
+    """`"a transformer, a VAE"` for a file with several models under prefixes, else None."""
     found = [part for part, prefixes in _PARTS.items() if any(name.startswith(prefixes) for name in names)]
     return ", ".join(found) if len(found) > 1 else None

@@ -1,8 +1,7 @@
-"""The command line: generate, warmup, decode, plan, calibrate, quality, check, inspect, doctor.
+"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, check, inspect, doctor.
 
-User errors (a bad number, a file that is something else) end with one line on stderr and exit code 2; everything is
-checked before work starts. Finished latents are on disk before they are decoded and stay there if anything after that
-fails.
+User errors (a number out of range, a wrong file) end with one line on stderr and exit code 2. Everything is checked
+before work starts. Finished latents are written to disk before decoding, and stay there if a later phase fails.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from wan_core.cli.options import (
 )
 from wan_core.cli.quality import run_calibrate, run_quality
 from wan_core.cli.workers import add_worker_options
-from wan_core.config import PRECISIONS, UserError, imports
+from wan_core.config import PRECISIONS, UserError
 from wan_core.models.wan.tasks import TASKS
 from wan_core.pipeline.evaluate.options import add_calibrate_options, add_quality_options
 
@@ -34,19 +33,18 @@ OUT_OF_MEMORY = "Try --residency stream, a smaller --size or fewer --frames."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand. Returns the exit code: 0 done, 1 a check that failed, 2 a user error, 3 out of memory,
+    """Run a subcommand. Returns the exit code: 0 done, 1 a check failed, 2 user error, 3 out of memory,
     130 interrupted."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if given[:1] == ["bench"]:
-        return run_benchmarks(given[1:])
-    options = build_parser().parse_args(given)
-    imports.quicken()
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["bench"]:
+        return run_benchmarks(arguments[1:])
+    options = build_parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
     return report_faults(options.command, lambda: options.run(options))
 
 
 def report_faults(command: str, run: Callable[[], int]) -> int:
-    """The exit code of `run`. A user error, an interruption and out of memory become one line on stderr and a code."""
+    """Call `run` and return its exit code. User errors, interruption and out of memory print one line on stderr."""
     try:
         return run()
     except KeyboardInterrupt:
@@ -63,11 +61,14 @@ def report_faults(command: str, run: Callable[[], int]) -> int:
         return 3
 
 
-def run_benchmarks(arguments: list[str]) -> int:
-    """`bench` became `python -m benchmarks`, a package beside the engine: run that, where it is."""
-    if importlib.util.find_spec("benchmarks") is None:
+def run_benchmarks(arguments: Sequence[str]) -> int:
+    """Run `python -m benchmarks` of the checkout that this package lies in."""
+    checkout = Path(__file__).resolve().parents[2]
+    spec = importlib.util.find_spec("benchmarks")
+    if spec is None or spec.origin is None or Path(spec.origin).resolve().parents[1] != checkout:
         print(
-            "wan_core bench: the benchmarks are a package of the source repository. Run `python -m benchmarks` there.",
+            "wan_core bench: the benchmarks are in the source repository and not in the installed package. "
+            "Run `python -m benchmarks SUITE` in a checkout.",
             file=sys.stderr,
         )
         return 2
@@ -76,84 +77,108 @@ def run_benchmarks(arguments: list[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m wan_core", description="Video generation with Wan 2.2.")
-    parser.add_argument("--verbose", action="store_true", help="log what was chosen and why")
+    parser.add_argument("--verbose", action="store_true", help="log every automatic choice and its reason")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, (help, add_options, run) in COMMANDS.items():
+        command = commands.add_parser(name, help=help)
+        add_options(command)
+        command.set_defaults(run=run)
+    return parser
 
-    generate = commands.add_parser("generate", help="make a video from a prompt, and an image if the model takes one")
-    add_model_options(generate)
-    add_request_options(generate)
-    generate.add_argument(
+
+def add_generate_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_request_options(parser)
+    parser.add_argument(
         "--out", type=Path, default=Path("wancore.mp4"), help="the video to write, .mp4 (default %(default)s)"
     )
-    generate.add_argument("--save-latents", type=Path, help="also keep the finished latents in this .safetensors file")
-    generate.add_argument("--sheet", type=Path, help="also write frames from first to last as one picture (.png)")
-    generate.add_argument("--report", type=Path, help="write the report as JSON")
-    add_worker_options(generate)
-    generate.set_defaults(run=run_generate)
+    parser.add_argument("--save-latents", type=Path, help="also keep the finished latents in this .safetensors file")
+    parser.add_argument("--sheet", type=Path, help="also write frames from first to last as one picture (.png)")
+    parser.add_argument("--report", type=Path, help="write the report as JSON")
+    add_worker_options(parser)
 
-    warmup = commands.add_parser("warmup", help="load, compile and run one forward of each expert, for later processes")
-    add_model_options(warmup)
-    add_request_options(warmup, prompt=False)
-    warmup.set_defaults(run=run_warmup)
 
-    decode = commands.add_parser("decode", help="turn saved latents into a video")
-    decode.add_argument("latents", type=Path, help="a file of --save-latents, or one that a failed run left behind")
-    decode.add_argument("--model", help="tiny, or the folder of a release")
-    decode.add_argument("--vae", help="VAE file or folder")
-    decode.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
-    decode.add_argument("--device", default="auto")
-    decode.add_argument("--out", type=Path, default=Path("wancore.mp4"))
-    decode.set_defaults(run=run_decode)
+def add_warmup_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_request_options(parser, prompt=False)
 
-    quantize = commands.add_parser("quantize", help="write a transformer with its matrices in FP8, half the size")
-    quantize.add_argument("source", help="transformer: file, shard index or folder")
-    quantize.add_argument("out", type=Path, help="the .safetensors file to write")
-    quantize.add_argument(
-        "--precision", default="fp8", choices=PRECISIONS, help="one that quantises (default %(default)s)"
+
+def add_decode_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("latents", type=Path, help="a file written by --save-latents, or kept after a failed run")
+    parser.add_argument("--model", help="tiny, or the folder of a release")
+    parser.add_argument("--vae", help="VAE file or folder")
+    parser.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("wancore.mp4"))
+
+
+def add_quantize_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="transformer: file, shard index or folder")
+    parser.add_argument("out", type=Path, help="the .safetensors file to write")
+    parser.add_argument("--precision", default="fp8", choices=PRECISIONS, help="an FP8 precision (default %(default)s)")
+    parser.add_argument(
+        "--keep-blocks", type=int, default=0, metavar="N", help="do not quantise the first and last N blocks"
     )
-    quantize.add_argument(
-        "--keep-blocks", type=int, default=0, metavar="N", help="leave out the first and last N blocks"
-    )
-    quantize.add_argument("--device", default="auto")
-    quantize.set_defaults(run=run_quantize)
+    parser.add_argument("--device", default="auto")
 
-    plan = commands.add_parser("plan", help="print the step table of a generation without running it")
-    plan.add_argument("--task", default="t2v-A14B", help=f"one of {', '.join(TASKS)} (default %(default)s)")
-    plan.add_argument("--high", type=Path, help="the expert's file or folder: a MagCache curve beside it is used")
-    plan.add_argument("--low", type=Path, help="the low-noise expert's, whose name may say that it is step-distilled")
-    plan.add_argument("--image", action="store_true", help="as for a video that starts from an image (TI2V-5B)")
-    add_lora_options(plan)
-    add_plan_options(plan)
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    add_memory_plan_options(plan)
-    plan.set_defaults(run=run_plan)
 
-    calibrate = commands.add_parser("calibrate", help="measure a model's MagCache curve, kept beside its checkpoint")
-    add_model_options(calibrate)
-    add_plan_options(calibrate)
-    add_calibrate_options(calibrate)
-    calibrate.set_defaults(run=run_calibrate)
+def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--task", default="t2v-A14B", help=f"one of {', '.join(TASKS)} (default %(default)s)")
+    parser.add_argument("--high", type=Path, help="the expert's file or folder: uses the MagCache curve beside it")
+    parser.add_argument("--low", type=Path, help="the low-noise expert's; its name may say that it is step-distilled")
+    parser.add_argument("--image", action="store_true", help="plan a video that starts from an image (TI2V-5B)")
+    add_lora_options(parser)
+    add_plan_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_memory_plan_options(parser)
 
-    quality = commands.add_parser("quality", help="compare videos with forwards left out against the full run")
-    add_model_options(quality)
-    add_plan_options(quality)
-    add_quality_options(quality)
-    quality.set_defaults(run=run_quality)
 
-    check = commands.add_parser(
-        "check", help="judge from a video's frames whether the embedded model's caption came true"
-    )
-    check.add_argument("video", type=Path)
-    check.add_argument("--prompt", help="the caption (default: the one in the file's metadata)")
-    check.set_defaults(run=run_check)
+def add_calibrate_command_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_plan_options(parser)
+    add_calibrate_options(parser)
 
-    inspect = commands.add_parser("inspect", help="what a file is: family, layout, precision, a LoRA's rank, problems")
-    add_inspect_options(inspect)
-    inspect.set_defaults(run=run_inspect)
 
-    doctor = commands.add_parser("doctor", help="what this machine can run, and why not what it cannot")
-    doctor.add_argument("--device", default="auto")
-    doctor.add_argument("--json", action="store_true")
-    doctor.set_defaults(run=run_doctor)
+def add_quality_command_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_plan_options(parser)
+    add_quality_options(parser)
 
-    return parser
+
+def add_check_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("video", type=Path)
+    parser.add_argument("--prompt", help="the caption (default: the one in the file's metadata)")
+
+
+def add_doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json", action="store_true")
+
+
+Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
+
+# name -> (help, function that adds its options, function that runs it and returns the exit code)
+COMMANDS: dict[str, Command] = {
+    "generate": ("make a video from a prompt, and from an image", add_generate_options, run_generate),
+    "warmup": (
+        "load the models and run one forward of each expert, to fill the compilers' caches",
+        add_warmup_options,
+        run_warmup,
+    ),
+    "decode": ("decode saved latents to a video", add_decode_options, run_decode),
+    "quantize": ("write a transformer with FP8 matrices, half the size", add_quantize_options, run_quantize),
+    "plan": ("print the steps of a generation without running it", add_plan_command_options, run_plan),
+    "calibrate": (
+        "measure a model's MagCache curve and write it beside the checkpoint",
+        add_calibrate_command_options,
+        run_calibrate,
+    ),
+    "quality": (
+        "compare step caching, guidance schedules and sparse attention with the full run",
+        add_quality_command_options,
+        run_quality,
+    ),
+    "check": ("check whether a video of the embedded model shows its caption", add_check_options, run_check),
+    "inspect": ("show a file's model, layout, precision, LoRA rank and problems", add_inspect_options, run_inspect),
+    "doctor": ("test what this machine can run; give the reason for what it cannot", add_doctor_options, run_doctor),
+}

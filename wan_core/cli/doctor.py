@@ -1,5 +1,7 @@
-"""What this machine can run, and why not what it cannot: libraries, GPU, and with a self-test each attention backends,
-precisions and kernels."""
+"""What this machine can run: libraries, GPU, and attention backends, precisions and kernels, each with a self-test.
+
+For each one that cannot run, the reason is given.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,6 @@ from typing import Any
 
 import torch
 
-from wan_core.config import imports
 from wan_core.execution.report import GIB
 from wan_core.ops.attention.library import IMPORT_FAULTS
 from wan_core.ops.attention.protocol import Attention
@@ -26,10 +27,10 @@ from wan_core.ops.quant.packed import FORMATS as PACKED_FORMATS
 from wan_core.ops.quant.packed import MICROSCALED
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.transformer_engine import DelayedState
-from wan_core.pipeline.builder import choose_device
+from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import TINY
 
-# distribution -> (what it is for, how to get it); None: required
+# distribution -> (what it is for, how to install it); None: required
 LIBRARIES: dict[str, tuple[str, str | None]] = {
     "torch": ("everything, from 2.6 on", None),
     "numpy": ("frames", None),
@@ -41,28 +42,32 @@ LIBRARIES: dict[str, tuple[str, str | None]] = {
     "sageattention": ("int8 attention", "see github.com/thu-ml/SageAttention"),
     "nvidia-cudnn-frontend": ("FP8 attention", "pip install 'wancore[attention]'"),
     "transformer-engine": ("FP8 linears and attention", "pip install --no-build-isolation 'wancore[te]'"),
-    "comfy-kitchen": ("products of NVFP4 and MXFP8 on Blackwell", "pip install 'wancore[comfy]'"),
+    "comfy-kitchen": ("NVFP4 and MXFP8 matmuls on Blackwell", "pip install 'wancore[comfy]'"),
 }
-TOLERANCE = 0.01  # of an exact backend in bf16, relative; the kernels measure 0.002 to 0.004
-ROUNDED = 0.10  # of one that rounds to FP8 or int8: they measure 0.05 to 0.08 on random data
-ROUNDED_FP4 = 0.20  # of a product in NVFP4, by the arithmetic of its definition on random data: 0.13
-LINEAR = 0.04  # of an FP8 linear, whatever its scales: random numbers measure 0.037, most of it the rounding itself
+# Largest relative errors that a self-test accepts.
+TOLERANCE = 0.01  # of an exact backend in bf16; measured: 0.002 to 0.004
+ROUNDED = 0.10  # of a backend that rounds to FP8 or int8; measured on random data: 0.05 to 0.08
+ROUNDED_FP4 = 0.20  # of an NVFP4 matmul; the reference arithmetic gives 0.13 on random data
+LINEAR = 0.04  # of an FP8 linear, for all kinds of scales; measured on random data: 0.037, most of it rounding
 HEAD_DIM = 128  # of every Wan 2.2 model
-WIDTH = 256  # of the matrix that tests an FP8 linear: two blocks of 128
+WIDTH = 256  # rows and columns of the matrix that tests an FP8 linear: two blocks of 128
 
 
 def examine(device: str = "auto") -> dict[str, Any]:
-    """Everything the doctor finds, as plain data: {"system", "libraries", "attention", "auto", "precisions", "packed",
-    "kernels", "video", "embedded model"}."""
-    chosen = choose_device(device)
+    """All findings as plain data: {"system", "libraries", "attention", "auto", "precisions", "packed", "kernels",
+    "video", "embedded model"}. Raises OptionError for a device that does not exist."""
+    resolved = choose_device(device)
     return {
-        "system": _system(chosen),
+        "system": _system(resolved),
         "libraries": {name: _library(name) for name in LIBRARIES},
-        "attention": {name: _backend(name, chosen) for name in BACKENDS},
-        "auto": auto_choice(capability(chosen), _dtype(chosen), HEAD_DIM),
-        "precisions": {name: _precision(name, chosen) for name in SCHEMES},
-        "packed": {"formats": list(PACKED_FORMATS), "products": {name: _product(name, chosen) for name in MICROSCALED}},
-        "kernels": _kernels(chosen),
+        "attention": {name: _backend(name, resolved) for name in BACKENDS},
+        "auto": auto_choice(capability(resolved), _dtype(resolved), HEAD_DIM),
+        "precisions": {name: _precision(name, resolved) for name in SCHEMES},
+        "packed": {
+            "formats": list(PACKED_FORMATS),
+            "products": {name: _packed_matmul(name, resolved) for name in MICROSCALED},
+        },
+        "kernels": _kernels(resolved),
         "video": _video(),
         "embedded model": _assets(),
     }
@@ -73,7 +78,6 @@ def _system(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "device": str(device),
-        "bytecode": imports.describe(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -111,24 +115,24 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
         attend = backend.load()
         found["error"] = self_test(attend, device)
         found["lse_error"] = lse_self_test(attend, device) if backend.gives_lse else None
-    except IMPORT_FAULTS as fault:  # what a broken library raises is what the doctor is asked for
-        return found | {"usable": False, "why_not": _failed(fault)}
+    except IMPORT_FAULTS as fault:  # a broken library is a finding, not an error of the doctor
+        return found | {"usable": False, "why_not": _failure(fault)}
     allowed = TOLERANCE if backend.exact else ROUNDED
-    for what, error in (("relative error", found["error"]), ("log-sum-exp error", found["lse_error"])):
+    for name, error in (("relative error", found["error"]), ("log-sum-exp error", found["lse_error"])):
         if error is not None and not error <= allowed:  # not `>`: NaN must fail
-            found |= {"usable": False, "why_not": f"self-test failed: {what} {error:.3g}, allowed {allowed}"}
+            found |= {"usable": False, "why_not": f"self-test failed: {name} {error:.3g}, allowed {allowed}"}
     return found
 
 
 def self_test(attend: Attention, device: torch.device) -> float:
-    """Relative error of a backend against the formula in float32, on random data of odd length at head dim 128."""
+    """Relative error of a backend against the reference in float32, on random data of odd length at head dim 128."""
     q, k, v = _random(device)
     expected = math_reference(q.float(), k.float(), v.float())
     return float((attend(q, k, v).float() - expected).norm() / expected.norm())
 
 
 def lse_self_test(attend: Attention, device: torch.device) -> float:
-    """Largest absolute error of a backend's log-sum-exp against torch's, on keys whose mean is not zero."""
+    """Largest absolute error of a backend's log-sum-exp against the reference, on keys whose mean is not zero."""
     q, k, v = _random(device)
     k = k + 1
     expected = math_lse(q.float(), k.float(), v.float())[1]
@@ -148,11 +152,11 @@ def _precision(name: str, device: torch.device) -> dict[str, Any]:
     return _tested(found, lambda: linear_self_test(scheme.load(), device), LINEAR, device)
 
 
-def _product(name: str, device: torch.device) -> dict[str, Any]:
-    """Whether weights packed so are multiplied as they are; elsewhere they are widened for each product."""
+def _packed_matmul(name: str, device: torch.device) -> dict[str, Any]:
+    """Whether matmuls read weights of this format directly; otherwise they are dequantised for each matmul."""
     reason = mx.why_not_multiply(device)
     found = {"usable": reason is None, "why_not": reason}
-    return _tested(found, lambda: product_self_test(name, device), ROUNDED_FP4, device)
+    return _tested(found, lambda: packed_self_test(name, device), ROUNDED_FP4, device)
 
 
 def _kernels(device: torch.device) -> dict[str, Any]:
@@ -161,21 +165,21 @@ def _kernels(device: torch.device) -> dict[str, Any]:
 
 
 def _tested(found: dict[str, Any], test: Callable[[], float], allowed: float, device: torch.device) -> dict[str, Any]:
-    """`found` with the error that `test` measures; no longer usable where that is too large or cannot be had."""
+    """`found` with the error that `test` measures; not usable if the test raises or its error exceeds `allowed`."""
     if not found["usable"]:
         return found
     try:
         error = test()
     except _kernel_faults(device) as fault:
-        return found | {"usable": False, "why_not": _failed(fault)}
+        return found | {"usable": False, "why_not": _failure(fault)}
     if not error <= allowed:
-        wrong = f"self-test failed: relative error {error:.3g}, allowed {allowed}"
-        found = found | {"usable": False, "why_not": wrong}
+        reason = f"self-test failed: relative error {error:.3g}, allowed {allowed}"
+        found = found | {"usable": False, "why_not": reason}
     return found | {"error": error}
 
 
 def _kernel_faults(device: torch.device) -> tuple[type[Exception], ...]:
-    """What kernels raise that do not run here. Triton compiles at the first call, and needs a C compiler for it."""
+    """Exceptions of kernels that cannot run here. Triton compiles at the first call and needs a C compiler."""
     if fused.why_not(device) is not None:
         return IMPORT_FAULTS
     from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
@@ -185,13 +189,13 @@ def _kernel_faults(device: torch.device) -> tuple[type[Exception], ...]:
 
 @torch.no_grad()
 def linear_self_test(kind: type[QuantLinear], device: torch.device) -> float:
-    """Relative error of a quantised linear against float32, on random data. One with delayed scales has calibrated
-    itself in a forward before: they are tested as they will be used, not as they begin."""
+    """Relative error of a quantised linear against float32, on random data. The second of two forwards is measured,
+    because delayed scales are calibrated by the first."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(WIDTH, WIDTH, generator=generator).to(device) for _ in range(2))
     linear = kind(WIDTH, WIDTH, bias=False, dtype=_dtype(device))
     linear.load(kind.encode(weight))
-    state = DelayedState.install(linear, device)  # of one that needs it
+    state = DelayedState.install(linear, device)  # None for linears without delayed scales
     for _ in range(2):
         out = linear(x.to(_dtype(device)))
         if state is not None:
@@ -201,9 +205,8 @@ def linear_self_test(kind: type[QuantLinear], device: torch.device) -> float:
 
 
 @torch.no_grad()
-def product_self_test(name: str, device: torch.device) -> float:
-    """Relative error of a product of packed weights against float32, on random data with a number of rows that needs
-    padding."""
+def packed_self_test(name: str, device: torch.device) -> float:
+    """Relative error of a matmul with packed weights against float32, on random data. The 77 rows need padding."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, WIDTH, generator=generator).to(device) for rows in (77, WIDTH))
     encoded = encode_mxfp8(weight) if name == "mxfp8" else encode_nvfp4(weight)
@@ -215,7 +218,7 @@ def product_self_test(name: str, device: torch.device) -> float:
 
 @torch.no_grad()
 def kernel_self_test(device: torch.device) -> float:
-    """Relative error of a fused kernel against plain torch in float32: one shows whether any can be compiled here."""
+    """Relative error of one fused kernel against torch in float32. If it compiles, the others do as well."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 77, WIDTH, generator=generator).to(device, torch.bfloat16)
     mul, add = (torch.randn(1, 1, WIDTH, generator=generator).to(device) for _ in range(2))
@@ -225,7 +228,7 @@ def kernel_self_test(device: torch.device) -> float:
     return float((out.float() - expected).norm() / expected.norm())
 
 
-def _failed(fault: BaseException) -> str:
+def _failure(fault: BaseException) -> str:
     return f"self-test failed: {(str(fault).splitlines() or [type(fault).__name__])[0]}"
 
 
@@ -245,7 +248,7 @@ def _assets() -> dict[str, Any]:
 
 
 def text(findings: dict[str, Any]) -> str:
-    """The findings for people, one a line."""
+    """The findings as text, one per line."""
     lines = ["system"] + [f"  {key:<22} {value}" for key, value in findings["system"].items()]
     lines.append("libraries")
     for name, library in findings["libraries"].items():
@@ -255,15 +258,15 @@ def text(findings: dict[str, Any]) -> str:
         )
     lines.append(f"attention backends (auto: {findings['auto']})")
     for name, backend in findings["attention"].items():
-        known = backend["usable"] and backend["lse_error"] is not None
-        more = f", log-sum-exp {backend['lse_error']:.1e}" if known else ""
-        lines.append(f"  {name:<22} {_state(backend)}{more}  [{backend['summary']}]")
+        has_lse = backend["usable"] and backend["lse_error"] is not None
+        lse = f", log-sum-exp {backend['lse_error']:.1e}" if has_lse else ""
+        lines.append(f"  {name:<22} {_state(backend)}{lse}  [{backend['summary']}]")
     lines.append("precisions")
     for name, precision in findings["precisions"].items():
         lines.append(f"  {name:<22} {_state(precision)}  [{precision['summary']}]")
     lines += ["packed weights", f"  GGUF                   usable  [{', '.join(FORMATS)}]"]
-    for name, product in findings["packed"]["products"].items():
-        lines.append(f"  {name:<22} usable, widened for each product; multiplied as it is: {product_words(product)}")
+    for name, matmul in findings["packed"]["products"].items():
+        lines.append(f"  {name:<22} usable, dequantised for each matmul; direct matmul: {packed_state(matmul)}")
     lines.append(f"fused kernels            {_state(findings['kernels'])}")
     video, assets = findings["video"], findings["embedded model"]
     lines.append(f"video                    {'H.264 through PyAV' if video['h264'] else video['why_not']}")
@@ -271,7 +274,7 @@ def text(findings: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def product_words(found: dict[str, Any]) -> str:
+def packed_state(found: dict[str, Any]) -> str:
     return f"self-test error {found['error']:.1e}, else untested on hardware" if found["usable"] else found["why_not"]
 
 

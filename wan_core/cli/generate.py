@@ -1,4 +1,4 @@
-"""The commands that make videos: generate, and decode of latents that were kept."""
+"""The commands generate, warmup and decode."""
 
 from __future__ import annotations
 
@@ -15,22 +15,28 @@ from wan_core.sampling.cache.arguments import skip_options
 
 
 def request_of(options: argparse.Namespace) -> Request:
-    """The video that the options describe."""
-    given = vars(options)
+    """The request that the parsed arguments describe. Raises OptionError."""
+    arguments = vars(options)
     width, height = options.size or (None, None)
-    wanted = {f.name: given[f.name] for f in fields(Request) if f.name in given} | plan_numbers(options)
-    wanted["prompt"] = options.prompt or ""
-    return Request(**{**wanted, "width": width, "height": height, "skip": skip_options(options)})
+    settings = {f.name: arguments[f.name] for f in fields(Request) if f.name in arguments} | plan_numbers(options)
+    settings["prompt"] = options.prompt or ""
+    return Request(**{**settings, "width": width, "height": height, "skip": skip_options(options)})
+
+
+def load_options_of(options: argparse.Namespace) -> LoadOptions:
+    """The load options that the parsed arguments describe. Raises OptionError."""
+    arguments = vars(options)
+    return LoadOptions(**{f.name: arguments[f.name] for f in fields(LoadOptions)})
 
 
 def run_warmup(options: argparse.Namespace) -> int:
     from wan_core.pipeline.pipeline import Pipeline
     from wan_core.pipeline.warmup import warm_up
 
-    request, given = request_of(options), vars(options)
+    request = request_of(options)
     progress = ProgressLine()
-    pipe = Pipeline.load(LoadOptions(**{f.name: given[f.name] for f in fields(LoadOptions)}), request=request)
-    pipe.report.notes += warm_up(pipe, request, progress.phase)
+    pipe = Pipeline.load(load_options_of(options), request=request)
+    warm_up(pipe, request, progress.phase)
     print(pipe.report.text())
     return 0
 
@@ -39,20 +45,20 @@ def run_generate(options: argparse.Namespace) -> int:
     from wan_core.media.video import check_output, write_mp4, write_sheet
     from wan_core.pipeline.pipeline import Pipeline, metadata
 
-    given, request = vars(options), request_of(options)
-    latents = options.save_latents or fresh_name(options.out.with_suffix(".latents.safetensors"))
+    request = request_of(options)
+    latents = options.save_latents or unused_name(options.out.with_suffix(".latents.safetensors"))
     check_output(options.out)
     for path in (latents, options.sheet, options.report):
         check_folder(path)
-    loaded = LoadOptions(**{f.name: given[f.name] for f in fields(LoadOptions)})
+    load_options = load_options_of(options)
     progress, workers = ProgressLine(), worker_options(options)
-    pipe = Pipeline.load(loaded, request=request) if workers is None else None
+    pipe = Pipeline.load(load_options, request=request) if workers is None else None
     try:
         if pipe is not None:
             result = pipe.generate(request, on_step=progress.step, on_phase=progress.phase, keep_latents=latents)
         else:
             assert workers is not None
-            result = generate_on(workers, loaded, request, progress, latents)
+            result = generate_on(workers, load_options, request, progress, latents)
         with result.report.phase("write"):
             write_mp4(options.out, result.frames, fps=result.fps, metadata=metadata(result.report.settings))
     except BaseException:
@@ -75,8 +81,8 @@ def run_generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def fresh_name(path: Path) -> Path:
-    """`path`, or with a number where that exists: what an earlier run left behind is not ours to overwrite."""
+def unused_name(path: Path) -> Path:
+    """`path`, with a number added if it exists: latents kept after an earlier failed run are not overwritten."""
     numbered = (path.with_name(f"{path.name.split('.')[0]}-{n}.latents.safetensors") for n in range(1, 10_000))
     return path if not path.exists() else next(p for p in numbered if not p.exists())
 

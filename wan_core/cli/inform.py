@@ -1,4 +1,4 @@
-"""Commands that make no video: quantize, plan, check and doctor."""
+"""The commands quantize, plan, check and doctor."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def run_quantize(options: argparse.Namespace) -> int:
     import torch
 
     from wan_core.checkpoint import load_dit, save
-    from wan_core.pipeline.builder import choose_device, find_quantization
+    from wan_core.pipeline.settings import choose_device, find_quantization
 
     device = choose_device(options.device)
     quantization = find_quantization(options.precision, device, options.keep_blocks)
     if quantization is None:
         raise OptionError(f"precision {options.precision!r} quantises nothing; use one of: {', '.join(QUANTIZED)}")
     if not options.out.parent.is_dir():
-        raise OptionError(f"there is no folder {options.out.parent} to write to")
+        raise OptionError(f"the folder {options.out.parent} does not exist: create it, or choose another")
     save(load_dit(options.source, device="cpu", dtype=torch.bfloat16, quantization=quantization), options.out)
     print(options.out)
     return 0
@@ -35,7 +35,7 @@ def run_plan(options: argparse.Namespace) -> int:
     loras = [Path(lora.path) for lora in options.loras if lora.strength]
     for path in (options.high, options.low, *loras):
         if path is not None and not path.exists():
-            raise OptionError(f"{path} does not exist: give the file or folder of an expert, or leave it out")
+            raise OptionError(f"{path} does not exist: give an existing file or folder, or omit the option")
     if options.memory:
         return run_memory_plan(options)
     files = [path for path in (*loras, options.high, options.low) if path is not None]
@@ -46,20 +46,22 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def run_memory_plan(options: argparse.Namespace) -> int:
-    """The table of a task's full size, for the GPU that is here or one of --memory-limit GiB."""
+    """Print the memory plan of a task at full size, for this machine's GPU or one with --memory-limit GiB.
+
+    Returns 1 if the models do not fit."""
     import torch
 
-    from wan_core.execution.memory.planning import device_room, limited
-    from wan_core.pipeline.builder import compute_dtype
-    from wan_core.pipeline.memory_planning import plan_models
+    from wan_core.execution.memory.planning import Sizes, device_room, factor, limited, plan_memory, unit_bytes
+    from wan_core.pipeline.memory_planning import Workload, beside_workload
     from wan_core.pipeline.resolved_request import make_job
+    from wan_core.pipeline.settings import compute_dtype
     from wan_core.pipeline.sources import find_models
 
     cuda = torch.device("cuda", 0)
     if options.memory_limit is None and not torch.cuda.is_available():
-        raise OptionError("there is no GPU here to plan for: say how large one is with --memory-limit, for example 24")
+        raise OptionError("this machine has no GPU: give the memory of one in GiB, for example --memory-limit 24")
     model = "tiny" if options.task.endswith("-tiny") else f"random:{options.task}"
-    loaded = LoadOptions(
+    load_options = LoadOptions(
         model=model,
         task=options.task if model == "tiny" else None,
         precision=options.precision,
@@ -68,7 +70,7 @@ def run_memory_plan(options: argparse.Namespace) -> int:
         resident_blocks=options.resident_blocks,
         memory_limit=options.memory_limit,
     )
-    found = find_models(loaded, image=options.image or options.task.startswith("i2v"))
+    models = find_models(load_options, image=options.image or options.task.startswith("i2v"))
     width, height = options.size or (None, None)
     request = Request(
         prompt="",
@@ -78,12 +80,21 @@ def run_memory_plan(options: argparse.Namespace) -> int:
         skip=skip_options(options),
         **plan_numbers(options),
     )
-    task = replace(found.task, in_channels=found.dit.out_channels)  # without an image file: its size alone matters
-    dit = replace(found.dit, in_channels=found.dit.out_channels)
-    job = make_job(request, task, dit, found.vae)
-    dtypes = {name: compute_dtype(options.precision if name != "vae" else "auto", cuda) for name in found.of}
+    task = replace(models.task, image="none")  # without an image file: its size alone matters
+    job = make_job(request, task, models.dit, models.vae)
+    dtype, vae_dtype = compute_dtype(options.precision, cuda), compute_dtype("auto", cuda)
+    sizes = Sizes(
+        units=unit_bytes(models.dit, dtype.itemsize, options.precision in QUANTIZED),
+        experts=1 + ("low" in models.of),
+        text_encoder=models.of["text_encoder"].bytes(dtype),
+        vae=models.of["vae"].bytes(vae_dtype),
+        clip_vision=models.of["clip_vision"].bytes(dtype) if "clip_vision" in models.of else 0,
+    )
+    given = {"itemsize": dtype.itemsize, "compile": options.compile, "precision": options.precision}
+    per_token = factor(models.dit, device="cuda", **given)
+    beside = beside_workload(models, Workload.of(job), per_token, dtype.itemsize)
     here = device_room(cuda) if options.memory_limit is None else limited(options.memory_limit)
-    plan = plan_models(found, loaded, dtypes, options.precision, here, job)
+    plan = plan_memory(sizes, beside, here, options.residency, options.resident_blocks)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0 if plan.fits else 1
 
@@ -97,14 +108,14 @@ def run_check(options: argparse.Namespace) -> int:
 
     caption = options.prompt or read_metadata(options.video).get("prompt")
     if not caption:
-        raise OptionError(f"{options.video} names no prompt in its metadata: give --prompt")
+        raise OptionError(f"{options.video} has no prompt in its metadata: give --prompt")
     try:
         parse_caption(caption)
     except ValueError as fault:
         raise OptionError(str(fault)) from fault
     verdict = judge(torch.from_numpy(read_video(options.video)), caption)
-    words = ("background", "colour", "shape", "motion")
-    print(f"{caption!r}: " + ", ".join(f"{word} {'true' if getattr(verdict, word) else 'FALSE'}" for word in words))
+    aspects = ("background", "colour", "shape", "motion")
+    print(f"{caption!r}: " + ", ".join(f"{name} {'true' if getattr(verdict, name) else 'FALSE'}" for name in aspects))
     return 0 if verdict.all_true else 1
 
 

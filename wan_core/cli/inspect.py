@@ -1,4 +1,4 @@
-"""inspect: what a file is, without loading it."""
+"""The command inspect: describe a model or LoRA file from its header, without loading it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    """Prints what was found. 0, or 1 where it has problems."""
+    """Print the description of the file. Returns 1 if it has problems, else 0."""
     if not options.file.exists():
         raise OptionError(f"{options.file} does not exist")
-    found = inspect(options.file)
-    print(json.dumps(found, indent=1) if options.json else "\n".join(words(found)))
-    return int(bool(found["problems"]))
+    description = inspect(options.file)
+    print(json.dumps(description, indent=1) if options.json else "\n".join(text_lines(description)))
+    return int(bool(description["problems"]))
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """What `path` is, in plain values: kind, family, layout, precision, expert, ...; what is wrong under "problems".
+    """A description of `path` in plain values: kind, family, layout, precision, expert, ..., and a list of "problems".
 
-    Only headers are read.
+    Reads only headers.
     """
     from wan_core.checkpoint import open_checkpoint
     from wan_core.checkpoint.lora.names import is_lora
@@ -43,7 +43,7 @@ def inspect(path: Path) -> dict[str, Any]:
         with open_checkpoint(path) as checkpoint:
             found |= {"tensors": len(checkpoint.tensors), "gib": gib(checkpoint), "precision": precisions(checkpoint)}
             found |= _lora(checkpoint) if is_lora(checkpoint.tensors) else _model(checkpoint, path)
-            found |= _said(checkpoint.metadata, path)
+            found |= _from_metadata_and_name(checkpoint.metadata, path)
     except UserError as fault:
         found["problems"].append(str(fault))
     return found
@@ -54,7 +54,7 @@ def gib(checkpoint: Any) -> float:
 
 
 def precisions(checkpoint: Any) -> dict[str, float]:
-    """How numbers are stored -> its share of the bytes, the largest first."""
+    """Dtype or packed format -> its share of the bytes, largest first."""
     total: Counter[str] = Counter()
     for info in checkpoint.tensors.values():
         total[info.packing or str(info.dtype).removeprefix("torch.")] += info.nbytes
@@ -66,8 +66,10 @@ def _model(checkpoint: Any, path: Path) -> dict[str, Any]:
     from wan_core.checkpoint import detect
     from wan_core.checkpoint.detect import KINDS
     from wan_core.models.text.config import TextConfig
+    from wan_core.models.vae.config import VAEConfig
     from wan_core.models.wan.config import DiTConfig
-    from wan_core.pipeline.sources import TASK_OF_CHANNELS, TINY
+    from wan_core.models.wan.families.family import Clues
+    from wan_core.pipeline.sources import TINY
 
     model = detect(checkpoint)
     config = model.config
@@ -76,28 +78,41 @@ def _model(checkpoint: Any, path: Path) -> dict[str, Any]:
     if model.scales:
         found["scaled"] = f"{len(model.scales)} FP8 matrices with scales"
     if isinstance(config, DiTConfig):
-        family = TASK_OF_CHANNELS.get(config.in_channels, "unknown")
-        found["family"] = "the embedded model" if path.parent.resolve() == TINY.resolve() else f"Wan 2.2 {family}"
+        if path.parent.resolve() == TINY.resolve():
+            found["family"] = "the embedded model"
+        else:
+            found["family"] = _task_words(config, Clues(path, checkpoint.metadata))
         found["shape"] = {
             name: getattr(config, name) for name in ("num_layers", "dim", "ffn_dim", "num_heads", "in_channels")
         }
     elif isinstance(config, TextConfig):
         found["family"] = "UMT5"
         found["shape"] = {name: getattr(config, name) for name in ("num_layers", "dim", "vocab_size")}
-    else:
+    elif isinstance(config, VAEConfig):
         found["family"] = "Wan 2.2 VAE" if config.patch == 2 else "Wan 2.1 VAE"
         found["shape"] = {"latent_channels": config.z_dim, "stride": config.spatial_stride}
     return found
 
 
+def _task_words(config: Any, clues: Any) -> str:
+    """`Wan 2.2 t2v-A14B`, and what decided it where tensors do not."""
+    from wan_core.models.wan.families import choose_task
+
+    try:
+        task, why = choose_task(config, clues)
+    except OptionError:
+        return f"a Wan transformer of {config.in_channels} input channels, of no known task"
+    return f"{task.release} {task.name}" + (f" ({why})" if why else "")
+
+
 def _lora(checkpoint: Any) -> dict[str, Any]:
-    """Of a LoRA, by the shapes that its factors have: those of the model that it was made for are not at hand."""
+    """A LoRA's description. Its model is found by trying the shapes of each known family."""
     from wan_core.checkpoint.detect import expected_shapes
     from wan_core.checkpoint.lora.names import OTHER_EXPERT, told_experts
     from wan_core.checkpoint.lora.read import read_lora
 
-    told = told_experts(checkpoint.tensors)
-    experts = told if len(told) > 1 else (None,)
+    named_experts = told_experts(checkpoint.tensors)
+    experts = named_experts if len(named_experts) > 1 else (None,)
     faults = []
     for family, config in _families().items():
         try:
@@ -113,7 +128,7 @@ def _lora(checkpoint: Any) -> dict[str, Any]:
         return {
             "kind": "a LoRA" if ranks else "a set of differences",
             "family": f"for {family}",
-            **({"experts": list(told)} if told else {}),
+            **({"experts": list(named_experts)} if named_experts else {}),
             "layout": " and ".join(dict.fromkeys(lora.spelling for lora in parts)),
             "changes": dict(sum((Counter(lora.kinds) for lora in parts), Counter[str]())),
             "rank": ranks,
@@ -121,15 +136,13 @@ def _lora(checkpoint: Any) -> dict[str, Any]:
             "targets": dict(targets.most_common()),
             "problems": [f"{len(names)} tensors {why}: {', '.join(names[:3])}" for why, names in sorted(ignored)],
         }
-    return {"kind": "a LoRA", "problems": [f"of no known model: {faults[0]}"]}
+    return {"kind": "a LoRA", "problems": [f"it fits no known model: {faults[0]}"]}
 
 
 def _families() -> Mapping[str, Any]:
-    """Models whose LoRAs are known by their shapes; the embedded one's come last."""
-    from dataclasses import replace
-
+    """Name -> configuration of the models whose LoRAs are recognised by shape, in the order they are tried."""
     from wan_core.checkpoint import detect
-    from wan_core.models.wan.config import I2V_A14B, T2V_A14B, TI2V_5B
+    from wan_core.models.wan.config import I2V_A14B, T2V_1_3B, T2V_A14B, TI2V_5B
     from wan_core.pipeline.sources import TINY
 
     tiny = detect(TINY / "t2v_high.safetensors").config
@@ -137,13 +150,13 @@ def _families() -> Mapping[str, Any]:
         "Wan 2.2 A14B (or another Wan of 14B)": T2V_A14B,
         "Wan 2.2 I2V-A14B": I2V_A14B,
         "Wan 2.2 TI2V-5B": TI2V_5B,
-        "Wan 2.1 1.3B, which is not supported": replace(T2V_A14B, dim=1536, ffn_dim=8960, num_heads=12, num_layers=30),
+        "Wan 2.1 T2V-1.3B": T2V_1_3B,
         "the embedded model": tiny,
     }
 
 
-def _said(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """What the file's metadata or name says."""
+def _from_metadata_and_name(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
+    """Expert and number of distilled steps, as the file's metadata or name gives them, and the metadata itself."""
     from wan_core.config import LoraOptions
     from wan_core.pipeline.loras import expert_of
     from wan_core.sampling.presets import distilled_steps
@@ -151,7 +164,7 @@ def _said(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     expert = expert_of(LoraOptions(path=str(path)), metadata)
     if expert is not None:
-        found["expert"] = f"{expert} (its {'metadata' if metadata.get('expert') == expert else 'name'} says so)"
+        found["expert"] = f"{expert} (from its {'metadata' if metadata.get('expert') == expert else 'name'})"
     steps = distilled_steps(path) if path.is_file() else None
     if steps is not None:
         found["distilled"] = f"for {steps} steps"
@@ -160,8 +173,8 @@ def _said(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     return found
 
 
-def words(found: Mapping[str, Any]) -> list[str]:
-    """`key: value`, one a line."""
+def text_lines(found: Mapping[str, Any]) -> list[str]:
+    """The description as lines `key: value`, problems last."""
     lines = []
     for key, value in found.items():
         if key == "problems":
@@ -169,6 +182,6 @@ def words(found: Mapping[str, Any]) -> list[str]:
         if key == "precision":
             value = {kind: f"{100 * share:.4g} %" for kind, share in value.items()}
         if isinstance(value, Mapping):
-            value = ", ".join(f"{inner} {one}" for inner, one in value.items())
+            value = ", ".join(f"{name} {entry}" for name, entry in value.items())
         lines.append(f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
     return [*lines, *(f"problem: {problem}" for problem in found["problems"])]

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean. Knows no torch."""
+"""Options that several commands share. Does not import torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
     group.add_argument("--model", help="tiny (the embedded model), random:TASK, or the folder of a release")
     group.add_argument("--task", help="override the recognised task: " + ", ".join(TASKS))
-    group.add_argument("--high", help="high-noise expert: file, shard index or folder (alone: the only transformer)")
+    group.add_argument("--high", help="high-noise expert, or the only transformer: file, shard index or folder")
     group.add_argument("--low", help="low-noise expert")
     group.add_argument("--text-encoder", help="UMT5: file or folder")
-    group.add_argument("--tokenizer", help="spiece.model, where the text encoder does not bring it")
+    group.add_argument("--tokenizer", help="spiece.model, if the text encoder's file does not contain it")
     group.add_argument("--vae", help="VAE: file or folder")
+    group.add_argument("--clip-vision", help="CLIP vision encoder: file or folder (Wan 2.1 image-to-video)")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default %(default)s)")
     group.add_argument(
         "--precision",
         default="checkpoint",
         choices=PRECISIONS,
-        help="of transformer and text encoder; checkpoint: bf16 on a GPU, fp32 on a CPU. fp8 and te ones hold the "
+        help="of transformer and text encoder; checkpoint: bf16 on a GPU, fp32 on a CPU. fp8-* and te-* store the "
         "transformer's matrices in FP8 (te: Transformer Engine), see docs/performance.md",
     )
     group.add_argument(
-        "--keep-blocks", type=int, default=0, metavar="N", help="leave the first and last N blocks out of FP8"
+        "--keep-blocks", type=int, default=0, metavar="N", help="do not quantise the first and last N blocks"
     )
     group.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
     group.add_argument("--attention", default="auto", help="backend, see `doctor` (default %(default)s)")
     group.add_argument(
-        "--compile", default="off", choices=COMPILES, help="compile the transformer's block, once for all (default off)"
+        "--compile", default="off", choices=COMPILES, help="compile one transformer block for all (default off)"
     )
     add_memory_options(group)
     add_lora_options(parser)
@@ -44,8 +45,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--lora-mode",
         default="auto",
         choices=LORA_MODES,
-        help="merge LoRAs into the weights, or attach them beside; auto: merge, but where weights are used as they are "
-        "stored (scaled FP8, GGUF)",
+        help="merge LoRAs into the weights, or attach them as extra matmuls; auto: attach to weights that stay in "
+        "their stored format (scaled FP8, GGUF), else merge",
     )
 
 
@@ -54,28 +55,31 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         "--residency",
         default="auto",
         choices=RESIDENCIES,
-        help="all models on the device, one at a time, or a transformer's blocks streamed from host memory; auto plans "
-        "by what is free (default)",
+        help="resident: all models on the device; swap: one at a time; stream: blocks streamed from host memory; "
+        "shard: split over GPUs; auto: chosen by free memory (default)",
     )
     group.add_argument(
-        "--resident-blocks", type=int, metavar="N", help="blocks that stay where others stream (default: what fits)"
+        "--resident-blocks",
+        type=int,
+        metavar="N",
+        help="blocks that stay on the device while the others stream (default: as many as fit)",
     )
     group.add_argument(
         "--memory-limit",
         type=float,
         metavar="GIB",
-        help="take no more of the GPU than a card of so many GiB has, to plan and run as on a smaller one",
+        help="use at most this much device memory, to plan and run as on a smaller GPU",
     )
 
 
 def add_lora_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("LoRAs (FILE, or FILE:STRENGTH; each option may be repeated)")
-    words = {
-        "auto": "for the expert that the file's metadata or name speaks of, or for both",
+    helps = {
+        "auto": "for the expert that the file's metadata or name contains, else for both",
         "high": "for the high-noise expert",
         "low": "for the low-noise expert",
     }
-    for expert, help in words.items():
+    for expert, help in helps.items():
         group.add_argument(
             "--lora" if expert == "auto" else f"--lora-{expert}",
             dest="loras",
@@ -97,7 +101,7 @@ def _lora(expert: str, text: str) -> LoraOptions:
 def add_memory_plan_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory (with --memory)")
     group.add_argument(
-        "--memory", action="store_true", help="print instead what each phase takes on a GPU, and what is where"
+        "--memory", action="store_true", help="print the GPU memory of each phase and the place of each model instead"
     )
     group.add_argument("--size", type=size, help="WIDTHxHEIGHT in pixels (default: the task's)")
     group.add_argument("--frames", type=int, help="4n + 1")
@@ -117,7 +121,10 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
     group.add_argument("--fps", type=int)
     group.add_argument("--seed", type=int, default=0)
     group.add_argument(
-        "--guidance-mode", default="auto", choices=GUIDANCE_MODES, help="run the two branches apart or as one"
+        "--guidance-mode",
+        default="auto",
+        choices=GUIDANCE_MODES,
+        help="run the two guidance branches one after the other (sequential) or as one batch",
     )
     add_plan_options(parser)
 
@@ -130,13 +137,13 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance", type=float, help="for both experts")
     group.add_argument("--guidance-high", type=float)
     group.add_argument("--guidance-low", type=float)
-    group.add_argument("--solver", choices=tuple(SCHEDULES), help="default: unipc, or what the preset is for")
+    group.add_argument("--solver", choices=tuple(SCHEDULES), help="default: the preset's, else unipc")
     group.add_argument(
         "--preset",
         default="auto",
         choices=PRESETS,
-        help="settings of step-distilled weights for what is left out here; auto: where a file's name or metadata says "
-        "that they are distilled; -guided: with guidance for the high-noise expert (default %(default)s)",
+        help="settings for step-distilled weights, for options that are not given; auto: if a file's name or metadata "
+        "says that it is distilled; -guided: with guidance for the high-noise expert (default %(default)s)",
     )
     add_skip_options(parser)
 
@@ -150,7 +157,7 @@ def size(text: str) -> tuple[int, int]:
 
 def plan_numbers(options: argparse.Namespace) -> dict[str, Any]:
     if options.guidance is not None and (options.guidance_high is not None or options.guidance_low is not None):
-        raise OptionError("--guidance sets both experts; leave out either it or --guidance-high and --guidance-low")
+        raise OptionError("--guidance sets both experts; omit it, or omit --guidance-high and --guidance-low")
     return {
         "steps": options.steps,
         "shift": options.shift,

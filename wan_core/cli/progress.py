@@ -8,8 +8,8 @@ from typing import Any
 
 
 class ProgressLine:
-    """One line on stderr that is rewritten: phase, step, expert, seconds a step and time left. Plain lines where it
-    is no terminal."""
+    """Progress on stderr: phase, step, expert, seconds per step and time left. A terminal shows one line that is
+    rewritten; other outputs get one line per step."""
 
     def __init__(self) -> None:
         self.name = "load"
@@ -23,9 +23,9 @@ class ProgressLine:
 
     def step(self, progress: Any, seconds: float | None) -> None:
         done, total = progress.step.index + 1, progress.total
-        step = 0.0 if seconds is None else seconds * len(progress.step.branches) * progress.step.cost
-        pace = f"{step:.3f} s/step, {_clock(progress.left(seconds))} left" if seconds is not None else ""
-        line = f"step {done:>3}/{total}  {progress.step.expert}-noise expert  {pace}"
+        per_step = 0.0 if seconds is None else seconds * len(progress.step.branches) * progress.step.cost
+        speed = f"{per_step:.3f} s/step, {_clock(progress.left(seconds))} left" if seconds is not None else ""
+        line = f"step {done:>3}/{total}  {progress.step.expert}-noise expert  {speed}"
         print(
             f"\r{line:<78}" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True
         )

@@ -1,4 +1,4 @@
-"""The commands that measure what leaving forwards out does: calibrate and quality."""
+"""The commands calibrate and quality, which measure the effect of step caching and sparse attention."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
+from wan_core.cli.generate import load_options_of
 from wan_core.cli.options import plan_numbers, size
-from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config import OptionError, Request
 from wan_core.pipeline.evaluate.options import SETTINGS
 from wan_core.sampling.cache.arguments import skip_options
 
@@ -26,15 +27,16 @@ def run_quality(options: argparse.Namespace) -> int:
 
 
 def _pipeline(options: argparse.Namespace) -> tuple[Any, Request]:
-    """The models, and the request that every sample follows but for its caption and seed."""
+    """The loaded models, and the request that all samples share except for caption and seed. Raises OptionError."""
     from wan_core.pipeline.pipeline import Pipeline
 
     if skip_options(options) is not None:
-        raise OptionError(f"{options.command} runs in full by itself: leave out --magcache and its like")
-    given = vars(options)
+        raise OptionError(
+            f"{options.command} measures the full run: omit options for step caching, guidance schedule and sparsity"
+        )
+    arguments = vars(options)
     width, height = size(options.size) if options.size else (None, None)
-    wanted = {f.name: given[f.name] for f in fields(Request) if f.name in given} | plan_numbers(options)
-    request = Request(**{**wanted, "prompt": "", "width": width, "height": height})
-    loaded = LoadOptions(**{f.name: given[f.name] for f in fields(LoadOptions)})
-    # An image picks the embedded model's image variant. Without one there may be no job yet: the samples bring theirs.
-    return Pipeline.load(loaded, request=request if request.image else None), request
+    settings = {f.name: arguments[f.name] for f in fields(Request) if f.name in arguments} | plan_numbers(options)
+    request = Request(**{**settings, "prompt": "", "width": width, "height": height})
+    # Loading needs the request only to select the embedded model's image-to-video variant.
+    return Pipeline.load(load_options_of(options), request=request if request.image else None), request

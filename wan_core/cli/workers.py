@@ -1,4 +1,4 @@
-"""`generate --gpus`: the same workers as ComfyUI's launcher node starts."""
+"""`generate --gpus`: starts the same worker processes as ComfyUI's launcher node."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 def add_worker_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several GPUs (docs/parallel.md)")
-    group.add_argument("--gpus", metavar="N|LIST", help="how many of this host, which (0,1), or auto for all; cpu,cpu")
+    group.add_argument("--gpus", metavar="N|LIST", help="number of GPUs, a list (0,1), or auto for all; cpu,cpu")
     group.add_argument("--mesh", default="auto", help="GUIDANCExRINGxULYSSES, for example 2x1x2 (default %(default)s)")
     group.add_argument(
-        "--step-timeout", type=float, default=600.0, metavar="SECONDS", help="end GPUs that hang so long"
+        "--step-timeout", type=float, default=600.0, metavar="SECONDS", help="stop after so long without progress"
     )
-    group.add_argument("--nnodes", type=int, default=1, metavar="HOSTS", help="how many hosts work together")
-    group.add_argument("--rdzv", metavar="HOST:PORT", help="where they meet: a free port of one of them")
-    group.add_argument("--rdzv-id", default="wancore", help="what they call it (default %(default)s)")
+    group.add_argument("--nnodes", type=int, default=1, metavar="HOSTS", help="number of hosts")
+    group.add_argument("--rdzv", metavar="HOST:PORT", help="address where the hosts meet: a free port of one of them")
+    group.add_argument("--rdzv-id", default="wancore", help="name of the run on all hosts (default %(default)s)")
 
 
 def worker_options(options: argparse.Namespace) -> WorkerOptions | None:
-    """None where one process does all. Raises OptionError."""
+    """None without --gpus. Raises OptionError."""
     if options.gpus is None:
         if options.mesh != "auto" or options.nnodes != 1 or options.rdzv is not None:
             raise OptionError("--mesh, --nnodes and --rdzv are for several GPUs: give --gpus as well")
@@ -37,7 +37,7 @@ def worker_options(options: argparse.Namespace) -> WorkerOptions | None:
     from wan_core.workers.options import WorkerOptions, parse_devices
 
     if options.device != "auto":
-        raise OptionError("--gpus says which devices work: leave out --device")
+        raise OptionError("--gpus chooses the devices: leave out --device")
     return WorkerOptions(
         devices=parse_devices(options.gpus, torch.cuda.device_count()),
         mesh=options.mesh.strip().lower(),

@@ -1,6 +1,6 @@
-"""The errors of this project's own, and the checks of options that several places make.
+"""Error classes of the project, and shared checks of options.
 
-A refusal says what was given, what is allowed and what to do, before any work.
+The checks run before any work. Their messages say what was given, what is allowed and what to do.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 
 
 class UserError(ValueError):
-    """What went wrong is the input, and the message says so to people. The base of every error of this kind."""
+    """The input is wrong; the message is written for the user. Base class of all such errors."""
 
 
 class OptionError(UserError):
-    """A user's option is out of range: the message says what was given, what is allowed and what to do."""
+    """An option is out of range: the message says what was given, what is allowed and what to do."""
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -24,32 +24,32 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def check_range(name: str, value: float, low: float, high: float, advice: str) -> None:
-    """Raise OptionError unless `value` is from `low` to `high`, both included; `advice` says what is usual."""
+    """Raise OptionError unless low <= value <= high; `advice` names usual values."""
     if not low <= value <= high:
         raise OptionError(f"{name} {value:g} given; allowed are {low:g} to {high:g} ({advice})")
 
 
 def check_folder(path: Path | None) -> None:
-    """Raise OptionError now if a file could not be written there: before hours of work, not after."""
+    """Raise OptionError if the file `path` could not be written, before hours of work rather than after."""
     if path is None:
         return
     parent = path.absolute().parent
-    taken = path.is_dir() or (path.exists() and not os.access(path, os.W_OK))
-    if taken or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise OptionError(f"cannot write {path}: its folder must exist and be writable, and the name must be a file's")
+    blocked = path.is_dir() or (path.exists() and not os.access(path, os.W_OK))
+    if blocked or not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise OptionError(f"cannot write {path}: its folder must exist and be writable, and it must not be a folder")
 
 
 def check_size(width: int, height: int, frames: int, *, multiple: int, temporal: int = 4) -> None:
     """Raise OptionError unless width and height are multiples of `multiple` pixels and frames is temporal * n + 1."""
     if width < multiple or height < multiple or width % multiple or height % multiple:
-        near = [max(multiple, round(v / multiple) * multiple) for v in (width, height)]
+        nearest = [max(multiple, round(v / multiple) * multiple) for v in (width, height)]
         raise OptionError(
             f"size {width}x{height} given; width and height must be multiples of {multiple}. "
-            f"The nearest is {near[0]}x{near[1]}."
+            f"The nearest is {nearest[0]}x{nearest[1]}."
         )
     if frames < 1 or (frames - 1) % temporal:
-        near_frames = max(0, round((frames - 1) / temporal)) * temporal + 1
+        nearest_frames = max(0, round((frames - 1) / temporal)) * temporal + 1
         raise OptionError(
             f"{frames} frames given; the count must be {temporal}n + 1 (1, {temporal + 1}, ..., 81). "
-            f"The nearest is {near_frames}."
+            f"The nearest is {nearest_frames}."
         )

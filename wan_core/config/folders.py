@@ -1,4 +1,4 @@
-"""Where this package keeps what need not be made twice."""
+"""The folder of this package's caches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """`$WANCORE_CACHE`, else `wancore` in the user's cache folder."""
-    if given := os.environ.get("WANCORE_CACHE"):
-        return Path(given)
+    """`$WANCORE_CACHE` if set, else `wancore` in the user's cache folder."""
+    if folder := os.environ.get("WANCORE_CACHE"):
+        return Path(folder)
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "wancore"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wancore"

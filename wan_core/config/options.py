@@ -1,4 +1,4 @@
-"""What a user wants: where the models are and how they are held, and the video to make."""
+"""Options of a generation: `LoadOptions` says where the models are and how to load them, `Request` what to make."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 from wan_core.config.checks import OptionError, check_choice
 from wan_core.config.skipping import SkipOptions
 
-# How the transformer's linears are held and multiplied where not plainly: `wan_core.ops.quant.schemes` says what each
-# is.
+# Quantised storage and matmuls of the transformer's linears; `wan_core.ops.quant.schemes` describes each.
 QUANTIZED = ("fp8", "fp8-tensor", "fp8-block", "fp8-weights", "te-delayed", "te-current", "te-block")
 PRECISIONS = ("checkpoint", "bf16", "fp32", *QUANTIZED)
 COMPILES = ("off", "blocks")
@@ -21,8 +20,8 @@ LORA_EXPERTS = ("auto", "high", "low")
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """A LoRA file and how strongly it counts. `expert`: "high" or "low"; "auto" is the one that the file's metadata or
-    name speaks of, both where it speaks of none."""
+    """A LoRA file, its strength (-100 to 100, 1 as trained) and its expert. `expert`: "high", "low", or "auto": the
+    expert that the file's metadata or name contains, both experts if neither contains one. Raises OptionError."""
 
     path: str
     strength: float = 1.0
@@ -31,7 +30,7 @@ class LoraOptions:
     def __post_init__(self) -> None:
         check_choice("lora expert", self.expert, LORA_EXPERTS)
         if not -100 <= self.strength <= 100:
-            raise OptionError(f"strength {self.strength} given for {self.path}; allowed are -100 to 100, 1 is its own")
+            raise OptionError(f"strength {self.strength} given for {self.path}; allowed are -100 to 100, 1 as trained")
 
     @classmethod
     def parse(cls, text: str, expert: str = "auto") -> LoraOptions:
@@ -49,11 +48,11 @@ class LoraOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Where the models are and how they are held.
+    """Where the models are and how they are loaded. Raises OptionError.
 
-    `model` is "tiny" (the embedded model), "random:TASK" (random weights of that task's full size, for measuring) or
-    the folder of a whole release; the single paths override its parts. `precision` "checkpoint" keeps the dtype of
-    the file; a quantised one leaves the first and last `keep_blocks` blocks as they are.
+    `model` is "tiny" (the embedded model), "random:TASK" (random weights of that task's full size, for benchmarks) or
+    the folder of a whole release; the single paths override its files. `precision` "checkpoint" keeps the dtype of
+    the file. A quantised precision does not quantise the first and last `keep_blocks` blocks.
     """
 
     model: str | None = None
@@ -63,6 +62,7 @@ class LoadOptions:
     text_encoder: str | None = None
     tokenizer: str | None = None
     vae: str | None = None
+    clip_vision: str | None = None  # of image-to-video models that need one (Wan 2.1)
     device: str = "auto"
     precision: str = "checkpoint"
     keep_blocks: int = 0
@@ -72,12 +72,12 @@ class LoadOptions:
     residency: str = "auto"
     loras: tuple[LoraOptions, ...] = ()
     lora_mode: str = "auto"  # see `wan_core.pipeline.loras`
-    resident_blocks: int | None = None  # of a transformer that streams; None: as many as fit
-    memory_limit: float | None = None  # GiB of device memory, to run as on a smaller card
+    resident_blocks: int | None = None  # blocks that stay on the device while the others stream; None: as many as fit
+    memory_limit: float | None = None  # GiB of device memory to use, to plan and run as on a smaller GPU
 
     def __post_init__(self) -> None:
-        # From a worker or a file they come as plain dicts.
-        loras = (LoraOptions(**one) if isinstance(one, dict) else one for one in self.loras)
+        # Options sent to workers or read from a file hold LoRAs as plain dicts.
+        loras = (LoraOptions(**lora) if isinstance(lora, dict) else lora for lora in self.loras)
         object.__setattr__(self, "loras", tuple(loras))
         check_choice("lora mode", self.lora_mode, LORA_MODES)
         check_choice("precision", self.precision, PRECISIONS)
@@ -86,8 +86,8 @@ class LoadOptions:
         check_choice("residency", self.residency, RESIDENCIES)
         if self.resident_blocks is not None and self.residency not in ("auto", "stream"):
             raise OptionError(
-                f"{self.resident_blocks} resident blocks given with residency {self.residency!r}; a number of blocks "
-                "stays where the others stream: use residency stream"
+                f"{self.resident_blocks} resident blocks given with residency {self.residency!r}; resident blocks need "
+                "streaming: use residency stream"
             )
         if self.model is None and not (self.high or self.low):
             raise OptionError(
@@ -97,7 +97,10 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One video to make. What is None comes from the task, and with an image the size may follow its aspect."""
+    """One video to make. Fields that are None take the task's default; with an image the size follows its aspect ratio.
+
+    Sizes in pixels, `fps` frames per second (1 to 240), `boundary` a share of the noise (0 to 1). Raises OptionError.
+    """
 
     prompt: str
     negative_prompt: str | None = None
@@ -114,9 +117,9 @@ class Request:
     guidance_low: float | None = None
     guidance_mode: str = "auto"
     solver: str | None = None  # None: the preset's, or unipc
-    preset: str = "auto"  # of step-distilled weights, see `wan_core.sampling.presets`
+    preset: str = "auto"  # settings for step-distilled weights, see `wan_core.sampling.presets`
     seed: int = 0
-    skip: SkipOptions | None = None  # which forwards need not run; None: every one runs
+    skip: SkipOptions | None = None  # step caching, guidance schedule, sparse attention; None: every forward runs
 
     def __post_init__(self) -> None:
         check_choice("guidance mode", self.guidance_mode, GUIDANCE_MODES)

@@ -1,4 +1,4 @@
-"""Which forwards of a run need not run, and how much of attention: what `Request.skip` takes."""
+"""Options that save work in a run: step caching, guidance schedule and sparse attention (`Request.skip`)."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ MAGCACHE_RULES = ("joint", "published")
 
 @dataclass(frozen=True, kw_only=True)
 class MagCacheOptions:
-    """Reuse the residual of the transformer's blocks while its magnitude is known to change little.
+    """Reuse the residual of the transformer's blocks while a measured curve says that its magnitude changes little.
 
     Published as E012K2R20: threshold 0.12, at most 2 skips in a row, 20 % retained.
-    `wan_core.sampling.cache.magcache` has the
-    rules, the presets and their source.
+    `wan_core.sampling.cache.magcache` has the rules, the presets and their source. Raises OptionError.
     """
 
-    threshold: float  # accumulated error of magnitude up to which a step is skipped
-    max_skips: int  # in a row
-    retention: float  # share of every phase, from its first step on, that always computes
-    rule: str = "joint"  # "joint": both guidance branches decide together; "published": each for itself
-    order: int = 0  # of the forecast a skipped step uses; 0 reuses the last residual as it is
+    threshold: float  # accumulated relative error of the magnitude up to which a step is skipped
+    max_skips: int  # most steps skipped in a row
+    retention: float  # share of each expert's steps, from its first one, that are always computed
+    rule: str = "joint"  # "joint": one decision for both guidance branches; "published": one for each branch
+    order: int = 0  # order of the forecast that a skipped step uses; 0 reuses the last residual unchanged
 
     def __post_init__(self) -> None:
         check_choice("magcache rule", self.rule, MAGCACHE_RULES)
-        check_range("magcache threshold", self.threshold, 0, 10, "published ones are 0.02 to 0.24")
-        check_range("magcache skips in a row", self.max_skips, 0, 50, "published ones are 2 to 4")
-        check_range("magcache retention", self.retention, 0, 1, "a share of the steps, published ones are 0.1 to 0.4")
+        check_range("magcache threshold", self.threshold, 0, 10, "published values are 0.02 to 0.24")
+        check_range("magcache skips in a row", self.max_skips, 0, 50, "published values are 2 to 4")
+        check_range("magcache retention", self.retention, 0, 1, "a share of the steps; published values: 0.1 to 0.4")
         check_range("forecast order", self.order, 0, 2, "0 reuses, 1 and 2 extrapolate")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaylorSeerOptions:
-    """Compute every `interval`-th step and forecast the residual of the blocks in between from past ones."""
+    """Compute every `interval`-th step; forecast the residual of the steps in between. Raises OptionError."""
 
     interval: int
     order: int = 1
@@ -48,9 +47,10 @@ class TaylorSeerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveOptions:
-    """Decide while running, from how fast the velocity was seen to change: not known before, so not in the plan."""
+    """Decide during the run which steps to skip, from the measured rate of change of the velocity. The plan therefore
+    shows only which steps may be skipped. Raises OptionError."""
 
-    threshold: float  # estimated relative change of the velocity that may add up before a step computes again
+    threshold: float  # accumulated relative change of the velocity, as estimated, at which a step computes again
     max_skips: int = 3
     retention: float = 0.2  # as for MagCache
 
@@ -62,10 +62,10 @@ class AdaptiveOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GuidanceOptions:
-    """Steps that do without the unconditional branch.
+    """Guidance schedule: steps that run only the conditional branch. Raises OptionError.
 
-    Outside of sigma `low` to `high` there is no guidance. Inside, the difference of the branches is computed every
-    `every`-th step of a phase and reused in between.
+    Steps whose sigma lies outside `low` to `high` run without guidance. Inside, the difference between the branches is
+    computed at every `every`-th guided step of an expert and reused in between.
     """
 
     low: float = 0.0
@@ -75,8 +75,7 @@ class GuidanceOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high <= 1:
             raise OptionError(
-                f"guidance from sigma {self.low} to {self.high} given; both are shares of the noise from 0 to 1, the "
-                "lower one first: 0.2-0.9"
+                f"guidance from sigma {self.low} to {self.high} given; allowed are 0 to 1, the lower one first: 0.2-0.9"
             )
         check_range("guidance every", self.every, 1, 50, "1 runs the unconditional branch at every guided step")
 
@@ -87,38 +86,40 @@ SPARSE_SCORES = ("mean", "spread")
 
 @dataclass(frozen=True, kw_only=True)
 class SparseOptions:
-    """Self-attention that reads a part of the keys: `wan_core.sampling.sparsity` has the presets and the schedule,
-    `wan_core.ops.attention.sparse` the arithmetic."""
+    """Block-sparse self-attention: every query block reads only selected key blocks. Raises OptionError.
 
-    sparsity: float  # share of the blocks of keys that a sparse step leaves out
-    dense_steps: float = 0.05  # share of the run, from its first step on, that reads everything
-    ramp: float = 0.3  # share of the run, from its first step on, that reads twice as much, half at most
-    dense_layers: int = 0  # so many of the first layers read everything, always
-    mass: float | None = None  # stop at this share of the attention as estimated; None: as many blocks for every row
-    floor: float = 0.05  # share of the blocks that is read at least, where `mass` decides
-    score: str = "spread"  # "mean": by the means of blocks alone; "spread": and by how their keys scatter
-    pooled: bool = True  # blocks that are left out stand in by their means
-    reuse: int = 1  # computed steps that use a choice of blocks, the one it was made for included
-    budgets: bool = True  # share out blocks between layers as calibrated, where a file beside the checkpoint says how
+    `wan_core.sampling.sparsity` has the presets and the schedule, `wan_core.ops.attention.sparse` the computation.
+    """
+
+    sparsity: float  # share of the key blocks that a sparse step does not read
+    dense_steps: float = 0.05  # share of the run, from its first step, that reads all blocks
+    ramp: float = 0.3  # share of the run, from its first step, that reads twice as many blocks, at most half of all
+    dense_layers: int = 0  # number of first layers that always read all blocks
+    mass: float | None = None  # select blocks up to this estimated share of attention; None: the same number per row
+    floor: float = 0.05  # least share of the blocks to read where `mass` decides
+    score: str = "spread"  # how blocks are ranked. "mean": by the mean of their keys; "spread": also by their variance
+    pooled: bool = True  # unselected blocks are replaced by their mean
+    reuse: int = 1  # number of computed steps that use one selection of blocks, the step that made it included
+    budgets: bool = True  # use calibrated shares of blocks per layer if the checkpoint has a coverage file beside it
     kernel: str = "auto"
 
     def __post_init__(self) -> None:
         check_choice("sparse kernel", self.kernel, SPARSE_KERNELS)
-        check_choice("score of blocks", self.score, SPARSE_SCORES)
+        check_choice("block score", self.score, SPARSE_SCORES)
         check_range("sparsity", self.sparsity, 0, 0.99, "0.5 is careful, 0.875 fast")
         check_range("share of dense steps", self.dense_steps, 0, 1, "a share of the steps")
-        check_range("ramp", self.ramp, 0, 1, "a share of the steps, 0 has none")
+        check_range("ramp", self.ramp, 0, 1, "a share of the steps, 0 turns it off")
         check_range("dense layers", self.dense_layers, 0, 1000, "0 to 2 are usual")
         check_range("floor", self.floor, 0, 1, "a share of the blocks")
-        check_range("steps that use a choice of blocks", self.reuse, 1, 50, "1 chooses anew in every step")
+        check_range("steps per selection of blocks", self.reuse, 1, 50, "1 selects again in every step")
         if self.mass is not None:
-            check_range("mass of attention", self.mass, 0.01, 1, "0.9 is usual")
+            check_range("attention mass", self.mass, 0.01, 1, "0.9 is usual")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkipOptions:
-    """Which forwards of a generation need not run, and how much of attention. One policy at most decides about whole
-    steps."""
+    """Step caching, guidance schedule and sparse attention of a generation. At most one step cache may be set; it can
+    be combined with the other two. Raises OptionError."""
 
     magcache: MagCacheOptions | None = None
     taylorseer: TaylorSeerOptions | None = None
@@ -127,6 +128,6 @@ class SkipOptions:
     sparse: SparseOptions | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("magcache", "taylorseer", "adaptive") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise OptionError(f"{' and '.join(given)} given; each decides which steps are skipped: choose one of them")
+        caches = [name for name in ("magcache", "taylorseer", "adaptive") if getattr(self, name) is not None]
+        if len(caches) > 1:
+            raise OptionError(f"{' and '.join(caches)} given; only one step cache can run: choose one of them")

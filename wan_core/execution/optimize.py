@@ -171,13 +171,6 @@ def compilations() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def compiled_anew() -> int:
-    """Entries that torch did not find in its caches in this process so far, of graphs and of what is around them."""
-    from torch._dynamo.utils import counters
-
-    return counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"]
-
-
 def optimize_vae(vae: VideoVAE, device: torch.device, ranks: RankMesh | None = None) -> VideoVAE:
     """On a GPU the convolutions run channels-last: faster, and less memory. `ranks` share the picture. In place;
     returns `vae`."""

@@ -1,4 +1,4 @@
-"""What a run did and how long it took, by phase: text for people, JSON for programs."""
+"""The report of a run: time and memory of each phase, settings and notes, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def device_name(device: torch.device) -> str:
 
 
 def host_peak_bytes() -> int:
-    """The largest resident size of this process so far; 0 where the system does not tell (Windows)."""
+    """The largest resident memory of this process so far, in bytes; 0 if the system does not report it (Windows)."""
     try:
         import resource
     except ImportError:
@@ -34,7 +34,7 @@ def host_peak_bytes() -> int:
 
 @dataclass
 class Phase:
-    """`seconds` of wall clock, device work included; `peak` device bytes while it ran (0 on a CPU)."""
+    """`seconds` of wall-clock time, device work included; `peak` device memory in bytes (0 on a CPU)."""
 
     seconds: float = 0.0
     peak: int = 0
@@ -43,36 +43,36 @@ class Phase:
 
 @dataclass
 class Report:
-    """Filled while a run goes on. `settings` and `notes` say what was chosen and why."""
+    """Filled during a run. `settings` and `notes` say what was chosen and why."""
 
     device: torch.device
     settings: dict[str, Any] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    workers: str | None = None  # the device that ran it, where that was not this process's
+    workers: str | None = None  # the device that ran it, if it was not this process's
 
     def branch(self) -> Report:
-        """A report that goes on from here and leaves this one as it is."""
+        """A copy to which phases can be added without changing this report."""
         phases = {name: replace(phase) for name, phase in self.phases.items()}
         return Report(self.device, dict(self.settings), phases, list(self.notes), self.workers)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Time a phase, waiting for the device at both ends. The same name twice adds up."""
+        """Time a phase; synchronises with the device at start and end. Phases of the same name are added."""
         phase = self.phases.setdefault(name, Phase())
-        self._settle()
+        self._synchronise()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         begin = time.perf_counter()
         try:
             yield phase
         finally:
-            self._settle()
+            self._synchronise()
             phase.seconds += time.perf_counter() - begin
             if self.device.type == "cuda":
                 phase.peak = max(phase.peak, torch.cuda.max_memory_allocated(self.device))
 
-    def _settle(self) -> None:
+    def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -103,70 +103,68 @@ class Report:
         Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
     def setting_lines(self) -> list[str]:
-        """`key: value`, one for each setting."""
-        return [f"{key}: {_words(value)}" for key, value in self.settings.items()]
+        """One line `key: value` for each setting."""
+        return [f"{key}: {_text(value)}" for key, value in self.settings.items()]
 
     def text(self) -> str:
-        """The phases as a table, one a line, then totals and notes."""
+        """The phases as a table, one per line, then totals and notes."""
         lines = []
         for name, p in self.phases.items():
             each = f"  {p.steps} steps of {p.seconds / p.steps:.3f} s" if p.steps else ""
             peak = f"  peak {p.peak / GIB:.2f} GiB" if p.peak else ""
             lines.append(f"  {name:<14}{p.seconds:>9.2f} s{each}{peak}")
-        whole = self.as_dict()
-        memory = f"device {whole['peak_device_gib']:.2f} GiB, " if whole["peak_device_gib"] else ""
-        lines.append(
-            f"  {'total':<14}{whole['total_seconds']:>9.2f} s  ({memory}host {whole['peak_host_gib']:.2f} GiB at peak)"
-        )
+        totals = self.as_dict()
+        memory = f"device {totals['peak_device_gib']:.2f} GiB, " if totals["peak_device_gib"] else ""
+        host = f"host {totals['peak_host_gib']:.2f} GiB at peak"
+        lines.append(f"  {'total':<14}{totals['total_seconds']:>9.2f} s  ({memory}{host})")
         lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join([f"report ({whole['device']}):", *lines])
+        return "\n".join([f"report ({totals['device']}):", *lines])
 
 
-def _words(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_words(inner)}" for key, inner in value.items())
+        return ", ".join(f"{key} {_text(inner)}" for key, inner in value.items())
     return " x ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 class StepClock:
-    """Times steps without making the host wait: marks on the device's own timeline, read when they have passed."""
+    """Times steps without synchronising host and device, by CUDA events that are read after they have completed."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
         self.cuda = report.device.type == "cuda"
-        self.marks: list[tuple[str, float, Any, Any]] = []  # (expert, forwards' worth, before, after)
+        self.marks: list[tuple[str, float, Any, Any]] = []  # (expert, forwards times cost, before, after)
         self.last: Any = None
         self.memory: dict[str, int] = {}
 
     def begin(self) -> None:
-        """The next step starts now: call it when an expert has been made ready."""
+        """Mark the start of the next step. Call it when an expert is loaded."""
         self.last = self._mark()
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.report.device)
 
     def step(self, expert: str, forwards: int, cost: float = 1.0) -> None:
-        """A step of `expert` with so many forwards has been launched, each at `cost` of one that reads everything."""
+        """Mark the end of a launched step of `expert`. cost: time of each forward relative to dense attention."""
         mark = self._mark()
         self.marks.append((expert, forwards * cost, self.last, mark))
         self.last = mark
         if self.cuda:
-            self.memory[expert] = torch.cuda.max_memory_allocated(
-                self.report.device
-            )  # the allocator's count: no waiting
+            # The allocator's counter: reading it does not synchronise.
+            self.memory[expert] = torch.cuda.max_memory_allocated(self.report.device)
 
     def seconds_per_forward(self) -> float | None:
-        """Of one that reads everything, by the newest step that has finished and ran any; None before the first has."""
+        """Seconds of a forward with dense attention, from the last finished step that ran one; None before that."""
         for _, forwards, before, after in reversed(self.marks):
             if forwards and (not self.cuda or after.query()):
                 return self._between(before, after) / forwards
         return None
 
     def step_seconds(self) -> list[float]:
-        """Of every step so far; the device must have passed them."""
+        """Seconds of every step so far; the device must have finished them."""
         return [self._between(before, after) for _, _, before, after in self.marks]
 
     def finish(self) -> None:
-        """Wait for the device and put the sums into the report, as phases `denoise high` and `denoise low`."""
+        """Synchronise and add the sums to the report, as phases `denoise high` and `denoise low`."""
         if self.cuda:
             torch.cuda.synchronize(self.report.device)
         for expert, _, before, after in self.marks:

@@ -1,7 +1,7 @@
-"""What a video shows and how far two videos are apart, from frames alone.
+"""Metrics of videos, from frames alone.
 
-`judge` says whether a clip of the embedded model's world (`wan_core.media.shapes`) shows what its caption asked for;
-`describe` says what it shows. `psnr`, `ssim` and `temporal_flicker` serve any video.
+`judge` decides whether a clip of the embedded model (`wan_core.media.shapes`) shows its caption, `describe` returns the
+scene that it shows. `psnr`, `ssim` and `temporal_flicker` work with any video.
 
 Frames are [F, H, W, 3], uint8 0..255 or floating point 0..1, on any device. Shapes: F frames, H rows, W columns, N
 fits.
@@ -38,8 +38,8 @@ FITTED_FRAMES = 9  # shapes are compared in at most this many frames, evenly spr
 
 @dataclass(frozen=True)
 class Observation:
-    """What `describe` saw; None where a word could not be told. `overlap` is the best template's intersection over
-    union."""
+    """The result of `describe`; None for a word that it could not determine. `overlap` is the best template's
+    intersection over union."""
 
     background: str
     colour: str | None
@@ -49,7 +49,7 @@ class Observation:
 
     @property
     def scene(self) -> Scene | None:
-        """The scene, if every word was seen and the shape differs from its background."""
+        """The scene, if every word was determined and the shape's colour is not the background's."""
         if self.colour is None or self.shape is None or self.motion is None or self.colour == self.background:
             return None
         return Scene(self.colour, self.shape, self.motion, self.background)
@@ -57,7 +57,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which of a caption's four claims a video bears out."""
+    """For each of a caption's four words, whether the video shows it."""
 
     background: bool
     colour: bool
@@ -70,8 +70,8 @@ class Verdict:
 
 
 def judge(frames: Tensor, scene: Scene | str) -> Verdict:
-    """Whether `frames` [F, H, W, 3] show `scene` (or the scene of a caption). ValueError for a caption outside the
-    grammar."""
+    """Whether `frames` [F, H, W, 3] show `scene` (or the scene of a caption). Raises ValueError for a caption outside
+    the grammar."""
     wanted = parse_caption(scene) if isinstance(scene, str) else scene
     seen = describe(frames)
     return Verdict(
@@ -84,7 +84,7 @@ def judge(frames: Tensor, scene: Scene | str) -> Verdict:
 
 @torch.no_grad()
 def describe(frames: Tensor) -> Observation:
-    """The best guess at what `frames` [F, H, W, 3] show.
+    """The most likely scene of `frames` [F, H, W, 3].
 
     The background is the median of the border; a pixel belongs to the shape as far as it lies on the way from the
     background's to the shape's colour; the shape is the template that overlaps best at the mask's own centre and
@@ -145,8 +145,7 @@ def _border(video: Tensor, width: int) -> Tensor:
 
 
 def _mask(video: Tensor, border: Tensor) -> tuple[Tensor | None, str | None]:
-    """How much each pixel belongs to the shape, 0..1 [F, H, W], and the shape's colour; (None, None) if nothing
-    stands out."""
+    """The shape's mask 0..1 [F, H, W] and its colour; (None, None) if no pixels differ from the background."""
     pixels = video.movedim(1, -1)  # [F, H, W, 3]
     distance = (lab(pixels) - lab(border)).norm(dim=-1)
     # The smallest shape covers about 4 % of a frame: of the most different 2 %, the median is well inside it.
@@ -159,7 +158,7 @@ def _mask(video: Tensor, border: Tensor) -> tuple[Tensor | None, str | None]:
 
 
 def _blur(images: Tensor, sigma: float) -> Tensor:
-    """Gaussian blur of [..., H, W], so that noise and codec blocks do not decide; templates get the same."""
+    """Gaussian blur of [..., H, W] against noise and codec blocks; templates are blurred equally."""
     taps = _gaussian(max(1, round(2.5 * sigma)), sigma)
     reach = len(taps) // 2
     x = F.pad(images.flatten(0, -3), (reach, reach, reach, reach), mode="replicate")
@@ -181,8 +180,8 @@ def _separable(x: Tensor, taps: list[float]) -> Tensor:
 
 
 def _centre_and_area(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Centre of mass (x, y) [F, 2] and area [F] in pixels of the shape in each frame, without what lies far from its
-    middle."""
+    """Centre of mass (x, y) [F, 2] and area [F] in pixels of the shape in each frame, without pixels far from its
+    centre."""
     solid = (mask > 0.5).float()
     x = torch.arange(mask.shape[2], device=mask.device) + 0.5
     y = torch.arange(mask.shape[1], device=mask.device) + 0.5
@@ -212,7 +211,7 @@ UNIT_CENTROID = (0.0, 0.0, 0.28867513, 0.0)  # y of the centre of mass below the
 
 
 def _shape(mask: Tensor, centre: Tensor, area: Tensor, scale: float) -> tuple[str | None, float]:
-    """The template with the best mean overlap over frames, None if even that is poor, and the overlap."""
+    """(template with the best mean overlap over frames, or None if its overlap is small; the overlap)."""
     chosen = torch.linspace(0, len(mask) - 1, min(len(mask), FITTED_FRAMES), device=mask.device).round().long()
     mask, centre, area = _steep(mask[chosen]), centre[chosen], area[chosen]
     frames, height, width = mask.shape
@@ -238,14 +237,14 @@ def _shape(mask: Tensor, centre: Tensor, area: Tensor, scale: float) -> tuple[st
 
 
 def _steep(mask: Tensor) -> Tensor:
-    """Sets weak traces (noise, ringing) to 0 and near-full pixels to 1."""
+    """Set weak mask values (noise, ringing) to 0 and strong ones to 1."""
     return ((mask - 0.25) / 0.5).clamp(0, 1)
 
 
 def _motion(centre: Tensor, scale: float) -> str | None:
-    """The motion of a track [F, 2]: mainly along one axis, or nowhere."""
+    """The motion of a track [F, 2]: mainly along one axis, "still", or None if unclear."""
     ends = min(3, len(centre))
-    # Median of three, so that one bad frame decides nothing. It shortens the way by two frames: give them back.
+    # Median of three against single bad frames. It shortens the distance by two frames, which is corrected below.
     way = centre[-ends:].median(0).values - centre[:ends].median(0).values
     way = way * (len(centre) - 1) / max(1, len(centre) - ends) / scale
     wander = (centre - centre.median(0).values).norm(dim=1).quantile(0.9) / scale

@@ -1,7 +1,7 @@
 """A rough picture of latents while a video is made: a linear map from latent channels to red, green and blue.
 
 Shapes: B batch, C latent channels, T/Y/X latent frames, rows, columns. Latents here are normalised. The maps of the
-two VAEs are those of ComfyUI (comfy/latent_formats.py); for any other VAE, `fit_map` makes one.
+two official VAEs are those of ComfyUI (comfy/latent_formats.py).
 """
 
 from __future__ import annotations
@@ -9,12 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
-
-from wan_core.media.shapes import SCENES, draw
-from wan_core.models.vae.vae import VideoVAE
 
 MIN_SIDE = 256  # pixels of the longer side: smaller previews are enlarged
 
@@ -33,22 +29,6 @@ class RGBMap:
         image = Image.fromarray(((rgb + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).numpy())
         scale = MIN_SIDE / max(image.size)
         return image.resize((round(image.width * scale), round(image.height * scale))) if scale > 1 else image
-
-
-@torch.no_grad()
-def fit_map(vae: VideoVAE) -> RGBMap:
-    """The map that fits `vae` best, by least squares over drawn clips: for VAEs trained on such clips."""
-    every_colour = [scene for scene in SCENES if scene.motion == "still" and scene.shape == "square"]
-    clips = draw(every_colour, seed=0, frames=5, height=48, width=48)
-    video = clips.to(next(vae.parameters()).device)
-    stride = vae.config.spatial_stride
-    latents = vae.normalise(vae.encode(video))[:, :, 1:]  # the four frames after the first
-    colours = F.avg_pool3d(video[:, :, 1:].float(), (vae.config.temporal_stride, stride, stride))
-    inputs = latents.movedim(1, -1).flatten(0, -2).double().cpu()
-    inputs = torch.cat([inputs, torch.ones(len(inputs), 1, dtype=torch.float64)], dim=1)
-    solved = torch.linalg.lstsq(inputs, colours.movedim(1, -1).flatten(0, -2).double().cpu(), driver="gelsd").solution
-    rows = [(r, g, b) for r, g, b in solved.tolist()]
-    return RGBMap(tuple(rows[:-1]), rows[-1])
 
 
 def map_of_channels(channels: int) -> RGBMap | None:
@@ -82,5 +62,16 @@ WAN22 = RGBMap(
         (-0.0145, 0.0041, 0.0015), (0.0421, 0.0451, 0.0373), (0.0504, -0.0483, -0.0356), (-0.0837, 0.0168, 0.0055),
     ),
     (0.0317, -0.0878, -0.1388),
+)
+# The embedded VAE: least squares over the encoded latents of drawn clips (one still square of every pair of colours,
+# 5 frames of 48x48, `media.shapes.draw` with seed 0), each latent pixel against the mean colour of its 4x8x8 pixels.
+TINY = RGBMap(
+    (
+        (0.6392, 0.0052, -0.1591), (-0.0911, 0.0648, 0.1784), (0.3827, 0.1529, -0.7485), (0.2874, -0.1338, 0.0882),
+        (0.218, 0.2001, -0.4797), (0.2287, -0.5258, -0.0785), (-0.0067, 0.0345, -0.2347), (0.0415, -0.1084, 0.2168),
+        (0.1464, 0.1312, -0.1316), (-0.2539, 0.1572, -0.241), (-0.1273, -0.0278, -0.0737), (0.0575, 0.4295, 0.5491),
+        (-0.423, 0.0348, 0.2134), (0.067, 0.335, -0.0132), (0.063, 0.1095, 0.0187), (-0.1219, -0.0546, 0.3656),
+    ),
+    (0.2005, -0.0571, -0.1912),
 )
 # fmt: on

@@ -1,8 +1,8 @@
-"""The little world of the embedded model: one drawn shape on a plain background, moving or standing still.
+"""The scenes of the embedded model: one drawn shape on a plain background, moving or standing still.
 
-A `Scene` is four words (colour, shape, motion, background); its caption is one English sentence and `parse_caption`
-reads it back. `draw` renders batches of scenes with signed distance functions, anti-aliased, on any device;
-`wan_core.media.metrics.judge` answers from frames alone whether a video shows what its caption asks for.
+A `Scene` is four words (colour, shape, motion, background). Its caption is one English sentence, which `parse_caption`
+parses. `draw` renders batches of scenes with signed distance functions, anti-aliased, on any device.
+`wan_core.media.metrics.judge` decides from frames alone whether a video shows its caption.
 
 Shapes: B batch, F frames, H rows, W columns. Pixel (row i, column j) covers [i, i+1) x [j, j+1); y points down.
 """
@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Chosen far apart in CIELAB (the nearest pair, blue and purple, is 49 units apart) so that the names survive a small
-# VAE.
+# Far apart in CIELAB (the closest pair, blue and purple, is 49 units apart), so that a small VAE keeps them distinct.
 PALETTE: dict[str, tuple[int, int, int]] = {
     "red": (214, 25, 45),
     "green": (30, 160, 60),
@@ -43,7 +42,7 @@ SIZE, FRAMES = 96, 17
 
 @dataclass(frozen=True)
 class Scene:
-    """One clip in words. ValueError if a word is unknown or the shape has the background's colour."""
+    """A clip as four words. Raises ValueError if a word is unknown or the shape has the background's colour."""
 
     colour: str
     shape: str
@@ -73,9 +72,9 @@ _GRAMMAR = re.compile(r"an? (\w+) (\w+) (?:moving (left|right|up|down)|standing 
 
 
 def parse_caption(text: str) -> Scene:
-    """The scene that a caption names; case, extra spaces and a final full stop do not matter.
+    """The scene of a caption; case, extra spaces and a final full stop are ignored.
 
-    ValueError says what the grammar allows.
+    Raises ValueError, with the allowed grammar, for other captions.
     """
     match = _GRAMMAR.fullmatch(" ".join(text.lower().rstrip(". \t\n").split()))
     if match is None:
@@ -99,14 +98,14 @@ SCENES: tuple[Scene, ...] = tuple(
 
 
 def held_out(scene: Scene) -> bool:
-    """Whether the embedded model never saw this combination in training (110 of 1,120; every three of its words are
-    seen together)."""
+    """Whether the embedded model was not trained on this combination (110 of 1,120; any three of its words occur
+    together in training)."""
     return zlib.crc32(scene.caption.encode()) % 28 < 3
 
 
 @dataclass(frozen=True)
 class Paths:
-    """How the clips of a batch are drawn, one row per clip. Colours are RGB 0..1, lengths are pixels.
+    """The drawing parameters of a batch of clips, one row per clip. Colours are RGB 0..1, lengths in pixels.
 
     `shape` [B] indexes SHAPES, `colour` and `background` are [B, 3], `start` and `travel` [B, 2] are (x, y), `radius`
     [B].

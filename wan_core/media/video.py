@@ -34,18 +34,18 @@ def write_mp4(
     metadata: Mapping[str, str] | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write H.264 (libx264, yuv420p, BT.709), all or nothing.
+    """Write H.264 (libx264, yuv420p, BT.709) atomically.
 
-    The file is written under a temporary name in the same folder and renamed when complete: if anything fails, `frames`
-    included, an older file of that name is untouched and nothing is left behind.
+    The file is written under a temporary name in the same folder and renamed when complete. After an error (also one of
+    `frames`), an older file of that name is unchanged and the temporary file is deleted.
 
     Args:
-        path: where; must end in `.mp4`. An existing file is replaced.
+        path: must end in `.mp4`. An existing file is replaced.
         frames: uint8 [F, H, W, 3], or any iterable of uint8 [H, W, 3], taken one at a time. H and W even.
         fps: frames per second; a fraction such as 30000 / 1001 is kept exactly.
-        crf: quality, 0 (lossless but for the subsampled colours) to 51 (worst).
-        metadata: the settings that made this video, one JSON object in the file's `comment`: see `read_metadata`.
-        tags: further entries beside `comment`. ComfyUI looks for `workflow` and `prompt` there.
+        crf: quality, 0 (lossless except for colour subsampling) to 51 (worst).
+        metadata: the settings of this video, stored as one JSON object in the file's `comment`: see `read_metadata`.
+        tags: further metadata entries. ComfyUI reads `workflow` and `prompt` there.
 
     Returns:
         `path`.
@@ -104,7 +104,7 @@ def _checked_rate(fps: float | Fraction) -> Fraction:
 
 def _encode(path: Path, frames: Iterable[NDArray[np.uint8]], rate: Fraction, crf: int, tags: Mapping[str, str]) -> None:
     size = None
-    options = {"movflags": "faststart+use_metadata_tags"}  # the index in front for streaming; tags of any name
+    options = {"movflags": "faststart+use_metadata_tags"}  # index at the start, for streaming; tags with any name
     with av.open(str(path.absolute()), "w", format="mp4", options=options) as container:
         container.metadata.update(tags)
         stream = container.add_stream("libx264", rate=rate, options={"crf": str(crf), "preset": "medium"})
@@ -114,7 +114,7 @@ def _encode(path: Path, frames: Iterable[NDArray[np.uint8]], rate: Fraction, crf
                 size = array.shape[:2]
                 stream.height, stream.width = size
                 stream.pix_fmt = "yuv420p"
-                # Said in the file, because players guess by the picture's size otherwise, and change the colours.
+                # Stored in the file, because players otherwise guess it from the picture's size and change the colours.
                 stream.codec_context.color_primaries = _BT709
                 stream.codec_context.color_trc = _BT709
                 stream.codec_context.colorspace = _BT709
@@ -149,7 +149,7 @@ def _to_yuv(array: NDArray[np.uint8], index: int, rate: Fraction) -> av.VideoFra
 
 
 def write_sheet(path: str | os.PathLike[str], frames: NDArray[np.uint8], *, columns: int = 6, gap: int = 4) -> Path:
-    """Frames from the first to the last beside each other, as one picture (PNG or what the name's ending says).
+    """Frames from the first to the last side by side, as one picture (the format follows from the name's ending).
 
     frames: uint8 [F, H, W, 3]; `columns` of them are shown, evenly spaced. Small ones are doubled. Raises OptionError
     where the picture cannot be written.
@@ -201,7 +201,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
         raise OptionError(f"cannot read {path} as a video ({error.strerror})") from error
     try:
         found = json.loads(comment)
-    except (ValueError, RecursionError):  # somebody else's comment
+    except (ValueError, RecursionError):  # a comment of another program
         return {}
     return found if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()) else {}
 
@@ -227,7 +227,7 @@ def load_image(path: str | os.PathLike[str], size: tuple[int, int] | None = None
 
 
 def fit_image(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
-    """Pixels [H, W, 3] in 0..1 scaled and cut to `size` (width, height), as `load_image` does with a file's."""
+    """Pixels [H, W, 3] in 0..1, scaled and cropped to `size` (width, height) as in `load_image`."""
     if (pixels.shape[1], pixels.shape[0]) == tuple(size):
         return pixels
     image = Image.fromarray((pixels.clip(0, 1) * 255).round().astype(np.uint8))

@@ -1,4 +1,4 @@
-"""What one rank computes for all: the text encoder is large, and a prompt takes it a moment."""
+"""Text encoding on one rank, with the result sent to all: the encoder is large and a prompt is encoded fast."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def text_rank(ranks: RankMesh) -> int:
-    """The one that holds the text encoder: the last, because the first has results to write."""
+    """The rank that holds the text encoder: the last, because the first writes the results."""
     return ranks.mesh.size - 1
 
 
 def rows_of_all(ranks: RankMesh | None, rows: Tensor | None) -> Tensor:
-    """Text rows [B, S, D] on every rank. rows: given by the rank with the text encoder, None by the others."""
+    """Text rows [B, S, D] on every rank. rows: the rows on the rank with the text encoder, None on the others."""
     if ranks is None or ranks.world.process is None:
         assert rows is not None
         return rows

@@ -1,16 +1,15 @@
-"""Which mesh for how many GPUs: an estimate from measured speeds, explicit enough to argue with.
+"""Chooses the mesh for a number of GPUs by an estimate from measured speeds.
 
-A step is estimated for every mesh of the given size, and `choose_mesh` takes the shortest; where several are within
-one percent, the one that cuts guidance first, then heads (Ulysses), then the ring. It refuses a mesh that would be
-slower than one GPU, in numbers. What it knows:
+The time of a step is estimated for every mesh of the given size, and `choose_mesh` takes the shortest. Among meshes
+within one percent it prefers splitting guidance, then heads (Ulysses), then the ring. If the best mesh would be slower
+than one GPU, it raises an error with the numbers. The model:
 
-- products and passes over memory shrink with the shard; the ends of a forward (patches, head) do not;
-- attention shrinks with the ring, and with Ulysses as far as heads divide: 40 heads on 3 ranks are 14, 13 and 13;
-- Ulysses moves q, k, v and the output, and nothing is computed meanwhile;
-- a ring moves keys and values while attention of the last ones runs, and pays for merging;
-- sparse attention shrinks what is read and not what a ring moves, which is all keys and values; in a ring it reads in
-  bf16;
-- the host launches a block in a time that no GPU shortens: small videos are not faster on many GPUs.
+- matmuls and memory passes are divided among shards; the ends of a forward (patches, head) are not;
+- attention is divided by the ring, and by Ulysses in whole heads: 40 heads on 3 ranks are 14, 13 and 13;
+- Ulysses sends q, k, v and the output, without overlap with computation;
+- a ring sends keys and values while attention with the previous ones runs, and has a cost for merging;
+- sparse attention reads fewer blocks, but a ring still sends all keys and values; in a ring it computes in bf16;
+- the host needs a fixed time to launch a block, so small videos are not faster on many GPUs.
 
 Legend: L tokens, C channels, N channels of the feed-forward, H heads, R ring, U ulysses.
 """
@@ -27,40 +26,40 @@ from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import CHOICE, KERNEL
 
-BYTES = 2  # of a number in bf16
-# As KERNEL and CHOICE, of the bf16 kernel against the fastest dense one (benchmarks/results/sparse-h200-20261120.json).
+BYTES = 2  # bytes of a bf16 number
+# As KERNEL and CHOICE, for the bf16 kernel relative to the fastest dense one
+# (benchmarks/results/sparse-h200-20261120.json).
 KERNEL_BF16, CHOICE_BF16 = 1.15, 0.05
-CLOSE = 1.01
+CLOSE = 1.01  # meshes whose time is within this factor of the shortest count as equal
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one GPU and its links do: operations and bytes in a second, seconds."""
+    """Measured speeds of one GPU and its links: FLOP/s, bytes/s and seconds."""
 
     linears: float = 780e12
     linears_fp8: float = 1370e12
     attention: float = 655e12
     attention_fp8: float = 830e12
     memory: float = 4.26e12
-    ring: float = 1.04  # of attention in parts, with keys on the move beside it
-    part: float = 1.1e-3  # of every part of a ring but the first, in a block: what does not shrink with it
-    passes: float = 49.0  # of one bf16 [L, C] tensor through memory that a block makes between its products
-    link: float = 290e9  # out of one GPU, to GPUs of its host
-    network: float = 45e9  # to another host; a 400 Gbit/s card for each GPU, not measured
-    latency: float = 30e-6  # of one exchange
-    launch: float = 2e-3  # of a block by the host, where a CUDA graph does not do it
-    ends: float = 1.6e-11  # of a forward, for each token and channel: what is not sharded
+    ring: float = 1.04  # factor on attention's time in a ring, because keys are sent at the same time
+    part: float = 1.1e-3  # fixed seconds per block for every ring part except the first
+    passes: float = 49.0  # number of passes of a bf16 [L, C] tensor through memory between a block's matmuls
+    link: float = 290e9  # bytes/s from one GPU to GPUs of the same host
+    network: float = 45e9  # bytes/s to another host, with a 400 Gbit/s card per GPU; not measured
+    latency: float = 30e-6  # seconds of one exchange
+    launch: float = 2e-3  # seconds in which the host launches a block, without CUDA graphs
+    ends: float = 1.6e-11  # seconds per token and channel for the parts of a forward that are not sharded
 
 
-H200 = (
-    Speeds()
-)  # measured on up to four of them, but for `network`; `part` from benchmarks/results/parallel-h200-*.json
+# Measured on up to four H200, except `network`; `part` is from benchmarks/results/parallel-h200-*.json.
+H200 = Speeds()
 
 
 @dataclass(frozen=True)
 class MeshChoice:
-    """The mesh, and estimated seconds of one step (all its branches) on it and on one GPU; None: not estimated. note:
-    what else a user should know of it."""
+    """The mesh, and the estimated seconds of one step (all branches) on it and on one GPU; None: not estimated. note:
+    a further remark for the user."""
 
     mesh: Mesh
     seconds: float | None = None
@@ -89,20 +88,20 @@ def choose_mesh(
     rings: bool = True,
     reads: Mapping[float, float] | None = None,
 ) -> MeshChoice:
-    """What `auto` stands for: the mesh of `gpus` that makes a step shortest.
+    """The mesh for `auto`: the one of `gpus` GPUs with the shortest step.
 
-    tokens: of one video. paired: the share of forwards that belong to steps with both branches of guidance; 0 without
-    guidance. speeds: None where nothing is known of the device (a CPU): then the order of preference decides, and
-    nothing is refused. rings: whether the attention backend can be part of a ring. reads: as `shares_read` has it;
-    None: everything is read. Raises OptionError.
+    tokens: of one video. paired: the share of forwards in steps with both guidance branches; 0 without guidance.
+    speeds: None for an unknown device (a CPU): the first mesh in order of preference is taken, without an estimate.
+    rings: whether the attention backend supports ring attention. reads: result of `shares_read`; None: dense attention.
+    Raises OptionError.
     """
     if gpus < 1:
         raise OptionError(f"{gpus} GPUs given; at least 1 is needed")
     meshes = [mesh for mesh in all_meshes(gpus, config, tokens, rings) if mesh.cfg == 1 or paired > 0]
     if not meshes:
         raise OptionError(
-            f"{gpus} GPUs cannot share {tokens} tokens of a model with {config.num_heads} heads: use fewer, "
-            "or an attention backend that can be part of a ring"
+            f"{gpus} GPUs cannot divide {tokens} tokens of a model with {config.num_heads} heads: use fewer GPUs, "
+            "or an attention backend that supports a ring"
         )
     if speeds is None:
         return MeshChoice(meshes[0])
@@ -118,41 +117,41 @@ def choose_mesh(
 
     estimates = [(seconds(mesh), mesh) for mesh in meshes]
     shortest = min(estimate for estimate, _ in estimates)
-    best, mesh = next((s, m) for s, m in estimates if s <= shortest * CLOSE)  # they are in order of preference
+    best, mesh = next((s, m) for s, m in estimates if s <= shortest * CLOSE)  # the first in order of preference
     single = seconds(Mesh())
     if gpus > 1 and best >= single:
         raise OptionError(
-            f"{mesh.describe()} would be slower than one GPU for {tokens} tokens: an estimated {best * 1e3:.0f} ms a "
-            f"step, {single * 1e3:.0f} on one. Use one GPU, a larger video, or name a mesh to have it anyway."
+            f"{mesh.describe()} would be slower than one GPU for {tokens} tokens: an estimated {best * 1e3:.0f} ms per "
+            f"step, {single * 1e3:.0f} ms on one. Use one GPU or a larger video, or name a mesh to use it anyway."
         )
     return MeshChoice(mesh, best, single)
 
 
 def all_meshes(gpus: int, config: DiTConfig, tokens: int, rings: bool = True) -> list[Mesh]:
-    """Those that can run, in order of preference: guidance apart, then as many heads as divide, then the ring."""
-    found = []
+    """All possible meshes in order of preference: split guidance first, then large Ulysses groups, then the ring."""
+    meshes = []
     for cfg in (2, 1):
         shards = gpus // cfg
         if gpus % cfg or shards > tokens:
             continue
         for ulysses in range(min(shards, config.num_heads), 0, -1):
             if shards % ulysses == 0 and (rings or ulysses == shards):
-                found.append(Mesh(cfg, shards // ulysses, ulysses))
-    # Among equals, heads that divide come before heads that do not.
-    return sorted(found, key=lambda mesh: (-mesh.cfg, config.num_heads % mesh.ulysses != 0))
+                meshes.append(Mesh(cfg, shards // ulysses, ulysses))
+    # Among equals, meshes that divide the heads evenly come first.
+    return sorted(meshes, key=lambda mesh: (-mesh.cfg, config.num_heads % mesh.ulysses != 0))
 
 
 def shares_read(plan: Plan, config: DiTConfig, tokens: int) -> dict[float, float]:
-    """For each share of the blocks of keys that `plan` reads, the share of the work of its forwards that does."""
-    if plan.sparse is None or tokens < SMALL or not plan.forwards:  # of few tokens it saves no time
+    """Share of the key blocks read -> the share of `plan`'s attention layers (over all forwards) that read it."""
+    if plan.sparse is None or tokens < SMALL or not plan.forwards:  # sparsity saves no time for few tokens
         return {1.0: 1.0}
     dense = min(1.0, plan.sparse.dense_layers / config.num_layers)
-    found: dict[float, float] = {}
+    shares: dict[float, float] = {}
     for step in plan.steps:
         share = step.forwards / plan.forwards
         for read, part in ((1.0, dense), (1 - step.sparsity, 1 - dense)):
-            found[read] = found.get(read, 0.0) + share * part
-    return found
+            shares[read] = shares.get(read, 0.0) + share * part
+    return shares
 
 
 def forward_seconds(
@@ -166,10 +165,10 @@ def forward_seconds(
     fp8_attention: bool = False,
     read: float = 1.0,
 ) -> float:
-    """Of one branch on the shards of `mesh`, whose attention reads a share `read` of the blocks."""
+    """Estimated seconds of one branch's forward on `mesh`, with attention that reads a share `read` of the blocks."""
     L, C, N, H, R, U = tokens, config.dim, config.ffn_dim, config.num_heads, mesh.ring, mesh.ulysses
     shard = -(-L // mesh.shards)
-    channels = -(-H // U) * config.head_dim  # of the rank with the most heads, while it attends
+    channels = -(-H // U) * config.head_dim  # of the rank with the most heads, during attention
     linears = 2 * shard * (6 * C * C + 2 * C * N) / (speeds.linears_fp8 if fp8_linears else speeds.linears)
     passes = speeds.passes * shard * C * BYTES / speeds.memory
     fp8_kernel = fp8_attention and (R == 1 or read == 1)
@@ -189,7 +188,7 @@ def forward_seconds(
         link = speeds.link if gpus_per_host >= mesh.shards else speeds.network
         hop = 2 * -(-L // R) * channels * wide / link + speeds.latency
         merge = R * 10 * -(-L // R) * channels / speeds.memory + (R - 1) * speeds.part
-        if read < 1:  # means of keys and values and variances in float32, and the mean of each head's choice
+        if read < 1:  # block means of keys and values and variances in float32, which are gathered to select blocks
             merge += 3 * 4 * (R - 1) * -(-L // (R * BLOCK)) * channels / link + 2 * speeds.latency
     attention = one_round + (R - 1) * max(one_round, hop) + merge
     block = linears + passes + exchange + attention

@@ -1,7 +1,7 @@
-"""Which rank does what: a mesh cfg x ring x ulysses, as numbers and as the process groups of one rank.
+"""The mesh cfg x ring x ulysses, as numbers (`Mesh`) and as the process groups of one rank (`RankMesh`).
 
-Ranks are numbered with ulysses innermost and cfg outermost: the ranks that exchange most are neighbours, on one host as
-far as they fit. The tokens of a video are cut into ring x ulysses shards, in the order of the ranks.
+Ranks are numbered with ulysses innermost and cfg outermost, so that the ranks that communicate most are on one host if
+possible. The tokens of a video are divided into ring x ulysses shards, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:  # not in every build of torch
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ways each dimension cuts the work. Pure numbers."""
+    """The size of each dimension, as plain numbers. Raises OptionError for an impossible mesh."""
 
-    cfg: int = 1  # 2: the branches of guidance on different ranks
-    ring: int = 1  # keys and values passed around
-    ulysses: int = 1  # heads exchanged for tokens
-    both_ways: bool = False  # the ring's keys and values go in both directions
+    cfg: int = 1  # 2: the guidance branches run on different ranks
+    ring: int = 1  # ranks of ring attention, which pass keys and values around
+    ulysses: int = 1  # ranks of Ulysses attention, which exchange tokens for heads
+    both_ways: bool = False  # the ring passes keys and values in both directions
 
     def __post_init__(self) -> None:
         if self.cfg not in (1, 2) or self.ring < 1 or self.ulysses < 1:
             raise OptionError(f"mesh {self} given; cfg must be 1 or 2, ring and ulysses at least 1, for example 2x1x4")
         if self.both_ways and self.ring == 1:
             raise OptionError(
-                f"mesh {self} given; a ring of 1 goes nowhere, so it cannot go both ways: leave out the b"
+                f"mesh {self} given; a ring of 1 has no neighbours, so it cannot pass both ways: omit the b"
             )
 
     def __str__(self) -> str:
@@ -44,12 +44,11 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """CFGxRINGxULYSSES, for example 2x1x4; with a b behind the ring's number it goes both ways. Raises
-        OptionError."""
-        found = re.fullmatch(r"(\d{1,4})x(\d{1,4})(b?)x(\d{1,4})", text.strip().lower())
-        if found is None:
+        """CFGxRINGxULYSSES, for example 2x1x4; a b after the ring's number passes both ways. Raises OptionError."""
+        match = re.fullmatch(r"(\d{1,4})x(\d{1,4})(b?)x(\d{1,4})", text.strip().lower())
+        if match is None:
             raise OptionError(f"mesh {text!r} given; write CFGxRINGxULYSSES, for example 2x1x4, or auto")
-        return cls(int(found[1]), int(found[2]), int(found[4]), found[3] == "b")
+        return cls(int(match[1]), int(match[2]), int(match[4]), match[3] == "b")
 
     @property
     def size(self) -> int:
@@ -57,11 +56,11 @@ class Mesh:
 
     @property
     def shards(self) -> int:
-        """Into how many the tokens of a forward are cut."""
+        """The number of shards of a forward's tokens."""
         return self.ring * self.ulysses
 
     def describe(self) -> str:
-        """`8 GPUs: guidance 2 x ring 2 x ulysses 2`, without what is 1."""
+        """`8 GPUs: guidance 2 x ring 2 x ulysses 2`, without dimensions of size 1."""
         ring = "ring both ways" if self.both_ways else "ring"
         parts = [("guidance", self.cfg), (ring, self.ring), ("ulysses", self.ulysses)]
         words = " x ".join(f"{name} {count}" for name, count in parts if count > 1)
@@ -77,22 +76,22 @@ class Mesh:
         places = {rank: self.place(rank) for rank in ranks}
 
         def grouped(keep: tuple[int, ...]) -> list[list[int]]:
-            found: dict[tuple[int, ...], list[int]] = {}
+            groups: dict[tuple[int, ...], list[int]] = {}
             for rank in ranks:
-                found.setdefault(tuple(places[rank][axis] for axis in keep), []).append(rank)
-            return list(found.values())
+                groups.setdefault(tuple(places[rank][axis] for axis in keep), []).append(rank)
+            return list(groups.values())
 
         return {"cfg": grouped((1, 2)), "ring": grouped((0, 2)), "ulysses": grouped((0, 1)), "sequence": grouped((0,))}
 
 
 def even_parts(total: int, parts: int) -> list[int]:
-    """`total` as `parts` whole numbers that differ by one at most, the larger ones first."""
+    """`total` as a sum of `parts` integers that differ by at most one, the larger ones first."""
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange something: where this one stands among them. `process` is None where it is alone."""
+    """Ranks that communicate, and this rank's index among them. `process` is None for a group of one rank."""
 
     process: ProcessGroup | None
     ranks: tuple[int, ...]
@@ -108,7 +107,7 @@ class RankMesh:
     """One rank: its mesh, its device, and its group in each dimension.
 
     `host` are the ranks on this machine, which read files together. `control` is a group on the CPU (gloo), for flags
-    that must not wait for what is queued on a GPU.
+    that must not wait for work queued on a GPU.
     """
 
     mesh: Mesh
@@ -121,21 +120,22 @@ class RankMesh:
     world: Group
     host: Group
     control: ProcessGroup | None
-    made: dict[Any, Any] = field(default_factory=dict, repr=False)  # what is made once for all models of these ranks
+    made: dict[Any, Any] = field(default_factory=dict, repr=False)  # objects shared by all models of these ranks
 
     @property
     def shard(self) -> int:
-        """Which of the mesh's shards of the tokens is this rank's."""
+        """The index of this rank's shard of the tokens."""
         return self.sequence.index
 
     @classmethod
     def start(
         cls, mesh: Mesh, device: str | torch.device = "auto", *, timeout: timedelta = timedelta(minutes=10)
     ) -> RankMesh:
-        """Join the other ranks, as torch's elastic launcher describes them in the environment, and make the groups.
+        """Join the other ranks, which torch's elastic launcher describes in the environment, and create the groups.
 
-        device: "auto" takes the GPU of the local rank, or the CPU where there is none. timeout: of one exchange, after
-        which the ranks give up. Called on every rank alike. Raises OptionError if the numbers do not fit.
+        device: "auto" takes the GPU of the local rank, or the CPU if there is none. timeout: of one collective
+        operation. Every rank must call this with the same mesh. Raises OptionError if the number of ranks differs from
+        the mesh's.
         """
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if device == "auto":
@@ -152,17 +152,17 @@ class RankMesh:
 
     @classmethod
     def create(cls, mesh: Mesh, device: torch.device, *, timeout: timedelta = timedelta(minutes=10)) -> RankMesh:
-        """The same where the process group is initialised already."""
+        """As `start`, if the process group is already initialised."""
         if dist.get_world_size() != mesh.size:
             raise OptionError(
-                f"mesh {mesh} needs {mesh.size} ranks, and {dist.get_world_size()} were started: "
+                f"mesh {mesh} needs {mesh.size} ranks, but {dist.get_world_size()} were started: "
                 "give another mesh or number of GPUs"
             )
         made: dict[tuple[int, ...], ProcessGroup | None] = {}
         rank, everyone = dist.get_rank(), tuple(range(mesh.size))
 
         def group(rows: list[list[int]]) -> Group:
-            """Of this rank, among `rows`. Every rank makes all of them in the same order, as torch wants."""
+            """This rank's group among `rows`. Every rank creates all groups in the same order, as torch requires."""
             for row in map(tuple, rows):
                 if row not in made:
                     alone, whole = len(row) == 1, row == everyone
@@ -186,7 +186,7 @@ class RankMesh:
         )
 
     def agree(self, value: float, *, largest: bool = True) -> float:
-        """The largest (or smallest) value that any rank has: for decisions that all must take alike."""
+        """The largest (or smallest) value of all ranks, for decisions that must be the same on all."""
         if self.control is None:
             return value
         agreed = torch.tensor([value], dtype=torch.float64)
@@ -195,8 +195,8 @@ class RankMesh:
 
 
 def _new_group(ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> ProcessGroup:
-    found: Any = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-    return found
+    group: Any = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+    return group
 
 
 def _host_rows(size: int, control: ProcessGroup | None) -> list[list[int]]:
@@ -212,11 +212,11 @@ def _host_rows(size: int, control: ProcessGroup | None) -> list[list[int]]:
     return list(rows.values())
 
 
-# ------------------------------------------------------------------------------------- exchanges that every part uses
+# ------------------------------------------------------------------------------------------ collective operations
 
 
 def gather_parts(part: Tensor, lengths: list[int], group: Group, dim: int) -> Tensor:
-    """The parts of all ranks of `group` joined along `dim`, on every one of them. lengths: of each rank's part."""
+    """The parts of all ranks of `group`, concatenated along `dim`, on every rank. lengths: of each rank's part."""
     if group.process is None:
         return part
     longest = max(lengths)
@@ -235,14 +235,16 @@ def gather_parts(part: Tensor, lengths: list[int], group: Group, dim: int) -> Te
 
 
 def all_gather(into: Tensor, part: Tensor, group: Group) -> None:
-    """`part` of every rank of `group`, one behind the other, into `into`."""
+    """Gather `part` of every rank of `group` into `into`, in the order of the ranks."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter up to torch 2.12
     gather(into, part, group=group.process)
 
 
 def as_words(x: Tensor) -> Tensor:
-    """x [..., D] as 8-byte numbers [..., D * itemsize / 8], in the same memory if it is laid out for that: kernels copy
-    those several times as fast as bytes. Whether that many fit into D decides, so that all ranks do the same."""
+    """x [..., D] viewed as 8-byte integers [..., D * itemsize / 8], which kernels copy several times as fast as bytes.
+
+    Copies x if its strides do not allow a view. If D has no whole number of 8-byte integers, returns `as_bytes(x)`;
+    this depends on D alone, so that all ranks do the same."""
     count = 8 // x.element_size()
     if x.shape[-1] % count:
         return as_bytes(x)
@@ -251,5 +253,5 @@ def as_words(x: Tensor) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """FP8 as bytes, of which every library knows how to move them; anything else as it is."""
+    """FP8 viewed as bytes, because not every library can send FP8; other dtypes unchanged."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -1,9 +1,9 @@
-"""Experts too large for one GPU: every rank holds a part of each block's weights, and gathers a block when it runs.
+"""Sharded experts, for models too large for one GPU: every rank holds a part of each block's weights.
 
-This is torch's FSDP2 (`fully_shard`) over the ranks that share a sequence: they run the same blocks at the same time.
-While one block computes, the next is gathered; what was gathered goes when the block is done. From the file a rank
-reads its rows of each matrix and nothing else, so the whole model is at no time on one GPU, nor twice on the host.
-What stands outside of the blocks is small and on every rank.
+This is torch's FSDP2 (`fully_shard`) over the ranks of one sequence, which run the same blocks at the same time. A
+block's weights are gathered while the previous block computes, and freed after the block. Each rank reads only its rows
+of each matrix from the file, so the whole model is never on one GPU, nor twice on the host. Parameters outside of the
+blocks are small, and every rank has them.
 """
 
 from __future__ import annotations
@@ -25,52 +25,53 @@ from wan_core.parallel.mesh import RankMesh
 
 
 def why_not_shard(ranks: RankMesh | None, quantized: bool, compiled: bool, scaled: bool, on_disk: bool) -> str | None:
-    """Why experts cannot be held in parts, in words; None where they can."""
+    """Why experts cannot be sharded, as text; None if they can."""
     if ranks is None or ranks.sequence.size == 1:
-        return "the ranks that share a sequence share the weights too: give several GPUs, and a mesh that is not 2x1x1"
+        return "weights are sharded over the ranks of one sequence: use several GPUs, and a mesh other than 2x1x1"
     if quantized or scaled:
-        return "it holds bf16 or fp32; FP8 weights are half as large, and mostly fit (resident)"
+        return "sharding supports bf16 and fp32 only; FP8 weights are half as large, and mostly fit (resident)"
     if compiled:
-        return "torch does not compile blocks whose weights are gathered on the way: leave compile off"
-    return None if on_disk else "it reads parts of files: random weights have none"
+        return "torch cannot compile blocks whose weights are gathered during the forward: leave compile off"
+    return None if on_disk else "sharding reads parts of files: random weights have no file"
 
 
 @torch.no_grad()
 def load_sharded_dit(path: Path, ranks: RankMesh, dtype: torch.dtype) -> WanModel:
-    """The transformer of `path` on this rank's device, its blocks in parts. Every rank of a sequence must call this
-    alike. Raises CheckpointError, or OptionError for what cannot be cut."""
-    from torch.distributed.tensor import DTensor  # a second to import
+    """The transformer of `path` on this rank's device, with sharded blocks. Every rank of a sequence must call this.
+
+    Raises CheckpointError, or OptionError for quantised weights."""
+    from torch.distributed.tensor import DTensor  # imported here because it takes a second
 
     checkpoint = open_checkpoint(path)
-    found = detect(checkpoint, "dit")
-    if found.scales or any(info.packing is not None for info in checkpoint.tensors.values()):
+    detected = detect(checkpoint, "dit")
+    if detected.scales or any(info.packing is not None for info in checkpoint.tensors.values()):
         raise OptionError(f"{checkpoint.describe()}: {why_not_shard(ranks, True, False, True, True)}")
-    model = cast(WanModel, empty_module(found.config)).to(dtype).requires_grad_(False).eval()
+    model = cast(WanModel, empty_module(detected.config)).to(dtype).requires_grad_(False).eval()
     shard_blocks(model, ranks)
     model.to_empty(device=ranks.device)
-    ours = {theirs: name for name, theirs in found.names.items()}
+    official_names = {stored: official for official, stored in detected.names.items()}
     parameters = dict(model.named_parameters())
 
     def read(name: str) -> Tensor:
         stored = checkpoint.read(name)
-        return part_of(stored, ranks) if isinstance(parameters[ours[name]], DTensor) else stored
+        return part_of(stored, ranks) if isinstance(parameters[official_names[name]], DTensor) else stored
 
     parts = Checkpoint(checkpoint.describe(), checkpoint.path, checkpoint.tensors, checkpoint.metadata, read)
-    for name, value in read_values(parts, found, ranks.device, dtype):
+    for name, value in read_values(parts, detected, ranks.device, dtype):
         parameter = parameters[name]
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(value)
     return model
 
 
 def part_of(stored: Tensor, ranks: RankMesh) -> Tensor:
-    """This rank's rows, as `fully_shard` cuts them; the last ranks may have none."""
+    """This rank's rows, divided as `fully_shard` does; the last ranks may have none."""
     parts = stored.chunk(ranks.sequence.size)
     index = ranks.sequence.index
     return parts[index] if index < len(parts) else stored[:0]
 
 
 def shard_blocks(model: WanModel, ranks: RankMesh) -> None:
-    """Cut the parameters of the blocks, in place."""
+    """Shard the parameters of the blocks, in place."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
@@ -82,7 +83,7 @@ def shard_blocks(model: WanModel, ranks: RankMesh) -> None:
         attention.kv = GatheredText(block, attention)  # pyright: ignore[reportAttributeAccessIssue]
     inside = {id(parameter) for block in model.blocks for parameter in block.parameters()}
     outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
-    fully_shard(model, mesh=mesh, ignored_params=outside)  # the root knows which block comes next
+    fully_shard(model, mesh=mesh, ignored_params=outside)  # the root module prefetches the next block
 
 
 class GatheredText:
@@ -91,7 +92,7 @@ class GatheredText:
     def __init__(self, block: nn.Module, attention: nn.Module) -> None:
         self.block, self.attention = weakref.ref(block), weakref.ref(attention)
 
-    def __call__(self, text: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, text: Tensor) -> tuple[Tensor, ...]:
         block: Any = self.block()
         attention: Any = self.attention()
         block.unshard()

@@ -1,11 +1,11 @@
-"""A picture cut into strips, one for each rank, and put through the VAE as one.
+"""Parallel VAE: the picture is divided into strips, one for each rank.
 
-Every layer computes what it would have computed of the whole picture. Norms look at one position; a convolution needs
-the row (or column) of the neighbours beyond its edge, and gets it just before it runs; attention inside a frame lets
-every position of a strip attend to the keys of all strips. So a strip is the strip of the whole result, up to the
-rounding of kernels that see other shapes. The longer side of the picture is cut, in whole latent cells.
+Every layer computes its strip of the whole picture's result. Norms need one position only. A convolution gets the rows
+(or columns) beyond its edge from the neighbours just before it runs. In attention inside a frame, every position of a
+strip attends to the keys of all strips. Results differ from one GPU only by rounding, because kernels get other shapes.
+The longer side of the picture is divided, in whole latent cells.
 
-Decoded frames are gathered as they are finished, and encoded latents too: every rank has the whole result.
+Decoded frames and encoded latents are gathered as they are finished, so that every rank has the whole result.
 
 Shapes: B batch, C channels, T/Y/X frames, rows, columns at the layer's own resolution.
 """
@@ -21,24 +21,25 @@ from torch import Tensor
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.parallel.mesh import Group, RankMesh, even_parts, gather_parts
 
-CHUNK = 2  # latent frames at a time: a strip leaves room for more than one, and there are fewer exchanges
+CHUNK = 2  # latent frames computed together: a strip has memory for two, and communication happens half as often
 
 
 def split_pictures(vae: VideoVAE, ranks: RankMesh) -> None:
-    """Make all ranks share every picture that `vae` encodes or decodes, in place."""
+    """Let all ranks compute every picture that `vae` encodes or decodes together; changes `vae` in place."""
     group = ranks.world
     vae.strips = None if group.size == 1 else Strips(group)
 
 
 @dataclass(frozen=True)
 class Strips:
-    """Cuts pictures for the ranks of `group`."""
+    """Divides pictures among the ranks of `group`."""
 
     group: Group
     chunk: int = CHUNK
 
     def cut(self, rows: int, columns: int) -> Strip | None:
-        """This rank's strip of a picture of so many latent cells; None where there are too few for every rank."""
+        """This rank's strip of a picture of `rows` x `columns` latent cells; None if there are fewer cells than
+        ranks."""
         axis, cells = (3, rows) if rows > columns else (4, columns)
         if cells < self.group.size:
             return None
@@ -54,20 +55,20 @@ class Strip:
     cells: tuple[int, ...]
 
     def take(self, whole: Tensor, scale: int = 1) -> Tensor:
-        """This rank's strip of a whole picture with `scale` positions in a cell, a view."""
+        """This rank's strip of a whole picture with `scale` positions per cell, a view."""
         begin = sum(self.cells[: self.group.index])
         return whole.narrow(self.axis, begin * scale, self.cells[self.group.index] * scale)
 
     def join(self, strip: Tensor, scale: int = 1) -> Tensor:
-        """The whole picture on every rank."""
+        """The whole picture, on every rank."""
         return gather_parts(strip, [count * scale for count in self.cells], self.group, self.axis)
 
     def widen(self, x: Tensor, before: int, after: int) -> Tensor:
-        """x [..., Y, X] with the neighbours' next positions on both sides; zeros where the picture ends, as a
-        convolution's padding is."""
+        """x [..., Y, X] with `before` and `after` positions of the neighbours on both sides; zeros at the picture's
+        edge, as a convolution's padding."""
         axis, me, last = self.axis - 5, self.group.index, self.group.size - 1
         n = x.shape[axis]
-        # To the rank before go my first `after` positions, which it has beyond its end; to the next my last `before`.
+        # The previous rank gets this rank's first `after` positions, the next rank its last `before` positions.
         edges = {me - 1: (0, after), me + 1: (n - before, before)}
         sends = [x.narrow(axis, *edges[r]) if r in edges and edges[r][1] else None for r in range(last + 1)]
         shape = list(x.shape)
@@ -94,7 +95,7 @@ class Strip:
         return _joined(sides, axis)
 
     def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]:
-        """A convolution's padding of (..., rows, columns) without what `widen` has put there."""
+        """A convolution's padding (..., rows, columns), with 0 for the axis, which `widen` has extended."""
         at = self.axis - 5 + len(padding)
         return (*padding[:at], 0, *padding[at + 1 :])
 

@@ -1,14 +1,14 @@
-"""Weights for many ranks, every byte of a file read once per host.
+"""Loads weights on many ranks and reads every byte of a file once per host.
 
-`shared_checkpoint` stands between a file and a loader. The ranks of a host read a part each of every tensor, move it to
-their device and gather the rest from one another, which takes NVLink a tenth of what reading takes. The ranks must read
-the same tensors in the same order, and loaders do: they go by the file. What a loader makes of a value afterwards
-(another dtype, FP8) every rank makes for itself.
+`shared_checkpoint` wraps a file for a loader. Each rank of a host reads a part of every tensor, copies it to its device
+and gathers the other parts over NVLink, which takes a tenth of the reading time. All ranks must read the same tensors
+in the same order; loaders follow the order of the file. Each rank then converts a value itself (to another dtype or
+FP8).
 
-A loader that reads by threads (`checkpoint.staged`) learns from `Checkpoint.readers` which part is this rank's, reads
-the parts of many tensors ahead, and gathers each when it is asked for; small tensors every rank reads, out of the page
-cache. Elsewhere, and on a CPU, files are mapped: `read` then touches this rank's part of the mapping, and small
-tensors, or all of them where parts cannot be gathered, are read by one rank and broadcast.
+A loader with reader threads (`checkpoint.staged`) gets this rank's part from `Checkpoint.readers`, reads the parts of
+many tensors ahead, and gathers each when it is requested. Every rank reads small tensors itself, from the page cache.
+Otherwise, and on a CPU, files are mapped: `read` then reads this rank's part of the mapping. Small tensors, or all if
+parts cannot be gathered, are read by one rank and broadcast.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 from wan_core.checkpoint.opened import Checkpoint, Readers
 from wan_core.parallel.mesh import Group, RankMesh, all_gather
 
-SMALL = 1 << 16  # bytes: such a tensor is not worth cutting
+SMALL = 1 << 16  # bytes: smaller tensors are not divided
 Sharing = Literal["gather", "broadcast"]
 
 
 def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "gather") -> Checkpoint:
-    """`checkpoint`, whose `read` gives a tensor on this rank's device that its host read once. Every rank of the host
-    must read alike."""
+    """`checkpoint` with a `read` that returns a tensor on this rank's device and reads it once per host. All ranks of
+    the host must read the same tensors in the same order."""
     if ranks.host.size == 1:
         return checkpoint
     order = {name: i for i, name in enumerate(checkpoint.tensors)}
@@ -49,7 +49,7 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "g
         checkpoint.tensors,
         checkpoint.metadata,
         read,
-        checkpoint.read_packed,  # (GGUF) every rank takes it from the page cache: it is a quarter of the bytes
+        checkpoint.read_packed,  # GGUF: every rank reads all from the page cache, a quarter of the bytes of bf16
         checkpoint.tokenizer,
         checkpoint.places if gathers else None,
         readers if gathers else None,
@@ -57,20 +57,19 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "g
 
 
 def gather_read(stored: Tensor, readers: Readers) -> Tensor:
-    """A tensor that is mapped and not read yet, on the readers' device: this rank touches its part of the bytes
-    alone."""
+    """A mapped tensor `stored` on the readers' device; this rank reads only its part of the bytes."""
     values = stored.contiguous().view(-1).view(torch.uint8)
     part = readers.part(values.numel())
     whole = torch.empty(readers.count * part, dtype=torch.uint8, device=readers.device)
     begin = readers.index * part
-    mine, own = values[begin : begin + part], whole[begin : begin + part]  # what is gathered lands around it
-    own[: mine.numel()].copy_(mine)
-    readers.gather(whole, own)
+    source, target = values[begin : begin + part], whole[begin : begin + part]
+    target[: source.numel()].copy_(source)
+    readers.gather(whole, target)
     return _value(whole[: values.numel()], stored)
 
 
 def broadcast_read(stored: Tensor, group: Group, device: torch.device, reader: int) -> Tensor:
-    """The same, read whole by one rank of the group."""
+    """A mapped tensor `stored` on `device`, read by rank `reader` of the group and broadcast."""
     values = stored.contiguous().view(-1).view(torch.uint8)
     if group.index == reader:
         whole = values.to(device, copy=True)

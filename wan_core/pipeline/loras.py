@@ -4,13 +4,15 @@ There are two ways.
 
 merge    summed into the weights, in float32 and before they are quantised: costs nothing while the model runs
 attach   beside the weights: each linear adds a product of low rank to its own (`wan_core.ops.quant.lora`). The
-         strength is
-         a number on the device, and changing it reads, compiles and captures nothing again. What is no product of low
-         rank, or no linear that is called as one (norms, modulation, differences in full, DoRA), is summed into its
-         parameter in place, and what was there is kept on the host
+         strength is a number on the device, and changing it reads, compiles and captures nothing again. What is no
+         product of low rank, or no linear that is called as one (norms, modulation, differences in full, DoRA), is
+         summed into its parameter in place, and what was there is kept on the host
 
-`auto` merges where weights get memory of their own anyhow, and attaches where the stored bytes are the weights: FP8
-with scales and GGUF would have to be rounded anew, and weights that stay in a file's pages would have to leave them.
+`auto` merges where weights are copied anyway, and attaches where the stored bytes are the weights: FP8 with scales and
+GGUF would have to be rounded again, and mapped weights would have to be copied.
+
+Attached matrices stay on the device, also where the weights stream. What is summed into a parameter is then written
+into its host copy: all weights must be in host memory while `AppliedLoras.apply` runs (`writes_weights`).
 
 Either way parameters keep their names, and taking a LoRA away leaves every bit as it was.
 """
@@ -41,7 +43,7 @@ from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import Quantized
 from wan_core.ops.quant.linear import LowRank, QuantLinear
-from wan_core.ops.quant.lora import attach, detach
+from wan_core.ops.quant.lora import attach, detach, move_attached
 from wan_core.ops.quant.packed import PackedLinear
 
 EXPERTS = ("high", "low")
@@ -109,14 +111,14 @@ def lora_files(loras: Iterable[LoraOptions]) -> tuple[Path, ...]:
 
 def choose_mode(mode: str, *, scaled: bool, quantized: bool, mapped: bool) -> tuple[str, str]:
     """How LoRAs are applied, and why. scaled: the file holds packed weights (FP8 with scales, GGUF), and with
-    `quantized` they are used as they are; mapped: weights stay in the pages of a file."""
+    `quantized` they are used as they are; mapped: weights stay in the mapped file."""
     if mode != "auto":
         return mode, "asked for"
     if scaled and quantized:
         return "attach", "the stored weights are used as they are"
     if mapped:
-        return "attach", "the weights stay in the file's pages"
-    return "merge", "weights are written anew anyhow"
+        return "attach", "the weights stay in the mapped file"
+    return "merge", "the weights are copied anyway"
 
 
 def check_packed(wanted: Iterable[Wanted], config: DiTConfig) -> None:
@@ -136,7 +138,7 @@ def check_packed(wanted: Iterable[Wanted], config: DiTConfig) -> None:
 
 
 def merging(wanted: Iterable[Wanted], device: torch.device) -> Merge | None:
-    """For whoever reads the weights; None where there is nothing to sum in."""
+    """The changes to sum into weights while they are read; None where there are none."""
     changes: dict[str, tuple[tuple[Change, float], ...]] = {}
     for one in wanted:
         for name, several in one.lora.changes.items():
@@ -169,19 +171,30 @@ class AppliedLoras:
             model.__dict__["applied_loras"] = found
         return found
 
+    def writes_weights(self, wanted: Sequence[Wanted], mode: str = "attach") -> bool:
+        """Whether `apply` would change parameters, or strengths alone."""
+        strengths = tuple(one.strength for one in wanted)
+        return self._files(wanted, mode) != self.files or (bool(self.patched) and strengths != self.values)
+
+    @staticmethod
+    def _files(wanted: Sequence[Wanted], mode: str) -> tuple[object, ...]:
+        return (mode, *(one.key for one in wanted)) if wanted else ()
+
     @torch.no_grad()
     def apply(self, wanted: Sequence[Wanted], mode: str = "attach", original: StoredValues | None = None) -> None:
         """Have just these on the model, at their strengths. The same files again with other strengths change numbers in
-        place and nothing else. The model's weights must be where it computes.
+        place and nothing else. Weights that stream must all be in host memory if `writes_weights`.
 
         original: the parameters in the precision of their file; without it, quantised weights that have to be summed
-        into are widened, and so rounded twice.
+        into are dequantised, and so rounded twice.
         """
-        files = (mode, *(one.key for one in wanted))
+        files = self._files(wanted, mode)
         if files != self.files:
             self.clear()
             self._put_on(wanted, mode)
             self.files = files
+        else:
+            self._move(self.device)
         strengths = tuple(one.strength for one in wanted)
         if strengths == self.values:
             return
@@ -205,6 +218,14 @@ class AppliedLoras:
         self.files = self.values = ()
         self.attached, self.strengths, self.patched, self.before = [], {}, {}, {}
 
+    def offload(self) -> None:
+        """Move attached matrices to host memory, until `apply` is called again."""
+        self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        for linear in self.attached:
+            move_attached(linear, device)
+
     def _model(self) -> WanModel:
         model = self.model()
         assert model is not None
@@ -218,9 +239,8 @@ class AppliedLoras:
         for which, one in enumerate(wanted):
             for name, changes in one.lora.changes.items():
                 module = name.removesuffix(".weight")
-                home = model.get_parameter(name).device
                 for change in changes:
-                    pair = change.low_rank(home) if module in linears and name != module else None
+                    pair = change.low_rank(self.device) if module in linears and name != module else None
                     if pair is None:
                         self.patched.setdefault(name, []).append((which, change))
                     else:
@@ -254,8 +274,7 @@ class AppliedLoras:
         stored = None if quantized is None or original is None else original.read(name)
         if stored is None:
             stored = kept[name] if quantized is None else Quantized(kept[names[0]], kept[names[1]])
-        home = model.get_parameter(name).device
-        total = dense(stored, home)
+        total = dense(stored, self.device)
         for change, strength in changes:
             total = change.apply(total, strength)
         made = {"weight": total} if quantized is None else quantized.encode(total)

@@ -1,15 +1,12 @@
-"""Where the weights of a run will be: sizes of its models and of what runs beside them, from headers alone, to a memory
-plan and the residency that follows it."""
+"""Where the weights of a run are held: from the sizes of its models and of its activations, both known from headers
+alone, to a memory plan and the residency that follows it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Literal, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
-import torch
-
-from wan_core.config import QUANTIZED, LoadOptions, OptionError
+from wan_core.config import LoadOptions, OptionError
 from wan_core.execution.memory.planning import (
     FACTORS,
     LATENTS,
@@ -17,140 +14,166 @@ from wan_core.execution.memory.planning import (
     MemoryPlan,
     Sizes,
     beside_weights,
+    cap_memory,
     device_room,
-    factor,
     plan_memory,
-    unit_bytes,
 )
-from wan_core.execution.memory.residency import Residency
+from wan_core.execution.memory.residency import Policy, Residency
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.ops.quant.swap import Quantization
 from wan_core.parallel.mesh import RankMesh
+from wan_core.pipeline.loras import lora_bytes
 from wan_core.pipeline.resolved_request import Job
-from wan_core.pipeline.sources import Part, Parts, is_packed
+from wan_core.pipeline.settings import ModelSettings
+from wan_core.pipeline.sources import Experts, Parts
 from wan_core.sampling.cache.residual import residual_bytes
+from wan_core.sampling.plan import Plan
+
+POLICIES: tuple[Policy, ...] = ("resident", "swap", "stream")
+"""From the most device memory to the least."""
 
 
-class Planned(Protocol):
-    """The memory plan for a job (None: the task's own size), with what is held already, if anything is."""
+@dataclass(frozen=True)
+class Workload:
+    """What is to be made, as far as memory depends on it. `latent_shape`: [B, C, T, Y, X]. `image`: the VAE encodes
+    one."""
 
-    def __call__(self, job: Job | None, held: Residency | None = None) -> MemoryPlan: ...
+    latent_shape: tuple[int, ...]
+    plan: Plan
+    batched: bool
+    image: bool = False
+
+    @classmethod
+    def of(cls, job: Job) -> Workload:
+        image = job.request.image is not None or job.request.last_image is not None
+        return cls(job.latent_shape, job.plan, job.batched, image)
 
 
-def make_residency(
-    parts: Parts,
+@dataclass(frozen=True)
+class MemoryPlanner:
+    """Makes memory plans for models that are held as `settings` say, on a GPU."""
+
+    settings: ModelSettings
+    options: LoadOptions
+
+    def plan(self, workload: Workload | None, held: Residency | None = None) -> MemoryPlan:
+        """workload: None is the task's own size. held: what an earlier plan has put on the device; that plan stays if
+        `workload` fits."""
+        settings, options = self.settings, self.options
+        extra = lora_bytes(settings.all_loras)
+        beside = beside_workload(settings.found, workload, settings.per_token("cuda"), settings.dtype.itemsize)
+        beside = beside_attached(beside, extra)
+        sizes = model_sizes(settings)
+        available = device_room(settings.device, options.memory_limit)
+        if held is not None:
+            available += held.weights_on_device()
+            blocks = held.resident_blocks if held.policy == "stream" else None
+            same = plan_memory(sizes, beside, available, held.policy, blocks, together=held.room is not None)
+            if same.denoises:
+                return same
+        mode = cast(Literal["auto", "resident", "swap", "stream"], options.residency)
+        return plan_memory(sizes, beside, available, mode, options.resident_blocks)
+
+
+def make_planner(settings: ModelSettings, options: LoadOptions) -> MemoryPlanner | None:
+    """None on a CPU, whose memory is not planned. Applies the memory limit."""
+    if settings.device.type == "cuda":
+        if options.memory_limit is not None:
+            cap_memory(settings.device, options.memory_limit)
+        return MemoryPlanner(settings, options)
+    if options.memory_limit is not None:
+        raise OptionError("a memory limit applies to a GPU, and this run is on a CPU: leave it out")
+    return None
+
+
+def choose_residency(
     options: LoadOptions,
     report: Report,
-    job: Job | None,
-    planned: Planned | None,
+    plan: MemoryPlan | None,
+    layers: int,
     ranks: RankMesh | None,
-    *,
-    shards: bool,
+    why_not_shard: str | None,
 ) -> tuple[Residency, bool]:
-    """Where the weights will be, by the memory plan; on a CPU they stay, unless streaming is asked for. And whether
-    ranks hold the experts in parts, which they may if `shards`."""
+    """Where the weights are held, and whether ranks hold the experts in parts. plan: None on a CPU; there weights stay,
+    unless streaming is asked for. layers: of a transformer."""
     device = report.device
     if options.residency == "shard":
+        if why_not_shard is not None:
+            raise OptionError(f"residency 'shard' is not available: {why_not_shard}")
         report.notes.append("residency: shard (asked for)")
         return Residency(device, "resident"), True
-    if planned is None:
-        blocks = parts.dit.num_layers if options.resident_blocks is None else options.resident_blocks
-        if blocks > parts.dit.num_layers or blocks < 0:
-            raise OptionError(f"{blocks} resident blocks given; the transformer has {parts.dit.num_layers}")
-        streams = options.residency == "stream" or options.resident_blocks is not None
-        blocks = blocks if options.resident_blocks is not None else 0
-        report.notes.append(f"residency: {'stream' if streams else 'resident'} (weights are in host memory on a CPU)")
-        return Residency(device, "stream" if streams else "resident", resident_blocks=blocks), False
-    plan = planned(job)
+    if plan is None:
+        return _on_cpu(options, report, layers), False
     if ranks is not None:
-        # By the fullest device, for all of them: what one rank has no room for, none may count on.
-        places = ("resident", "swap", "stream")
-        worst = places[int(ranks.agree(places.index(plan.policy)))]
+        # By the fullest device, for all of them: the ranks must agree.
+        policy = POLICIES[int(ranks.agree(POLICIES.index(plan.policy)))]
         blocks = int(ranks.agree(plan.resident_blocks if plan.policy == "stream" else 1 << 20, largest=False))
-        if worst != "resident" and options.residency == "auto" and shards:
+        if policy != "resident" and options.residency == "auto" and why_not_shard is None:
             report.notes.append(f"residency: shard ({plan.why}; the ranks of a sequence hold the experts in parts)")
             return Residency(device, "resident"), True
-        if worst != plan.policy:
-            report.notes.append(f"residency: {worst} (another rank has no room for more)")
-            return Residency(device, worst, resident_blocks=blocks if worst == "stream" else 0), False
+        if policy != plan.policy:
+            report.notes.append(f"residency: {policy} (another rank has no room for more)")
+            return Residency(device, policy, resident_blocks=blocks if policy == "stream" else 0), False
     report.notes += [f"residency: {plan.policy} ({plan.why})", plan.table()]
     room = plan.room if plan.together else None
     made = Residency(device, plan.policy, resident_blocks=plan.resident_blocks, room=room, beside=plan.beside)
     return made, False
 
 
-def plan_models(
-    parts: Parts,
-    options: LoadOptions,
-    dtypes: Mapping[str, torch.dtype],
-    precision: str,
-    device: torch.device | int,
-    job: Job | None,
-    held: Residency | None = None,
-    held_as: Mapping[str, Quantization | None] | None = None,
-    extra: int = 0,
-) -> MemoryPlan:
-    """The memory plan of `parts` for `job` (None: the task's own size). device: a GPU, or the bytes that one has. held:
-    what a plan made before has put there; it stays as it is while `job` fits. held_as: how each part is held. extra:
-    bytes of LoRAs."""
-    quantized, itemsize = precision in QUANTIZED, dtypes["high"].itemsize
-    held_as = held_as or {}
-    units = unit_bytes(parts.dit, itemsize, quantized, options.keep_blocks)
-    kept = held_as.get("high")
-    if is_packed(kept):
-        units = packed_units(parts.of["high"], dtypes["high"], kept)
-    sizes = Sizes(
-        units=units,
-        experts=1 + ("low" in parts.of),
-        text_encoder=parts.of["text_encoder"].bytes(dtypes["text_encoder"], held_as.get("text_encoder")),
-        vae=parts.of["vae"].bytes(dtypes["vae"]),
-    )
-    per_token = factor(parts.dit, itemsize=itemsize, device="cuda", compile=options.compile, precision=precision)
-    beside = beside_job(parts, job, per_token, itemsize)
-    beside = replace(beside, denoise=beside.denoise + extra)
-    mode = cast(Literal["auto", "resident", "swap", "stream"], options.residency)
-    available = device if isinstance(device, int) else device_room(device, options.memory_limit)
-    if held is not None:
-        available += held.weights_on_device()
-        blocks = held.resident_blocks if held.policy == "stream" else None
-        same = plan_memory(sizes, beside, available, held.policy, blocks, together=held.room is not None)
-        if same.denoises:
-            return same
-    return plan_memory(sizes, beside, available, mode, options.resident_blocks)
+def _on_cpu(options: LoadOptions, report: Report, layers: int) -> Residency:
+    streams = options.residency == "stream" or options.resident_blocks is not None
+    blocks = options.resident_blocks or 0
+    if not 0 <= blocks <= layers:
+        raise OptionError(f"{blocks} resident blocks given; the transformer has {layers}")
+    report.notes.append(f"residency: {'stream' if streams else 'resident'} (weights are in host memory on a CPU)")
+    return Residency(report.device, "stream" if streams else "resident", resident_blocks=blocks)
 
 
-def packed_units(part: Part, dtype: torch.dtype, quantization: Quantization | None) -> tuple[int, ...]:
-    """As `unit_bytes`, of a transformer that stays as its file packs it."""
-    config = cast(DiTConfig, part.config)
-    rest, blocks = unit_bytes(config, dtype.itemsize, False)[0], config.num_layers
-    return (rest, *[max(0, part.bytes(dtype, quantization) - rest) // blocks] * blocks)
+OTHERS = ("text_encoder", "vae", "clip_vision")
 
 
-def beside_job(parts: Parts, job: Job | None, per_token: float, itemsize: int) -> Beside:
-    """What runs beside the weights."""
-    if job is None:
-        stride, task = parts.vae.spatial_stride, parts.task
-        T, Y, X = (task.frames - 1) // parts.vae.temporal_stride + 1, task.height // stride, task.width // stride
-        return beside_weights(parts.dit, parts.vae, (1, parts.vae.z_dim, T, Y, X), per_token=per_token)
-    return beside_weights(
-        parts.dit,
-        parts.vae,
-        job.latent_shape,
-        per_token=per_token,
-        itemsize=itemsize,
-        guided=job.plan.guided,
-        residuals=residual_bytes(job.plan, job.tokens, parts.dit.dim, itemsize),
-        batched=job.batched,
-        image=job.request.image is not None or job.request.last_image is not None,
+def model_sizes(settings: ModelSettings) -> Sizes:
+    """Of what is loaded: transformers alone have no text encoder and no VAE beside them."""
+    others = {name: settings.parts[name].bytes if name in settings.parts else 0 for name in OTHERS}
+    return Sizes(units=settings.parts["high"].units, experts=1 + ("low" in settings.parts), **others)
+
+
+def beside_workload(found: Parts | Experts, workload: Workload | None, per_token: float, itemsize: int) -> Beside:
+    """What a run needs beside the weights. workload: None is the task's own size. Transformers alone encode and decode
+    nothing."""
+    if workload is None:
+        stride, task = found.vae.spatial_stride, found.task
+        T, Y, X = (task.frames - 1) // found.vae.temporal_stride + 1, task.height // stride, task.width // stride
+        beside = beside_weights(found.dit, found.vae, (1, found.vae.z_dim, T, Y, X), per_token=per_token)
+    else:
+        plan, (B, _, T, Y, X) = workload.plan, workload.latent_shape
+        beside = beside_weights(
+            found.dit,
+            found.vae,
+            workload.latent_shape,
+            per_token=per_token,
+            itemsize=itemsize,
+            guided=plan.guided,
+            residuals=residual_bytes(plan, B * found.dit.tokens(T, Y, X), found.dit.dim, itemsize),
+            batched=workload.batched,
+            image=workload.image,
+        )
+    return beside if "vae" in found.of else replace(beside, text=0, decode=0, image=0)
+
+
+def beside_attached(beside: Beside, loras: int) -> Beside:
+    """Attached LoRAs of so many bytes stay on the device in every phase."""
+    image = beside.image + loras if beside.image else 0
+    return replace(
+        beside, text=beside.text + loras, denoise=beside.denoise + loras, decode=beside.decode + loras, image=image
     )
 
 
 def forward_bytes(config: DiTConfig, tokens: int, per_token: float = FACTORS["torch"]) -> int:
     """What a forward of so many tokens needs besides weights, bf16, both branches' text included. per_token: of
-    `budget.factor`; by default what is most."""
-    text = 2 * 2 * 2 * config.num_layers * config.text_len * config.dim
+    `planning.factor`; by default what is most."""
+    text = 2 * 2 * 2 * config.num_layers * config.context_len * config.dim
     return int(per_token * 2 * tokens * config.dim + text + LATENTS * min(1.0, tokens / 32760))
 
 

@@ -27,17 +27,20 @@ from wan_core.execution.report import Report, StepClock
 from wan_core.media.video import load_image
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import denormalise
+from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.parallel.conditioning import rows_of_all, text_rank
 from wan_core.parallel.guidance import SplitBranches
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.builder import Models, choose_device, compute_dtype, load_models
+from wan_core.pipeline.builder import Models, load_models
 from wan_core.pipeline.images import decode_latents, pixels_to_video
 from wan_core.pipeline.loras import lora_files
+from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.resolved_request import Job, make_job
-from wan_core.pipeline.sources import find_models, own_loras
-from wan_core.sampling.conditioning import Conditioning, draw_noise, first_latent, image_channels
+from wan_core.pipeline.settings import choose_device, compute_dtype
+from wan_core.pipeline.sources import Parts, find_models, own_loras
+from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import Progress, denoise, retried
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.run import check_kernel
@@ -81,16 +84,8 @@ class Pipeline:
             options = own_loras(options, request.preset, image=image)
         with report.phase("load"):
             found = find_models(options, image=image)
-            job = None
-            if request is not None:
-                files = found.of["high"].path, found.low_path, lora_files(options.loras)
-                job = make_job(request, found.task, found.dit, found.vae, *files)
-                if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
-                    device, head_dim = report.device, found.dit.head_dim
-                    dtype = compute_dtype(options.precision, device)
-                    attention, _ = resolve_attention(options.attention, device, dtype, head_dim)
-                    check_kernel(job.plan.sparse, attention, device, head_dim, job.tokens)
-            models = load_models(found, options, report, job, ranks)
+            job = None if request is None else first_job(found, options, request, report.device)
+            models = load_models(found, options, report, None if job is None else Workload.of(job), ranks)
         return cls(models, report)
 
     @torch.no_grad()
@@ -99,21 +94,28 @@ class Pipeline:
         request: Request,
         *,
         on_step: OnStep | None = None,
+        on_job: Callable[[Job], None] = lambda _: None,
         on_phase: Callable[[str], None] = lambda _: None,
+        on_latents: Callable[[Tensor], None] = lambda _: None,
         keep_latents: Path | None = None,
     ) -> Result:
-        """Make one video. Finished latents are written to `keep_latents` before they are decoded, and stay there."""
+        """Make one video. Finished latents are written to `keep_latents` before they are decoded, and stay there.
+
+        on_job: told what will be made, after every check. on_phase: the names of phases as they begin. on_latents: told
+        the finished latents, before they are decoded.
+        """
         job = self.prepare(request)
+        on_job(job)
         on_phase("text")
         conditioning = self.encode(job)
         if self.models.compiles:
             on_phase("compile in the first step")
         on_phase("denoise")
         latents = self.sample(job, conditioning, on_step)
-        self.models.keep_compiled()
         if keep_latents is not None:
             with self.report.phase("save latents"):
                 save_latents(keep_latents, latents, job.fps, self.report.settings)
+        on_latents(latents)
         on_phase("decode")
         frames = decode_latents(self.fetch("vae", self.models.vae), latents, self.report)
         return Result(frames, latents.cpu(), job.fps, job.plan, self.report)
@@ -125,7 +127,7 @@ class Pipeline:
         files = models.checkpoint, models.low_checkpoint, models.loras
         streamed = models.residency.policy == "stream"
         job = make_job(request, models.task, models.dit_config, models.vae_config, *files, streamed)
-        memory = models.place(job)
+        memory = models.place(Workload.of(job))
         if memory is not None:
             self.report.settings["memory"] = memory.as_dict()
         self.report.settings |= {**job.settings(), "attention": models.attention, "residency": models.residency.policy}
@@ -158,13 +160,22 @@ class Pipeline:
             cond, uncond = rows[:1], rows[1:] if job.plan.guided else None
         if job.request.image is None and job.request.last_image is None:
             return Conditioning(cond=cond, uncond=uncond)
+        features = self.image_features(job)
         vae = self.fetch("vae", self.models.vae)
         with self.report.phase("encode image"):
             first, last = (self._image(path, job) for path in (job.request.image, job.request.last_image))
-            if job.image_channels:
-                return Conditioning(cond=cond, uncond=uncond, concat=image_channels(vae, first, last, job.frames))
-            assert first is not None
-            return Conditioning(cond=cond, uncond=uncond, known=first_latent(vae, first))
+            inputs = family_of(job.task).image_inputs(job.task, vae, first, last, job.frames)
+        return Conditioning(cond=cond, uncond=uncond, image_features=features, **inputs)
+
+    def image_features(self, job: Job) -> Tensor | None:
+        """What CLIP sees in the first frame, or in the last where only that is known; None for tasks without it."""
+        if job.task.image_dim is None:
+            return None
+        encoder = self.fetch("CLIP vision encoder", self.models.clip_vision)
+        with self.report.phase("encode image"):
+            frame = self._image(job.request.image or job.request.last_image, job)
+            assert frame is not None
+            return encoder(frame[:, :, 0])
 
     def fetch(self, name: str, use: Callable[[], Module]) -> Module:
         """A model ready on the device. Where models take turns, bringing it there is a phase of its own."""
@@ -220,6 +231,17 @@ class Pipeline:
         self.report.notes.append(note)
         models.residency.use(name if name in models.residency.models else "high")
         return True
+
+
+def first_job(found: Parts, options: LoadOptions, request: Request, device: torch.device) -> Job:
+    """`request` checked against files before any weights are read. Raises OptionError or AttentionError."""
+    files = found.of["high"].path, found.low_path, lora_files(options.loras)
+    job = make_job(request, found.task, found.dit, found.vae, *files)
+    if job.plan.sparse is not None and job.plan.sparse.kernel != "auto":
+        head_dim, dtype = found.dit.head_dim, compute_dtype(options.precision, device)
+        attention, _ = resolve_attention(options.attention, device, dtype, head_dim)
+        check_kernel(job.plan.sparse, attention, device, head_dim, job.tokens)
+    return job
 
 
 @torch.no_grad()

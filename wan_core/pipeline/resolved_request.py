@@ -27,6 +27,7 @@ class Job:
     """One video to make, in full."""
 
     request: Request
+    task: Task
     plan: Plan
     negative_prompt: str
     width: int
@@ -35,7 +36,6 @@ class Job:
     fps: int
     latent_shape: tuple[int, int, int, int, int]  # [1, C, T, Y, X]
     tokens: int
-    image_channels: bool  # the image goes into channels beside the noise (I2V), not into the first latent frame (TI2V)
     batched: bool
     batched_why: str
 
@@ -98,13 +98,12 @@ def make_job(
         solver=request.solver,
     )
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
-    image_channels = dit.in_channels > dit.out_channels
-    _check_images(request, task, image_channels, known_frame=dit.out_channels == 48)
+    _check_images(request, task)
     multiple = vae.spatial_stride * dit.patch_size[1]
     width, height = given(request.width, task.width), given(request.height, task.height)
     if request.width is None and request.image is not None:
         rows, columns = load_image(request.image).shape[:2]
-        fit = size_for_image if image_channels else best_size_for_image
+        fit = size_for_image if task.image == "channels" else best_size_for_image
         width, height = fit(columns, rows, task.width * task.height, multiple)
     frames = given(request.frames, task.frames)
     check_size(width, height, frames, multiple=multiple, temporal=vae.temporal_stride)
@@ -114,6 +113,7 @@ def make_job(
     batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
     return Job(
         request=request,
+        task=task,
         plan=plan,
         negative_prompt=task.negative_prompt if request.negative_prompt is None else request.negative_prompt,
         width=width,
@@ -122,7 +122,6 @@ def make_job(
         fps=given(request.fps, task.fps),
         latent_shape=(1, vae.z_dim, T, Y, X),
         tokens=tokens,
-        image_channels=image_channels,
         batched=batched,
         batched_why=why,
     )
@@ -132,13 +131,13 @@ def given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def _check_images(request: Request, task: Task, image_channels: bool, known_frame: bool) -> None:
+def _check_images(request: Request, task: Task) -> None:
     image = request.image or request.last_image
-    if image_channels and not image:
+    if task.image == "channels" and not image:
         raise OptionError(f"{task.name} turns an image into a video: give --image (and optionally --last-image)")
-    if image and not (image_channels or known_frame):
+    if image and task.image == "none":
         raise OptionError(f"{task.name} takes no image: leave --image out, or load an image-to-video model")
-    if request.last_image and not image_channels:
+    if request.last_image and task.image != "channels":
         raise OptionError(f"{task.name} takes a first frame only: leave --last-image out")
     for path in (request.image, request.last_image):
         if path is not None:

@@ -8,7 +8,7 @@ weights are read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -18,25 +18,28 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint import Checkpoint, detect, find_parts, load_dit, load_text_encoder, load_vae, open_checkpoint
-from wan_core.checkpoint.detect import Detected, Kind, empty_module
+from wan_core.checkpoint.detect import Config, Detected, Kind, empty_module
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.vision import find_vision_file, load_vision
 from wan_core.config import LoadOptions, LoraOptions, OptionError
 from wan_core.models.text.config import UMT5_XXL, TextConfig
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
-from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
-from wan_core.models.wan.config import I2V_A14B, T2V_A14B, TI2V_5B, DiTConfig
-from wan_core.models.wan.tasks import Task, find_task
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.vision.config import VIT_H, VisionConfig
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import choose_task
+from wan_core.models.wan.families.family import Clues
+from wan_core.models.wan.tasks import TASKS, Task, find_task
 from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 TINY_LORAS = {expert: TINY / "lora" / f"t2v_4step_lora_{expert}_noise.safetensors" for expert in ("high", "low")}
-PARTS = ("high", "low", "text_encoder", "vae")
-RANDOM = {"t2v-A14B": (T2V_A14B, VAE_21), "i2v-A14B": (I2V_A14B, VAE_21), "ti2v-5B": (TI2V_5B, VAE_22)}
-TASK_OF_CHANNELS = {16: "t2v-A14B", 36: "i2v-A14B", 48: "ti2v-5B"}
+PARTS = ("high", "low", "text_encoder", "vae", "clip_vision")
+RANDOM = {task.name: (task.full_size, task.vae) for task in TASKS.values() if task.full_size is not None}
 
 Share = Callable[[Checkpoint], Checkpoint]
 """Puts something between a file and what is loaded from it: ranks that read it together."""
@@ -74,12 +77,13 @@ class Part:
     """One model before it is loaded: what it is, and how to get it."""
 
     source: str
-    config: DiTConfig | TextConfig | VAEConfig
+    config: Config
     stored: torch.dtype
     parameters: int
     load: Loader
     scaled: bool = False  # stored in FP8 with scales
     path: Path | None = None  # of its file or folder
+    metadata: Mapping[str, str] = field(default_factory=dict)  # of its file
     packed: PackedSize | None = None  # of what may stay packed in memory, None if nothing is
     fp8_parameters: int = 0  # of matrices of the blocks that are stored in FP8 with scales
 
@@ -90,9 +94,8 @@ class Part:
             return size.bytes + (self.parameters - size.parameters) * dtype.itemsize
         if quantization is None or not isinstance(self.config, DiTConfig):
             return self.parameters * dtype.itemsize
-        dim, ffn = self.config.dim, self.config.ffn_dim
         blocks = self.config.num_layers - 2 * quantization.keep_blocks
-        encoded = blocks * (8 * dim * dim + 2 * dim * ffn)
+        encoded = blocks * self.config.block_matrices
         if quantization.as_stored:
             encoded = min(encoded, self.fp8_parameters)
         return encoded + (self.parameters - encoded) * dtype.itemsize
@@ -100,10 +103,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """The models of a task by name: high, low (absent where one transformer runs every step), text_encoder, vae."""
+    """The models of a task by name: high, low (absent where one transformer runs every step), text_encoder, vae,
+    clip_vision (where the task needs it). why: what decided which task it is, where tensors do not."""
 
     task: Task
     of: Mapping[str, Part]
+    why: str = ""
 
     @property
     def dit(self) -> DiTConfig:
@@ -145,35 +150,75 @@ def own_loras(options: LoadOptions, preset: str, *, image: bool = False) -> Load
 def file_parts(options: LoadOptions, image: bool) -> Parts:
     """Recognise the files of `options`. Raises CheckpointError or OptionError."""
     paths = resolve_paths(options, image)
-    tokenizer = paths.pop("tokenizer", None)
+    tokenizer, clip_vision = paths.pop("tokenizer", None), paths.pop("clip_vision", None)
     loaders = {"high": load_dit, "low": load_dit, "vae": load_vae}
     loaders["text_encoder"] = partial(load_text_encoder, tokenizer=tokenizer)
     kinds: dict[str, Kind] = {"high": "dit", "low": "dit", "text_encoder": "text_encoder", "vae": "vae"}
     found = {name: recognise(path, kinds[name], loaders[name]) for name, path in paths.items()}
     dit = found["high"].config
     assert isinstance(dit, DiTConfig)
+    why = ""
     if options.task is not None:
         task = find_task(options.task)
     elif options.model == "tiny":
         task = find_task("i2v-tiny" if image else "t2v-tiny")
     else:
-        task = task_of(dit)
+        task, why = choose_task(dit, clues_of(found["high"], alone="low" not in found))
     if task.in_channels != dit.in_channels:
         raise OptionError(
             f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}"
         )
+    check_features(task, dit, found["high"].source)
     if task.two_experts and "low" not in found:
-        raise OptionError(f"{task.name} has two experts: give both --high and --low")
-    return Parts(task, found)
+        raise OptionError(f"{task.name} has two experts: give both --high and --low" + (f" ({why})" if why else ""))
+    if task.image_dim is not None:
+        found["clip_vision"] = recognise_vision(clip_vision, task)
+    elif options.clip_vision is not None:
+        raise OptionError(f"{task.name} takes no CLIP features of an image: leave --clip-vision out")
+    return Parts(task, found, why)
 
 
-def task_of(dit: DiTConfig) -> Task:
-    """The task that a transformer of this shape was trained for. Raises OptionError."""
-    if dit.in_channels not in TASK_OF_CHANNELS:
+def recognise_vision(path: Path | None, task: Task) -> Part:
+    """The CLIP vision encoder in `path`. Raises OptionError for None, CheckpointError for a file of another kind."""
+    if path is None:
         raise OptionError(
-            f"a transformer of {dit.in_channels} input channels belongs to no known task; name one with --task"
+            f"{task.name} needs a CLIP vision encoder for the image: add --clip-vision FILE, "
+            "clip_vision_h.safetensors or models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
         )
-    return find_task(TASK_OF_CHANNELS[dit.in_channels])
+    checkpoint, found = find_vision_file(path)
+    infos = [checkpoint.tensors[theirs] for theirs, _ in found.names.values()]
+
+    def load(
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+        loras: Merge | None = None,
+        share: Share | None = None,
+    ) -> nn.Module:
+        # Half precision is float16 here, as it is stored and as the reference computes.
+        half = torch.float16 if dtype == torch.bfloat16 else dtype
+        return load_vision(checkpoint if share is None else share(checkpoint), device=device, dtype=half)
+
+    parameters = sum(p.numel() for p in empty_module(found.config).parameters())
+    stored = max(infos, key=lambda info: info.nbytes).dtype
+    return Part(f"{checkpoint.describe()} ({found.layout})", found.config, stored, parameters, load, path=path)
+
+
+def check_features(task: Task, dit: DiTConfig, source: str) -> None:
+    """Raise OptionError where a task is named that takes CLIP features and the transformer does not, or the reverse."""
+    if task.image_dim != dit.image_dim:
+        needs, has = ("no" if dim is None else f"{dim} wide" for dim in (task.image_dim, dit.image_dim))
+        raise OptionError(f"task {task.name} needs {needs} CLIP features of an image; {source} takes {has}")
+
+
+def embedded_task(dit: DiTConfig) -> Task:
+    """The task of a transformer of the embedded model."""
+    return next(task for task in TASKS.values() if task.release == "embedded" and task.in_channels == dit.in_channels)
+
+
+def clues_of(part: Part, *, alone: bool) -> Clues:
+    """What besides its shapes tells what a transformer is for. alone: no second expert is given."""
+    return Clues(part.path, part.metadata, alone)
 
 
 @dataclass(frozen=True)
@@ -185,6 +230,12 @@ class Experts:
     high: Part
     low: Part | None
     vae: VAEConfig
+    why: str = ""  # as of `Parts`
+
+    @property
+    def of(self) -> Mapping[str, Part]:
+        """By name, as in `Parts`."""
+        return {"high": self.high} if self.low is None else {"high": self.high, "low": self.low}
 
     @property
     def dit(self) -> DiTConfig:
@@ -199,11 +250,13 @@ def find_experts(high: str | Path, low: str | Path | None = None) -> Experts:
     if second is not None and second.config != dit:
         raise OptionError(f"the experts differ: high is {dit}, low is {second.config}. Use the two files of one model.")
     if Path(high).parent == TINY:
-        task = find_task("i2v-tiny" if dit.in_channels == 36 else "t2v-tiny")
+        task, why = embedded_task(dit), ""
         vae = cast(VAEConfig, recognise(TINY / "vae.safetensors", "vae", load_vae).config)
     else:
-        task, vae = task_of(dit), VAE_22 if dit.out_channels == VAE_22.z_dim else VAE_21
-    return Experts(task if second is not None else replace(task, two_experts=False, boundary=0.0), first, second, vae)
+        task, why = choose_task(dit, clues_of(first, alone=second is None))
+        vae = task.vae
+    task = task if second is not None else replace(task, two_experts=False, boundary=0.0)
+    return Experts(task, first, second, vae, why)
 
 
 def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
@@ -249,6 +302,7 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
             **({"loras": loras} if kind == "dit" else {}),
         ),
         path=path,
+        metadata=checkpoint.metadata,
         scaled=bool(found.scales),
         packed=packed_size(checkpoint, found),
         fp8_parameters=sum(
@@ -289,7 +343,7 @@ def random_parts(options: LoadOptions) -> Parts:
         if not layers.isdecimal() or not 0 < int(layers) <= dit.num_layers:
             raise OptionError(f"{options.model}: {layers!r} blocks given; 1 to {dit.num_layers} are possible")
         dit = replace(dit, num_layers=int(layers))
-    configs: dict[str, DiTConfig | TextConfig | VAEConfig] = {
+    configs: dict[str, Config] = {
         "high": dit,
         "low": dit,
         "text_encoder": UMT5_XXL,
@@ -297,10 +351,12 @@ def random_parts(options: LoadOptions) -> Parts:
     }
     if not task.two_experts:
         del configs["low"]
+    if task.image_dim is not None:
+        configs["clip_vision"] = VIT_H
     return Parts(task, {name: random_part(config, seed) for seed, (name, config) in enumerate(configs.items())})
 
 
-def random_part(config: DiTConfig | TextConfig | VAEConfig, seed: int) -> Part:
+def random_part(config: Config, seed: int) -> Part:
     def load(
         device: torch.device,
         dtype: torch.dtype,
@@ -330,6 +386,11 @@ def check_fit(parts: Parts) -> None:
     if text.dim != dit.text_dim:
         raise OptionError(
             f"the text encoder gives rows of {text.dim}, the transformer takes {dit.text_dim}: not of one model"
+        )
+    vision = parts.of.get("clip_vision")
+    if vision is not None and cast(VisionConfig, vision.config).dim != dit.image_dim:
+        raise OptionError(
+            f"the CLIP vision encoder is not {dit.image_dim} wide, as the transformer needs: not of one model"
         )
     if vae.z_dim != dit.out_channels:
         raise OptionError(

@@ -1,8 +1,8 @@
-"""Have a run's first step behind you: one forward of each expert at the size that will be asked for.
+"""One forward of each expert at the size of a request, so that the first video runs as fast as later ones.
 
-That loads kernels, compiles blocks, calibrates the cuDNN and cuBLAS choices of this very size, and brings the weights
-where they will be. One step per expert, because steps are few before the change of experts at a large shift: a warm-up
-of the first two would never reach the other one.
+It loads kernels, compiles blocks, lets cuDNN and cuBLAS choose their algorithms for this size, and brings the weights
+to where they will be. Each expert runs once: with a large shift the change of experts comes late, and the first two
+steps would never reach the second one.
 """
 
 from __future__ import annotations
@@ -13,29 +13,54 @@ from functools import partial
 import torch
 
 from wan_core.config import Request
+from wan_core.execution.optimize import begin_run
+from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import ForwardInfo
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.rehearsal import forward_once
 from wan_core.pipeline.resolved_request import Job
+from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.denoise import retried
 from wan_core.sampling.plan import Expert
+from wan_core.sampling.sparsity.run import sparse_attention
 
 
 @torch.no_grad()
-def warm_up(pipe: Pipeline, request: Request, on_phase: Callable[[str], None] = lambda _: None) -> list[str]:
-    """One forward of each expert of `request`, the first to run last, so that it is there. Returns notes.
+def warm_up(pipe: Pipeline, request: Request, on_phase: Callable[[str], None] = lambda _: None) -> None:
+    """One forward of each expert of `request`; the expert that a run starts with comes last, so that it is on the
+    device then.
 
-    on_phase: told "warm up high", "warm up low"; where blocks are compiled the word is "compile". What was compiled is
-    kept for other processes. Where memory runs out it goes on as a run does.
+    on_phase: told "warm up high", "warm up low"; "compile ..." for the forward that compiles the blocks. If memory runs
+    out, it goes on as a run does.
     """
-    job, notes = pipe.prepare(request), []
+    job = pipe.prepare(request)
     for expert in reversed(job.plan.experts):
         on_phase(f"{'compile' if pipe.models.compiles else 'warm up'} {expert}")
         with pipe.report.phase(f"warm up {expert}"):
             retried(partial(_forward, pipe, job, expert), partial(pipe.relieve, expert))
-    if pipe.models.keep_compiled():
-        notes.append("what was compiled is kept for other processes")
-    return notes
 
 
 def _forward(pipe: Pipeline, job: Job, expert: Expert) -> None:
     forward_once(pipe.models.expert(expert), job, expert, pipe.models.device)
+
+
+def forward_once(model: WanModel, job: Job, expert: Expert, device: torch.device) -> None:
+    """A forward of `model` as the first step of `expert` in `job` runs it, and nothing of it left behind. Where some
+    steps have sparse attention and some have not, one of each: they are different code."""
+    config, batch = model.config, 2 if job.batched else 1
+    begin_run(model)
+    noise = draw_noise(0, job.latent_shape).to(device)
+    shape = (batch, config.in_channels, *job.latent_shape[2:])
+    x = noise.new_zeros(shape)
+    x[:, : noise.shape[1]] = noise
+    # Two prompts, of which one branch sees its part, as in a run.
+    rows = draw_noise(1, (1, 8, config.text_dim)).to(device).expand(2 if job.plan.guided else batch, -1, -1)
+    text = model.prepare_text(rows).rows(0, batch)
+    phase = [step for step in job.plan.steps if step.expert == expert]
+    image = job.request.image is not None or job.request.last_image is not None
+    known = config.out_channels == 48 and job.request.image is not None  # each latent frame has its own timestep
+    with sparse_attention(model, job.plan, phase, job.latent_shape[2:], image):
+        for step in {step.sparsity > 0: step for step in reversed(phase)}.values():  # the first of each kind
+            branches = step.branches if job.batched else step.branches[:1]
+            timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)
+            model(x, timestep, text, ForwardInfo(step.index, branches, sparsity=step.sparsity))
+    begin_run(model)

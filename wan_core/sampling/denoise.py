@@ -172,7 +172,8 @@ class Guided:
             if conditioning.uncond is None:
                 raise ValueError("the plan guides with a negative prompt, but none was encoded")
             rows.append(conditioning.uncond)
-        self.both = model.prepare_text(stack_text(rows, batch))  # cond before uncond along the batch
+        features = stack_features(conditioning.image_features, batch, len(rows))
+        self.both = model.prepare_text(stack_text(rows, batch), features)  # cond before uncond along the batch
         self.text = {"cond": self.both.rows(0, batch), "uncond": self.both.rows(batch, 2 * batch)}
         adaptive = plan.adaptive is not None and any(step.action == "adaptive" for step in phase)
         self.adaptive = (
@@ -229,6 +230,11 @@ def stack_text(rows: list[Tensor], batch: int) -> Tensor:
     itself pads."""
     longest = max(r.shape[1] for r in rows)
     return torch.cat([F.pad(r, (0, 0, 0, longest - r.shape[1])).expand(batch, -1, -1) for r in rows])
+
+
+def stack_features(features: Tensor | None, batch: int, branches: int) -> Tensor | None:
+    """CLIP features [1 or B, N, D] -> [branches * B, N, D]: both branches see the image."""
+    return None if features is None else features.expand(batch, -1, -1).repeat(branches, 1, 1)
 
 
 def model_inputs(x: Tensor, timestep: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""A generation as numbers: every step's timestep, sigma, expert, guidance, branches and action, known before the first.
+"""The plan of a generation: timestep, sigma, expert, guidance, branches and action of every step, as plain numbers.
 
-`make_plan` is a pure function; a `Plan` holds no tensors. It can be printed, drawn, tested and estimated without a
-GPU, and the same plan drives the sampler, the progress bar, the time estimate and the report.
+`make_plan` is a pure function and a `Plan` holds no tensors, so a plan can be printed, drawn, tested and timed without
+a GPU. The same plan drives the sampler, the progress bar, the time estimate and the report.
 """
 
 from __future__ import annotations
@@ -30,49 +30,48 @@ MAX_STEPS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step from `sigma` to `sigma_next`. `timestep` (0..1000) is what the model is told; it also chooses the
-    expert."""
+    """One step from `sigma` to `sigma_next`. `timestep` (0..1000) is the model's input and selects the expert."""
 
     index: int
     timestep: float
     sigma: float
     sigma_next: float
     expert: Expert
-    guidance: float  # velocity = uncond + guidance * (cond - uncond); 1 runs no unconditional branch
+    guidance: float  # velocity = uncond + guidance * (cond - uncond); 1 runs the conditional branch only
     branches: tuple[Branch, ...]
-    action: Action = "compute"  # of the skipped branches: the last residual of the blocks, or a forecast from several
-    skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": need not; decided while running)
-    order: int = 0  # of a forecast
-    delta: bool = False  # guided by the last difference of the branches: the conditional one alone runs
-    sparsity: float = 0.0  # share of the blocks of keys that attention leaves out
-    cost: float = 1.0  # seconds of a forward over those of one that reads everything, as estimated
+    action: Action = "compute"  # for the skipped branches: reuse the blocks' last residual, or forecast it from several
+    skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": may not run, decided in the run)
+    order: int = 0  # order of the forecast
+    delta: bool = False  # only the conditional branch runs; the last difference of the branches is reused
+    sparsity: float = 0.0  # share of the key blocks that attention does not read
+    cost: float = 1.0  # estimated time of a forward, relative to one with dense attention
 
     @property
     def forwards(self) -> int:
-        """Runs of all blocks; where the step is decided while running, as many as there may be."""
+        """Number of branches whose blocks run; for adaptive steps the upper limit."""
         return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
 
     def words(self) -> str:
-        """What the step does, for people: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
-        apart = f" {'+'.join(self.skipped)}" if self.skipped not in ((), self.branches) else ""
-        part = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
-        return f"{self.action}{apart}{', last guidance' if self.delta else ''}{part}"
+        """The step's action as text: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
+        skipped = f" {'+'.join(self.skipped)}" if self.skipped not in ((), self.branches) else ""
+        keys = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
+        return f"{self.action}{skipped}{', last guidance' if self.delta else ''}{keys}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All steps of one generation and the numbers they follow from."""
+    """All steps of one generation and the settings that determine them."""
 
     task: str
     solver: str
     shift: float
     boundary: float
     steps: tuple[Step, ...]
-    unskipped: int | None = None  # forwards of the same plan with nothing left out; None: nothing is
-    notes: tuple[str, ...] = ()  # what was decided about leaving forwards out
-    adaptive: AdaptiveOptions | None = None  # how steps marked "adaptive" are decided
-    sparse: SparseOptions | None = None  # how steps with a sparsity choose what they read
-    keeps: tuple[tuple[Expert, tuple[float, ...]], ...] = ()  # by expert: share of the blocks that each layer reads
+    unskipped: int | None = None  # forwards of the same plan without skipping; None: no skipping was asked for
+    notes: tuple[str, ...] = ()  # decisions about skipping, sparsity and presets, for the report
+    adaptive: AdaptiveOptions | None = None  # the rule for steps marked "adaptive"
+    sparse: SparseOptions | None = None  # how steps with a sparsity select blocks
+    keeps: tuple[tuple[Expert, tuple[float, ...]], ...] = ()  # per expert: share of the blocks that each layer reads
 
     @property
     def phases(self) -> tuple[tuple[Step, ...], ...]:
@@ -81,11 +80,11 @@ class Plan:
 
     @property
     def saved(self) -> float:
-        """The share of forwards that are left out."""
+        """The share of forwards that do not run."""
         return 0.0 if self.unskipped is None else 1 - self.forwards / self.unskipped
 
     def guidance_of(self, expert: Expert) -> float:
-        """Of its guided steps; 1 if it has none."""
+        """The guidance scale of an expert's guided steps; 1 if it has none."""
         steps = [s for s in self.steps if s.expert == expert]
         return next((s.guidance for s in steps if s.delta or "uncond" in s.branches), steps[0].guidance)
 
@@ -110,8 +109,10 @@ class Plan:
         return any("uncond" in s.branches for s in self.steps)
 
     def estimate(self, seconds: Mapping[Expert, float]) -> float | None:
-        """Seconds of the whole run, from those of one forward of each expert that reads everything; None if one of them
-        is not known."""
+        """Estimated seconds of the whole run; None if `seconds` lacks an expert of the plan.
+
+        seconds: of one forward of each expert with dense attention.
+        """
         if not set(self.experts) <= seconds.keys():
             return None
         return sum(s.forwards * s.cost * seconds[s.expert] for s in self.steps)
@@ -134,7 +135,7 @@ class Plan:
         }
 
     def table(self) -> str:
-        """The steps as text, one a line, with the change of expert marked."""
+        """The steps as text, one per line, with a line at the change of expert."""
         count = {e: sum(s.expert == e for s in self.steps) for e in self.experts}
         lines = [
             f"{self.task}: {len(self.steps)} steps, {self.solver}, shift {self.shift:g}, boundary {self.boundary:g} "
@@ -152,7 +153,7 @@ class Plan:
         return "\n".join(lines)
 
     def forward_words(self) -> str:
-        """`80 forwards`, or `44 of 80 forwards (45 % saved)`; `at most` where some are decided while running."""
+        """`80 forwards`, or `44 of 80 forwards (45 % saved)`; `at most` if the plan has adaptive steps."""
         most = "at most " if any(s.action == "adaptive" for s in self.steps) else ""
         if self.unskipped in (None, self.forwards):
             return f"{most}{self.forwards} forwards"
@@ -169,17 +170,17 @@ def make_plan(
     guidance_low: float | None = None,
     solver: str = "unipc",
 ) -> Plan:
-    """The plan of one generation; what is left out comes from the task.
+    """The plan of one generation. Arguments that are None take the task's default.
 
-    steps 1..1000; shift > 0; boundary 0..1 (the high-noise expert runs where timestep >= boundary * 1000; 0 gives
-    every step to it, as single-model tasks need); guidance >= 0, by expert; solver "unipc", "dpm++" or "euler".
+    steps 1..1000; shift > 0; boundary 0..1 (the high-noise expert runs where timestep >= boundary * 1000; at 0 it runs
+    every step, as in tasks with one transformer); guidance 0..100 per expert; solver "unipc", "dpm++" or "euler".
     Raises OptionError.
     """
     default = find_task(task)
     if guidance_low is not None and guidance_high is None and not default.two_experts:
         raise OptionError(
-            f"guidance {guidance_low} given for a low-noise expert, and {default.name} has one transformer only, which "
-            "goes by guidance_high: give that, or both"
+            f"guidance {guidance_low} given for the low-noise expert, but {default.name} has one transformer, which "
+            "uses guidance_high: give that, or both"
         )
     steps = default.steps if steps is None else steps
     shift = default.shift if shift is None else shift

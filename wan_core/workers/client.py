@@ -1,4 +1,4 @@
-"""What workers do for a program, as calls: a whole video, or its parts one by one as a graph of nodes asks for them."""
+"""Requests to the worker processes as functions: a whole video, or its parts as ComfyUI's nodes need them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wan_core.workers.wire import plan_from, report_from
 
 @dataclass(frozen=True)
 class RemoteProgress:
-    """`denoise.Progress` of a step that has run elsewhere. `picture`: what `preview` gives, its middle frame alone."""
+    """`denoise.Progress` of a step that ran in the workers. picture: what `preview` returns, the middle frame alone."""
 
     step: Step
     plan: Plan
@@ -32,8 +32,8 @@ class RemoteProgress:
         return len(self.plan.steps)
 
     def left(self, seconds: float) -> float:
-        """Seconds that the rest of the run takes, at so many for one forward."""
-        return seconds * sum(step.forwards for step in self.plan.steps[self.step.index + 1 :])
+        """Seconds that the remaining steps take. seconds: of one forward that reads all keys."""
+        return seconds * sum(step.forwards * step.cost for step in self.plan.steps[self.step.index + 1 :])
 
     def preview(self) -> Tensor:
         """Normalised latents [1, C, 1, Y, X]."""
@@ -64,9 +64,8 @@ def generate(
     on_phase: Callable[[str], None] = lambda _: None,
     keep_latents: Path | None = None,
 ) -> RemoteResult:
-    """As `Pipeline.load` and `Pipeline.generate`, on all workers. Finished latents are written to `keep_latents` by
-    rank 0, whose host is this one; if the disk is full, a note of the report says so and the video comes all the same.
-    """
+    """As `Pipeline.load` and `Pipeline.generate`, on all workers. Rank 0, on this host, writes the finished latents to
+    `keep_latents`; if the disk is full, a note of the report says so, and the video is finished all the same."""
     plan: Plan | None = None
 
     def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -79,13 +78,13 @@ def generate(
             assert plan is not None
             on_step(RemoteProgress(plan.steps[header["step"]], plan, header["forwards"]), header["seconds"])
 
-    asked = {
+    fields = {
         "options": asdict(options),
         "request": asdict(request),
         "mesh": workers.options.mesh,
         "keep": None if keep_latents is None else str(keep_latents.absolute()),
     }
-    found, tensors = workers.call("generate", asked, on_event=event)
+    found, tensors = workers.call("generate", fields, on_event=event)
     report = report_from(found["report"])
     return RemoteResult(tensors["frames"].numpy(), tensors["latents"], found["fps"], plan_from(found["plan"]), report)
 
@@ -108,9 +107,9 @@ def sample(
 ) -> Tensor:
     """As `pipeline.sample_latents`, on all workers: un-normalised latents float32 of `shape` on the CPU.
 
-    model: high, low (paths, low may be None), precision, keep_blocks, attention, compile, residency. conditioning: the
-    fields of `Conditioning` that are given. keep: where rank 0 writes the latents before it sends them; the file goes
-    when they have arrived. Times and notes are added to `report`.
+    model: `LoadOptions` with the paths of the experts, as a dict. conditioning: the fields of `Conditioning` that are
+    set. keep: where rank 0 writes the latents before it sends them; the file is deleted when they have arrived. Times
+    and notes are added to `report`.
     """
 
     def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -120,7 +119,7 @@ def sample(
             step = plan.steps[header["step"]]
             on_step(RemoteProgress(step, plan, header["forwards"], tensors.get("preview")), header["seconds"])
 
-    asked = {
+    fields = {
         "model": dict(model),
         "mesh": workers.options.mesh,
         "plan": asdict(plan),
@@ -131,7 +130,7 @@ def sample(
         "fps": fps,
         "settings": report.settings,
     }
-    found, tensors = workers.call("sample", asked, conditioning, on_event=event, poll=poll)
+    found, tensors = workers.call("sample", fields, conditioning, on_event=event, poll=poll)
     if keep is not None:
         keep.unlink(missing_ok=True)
     add_report(report, found["report"])
@@ -148,14 +147,14 @@ def decode(
     on_frames: Callable[[int, int], None] = lambda done, total: None,
     poll: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """As `images.decode_images`: pictures float32 [B * F, H, W, 3]. vae: path and precision."""
+    """As `images.decode_images`: float32 [B * F, H, W, 3]. vae: path and precision."""
 
     def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         if header["name"] == "frames":
             on_frames(header["done"], header["total"])
 
-    asked = {"vae": dict(vae), "tile": None if tile is None else dict(tile)}
-    found, tensors = workers.call("decode", asked, {"latents": latents}, on_event=event, poll=poll)
+    fields = {"vae": dict(vae), "tile": None if tile is None else dict(tile)}
+    found, tensors = workers.call("decode", fields, {"latents": latents}, on_event=event, poll=poll)
     add_report(report, found["report"])
     return tensors["images"]
 
@@ -163,7 +162,7 @@ def decode(
 def encode(
     workers: Workers, vae: Mapping[str, Any], images: Tensor, *, poll: Callable[[], None] = lambda: None
 ) -> Tensor:
-    """As `images.encode_images`: latents float32 [1, C, T, Y, X] of pictures [F, H, W, 3] in 0..1."""
+    """As `images.encode_images`: images [F, H, W, 3] in 0..1 to latents float32 [1, C, T, Y, X]."""
     return workers.call("encode", {"vae": dict(vae)}, {"images": images}, poll=poll)[1]["latents"]
 
 
@@ -174,15 +173,15 @@ def encode_text(
     *,
     poll: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
-    """Rows [L, dim] of each prompt, L its own length. text_encoder: path and precision."""
-    asked = {"text_encoder": dict(text_encoder), "prompts": list(prompts)}
-    rows = workers.call("text", asked, poll=poll)[1]["rows"]
+    """Text rows [L, dim] of each prompt, without padding. text_encoder: path and precision."""
+    fields = {"text_encoder": dict(text_encoder), "prompts": list(prompts)}
+    rows = workers.call("text", fields, poll=poll)[1]["rows"]
     lengths = (rows != 0).any(-1).long() * torch.arange(1, rows.shape[1] + 1)
     return [row[:length] for row, length in zip(rows, lengths.amax(1).tolist(), strict=True)]
 
 
 def add_report(report: Report, data: Mapping[str, Any]) -> None:
-    """What workers say of their part of a run, joined to what is known of it here."""
+    """Add the workers' report of their part of a run to `report`."""
     other = report_from(data)
     report.workers = report.workers or other.workers
     report.settings |= other.settings

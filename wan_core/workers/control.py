@@ -18,13 +18,12 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint.safetensors_file import DTYPES
+from wan_core.checkpoint.safetensors_file import DTYPES, safetensors_pieces
 
 LOOPBACK = "127.0.0.1"
 KEY_BYTES = 32
@@ -33,7 +32,7 @@ MAX_BODY = 16 * 2**30  # bytes; 10 s of 720p as float32 pictures are 2.5 GiB
 _MAGIC = b"WanCore control 1\n"
 _NONCE = 32
 _LENGTHS = struct.Struct(">IQ")
-_HELLO_SECONDS = 5.0  # for a stranger to prove itself
+_HELLO_SECONDS = 5.0  # for a peer to prove that it knows the key
 
 
 class ChannelError(ConnectionError):
@@ -51,46 +50,23 @@ class AuthenticationError(ChannelError):
 # -------------------------------------------------------------------------------------------------------------- tensors
 
 
-def pack_tensors(tensors: Mapping[str, Tensor]) -> list[memoryview]:
-    """Pieces that make one safetensors file when joined; tensors on the CPU are not copied."""
-    codes = {dtype: code for code, dtype in reversed(DTYPES.items())}  # several codes are bytes to torch
-    header: dict[str, Any] = {}
-    values, end = [], 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):  # keeps alignment
-        flat = tensor.detach().cpu().contiguous().flatten()
-        begin, end = end, end + flat.numel() * flat.element_size()
-        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        if flat.numel():
-            values.append(memoryview(flat.view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return [memoryview(len(text).to_bytes(8, "little") + text), *values]
-
-
 def unpack_tensors(data: bytearray) -> dict[str, Tensor]:
-    """The tensors of a safetensors file in memory; they share `data`. Raises ChannelError for anything else."""
+    """The tensors of a safetensors file in memory; they share `data`, which the library's own reader would copy.
+    Raises ChannelError for anything else."""
     try:
         length = int.from_bytes(data[:8], "little")
         if not 2 <= length <= min(MAX_HEADER, len(data) - 8):
             raise ValueError(f"a header of {length} bytes in {len(data)}")
-        header = json.loads(data[8 : 8 + length])
         tensors = {}
-        for name, entry in header.items():
-            dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-            count = prod(shape)
-            if min([0, *shape]) < 0 or not 0 <= begin <= end <= len(data) - 8 - length:
+        for name, entry in json.loads(data[8 : 8 + length]).items():
+            dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+            if not 0 <= begin <= end <= len(data) - 8 - length:
                 raise ValueError(f"{name} lies outside of the data")
-            if end - begin != count * dtype.itemsize:
-                raise ValueError(f"{name} of {shape} in {end - begin} bytes")
-            offset = 8 + length + begin
-            flat = (
-                torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
-                if count
-                else torch.empty(0, dtype=dtype)
-            )
-            tensors[name] = flat.view(shape)
+            part = memoryview(data)[8 + length + begin : 8 + length + end]
+            flat = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
+            tensors[name] = flat.view(entry["shape"])
         return tensors
-    except (ValueError, KeyError, TypeError, AttributeError) as fault:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as fault:
         raise ChannelError(f"the tensors of a frame cannot be read: {fault}") from fault
 
 
@@ -109,7 +85,7 @@ class Channel:
     def send(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Raises ChannelClosed if the peer is gone, ValueError for a frame that is too large."""
         text = json.dumps(header).encode()
-        pieces = pack_tensors(tensors) if tensors else []
+        pieces = list(safetensors_pieces(tensors, {})) if tensors else []
         body = sum(map(len, pieces))
         if len(text) > MAX_HEADER or body > MAX_BODY:
             raise ValueError(f"a frame of {len(text)} + {body} bytes; at most {MAX_HEADER} + {MAX_BODY} may be sent")
@@ -172,7 +148,7 @@ def _proof(key: bytes, role: bytes, *nonces: bytes) -> bytes:
 
 
 class Listener:
-    """Waits on a free loopback port for the one peer that knows the key."""
+    """Listens on a free loopback port for one peer that knows the key."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -180,8 +156,8 @@ class Listener:
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, timeout: float, check: Callable[[], None] = lambda: None) -> Channel:
-        """Strangers are turned away and waiting goes on. `check` is called a few times a second and may raise.
-        Raises TimeoutError."""
+        """Connections without the key are closed, and waiting goes on. `check` is called ten times a second and may
+        raise. Raises TimeoutError."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             check()
@@ -193,9 +169,9 @@ class Listener:
             try:
                 self._challenge(connection)
                 return Channel(connection)
-            except OSError:  # a stranger, or the peer went away
+            except OSError:  # no key, or the peer closed the connection
                 connection.close()
-        raise TimeoutError(f"nobody who knows the key connected within {timeout:g} s")
+        raise TimeoutError(f"no worker connected within {timeout:g} s")
 
     def _challenge(self, connection: socket.socket) -> None:
         deadline = time.monotonic() + _HELLO_SECONDS
@@ -215,7 +191,8 @@ class Listener:
 def connect(port: int, key: bytes, timeout: float = 30.0) -> Channel:
     """The worker's end. Raises AuthenticationError if either side has another key, else ChannelError or OSError."""
     connection = socket.create_connection((LOOPBACK, port), timeout)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(connection.close)
         hello = bytes(_read(connection, len(_MAGIC) + _NONCE))
         if not hello.startswith(_MAGIC):
             raise ChannelError(f"what listens on port {port} is not a program of WanCore")
@@ -227,7 +204,5 @@ def connect(port: int, key: bytes, timeout: float = 30.0) -> Channel:
             raise AuthenticationError(f"the program on port {port} refused the key of this worker") from fault
         if not hmac.compare_digest(answer, _proof(key, b"program", mine, nonce)):
             raise AuthenticationError(f"the program on port {port} does not know the key of this worker")
+        undo.pop_all()
         return Channel(connection)
-    except BaseException:
-        connection.close()
-        raise

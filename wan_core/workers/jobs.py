@@ -33,11 +33,12 @@ from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
 from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.parallel.sequence import check_mesh, reads_parts
 from wan_core.parallel.weights import shared_checkpoint
-from wan_core.pipeline.builder import compute_dtype, holding, precision_of
-from wan_core.pipeline.images import decode_images, decode_latents, encode_images
+from wan_core.pipeline.images import decode_images, encode_images
 from wan_core.pipeline.loras import lora_files
+from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import OnStep, Pipeline, sample_latents
-from wan_core.pipeline.resolved_request import make_job
+from wan_core.pipeline.resolved_request import Job, make_job
+from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
 from wan_core.pipeline.sources import find_experts, find_models, own_loras, recognise
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import Progress
@@ -47,7 +48,7 @@ from wan_core.workers.experts import LoadedExperts
 from wan_core.workers.wire import load_options_from, plan_from, report_data, request_from
 
 if TYPE_CHECKING:
-    from wan_core.workers.worker import Rank
+    from wan_core.workers.rank import Rank
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
 Made = TypeVar("Made")
@@ -81,8 +82,8 @@ class Jobs:
         if kind not in self.held or self.held[kind][0] != key:
             self.held.pop(kind, None)
             self.clean()
-            self.rank.beat("load")
-            self.rank.tell({"kind": "event", "name": "phase", "phase": "load"})
+            self.rank.progress("load")
+            self.rank.send({"kind": "event", "name": "phase", "phase": "load"})
             self.held[kind] = key, make()
         return self.held[kind][1]
 
@@ -114,52 +115,55 @@ class Jobs:
         pipe = self.hold(
             "pipeline", spec, lambda: Pipeline.load(options, request=request, ranks=self.mesh(choice.mesh))
         )
-        job = pipe.prepare(request)
-        if choice.seconds is not None:
-            pipe.report.notes.append(f"mesh: {choice.words()}")
-        pipe.report.notes += [choice.note] * bool(choice.note)
-        self.rank.tell({"kind": "event", "name": "plan", "plan": asdict(job.plan)})
-        self.phase("text")
-        conditioning = pipe.encode(job)
-        self.phase("denoise")
-        latents = pipe.sample(job, conditioning, self.on_step(job.plan))
-        self.keep(header["keep"], latents, job.fps, pipe.report)
-        self.phase("decode")
-        frames = decode_latents(pipe.fetch("vae", pipe.models.vae), latents, pipe.report)
-        result = {"fps": job.fps, "plan": asdict(job.plan), "report": report_data(pipe.report)}
-        return result, {"frames": torch.from_numpy(frames), "latents": latents.cpu()}
+
+        def on_job(job: Job) -> None:
+            pipe.report.notes += [f"mesh: {choice.words()}"] * (choice.seconds is not None)
+            pipe.report.notes += [choice.note] * bool(choice.note)
+            self.rank.send({"kind": "event", "name": "plan", "plan": asdict(job.plan)})
+
+        def keep(latents: Tensor) -> None:
+            self.keep(header["keep"], latents, job.fps, pipe.report)
+
+        made = pipe.generate(request, on_job=on_job, on_phase=self.phase, on_step=self.on_step(), on_latents=keep)
+        result = {"fps": made.fps, "plan": asdict(made.plan), "report": report_data(made.report)}
+        return result, {"frames": torch.from_numpy(made.frames), "latents": made.latents}
 
     # ---------------------------------------------------------------------------------- the parts, for a graph of nodes
 
     def sample(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Noise and conditioning to un-normalised latents, by a plan that is given."""
-        spec, plan, shape = header["model"], plan_from(header["plan"]), tuple(header["shape"])
+        options = load_options_from(header["model"], self.rank.device)
+        plan, shape, batched = plan_from(header["plan"]), tuple(header["shape"]), header["batched"]
         report = Report(self.rank.device)
-        found = find_experts(spec["high"], spec["low"])
+        assert options.high is not None
+        found = find_experts(options.high, options.low)
         tokens = found.dit.tokens(*shape[2:])
-        precision = precision_of(spec["precision"], found.high, self.rank.device, found.low)
-        choice = self.choose(header["mesh"], found.dit, tokens, plan, precision, spec["attention"])
-        ranks = self.mesh(choice.mesh)
+        precision = precision_of(options.precision, found.high, self.rank.device, found.low)
+        choice = self.choose(header["mesh"], found.dit, tokens, plan, precision, options.attention)
+        ranks, workload = self.mesh(choice.mesh), Workload(shape, plan, batched)
         with report.phase("load"):
-            make = partial(LoadedExperts, spec, found, ranks, shape[0] * tokens)
-            models = self.hold("experts", spec, make)
-            if not models.fits(ranks):
-                del models, self.held["experts"]
-                models = self.hold("experts", spec, make)
-            models.arrange(ranks)
+            make = partial(LoadedExperts, options, found, workload, ranks)
+            held = self.hold("experts", asdict(options), make)
+            if not held.fits(ranks):
+                del held, self.held["experts"]
+                held = self.hold("experts", asdict(options), make)
+            held.arrange(ranks)
+        models = held.models
+        models.place(workload)
         report.settings["mesh"] = str(choice.mesh)
-        report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), f"residency: {models.why}"]
+        report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *held.notes]
         given = {name: value.to(self.rank.device) for name, value in tensors.items()}
         self.phase("denoise")
         latents = sample_latents(
             plan,
-            models.acquire,
+            models.expert,
             Conditioning(**given),
             draw_noise(header["seed"], shape).to(self.rank.device),
             found.vae,
             report,
-            batched=header["batched"],
-            on_step=self.on_step(plan, preview=True),
+            batched=batched,
+            on_step=self.on_step(preview=True),
+            ahead=models.prefetch,
             ranks=ranks,
         )
         self.keep(header["keep"], latents, header["fps"], report, header["settings"])
@@ -185,7 +189,7 @@ class Jobs:
         def load() -> VideoVAE:
             part, device = recognise(Path(spec["path"]), "vae", load_vae), self.rank.device
             share = partial(shared_checkpoint, ranks=self.everyone)
-            loaded = part.load(device, compute_dtype(spec["precision"], device), None, None, share)
+            loaded = PartToLoad(part, compute_dtype(spec["precision"], device)).load(device, share=share)
             return optimize_vae(cast(VideoVAE, loaded), device, self.everyone)
 
         return self.hold("vae", spec, load)
@@ -202,7 +206,7 @@ class Jobs:
                 residency = Residency(device, "swap" if device.type == "cuda" else "resident")
                 part = recognise(Path(spec["path"]), "text_encoder", load_text_encoder)
                 held = holding(part, None, spec["precision"] == "checkpoint", device)
-                residency.add("text encoder", part.load(residency.load_device, dtype, held))
+                residency.add("text encoder", PartToLoad(part, dtype, held).load(residency.load_device))
                 return residency
 
             residency = self.hold("text encoder", spec, load)
@@ -246,7 +250,7 @@ class Jobs:
     def mesh(self, mesh: Mesh) -> RankMesh:
         """Process groups are made once: they hold memory until the process ends."""
         if mesh not in self.meshes:
-            self.meshes[mesh] = RankMesh.create(mesh, self.rank.device, timeout=self.rank.patience)
+            self.meshes[mesh] = RankMesh.create(mesh, self.rank.device, timeout=self.rank.timeout)
         return self.meshes[mesh]
 
     @property
@@ -258,11 +262,11 @@ class Jobs:
 
     def phase(self, name: str) -> None:
         """A part of the request begins; the place to stop between parts."""
-        self.rank.beat(name)
-        self.rank.agree()
-        self.rank.tell({"kind": "event", "name": "phase", "phase": name})
+        self.rank.progress(name)
+        self.rank.raise_if_interrupted()
+        self.rank.send({"kind": "event", "name": "phase", "phase": name})
 
-    def on_step(self, plan: Plan, preview: bool = False) -> OnStep:
+    def on_step(self, preview: bool = False) -> OnStep:
         """For `sample_latents`, on every rank: says how far it is, and stops all ranks if the user wants that.
 
         The host may be one step ahead of the GPU and not more: so an interruption takes effect within a step, and the
@@ -281,8 +285,8 @@ class Jobs:
                 if ready is not None:
                     ready.synchronize()
                 done = progress.step.index + 1
-                self.rank.beat(f"denoise {progress.step.expert}", done, progress.total)
-                self.rank.tell(
+                self.rank.progress(f"denoise {progress.step.expert}", done, progress.total)
+                self.rank.send(
                     {
                         "kind": "event",
                         "name": "step",
@@ -297,15 +301,15 @@ class Jobs:
             last = progress.step.index + 1 == progress.total
             while behind and (ready is None or last or len(behind) > 1):
                 behind.pop(0)()
-            self.rank.agree()
+            self.rank.raise_if_interrupted()
 
         return note
 
     def on_frames(self, done: int, total: int) -> None:
         """For `decode_images`, on every rank."""
-        self.rank.beat("decode", done, total)
-        self.rank.agree()
-        self.rank.tell({"kind": "event", "name": "frames", "done": done, "total": total})
+        self.rank.progress("decode", done, total)
+        self.rank.raise_if_interrupted()
+        self.rank.send({"kind": "event", "name": "frames", "done": done, "total": total})
 
     def keep(
         self, path: str | None, latents: Tensor, fps: int, report: Report, settings: Mapping[str, Any] | None = None
@@ -314,14 +318,14 @@ class Jobs:
         the run goes on: the latents are still here."""
         if path is None or self.rank.rank != 0:
             return
-        self.rank.beat("save latents")
+        self.rank.progress("save latents")
         try:
             save_latents(Path(path), latents, fps, report.settings if settings is None else settings)
         except OSError as fault:
             report.notes.append(f"the finished latents could not be kept in {path}: {fault}")
-            self.rank.tell({"kind": "event", "name": "not kept", "path": path, "text": str(fault)})
+            self.rank.send({"kind": "event", "name": "not kept", "path": path, "text": str(fault)})
         else:
-            self.rank.tell({"kind": "event", "name": "kept", "path": path})
+            self.rank.send({"kind": "event", "name": "kept", "path": path})
 
 
 def _middle(latents: Tensor) -> Tensor:

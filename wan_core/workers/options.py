@@ -1,4 +1,4 @@
-"""Which devices work for a program, and how long it waits for them."""
+"""Which devices the worker processes use, and how long the program waits for them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from dataclasses import dataclass
 
 from wan_core.config import OptionError
 from wan_core.parallel.mesh import Mesh
+from wan_core.workers.supervisor import available_cores
+
+ALLOW_CPU = "WANCORE_ALLOW_CPU_WORKERS"  # 1: users of ComfyUI may start workers on the CPU (docs/headless.md)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """The ranks of this host, and how long to wait for them, in seconds.
+    """The ranks of this host. Timeouts are in seconds.
 
-    start_timeout: until all ranks are there. step_timeout: for any rank to get somewhere, a step further or to the next
-    phase. silence: for a sign of life of each. nodes, rendezvous, run_id: across hosts, HOST:PORT where they meet and
-    the name that they share.
+    start_timeout: until all ranks are ready. step_timeout: until any rank reaches the next step or phase.
+    heartbeat_timeout: between two heartbeats of a rank. nodes, rendezvous, run_id: with several hosts, how many, the
+    HOST:PORT where they meet, and a name that all of them give. Raises OptionError.
     """
 
     devices: tuple[str, ...]
     mesh: str = "auto"
     start_timeout: float = 300.0
     step_timeout: float = 600.0
-    silence: float = 60.0
+    heartbeat_timeout: float = 60.0
     nodes: int = 1
     rendezvous: str | None = None
     run_id: str | None = None
@@ -32,12 +35,17 @@ class WorkerOptions:
             raise OptionError("several GPUs need NCCL, which torch does not have on Windows: use one GPU, or WSL")
         if not self.devices:
             raise OptionError("no device given for the workers")
-        for name in ("start_timeout", "step_timeout", "silence"):
+        if self.devices.count("cpu") > most_cpu_workers():
+            raise OptionError(
+                f"{self.devices.count('cpu')} workers on the CPU given; allowed are {most_cpu_workers()}, one for each "
+                "core that this process may use"
+            )
+        for name in ("start_timeout", "step_timeout", "heartbeat_timeout"):
             if not 1 <= getattr(self, name) <= 86400:
                 raise OptionError(f"{name} {getattr(self, name):g} given; allowed are 1 to 86400 seconds")
         if self.nodes < 1 or (self.nodes > 1) != (self.rendezvous is not None):
             raise OptionError(
-                f"{self.nodes} hosts given: more than one need a rendezvous, HOST:PORT, and one needs none"
+                f"{self.nodes} hosts given: several hosts need a rendezvous, HOST:PORT, and one host needs none"
             )
         if self.rendezvous is not None and not self.rendezvous.rpartition(":")[2].isdecimal():
             raise OptionError(f"rendezvous {self.rendezvous!r} given; write HOST:PORT of one of the hosts")
@@ -50,31 +58,43 @@ class WorkerOptions:
                 )
 
 
-def parse_devices(text: str, gpus: int) -> tuple[str, ...]:
-    """The devices that a user means: `auto` or `all` (every GPU), how many, or a list like `0,1`, `cuda:2,cuda:3`,
-    `cpu,cpu`. gpus: that this machine has. Raises OptionError."""
-    said = text.strip().lower()
-    if said in ("auto", "all"):
+def most_cpu_workers() -> int:
+    """One for each core that this process may use, and always two, so that `cpu,cpu` can be tried anywhere."""
+    return max(2, available_cores())
+
+
+def parse_devices(text: str, gpus: int, *, cpu: bool = True) -> tuple[str, ...]:
+    """The devices that `text` names: `auto` or `all` (every GPU), how many, or a list like `0,1`, `cuda:2,cuda:3`,
+    `cpu,cpu`. gpus: how many this machine has. cpu: whether workers on the CPU are allowed. Raises OptionError."""
+    given = text.strip().lower()
+    if given in ("auto", "all"):
         if not gpus:
-            raise OptionError("torch sees no NVIDIA GPU here: name the devices, for example cpu,cpu to try it out")
+            raise OptionError("torch finds no NVIDIA GPU here: name the devices, for example cpu,cpu to try it")
         return tuple(f"cuda:{i}" for i in range(gpus))
-    if said.isdecimal():
-        if not 1 <= int(said) <= gpus:
+    if given.isdecimal():
+        if len(given) > 6 or not 1 <= int(given) <= gpus:
             raise OptionError(
-                f"{said} GPUs given, and torch sees {gpus} here: give at most as many, or a list of devices (0,2 or "
-                "cpu,cpu)"
+                f"{given[:20]} GPUs given, and torch finds {gpus} here: give at most as many, or a list of devices "
+                "(0,2 or cpu,cpu)"
             )
-        return tuple(f"cuda:{i}" for i in range(int(said)))
-    names = [name.strip() for name in said.split(",")]
+        return tuple(f"cuda:{i}" for i in range(int(given)))
+    names = [name.strip() for name in given.split(",")]
     names = [f"cuda:{name}" if name.isdecimal() else name for name in names]
     for name in names:
         kind, _, index = name.partition(":")
         if name != "cpu" and (kind != "cuda" or not index.isdecimal()):
-            raise OptionError(f"device {name!r} is not known; write a number of GPUs, or a list like 0,1 or cpu,cpu")
-        if kind == "cuda" and int(index) >= gpus:
-            raise OptionError(f"device {name!r} given, and torch sees {gpus} NVIDIA GPUs here")
-    if len(set(names)) < len(names) and set(names) != {"cpu"}:
-        raise OptionError(f"devices {text!r} given; every GPU serves one rank, and CPUs are not mixed with GPUs")
+            raise OptionError(
+                f"device {name[:20]!r} is not known; write a number of GPUs, or a list like 0,1 or cpu,cpu"
+            )
+        if kind == "cuda" and (len(index) > 6 or int(index) >= gpus):
+            raise OptionError(f"device {name[:20]!r} given, and torch finds {gpus} NVIDIA GPUs here")
+    if "cpu" in names and not cpu:
+        raise OptionError(
+            f"devices {text[:80]!r} given; workers on the CPU are off here: name GPUs, or start ComfyUI with the "
+            f"environment variable {ALLOW_CPU}=1"
+        )
     if "cpu" in names and set(names) != {"cpu"}:
-        raise OptionError(f"devices {text!r} given; CPUs and GPUs do not work together")
+        raise OptionError(f"devices {text[:80]!r} given; CPU and GPU workers cannot be mixed")
+    if len(set(names)) < len(names) and set(names) != {"cpu"}:
+        raise OptionError(f"devices {text[:80]!r} given; name each GPU once")
     return tuple(names)

@@ -1,8 +1,8 @@
-"""Where the ranks of one host meet: a store of torch's on the loopback interface.
+"""The rendezvous of the ranks of one host: a torch store on the loopback interface.
 
-torch's own rendezvous (`c10d`) listens on every interface of the host and unpickles what it finds there, so whoever
-reaches its port runs code in the supervisor. The ranks of one host need neither: they are known beforehand, and the
-store is all that they share. Several hosts have to use torch's (docs/parallel.md says on which networks).
+torch's own rendezvous (`c10d`) listens on every interface of the host and unpickles what it receives, so anyone who
+reaches its port can run code in the supervisor. One host needs neither: its ranks are known beforehand and share only
+the store. Several hosts have to use torch's (docs/parallel.md says on which networks).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """Of one launcher alone, which hosts the store."""
+    """For one launcher, which hosts the store."""
 
     def __init__(self, run_id: str, timeout: timedelta) -> None:
         self.run_id = run_id
@@ -55,7 +55,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else would come."""
+        """No other launcher can join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -68,8 +68,8 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def register(run_id: str, timeout: float) -> str:
-    """Have torch's launcher know the meeting `run_id`. Returns the name of its kind there: torch's own where its store
-    takes no open socket (older versions)."""
+    """Register the rendezvous `run_id` with torch's launcher. Returns the name of its backend: torch's own (`c10d`) if
+    torch is too old for a store on an open socket."""
     try:
         made = LoopbackRendezvous(run_id, timedelta(seconds=timeout))
     except NotImplementedError:

@@ -1,9 +1,9 @@
-"""Starts the ranks of one host with torch's elastic launcher and says how they ended.
+"""Starts the ranks of one host with torch's elastic launcher and reports how they ended.
 
-`python -m wan_core.workers.supervisor`, started by `launcher.py`. It reads one line of JSON from its standard input,
-`Orders`, and writes one to its standard output when the ranks have ended: {"failures": [...]} or {"error": "..."}, both
-absent if all went well. Its standard input stays open as long as the program that started it lives: when it ends, this
-process ends, and the kernel ends the ranks with it (see `worker.die_with_parent`).
+`python -m wan_core.workers.supervisor`, started by `processes.py`. It reads one line of JSON from its standard input
+(`SupervisorOptions`) and writes one to its standard output when the ranks have ended: {"failures": [...]},
+{"error": "..."}, or {} if nothing failed. Its standard input stays open as long as the program that started it lives.
+When it is closed, this process ends, and the kernel ends the ranks with it (see `worker.end_with_parent`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-CONTROL = "WANCORE_CONTROL"  # the environment variable that tells the ranks of this host what they need to know
-_TAIL = 2000  # characters of a rank's last words
+CONTROL = "WANCORE_CONTROL"  # environment variable for the ranks of this host: `SupervisorOptions.control`
+LOG_CHARACTERS = 2000  # reported from the end of a rank's log
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
-    """What a supervisor is told. `key`: of the control channel, hex. `rendezvous`: HOST:PORT that several hosts agreed
-    on, or None for this host alone."""
+class SupervisorOptions:
+    """key: of the control channel, hex. rendezvous: HOST:PORT where several hosts meet, or None for one host."""
 
     key: str
     port: int
@@ -40,38 +39,51 @@ class Orders:
     rendezvous: str | None = None
 
     def control(self) -> str:
-        """For the ranks, as `CONTROL` holds it."""
+        """What the ranks need of it, as JSON."""
         known = ("key", "port", "devices", "start_timeout", "step_timeout")
         return json.dumps({name: value for name, value in asdict(self).items() if name in known})
 
 
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_cores(ranks: int) -> None:
+    """Set the OpenMP environment for ranks on the CPU, unless the user did. Idle OpenMP threads must not spin: where
+    more threads than cores exist, spinning takes the cores from threads that have work."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // ranks)))
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
 def main() -> int:
-    asked, report = _own_pipes()
-    orders = Orders(**json.loads(asked.readline()))
+    stdin, report = _own_pipes()
+    options = SupervisorOptions(**json.loads(stdin.readline()))
     parent = os.getppid()
-    threading.Thread(target=_end_with_parent, args=(asked, parent, orders.log_dir), daemon=True).start()
-    found = run(orders)
+    threading.Thread(target=_end_with_parent, args=(stdin, parent, options.log_dir), daemon=True).start()
+    found = run(options)
     report.write(json.dumps(found) + "\n")
     report.flush()
     return 1 if found else 0
 
 
 def _own_pipes() -> tuple[IO[str], IO[str]]:
-    """Standard input and output under numbers that no child inherits. The ranks get the null device and the log."""
-    asked, report = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
+    """Standard input and output as files that no child inherits. The ranks get the null device and the log."""
+    stdin, report = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    return asked, report
+    return stdin, report
 
 
-def _end_with_parent(asked: IO[str], parent: int, log_dir: str) -> None:
-    """The pipe ends when its other end is closed, but a program that forked may leave a copy of that behind: then its
-    process id tells."""
+def _end_with_parent(stdin: IO[str], parent: int, log_dir: str) -> None:
+    """A thread: kill this process when the program has ended. Its end of the pipe may stay open in a process that it
+    forked, so the parent's process id is checked as well."""
     gone = threading.Event()
 
     def wait() -> None:
-        asked.read()
+        stdin.read()
         gone.set()
 
     threading.Thread(target=wait, daemon=True).start()
@@ -81,8 +93,8 @@ def _end_with_parent(asked: IO[str], parent: int, log_dir: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)  # the kernel kills the ranks with it, also those that are stopped
 
 
-def run(orders: Orders) -> dict[str, Any]:
-    """Start the ranks and wait for their end. Returns what there is to report: nothing if they ended when told to."""
+def run(options: SupervisorOptions) -> dict[str, Any]:
+    """Start the ranks and wait for their end. Returns the report, {} if nothing failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -90,51 +102,50 @@ def run(orders: Orders) -> dict[str, Any]:
 
     from wan_core.workers.rendezvous import register  # not at the top: torch.distributed takes a second
 
-    environment = {CONTROL: orders.control(), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
-    if "cpu" in orders.devices and "OMP_NUM_THREADS" not in os.environ:
-        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(orders.devices)))
-    alone = orders.rendezvous is None
-    here = alone or str(orders.rendezvous).rpartition(":")[0] in ("localhost", "127.0.0.1")
+    alone = options.rendezvous is None
+    here = alone or str(options.rendezvous).rpartition(":")[0] in ("localhost", "127.0.0.1")
     if here and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing of one host's ranks is heard outside of it
-    os.environ.update(environment)
-    seconds = max(1, round(orders.start_timeout))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of one host listen to that host alone
+    os.environ.update({CONTROL: options.control(), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"})
+    if "cpu" in options.devices:
+        share_cores(len(options.devices))
+    seconds = max(1, round(options.start_timeout))
     config = LaunchConfig(
-        min_nodes=orders.nodes,
-        max_nodes=orders.nodes,
-        nproc_per_node=len(orders.devices),
-        run_id=orders.run_id,
-        rdzv_backend=register(orders.run_id, min(60, seconds)) if alone else "c10d",
-        rdzv_endpoint=orders.rendezvous or "localhost:0",
-        # join: how long to wait for other hosts; read: for an answer of the rendezvous' store
+        min_nodes=options.nodes,
+        max_nodes=options.nodes,
+        nproc_per_node=len(options.devices),
+        run_id=options.run_id,
+        rdzv_backend=register(options.run_id, min(60, seconds)) if alone else "c10d",
+        rdzv_endpoint=options.rendezvous or "localhost:0",
+        # join: wait for other hosts; read: wait for an answer of the rendezvous store
         rdzv_configs={"join_timeout": seconds, "timeout": seconds, "read_timeout": min(60, seconds)},
         max_restarts=0,
         monitor_interval=0.1,
         local_addr="127.0.0.1" if here else None,
-        logs_specs=DefaultLogsSpecs(log_dir=orders.log_dir, redirects=Std.ALL),
+        logs_specs=DefaultLogsSpecs(log_dir=options.log_dir, redirects=Std.ALL),
     )
     begin = time.monotonic()
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "wan_core.workers.worker")
     except ChildFailedError as fault:
-        return {"failures": [_failure(rank, f, orders.log_dir) for rank, f in sorted(fault.failures.items())]}
+        return {"failures": [_failure(rank, f, options.log_dir) for rank, f in sorted(fault.failures.items())]}
     except (RendezvousError, RuntimeError, OSError, ValueError) as fault:
-        where = "on this host" if alone else f"at {orders.rendezvous}"
+        where = "on this host" if alone else f"at {options.rendezvous}"
         return {
-            "error": f"the ranks could not be brought together {where} ({time.monotonic() - begin:.0f} s, "
-            f"{orders.nodes} hosts): {type(fault).__name__}: {fault}. "
-            + ("" if alone else "Is the port taken by another program, or closed, or did a host not start?")
+            "error": f"the ranks could not connect to each other {where} ({time.monotonic() - begin:.0f} s, "
+            f"{options.nodes} hosts): {type(fault).__name__}: {fault}. "
+            + ("" if alone else "Is the port used by another program, or closed, or did a host not start?")
         }
     return {}
 
 
 def _failure(rank: int, failure: Any, log_dir: str) -> dict[str, Any]:
-    """What is known of a rank that ended badly; `said` is what it wrote before, see `worker.last_words`."""
+    """What is known of a rank that failed; `said` is what it reported itself (`faults.write_error_file`)."""
     data: Mapping[str, Any] = failure.error_file_data if isinstance(failure.error_file_data, dict) else {}
     message = data.get("message")
     said = message.get("wancore") if isinstance(message, dict) else None
     logs = sorted(Path(log_dir).glob(f"**/{failure.local_rank}/stderr.log"))
-    tail = logs[-1].read_text(errors="replace")[-_TAIL:] if logs else ""
+    tail = logs[-1].read_text(errors="replace")[-LOG_CHARACTERS:] if logs else ""
     return {
         "rank": rank,
         "pid": failure.pid,

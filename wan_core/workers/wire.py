@@ -1,6 +1,6 @@
-"""Plans, requests and reports as plain numbers and strings, for a frame of the control channel, and back.
+"""Plans, requests and reports as JSON for the control channel, and back.
 
-Nothing is rounded: JSON writes a float with all its digits.
+Nothing is rounded: JSON keeps all digits of a float.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SKIPS = {
 
 
 def plan_from(data: Mapping[str, Any]) -> Plan:
-    """The inverse of `dataclasses.asdict`, after JSON made lists of tuples."""
+    """The inverse of `dataclasses.asdict`, after JSON turned tuples into lists."""
     steps = tuple(
         Step(**{**step, "branches": tuple(step["branches"]), "skipped": tuple(step["skipped"])})
         for step in data["steps"]
@@ -55,12 +55,12 @@ def request_from(data: Mapping[str, Any]) -> Request:
 
 
 def load_options_from(data: Mapping[str, Any], device: torch.device) -> LoadOptions:
-    """For a rank: its own device, whatever was asked for."""
+    """With the rank's own device instead of the requested one."""
     return LoadOptions(**{**data, "device": str(device)})
 
 
 def report_data(report: Report) -> dict[str, Any]:
-    """What `report_from` needs, and the name of the device, which only its owner knows."""
+    """What `report_from` needs, with the name of the device."""
     return {
         "device": report.as_dict()["device"],
         "settings": report.settings,
@@ -70,6 +70,6 @@ def report_data(report: Report) -> dict[str, Any]:
 
 
 def report_from(data: Mapping[str, Any]) -> Report:
-    """A report of ranks elsewhere. It goes on by the clock of this process and touches no GPU."""
+    """A report that the ranks sent. It continues with the clock of this process and uses no GPU."""
     phases = {name: Phase(**phase) for name, phase in data["phases"].items()}
     return Report(torch.device("cpu"), dict(data["settings"]), phases, list(data["notes"]), data["device"])

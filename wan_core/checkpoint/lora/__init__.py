@@ -1,5 +1,5 @@
 """LoRA files: which parameters of a transformer a file changes, and by how much.
 
-`names` reads the spellings in use, `pairing` finds what belongs together for a module and checks it, `change` is the
-arithmetic (LoRA, LoHa, LoKr, DoRA, differences in full), and `read` goes through a whole file: `read_lora`.
+`names` parses tensor names, `pairing` matches and checks the tensors of a module, `change` computes the change (LoRA,
+LoHa, LoKr, DoRA, full differences), and `read` reads a whole file (`read_lora`).
 """

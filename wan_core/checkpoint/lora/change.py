@@ -1,15 +1,15 @@
-"""What a LoRA does to a parameter: the arithmetic, on tensors that are mapped and read when they are needed.
+"""The change that a LoRA makes to a parameter, computed from mapped tensors that are read only when needed.
 
 | role | change of the weight | |
 |---|---|---|
 | lora_A, lora_B; lora_down, lora_up | up @ down * alpha / rank | LoRA |
 | hada_w1_a .. hada_w2_b | (w1_a @ w1_b) * (w2_a @ w2_b) * alpha / rank | LoHa |
 | lokr_w1, lokr_w2 (or _a, _b of either) | kron(w1, w2) * alpha / rank | LoKr |
-| diff, w_norm; diff_b, b_norm; diff_m | itself, to weight; bias; modulation | differences in full |
-| dora_scale, lora_magnitude_vector | afterwards the rows (or columns) get these lengths | DoRA |
+| diff, w_norm; diff_b, b_norm; diff_m | the tensor itself, added to weight; bias; modulation | full differences |
+| dora_scale, lora_magnitude_vector | the rows (or columns) are rescaled to these lengths at the end | DoRA |
 
-Without an alpha the factor is 1, or what Diffusers notes for the whole file. A LoRA that changes a convolution (the
-patch embedding) has kernels for matrices.
+Without an alpha the factor is 1, or Diffusers' value in the file's metadata. A LoRA of a convolution (the patch
+embedding) has kernels instead of matrices.
 
 Source: Hu et al., arXiv:2106.09685; Hyeon-Woo et al., arXiv:2108.06098 (LoHa); Yeh et al., arXiv:2309.14859 (LoKr);
 Liu et al., arXiv:2402.09353 (DoRA). The last three are compared with LyCORIS's own code in the tests.
@@ -26,8 +26,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Change:
-    """What a file does to one parameter of `shape`. `factors` are the file's own tensors, mapped and not read yet;
-    `dora` the lengths that rows ([N] or [N, 1]) or columns ([1, K]) have afterwards."""
+    """The change of one parameter of `shape`. `factors` are the file's tensors, mapped and not yet read; `dora` are the
+    final lengths of rows ([N] or [N, 1]) or columns ([1, K])."""
 
     kind: str  # "LoRA", "LoHa", "LoKr", "difference"
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class Change:
 
     @property
     def rank(self) -> int | None:
-        """Of a LoRA; None for other kinds."""
+        """The rank of a LoRA; None for other kinds."""
         return self.factors[0].shape[1] if self.kind == "LoRA" else None
 
     @property
@@ -45,13 +45,13 @@ class Change:
         return f"{self.kind}{' with DoRA' if self.dora is not None else ''}"
 
     def delta(self, device: torch.device) -> Tensor:
-        """What strength 1 adds to the parameter before DoRA: float32, of its shape."""
+        """The tensor that strength 1 adds to the parameter before DoRA: float32, of its shape."""
         first, *others = (factor.to(device).float() for factor in self.factors)
         return FORMULAS[self.kind](first * self.scale, *others).reshape(self.shape)
 
     def apply(self, value: Tensor, strength: float) -> Tensor:
-        """float32 `value` of the parameter with this change at `strength`; `value` may be overwritten."""
-        if self.dora is None and self.kind == "LoRA":  # without another tensor of the weight's size
+        """The parameter's float32 `value` with this change at `strength`; may overwrite `value`."""
+        if self.dora is None and self.kind == "LoRA":  # needs no second tensor of the weight's size
             up, down = (factor.to(value.device).float().flatten(1) for factor in self.factors)
             return value.flatten(1).addmm_(up, down, alpha=self.scale * strength).view(self.shape)
         delta = self.delta(value.device)
@@ -69,9 +69,9 @@ class Change:
 
     @property
     def has_low_rank(self) -> bool:
-        """Whether it is, exactly, the product of two factors of a small rank; what is not can only be summed in.
+        """Whether the change is exactly a product of two low-rank factors; other changes can only be merged.
 
-        A product of two low-rank matrices, number by number, has as its rank the product of their ranks.
+        The elementwise product of two low-rank matrices has the product of their ranks as its rank.
         """
         if len(self.shape) != 2 or self.dora is not None or self.kind not in ("LoRA", "LoHa"):
             return False
@@ -80,15 +80,14 @@ class Change:
 
     @property
     def attached_numbers(self) -> int:
-        """How many numbers it holds beside the weights: those of the pair that `low_rank` makes, or of its factors."""
+        """Number of values that an attached change stores: of the pair of `low_rank`, or of its factors."""
         if not self.has_low_rank:
             return sum(factor.numel() for factor in self.factors)
         rank = self.factors[0].shape[1] * (1 if self.kind == "LoRA" else self.factors[2].shape[1])
         return rank * sum(self.shape)
 
     def low_rank(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """(up [N, R], down [R, K]) in float32 whose product is the change of a matrix; None where `has_low_rank` is
-        not."""
+        """(up [N, R], down [R, K]) in float32 whose product is the change of a matrix; None unless `has_low_rank`."""
         if not self.has_low_rank:
             return None
         factors = [factor.to(device).float() for factor in self.factors]

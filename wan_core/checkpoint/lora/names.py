@@ -1,6 +1,6 @@
-"""Names in LoRA files: from how a tool spells a tensor to the module of the model and the part that the tensor plays.
+"""Parses tensor names of LoRA files to the model's module and the tensor's role.
 
-A file names a module and what it has for it: `PREFIX MODULE . ROLE`. All spellings in use are read:
+A name has the form `PREFIX MODULE . ROLE`. All forms in use are read:
 
 | prefix | module | written by |
 |---|---|---|
@@ -18,9 +18,9 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from wan_core.checkpoint.layouts import diffusers_dit_modules
+from wan_core.models.wan.families import FAMILIES
 
-# Taken off the front, one after the other, until a module of the model is left.
+# Removed from the front, one after the other, until a module of the model is left.
 PREFIXES = (
     "base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer_2.", "transformer.", "pipe.dit.",
     "dit.", "unet.", "module.", "model.", "lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_", "lora_",
@@ -33,7 +33,7 @@ _ROLES = {
     "diff": "diff", "w_norm": "diff", "diff_b": "diff_b", "b_norm": "diff_b", "diff_m": "diff_m",
     **{name: name for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")},
     **{name: name for name in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")},
-    # Known, so that what cannot be applied is said by name.
+    # Known but unsupported, so that messages can name them.
     **dict.fromkeys(("lora_mid", "hada_t1", "hada_t2", "lokr_t2", "set_weight", "oft_blocks", "oft_diag"), "other"),
     **dict.fromkeys(("a1", "a2", "b1", "b2"), "other"),
 }  # fmt: skip
@@ -42,12 +42,12 @@ _NAME = re.compile(
     r"(\.(?!(weight|bias)$)[^.]+)?(\.(?P<kind>weight|bias))?"
 )
 _TEXT = re.compile(r"(lora_)?(te\d?|text_encoder(_\d)?|text_model|clip_[lgh]|t5xxl|umt5)[._]")
-_LOW, _HIGH = "transformer_2.", "transformer."  # where one file holds both experts' (Diffusers' name of the second)
+_LOW, _HIGH = "transformer_2.", "transformer."  # prefixes of files with both experts (Diffusers' names)
 
 # Why a tensor of a file has no effect.
 UNKNOWN_FORM = "of no known form"
 UNKNOWN_MODULE = "of modules that this model does not have"
-TEXT_ENCODER = "for the text encoder, which stays as it is"
+TEXT_ENCODER = "for the text encoder, which is not changed"
 OTHER_EXPERT = "for the other expert"
 UNSUPPORTED = "of a kind that is not supported (Tucker, OFT, GLoRA)"
 WRONG_SHAPE = "of another shape than this model's"
@@ -55,15 +55,15 @@ WRONG_SHAPE = "of another shape than this model's"
 
 @dataclass(frozen=True)
 class Name:
-    """A tensor's name, taken apart."""
+    """The parts of a tensor's name."""
 
-    module: str  # with its prefix, as the file has it
-    role: str  # "up", "down", "alpha", "hada_w1_a", ...; "other" where it cannot be applied
-    spelled: str  # the role, as the file has it
+    module: str  # with its prefix, as in the file
+    role: str  # "up", "down", "alpha", "hada_w1_a", ...; "other" if it is not supported
+    spelled: str  # the role as in the file
 
 
 def parse_name(name: str) -> Name | None:
-    """None where `name` is no LoRA's."""
+    """The parts of `name`; None if it is not the name of a LoRA's tensor."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -78,21 +78,21 @@ def for_text_encoder(name: str) -> bool:
 
 
 def is_lora(names: Collection[str]) -> bool:
-    """Whether a file with tensors of these names holds changes of a model rather than a model."""
+    """Whether a file with these tensor names is a LoRA rather than a model."""
     return any(
         (match := _NAME.fullmatch(name)) and match["role"] not in ("alpha", "a1", "a2", "b1", "b2") for name in names
     )
 
 
 def told_experts(names: Collection[str]) -> tuple[str, ...]:
-    """The experts whose changes a file with tensors of these names tells apart; none where its names are for any."""
+    """The experts that these tensor names distinguish; empty if they do not name an expert."""
     if not any(name.startswith(_LOW) for name in names):
         return ()
     return ("high", "low") if any(name.startswith(_HIGH) for name in names) else ("low",)
 
 
 def for_other_expert(names: Collection[str], expert: str | None) -> frozenset[str]:
-    """Those of a file's `names` that are not for `expert`, "high" or "low"; none for None."""
+    """The `names` that are not for `expert`, "high" or "low"; empty for None."""
     told = told_experts(names)
     if expert is None or not told or (expert == "low" and told == ("low",)):
         return frozenset()
@@ -100,23 +100,24 @@ def for_other_expert(names: Collection[str], expert: str | None) -> frozenset[st
 
 
 class Finder:
-    """From a file's name for a module to the official one: dotted or flattened, official or Diffusers."""
+    """Maps a file's module names to official ones: with dots or underscores, official or Diffusers."""
 
     def __init__(self, parameters: Collection[str]) -> None:
         modules = {name.rpartition(".")[0] for name in parameters}
         modules |= {name for name in parameters if name.endswith("modulation")}  # a parameter without a module
         modules |= {name.rpartition(".")[0] for name in modules if name.endswith("modulation")}
         layers = 1 + max((int(m[1]) for n in modules if (m := re.match(r"blocks\.(\d+)\.", n))), default=-1)
-        theirs = {name: ours for name, ours in diffusers_dit_modules(layers).items() if ours in modules}
+        spelled = [pair for family in FAMILIES.values() for pair in family.lora_modules(layers).items()]
+        theirs = {name: ours for name, ours in spelled if ours in modules}
         self.dotted = {**theirs, **{name: name for name in modules}}
         self.flat = {name.replace(".", "_"): ours for name, ours in self.dotted.items()}
 
     def module(self, name: str) -> str | None:
-        """The official module, or parameter without one; None where the model has none of that name."""
+        """The official module, or the parameter if it has no module; None if the model has none of that name."""
         return self._find(name)[0]
 
     def prefix(self, name: str) -> str:
-        """What stands before it; `-` for nothing."""
+        """The prefix before the module's name; `-` if there is none."""
         return self._find(name)[1] or "-"
 
     def _find(self, name: str) -> tuple[str | None, str]:
@@ -132,9 +133,9 @@ class Finder:
         return None, ""
 
 
-def spelling_words(found: Collection[str]) -> str:
-    """`diffusion_model., lora_down/lora_up/diff`, of `PREFIX ROLE` in `found`; no role for an alpha's."""
-    words = [entry.partition(" ") for entry in found]
+def spelling_words(spellings: Collection[str]) -> str:
+    """`diffusion_model., lora_down/lora_up/diff` for entries `PREFIX ROLE`; entries of alphas have no role."""
+    words = [entry.partition(" ") for entry in spellings]
     prefixes = dict.fromkeys(prefix if space else "" for prefix, space, _ in words)
     roles = dict.fromkeys(role or prefix for prefix, _, role in words if role)
     return f"{'/'.join(p if p != '-' else 'no prefix' for p in prefixes if p) or 'no prefix'}, {'/'.join(roles)}"

@@ -1,6 +1,6 @@
-"""What a LoRA file has for one module: parts that belong together, checked, and the changes that they make.
+"""Matches the tensors of one module in a LoRA file, checks them, and makes `Change`s of them.
 
-Half a pair and a damaged tensor are refused; what only does not fit this model is left out, and said.
+An incomplete pair or a damaged tensor is an error; tensors that do not fit this model are ignored and reported.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from wan_core.checkpoint.opened import Checkpoint
 Shapes = Mapping[str, tuple[int, ...]]
 
 MAX_RANK = 4096
-NOTED = "lora_adapter_metadata"
+METADATA_KEY = "lora_adapter_metadata"
 
 
 class ModuleParts:
-    """The tensors that a file has for `module`; `changes` is what they make of it.
+    """The tensors that a file has for `module`; `changes` returns the changes that they make.
 
-    roles: role -> name in the file; shapes: official parameter -> its shape; ignored: reason -> names, added to.
+    roles: role -> name in the file; shapes: official parameter -> its shape; ignored: reason -> names, extended here.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ModuleParts:
         self.found: list[tuple[str, Change]] = []
 
     def changes(self) -> list[tuple[str, Change]]:
-        """(official parameter, change), in order. Raises `CheckpointError` for half a pair."""
+        """(official parameter, change), in order. Raises `CheckpointError` for an incomplete pair."""
         roles = self.roles
         if "up" in roles or "down" in roles:
             self._lora()
@@ -52,14 +52,14 @@ class ModuleParts:
         if "diff_m" in roles:
             self._add(f"{self.module}.modulation", "difference", "diff_m")
         if not self.found and not any(name in names for names in self.ignored.values() for name in roles.values()):
-            raise CheckpointError(f"{listing(list(roles.values()), 2)} stand alone: what they belong to is missing.")
+            raise CheckpointError(f"{listing(list(roles.values()), 2)} have no factors: the file is incomplete.")
         return self.found
 
-    # ------------------------------------------------------------------------------------------------- the three forms
+    # ----------------------------------------------------------------------------------------------- LoRA, LoHa, LoKr
 
     def _lora(self) -> None:
         up, down = self._pair("up", "down")
-        scale = self._noted_scale(self.roles["up"], up[1]) if self.alpha is None else self.alpha / up[1]
+        scale = self._metadata_scale(self.roles["up"], up[1]) if self.alpha is None else self.alpha / up[1]
         self._add(self.weight, "LoRA", "up", "down", scale=scale, fits=self._is_matrix(up[0], down[1]))
         if "up_bias" in self.roles:
             self._add(f"{self.module}.bias", "difference", "up_bias", scale=scale)
@@ -72,7 +72,7 @@ class ModuleParts:
         self._add(self.weight, "LoHa", "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", scale=scale, fits=fits)
 
     def _kronecker(self) -> None:
-        """Each half is a matrix or a product of two. alpha / rank counts where a half is a product."""
+        """Each factor is a matrix or a product of two. alpha / rank applies only if a factor is a product."""
         roles, sizes, rank = self.roles, [], None
         for half in ("lokr_w1", "lokr_w2"):
             if half in roles:
@@ -94,17 +94,17 @@ class ModuleParts:
                 halves.append(self._factor(roles[half]))
             else:
                 first, second = (self._factor(roles[f"{half}_{side}"]) for side in "ab")
-                halves.append(first.float().flatten(1) @ second.float().flatten(1))  # small: the root of the weight
+                halves.append(first.float().flatten(1) @ second.float().flatten(1))  # small compared with the weight
         scale = 1.0 if self.alpha is None or rank is None else self.alpha / rank
         self.found.append(
             (self.weight, Change(kind="LoKr", shape=shape, factors=tuple(halves), scale=scale, dora=dora))
         )
 
-    # -------------------------------------------------------------------------------------------- parts that fit or not
+    # ------------------------------------------------------------------------------------------------- checks of shapes
 
     def _add(self, parameter: str, kind: str, *parts: str, scale: float = 1.0, fits: bool | None = None) -> None:
-        """A change of `parameter` by the roles `parts`, unless the model's is of another shape; fits None: asked of the
-        first part's shape."""
+        """Add a change of `parameter` by the roles `parts`, or ignore it if the shape differs from the model's. fits:
+        whether it does not differ; None: compare the first part's shape."""
         roles, shape = self.roles, self.shapes.get(parameter)
         if shape is None:
             self.ignored.setdefault(UNKNOWN_MODULE, []).extend(roles[p] for p in parts)
@@ -132,7 +132,7 @@ class ModuleParts:
         up, down = (self.checkpoint.tensors[roles[part]].shape for part in (first, second))
         if len(up) < 2 or len(down) < 2 or up[1] != down[0] or math.prod(up[2:]) != 1 or not 0 < up[1] <= MAX_RANK:
             raise CheckpointError(
-                f"{roles[first]} {list(up)} and {roles[second]} {list(down)} are no pair of factors. Download it again."
+                f"{roles[first]} {list(up)} and {roles[second]} {list(down)} do not match. Download it again."
             )
         return up[:2], (down[0], math.prod(down[1:]))
 
@@ -141,13 +141,13 @@ class ModuleParts:
         shape = self.shapes.get(self.weight, ())
         return len(shape) >= 2 and (n, k) == (shape[0], math.prod(shape[1:]))
 
-    # --------------------------------------------------------------------------------------------- numbers of the file
+    # ----------------------------------------------------------------------------------------------- values of the file
 
     def _factor(self, name: str) -> Tensor:
         info = self.checkpoint.tensors[name]
         if not info.dtype.is_floating_point or 0 in info.shape:
             raise CheckpointError(
-                f"{name} is {info.dtype} {list(info.shape)}, and numbers are expected. Download it again."
+                f"{name} is {info.dtype} {list(info.shape)}, but it must be floating point. Download it again."
             )
         return self.checkpoint.read(name)
 
@@ -155,25 +155,25 @@ class ModuleParts:
         info = self.checkpoint.tensors[name]
         value = float(self.checkpoint.read(name).float()) if math.prod(info.shape) == 1 else math.nan
         if not math.isfinite(value):
-            raise CheckpointError(f"{name} is no number, and an alpha is expected. Download it again.")
+            raise CheckpointError(f"{name} must be one number, the alpha, but it is not. Download it again.")
         return value
 
-    def _noted_scale(self, name: str, rank: int) -> float:
-        """alpha / rank of tensor `name` by PEFT's configuration, which Diffusers writes into the file's metadata."""
+    def _metadata_scale(self, name: str, rank: int) -> float:
+        """alpha / rank of tensor `name` from PEFT's configuration, which Diffusers writes into the file's metadata."""
         prefix, _, rest = name.partition(".")
         try:
-            noted = json.loads(self.checkpoint.metadata.get(NOTED, "{}"))
-            alpha = noted.get(f"{prefix}.lora_alpha")
-            for module, own in (noted.get(f"{prefix}.alpha_pattern") or {}).items():
+            settings = json.loads(self.checkpoint.metadata.get(METADATA_KEY, "{}"))
+            alpha = settings.get(f"{prefix}.lora_alpha")
+            for module, module_alpha in (settings.get(f"{prefix}.alpha_pattern") or {}).items():
                 if f".{rest}".rpartition(".lora_")[0].endswith(f".{module}"):
-                    alpha = own
+                    alpha = module_alpha
             if alpha is None:
                 return 1.0
-            scale = float(alpha) / (math.sqrt(rank) if noted.get(f"{prefix}.use_rslora") else rank)
+            scale = float(alpha) / (math.sqrt(rank) if settings.get(f"{prefix}.use_rslora") else rank)
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             scale = math.nan
         if not math.isfinite(scale):
-            raise CheckpointError(f"its note {NOTED} gives no alpha that could be used. Save it again.")
+            raise CheckpointError(f"its metadata {METADATA_KEY} has no valid alpha. Save it again.")
         return scale
 
 

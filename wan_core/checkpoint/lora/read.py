@@ -1,4 +1,4 @@
-"""A whole LoRA file, matched with a model: `read_lora`, and the line that says what it changes."""
+"""`read_lora`: read a LoRA file and match it with a model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from wan_core.checkpoint.reader import Source, open_checkpoint
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lora:
-    """A LoRA file, matched with a model. `changes`: official parameter name -> what happens to it, in order.
-    `ignored`: reason -> the file's names that have no effect."""
+    """A LoRA file, matched with a model. `changes`: official parameter name -> its changes, in order. `ignored`: reason
+    -> names of tensors that have no effect."""
 
     where: str
     spelling: str  # "diffusion_model., lora_down/lora_up"
@@ -39,20 +39,19 @@ class Lora:
 
     @cached_property
     def kinds(self) -> dict[str, int]:
-        """How many changes there are of each kind."""
-        found: dict[str, int] = {}
-        for change in (c for several in self.changes.values() for c in several):
-            found[change.words] = found.get(change.words, 0) + 1
-        return found
+        """Kind -> number of changes."""
+        counts: dict[str, int] = {}
+        for change in (c for changes in self.changes.values() for c in changes):
+            counts[change.words] = counts.get(change.words, 0) + 1
+        return counts
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of its LoRAs, each once."""
-        found = {c.rank for several in self.changes.values() for c in several if c.rank is not None}
-        return tuple(sorted(found))
+        """The distinct ranks of its LoRAs, in ascending order."""
+        return tuple(sorted({c.rank for changes in self.changes.values() for c in changes if c.rank is not None}))
 
     def words(self) -> str:
-        """What it changes and what it does not, on one line."""
+        """One line: the changes, and the ignored tensors with the reason."""
         ranks = f" of rank {'/'.join(map(str, self.ranks))}" if self.ranks else ""
         kinds = ", ".join(
             f"{count} {kind}{ranks if kind.startswith('LoRA') else ''}" for kind, count in self.kinds.items()
@@ -64,10 +63,10 @@ class Lora:
 
 
 def read_lora(source: Source, shapes: Shapes, expert: str | None = None) -> Lora:
-    """The LoRA in `source`, for a model with the official parameters `shapes`; their values are mapped, not read.
+    """The LoRA in `source`, for a model with the official parameters `shapes`; its values are mapped, not read.
 
-    expert: "high" or "low", which matters where one file holds the changes of both. What does not fit is in `ignored`.
-    Raises `CheckpointError`: no LoRA, a damaged one, or one that changes nothing of this model.
+    expert: "high" or "low", needed if one file has changes for both. Tensors that do not fit are in `ignored`. Raises
+    `CheckpointError` if the file is no LoRA, is damaged, or changes nothing in this model.
     """
     checkpoint = open_checkpoint(source)
     try:
@@ -81,7 +80,7 @@ def _read(checkpoint: Checkpoint, shapes: Shapes, expert: str | None) -> Lora:
     ignored: dict[str, list[str]] = {}
     modules: dict[str, dict[str, str]] = {}  # official module -> role -> name in the file
     others = for_other_expert(checkpoint.tensors.keys(), expert)
-    unsupported: set[str] = set()  # modules of which a part says that the whole means something else
+    unsupported: set[str] = set()  # modules with a tensor that gives the others a different meaning
     spellings: dict[str, None] = {}
     for name in checkpoint.tensors:
         parsed = parse_name(name)
@@ -125,4 +124,4 @@ def _nothing(checkpoint: Checkpoint, ignored: Mapping[str, list[str]]) -> str:
     if not is_lora(checkpoint.tensors):
         return f"not a LoRA: its tensors are {listing(sorted(checkpoint.tensors), 3)}. Give the file of a LoRA."
     reasons = "; ".join(f"{len(names)} are {why} ({listing(names, 2)})" for why, names in ignored.items())
-    return f"it changes nothing of this model: {reasons or 'it is empty'}. It was made for another one."
+    return f"it changes nothing in this model: {reasons or 'it is empty'}. It was made for another model."

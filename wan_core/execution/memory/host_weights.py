@@ -2,7 +2,10 @@
 
 A *unit* is a set of tensors that lie one behind the other in one piece of memory, so that one copy moves all of them. A
 transformer has one for every block and one for the rest; any other model is a single unit. Each tensor of the module
-points either to its place on the shelf or to the same place in a copy of the unit on the device.
+points either to its place in host memory or to the same place in a copy of the unit on the device.
+
+The matrices of attached LoRAs belong to no unit. They are small and stay on the device, so that other LoRAs change no
+layout.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from wan_core.execution.memory.pinned_memory import Pages
+from wan_core.execution.memory.pinned_memory import PinnedMemory
 from wan_core.models.wan.model import WanModel
+from wan_core.ops.quant.lora import is_attached
 
 ALIGNMENT = 256  # bytes: what torch's own allocations have, and more than any kernel asks for
 THREADS = 8
 # What a prompt's keys and values need of a block. It stands first in the block's unit, and can be copied by itself.
-_TEXT = re.compile(r"blocks\.\d+\.cross_attn\.(k|v|norm_k)\.")
+_TEXT = re.compile(r"blocks\.\d+\.cross_attn\.(k|v|norm_k)(_img)?\.")
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """Of a unit: `lead` bytes at its begin are what a prompt needs."""
+    """Of a unit: its first `text_bytes` are what a prompt needs."""
 
     places: tuple[Place, ...]
     nbytes: int
-    lead: int
+    text_bytes: int
 
 
 class Unit:
@@ -55,38 +59,39 @@ class Unit:
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         pairs = sorted(zip(names, tensors, strict=True), key=lambda pair: _TEXT.match(pair[0]) is None)
         self.tensors = [tensor for _, tensor in pairs]
-        places, end, lead = [], 0, 0
+        places, end, text_bytes = [], 0, 0
         for name, tensor in pairs:
             stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
             nbytes = tensor.numel() * tensor.element_size()
             places.append(Place(end, nbytes, tuple(tensor.shape), tuple(stride), tensor.dtype))
             end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-            lead = end if _TEXT.match(name) else lead
-        self.layout = Layout(tuple(places), end, lead)
-        self.pages: Pages | None = None  # None: the tensors stay where they were
+            text_bytes = end if _TEXT.match(name) else text_bytes
+        self.layout = Layout(tuple(places), end, text_bytes)
+        self.memory: PinnedMemory | None = None  # None: the tensors stay where they were
         self.home: list[Tensor] = []
         self.at: Tensor | None = None  # the copy on the device that the tensors point to
 
-    def shelve(self, lock: bool, copy: bool) -> None:
-        """Take the values over into pages of its own, or (not `copy`) where they are; frees one tensor at a time."""
+    def take(self, lock: bool, copy: bool) -> None:
+        """Copy the values into memory of its own, or (not `copy`) use them where they are; frees one tensor at a
+        time."""
         if copy:
-            self.pages = Pages(self.layout.nbytes)
+            self.memory = PinnedMemory(self.layout.nbytes)
         with torch.inference_mode(False), torch.no_grad():
             for tensor, place in zip(self.tensors, self.layout.places, strict=True):
-                if self.pages is not None:
-                    own = place.view(self.pages.bytes)
+                if self.memory is not None:
+                    own = place.view(self.memory.bytes)
                     own.copy_(tensor)
                     tensor.data = own
                 elif tensor.device.type != "cpu":
                     tensor.data = tensor.data.cpu()
                 self.home.append(tensor.data)
-        if lock and self.pages is not None:
-            self.pages.lock()
+        if lock and self.memory is not None:
+            self.memory.lock()
 
     def copy_to(self, flat: Tensor, start: int, stop: int) -> None:
         """Bytes start..stop, which lie between tensors, to the same place of `flat`, on the current stream."""
-        if self.pages is not None:
-            flat[start:stop].copy_(self.pages.bytes[start:stop], non_blocking=True)
+        if self.memory is not None:
+            flat[start:stop].copy_(self.memory.bytes[start:stop], non_blocking=True)
             return
         for place, own in zip(self.layout.places, self.home, strict=True):
             if start <= place.offset < stop:
@@ -113,16 +118,16 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-class Shelf:
-    """The weights of `model`: its units, the rest first, then the blocks of a transformer.
+class HostWeights:
+    """The weights of `model` in host memory: its units, the rest first, then the blocks of a transformer.
 
-    lock: for a GPU to read at full speed, from the context of `device` (None: the current one). copy: False leaves the
-    weights where they are (a file's pages), where there is not enough memory to lock.
+    lock: pin the memory, so that a GPU reads it at full speed, from the context of `device` (None: the current one).
+    copy: False leaves the weights where they are (a mapped file), where there is not enough memory to pin.
     """
 
     def __init__(self, model: nn.Module, *, lock: bool, copy: bool = True, device: torch.device | None = None) -> None:
         self.model = model
-        named = tensors_of(model)
+        named = {name: tensor for name, tensor in tensors_of(model).items() if not is_attached(name)}
         assert not any(tensor.is_inference() for tensor in named.values()), "weights made in inference mode stay there"
         groups: list[list[str]] = [list(named)]
         if isinstance(model, WanModel):
@@ -132,12 +137,12 @@ class Shelf:
         self.units = [Unit(names, [named[n] for n in names]) for names in groups]
         here = (torch.cuda.current_device() if device is None else device) if lock else None
 
-        def shelve(unit: Unit) -> None:  # threads begin on the first GPU, and locking there would take memory of it
+        def take(unit: Unit) -> None:  # a thread's current device is the first GPU: pinning there takes its memory
             with nullcontext() if here is None else torch.cuda.device(here):
-                unit.shelve(lock, copy)
+                unit.take(lock, copy)
 
         with ThreadPoolExecutor(THREADS if len(self.units) > 1 else 1) as pool:
-            list(pool.map(shelve, self.units))
+            list(pool.map(take, self.units))
 
     @property
     def layout(self) -> tuple[Layout, ...]:
@@ -155,4 +160,5 @@ class Shelf:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, those of attached LoRAs included."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,7 +1,7 @@
-"""Host memory that a GPU reads at full speed while it computes: page-locked, of exactly the size that was asked for.
+"""Pinned host memory, which a GPU reads at full speed while it computes, of exactly the size that was asked for.
 
 torch's own pinned memory comes in powers of two, which would cost a model of 14.3 GB another 2 GB. Here pages are
-mapped, filled by threads, and only then locked: locking pages that exist is much faster than locking new ones.
+mapped, filled by threads, and only then pinned: pinning pages that exist is much faster than pinning new ones.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 log = logging.getLogger(__name__)
-HUGE = 2 << 20  # pages of this size are locked and read faster, where the system has them
+HUGE = 2 << 20  # bytes of a large page, which is pinned and read faster, where the system has them
 
 
 def available_bytes() -> int | None:
-    """Host memory that can be had without swapping; None where the system does not say."""
+    """Host memory that is available without swapping; None where the system does not say."""
     try:
         with open("/proc/meminfo") as file:
             found = next((line for line in file if line.startswith("MemAvailable:")), None)
@@ -32,8 +32,9 @@ def _cuda() -> Any:
     return torch.cuda.cudart()
 
 
-class Pages:
-    """`bytes`: uint8 [nbytes] in host memory. Views of it stay valid after this object is gone, unlocked."""
+class PinnedMemory:
+    """`bytes`: uint8 [nbytes] in host memory, pinned by `lock`. Views stay valid after this object is gone, but are not
+    pinned any more."""
 
     def __init__(self, nbytes: int) -> None:
         self.locked = False
@@ -50,12 +51,12 @@ class Pages:
             self.bytes = torch.empty(nbytes, dtype=torch.uint8)
 
     def lock(self) -> bool:
-        """Lock them for all GPUs; False where the system refuses, and copies wait for the host then."""
+        """Pin it for all GPUs; False where the system refuses: then copies to the device wait for the host."""
         if not self.locked and len(self.bytes):
             fault = int(_cuda().cudaHostRegister(self.bytes.data_ptr(), len(self.bytes), 1))  # 1: for all GPUs
             self.locked = fault == 0
             if fault:
-                log.warning("%d bytes of host memory could not be locked (CUDA error %d)", len(self.bytes), fault)
+                log.warning("%d bytes of host memory could not be pinned (CUDA error %d)", len(self.bytes), fault)
         return self.locked
 
     def __del__(self) -> None:

@@ -41,6 +41,7 @@ class Sizes:
     experts: int
     text_encoder: int
     vae: int
+    clip_vision: int = 0
 
     @property
     def expert(self) -> int:
@@ -48,7 +49,7 @@ class Sizes:
 
     @property
     def all(self) -> int:
-        return self.expert * self.experts + self.text_encoder + self.vae
+        return self.expert * self.experts + self.text_encoder + self.vae + self.clip_vision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,8 @@ class MemoryPlan:
 def block_parameters(config: DiTConfig) -> tuple[int, int]:
     """Of one block: those of its matrices, and all others."""
     C, N = config.dim, config.ffn_dim
-    return 8 * C * C + 2 * C * N, 8 * C + N + C + 4 * C + 2 * C + 6 * C
+    image = 0 if config.image_dim is None else 3 * C  # biases of k_img and v_img, norm_k_img
+    return config.block_matrices, 8 * C + N + C + 4 * C + 2 * C + 6 * C + image
 
 
 def unit_bytes(config: DiTConfig, itemsize: int, quantized: bool, keep_blocks: int = 0) -> tuple[int, ...]:
@@ -158,7 +160,10 @@ def unit_bytes(config: DiTConfig, itemsize: int, quantized: bool, keep_blocks: i
     matrices, others = block_parameters(config)
     rest = C * (config.in_channels * patch + 1) + (config.text_dim + C + 2) * C + (F + C + 2) * C
     rest += 6 * C * (C + 1) + config.out_channels * patch * (C + 1) + 2 * C
-    channels = 9 * C + config.ffn_dim
+    if config.image_dim is not None:
+        D = config.image_dim
+        rest += 2 * D + D * (D + 1) + C * (D + 1) + 2 * C
+    channels = 9 * C + config.ffn_dim + (0 if config.image_dim is None else 2 * C)
     plain, encoded = (matrices + others) * itemsize, matrices + others * itemsize + 4 * channels
     inner = range(keep_blocks, config.num_layers - keep_blocks)
     return rest * itemsize, *(encoded if quantized and i in inner else plain for i in range(config.num_layers))
@@ -187,11 +192,11 @@ def beside_weights(
     batched: bool = False,
     image: bool = False,
 ) -> Beside:
-    """latents: [1, C, T, Y, X]. per_token: of `factor`. itemsize: of the numbers that residuals and prompts are kept
+    """latents: [B, C, T, Y, X]. per_token: of `factor`. itemsize: of the numbers that residuals and prompts are kept
     in. guided: two prompts are prepared. residuals: bytes that a cache keeps."""
-    _, _, T, Y, X = latents
-    tokens = dit.tokens(T, Y, X)
-    prompts = (1 + guided) * 2 * dit.num_layers * dit.text_len * dit.dim * itemsize
+    B, _, T, Y, X = latents
+    tokens = B * dit.tokens(T, Y, X)
+    prompts = (1 + guided) * 2 * dit.num_layers * dit.context_len * dit.dim * itemsize
     forward = per_token * 2 * tokens * dit.dim * (1 + batched)
     decode = vae_bytes(vae, Y, X)
     return Beside(
@@ -327,14 +332,15 @@ def _build(
     phases = [phase("text", text, beside.text, "the text encoder", ())]
     image = (vae,) if beside.image else ()
     if beside.image:
-        phases.append(phase("encode image", vae, beside.image, "the VAE", (text,)))
+        encoders = "the VAE, the CLIP vision encoder" if sizes.clip_vision else "the VAE"
+        phases.append(phase("encode image", vae + sizes.clip_vision, beside.image, encoders, (text,)))
     prompts, kept = beside.prompts / GIB, beside.residuals / GIB
     words = f"one transformer; {prompts:.2f} of prompts" + (f", {kept:.2f} of residuals" if kept else "")
     phases.append(phase("denoise", stage, beside.denoise, words, (text, *image)))
     phases.append(phase("decode", vae, beside.decode, "the VAE; latents stay", (text, stage)))
     if policy == "resident":
         phases = [Phase(p.name, sizes.all, p.beside, p.what) for p in phases]
-    named = {"text_encoder": beside.text, "vae": max(beside.decode, beside.image)}
+    named = {"text_encoder": beside.text, "clip_vision": beside.text, "vae": max(beside.decode, beside.image)}
     named |= dict.fromkeys(("high", "low"), beside.denoise)
     host = 0 if policy == "resident" else sizes.all
     return MemoryPlan(

@@ -1,11 +1,10 @@
 """Which models are on the device, and how they get there.
 
-`resident` keeps everything on the device. Under the others, weights live in host memory, page-locked where it suffices,
-and come when they are used: `swap` has one transformer at a time on the device, `stream` only some of its blocks, the
-others passing through (`wan_core.execution.memory.streaming`). Experts of one layout share their device memory, so
-that one makes
-room for the next block by block. Text encoder and VAE leave when the room they take is needed, and come back when they
-are.
+`resident` keeps everything on the device. Under the others, weights are in host memory, pinned where there is enough of
+it, and are copied to the device when they are used: `swap` has one transformer at a time on the device, `stream` only
+some of its blocks, and the others pass through (`wan_core.execution.memory.streaming`). Experts of one layout share
+their device memory, so that one makes room for the next block by block. Text encoder and VAE leave when their memory
+is needed, and come back when they are used.
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ from typing import Literal
 import torch
 from torch import nn
 
-from wan_core.execution.memory.host_weights import Layout, Shelf, tensors_of
+from wan_core.execution.memory.host_weights import HostWeights, Layout, tensors_of
 from wan_core.execution.memory.pinned_memory import available_bytes
 from wan_core.execution.memory.streaming import Stage
 from wan_core.models.wan.model import WanModel
+from wan_core.ops.quant.lora import is_attached
 
 __all__ = ["GIB", "Policy", "Residency", "tensors_of"]
 
 Policy = Literal["resident", "swap", "stream"]
 GIB = 1024**3
-KEPT_FREE = 0.1  # of the host's available memory that locked weights leave to others
+KEPT_FREE = 0.1  # of the host's available memory that pinned weights leave to others
 
 
 class Residency:
@@ -48,7 +48,7 @@ class Residency:
         self.policy: Policy = policy
         self.resident_blocks, self.room, self.beside = resident_blocks, room, dict(beside or {})
         self.models: dict[str, nn.Module] = {}
-        self.shelves: dict[str, Shelf] = {}
+        self.host_weights: dict[str, HostWeights] = {}
         self.stages: dict[tuple[Layout, ...], Stage] = {}  # the one used last stands last
         self.notes: list[str] = []
 
@@ -58,42 +58,54 @@ class Residency:
         return self.device if self.policy == "resident" else torch.device("cpu")
 
     def add(self, name: str, model: nn.Module) -> None:
-        """Take `model` over. Its weights move to locked host memory, unless they stay on the device."""
+        """Take `model` over. Its weights move to pinned host memory, unless they stay on the device."""
         self.models[name] = model
         if self.policy != "resident":
-            self._shelve(name, model)
+            self._move_to_host(name, model)
 
-    def adopt(self, name: str, shelf: Shelf) -> None:
+    def adopt(self, name: str, weights: HostWeights) -> None:
         """As `add`, for a model whose weights are in host memory already."""
-        self.models[name], self.shelves[name] = shelf.model, shelf
-        if shelf.layout not in self.stages:
-            self.stages[shelf.layout] = self._stage()
+        self.models[name], self.host_weights[name] = weights.model, weights
+        if weights.layout not in self.stages:
+            self.stages[weights.layout] = self._stage()
+
+    def remove(self, name: str) -> None:
+        """Forget a model. Its weights are in host memory then, unless they stayed on the device."""
+        self.release(name)
+        del self.models[name]
+        self.host_weights.pop(name, None)
 
     def use(self, name: str) -> nn.Module:
         """The model, on the device or coming there in time. Others leave where room is short."""
         model = self.models[name]
         if self.policy != "resident":
-            shelf = self.shelves[name]
-            stage = self.stages.pop(shelf.layout)
-            self.stages[shelf.layout] = stage
+            weights = self.host_weights[name]
+            stage = self.stages.pop(weights.layout)
+            self.stages[weights.layout] = stage
             self._make_room(name, stage)
             if isinstance(model, WanModel):
                 model.runners.weights = stage
-            stage.use(shelf)
+            stage.use(weights)
         return model
 
     def release(self, name: str) -> None:
         """Give the device memory of a model back, if it is the one on its stage."""
         if self.policy != "resident":
-            stage = self.stages[self.shelves[name].layout]
-            if stage.current is self.shelves[name]:
+            stage = self.stages[self.host_weights[name].layout]
+            if stage.current is self.host_weights[name]:
                 stage.leave_device()
+
+    def forget_copies(self, name: str) -> None:
+        """Discard every copy of its weights on the device: those in host memory are about to change."""
+        if self.policy != "resident":
+            self.stages[self.host_weights[name].layout].leave_device()
 
     def prefetch(self, name: str, other: str, runs: int) -> None:
         """The next `runs` runs of the blocks of `name` are the last before `other` is used: copy its weights behind
         them."""
-        if self.policy != "resident" and name != other and name in self.shelves and other in self.shelves:
-            self.stages[self.shelves[name].layout].hand_over(self.shelves[other], runs)
+        held = self.host_weights
+        if self.policy != "resident" and name != other and name in held and other in held:
+            self.stages[held[name].layout].hand_over(held[other], runs)
 
     def follow(self, policy: Policy, resident_blocks: int, room: int | None, beside: Mapping[str, int]) -> None:
         """Go over to another plan. Weights that are in host memory stay there, also where all would fit."""
@@ -103,7 +115,7 @@ class Residency:
                 return
             self.policy = policy
             for name, model in self.models.items():
-                self._shelve(name, model)
+                self._move_to_host(name, model)
         elif policy == "resident":
             policy = "swap"
         self.room = room
@@ -126,7 +138,7 @@ class Residency:
         if self.policy == "resident":
             self.policy = "swap"
             for other, each in self.models.items():
-                self._shelve(other, each)
+                self._move_to_host(other, each)
             words = "one model at a time"
         elif self.room is not None:
             self.room, words = None, "one model at a time"
@@ -140,37 +152,38 @@ class Residency:
         return f"{before} -> {self.policy}: {words}"
 
     def weights_on_device(self) -> int:
-        """Bytes of weights that are there now."""
-        if self.policy == "resident":
-            kinds = {id(model): model for model in self.models.values()}.values()
-            return sum(t.numel() * t.element_size() for model in kinds for t in tensors_of(model).values())
-        return sum(stage.held for stage in self.stages.values())
+        """Bytes of weights that are there now, attached LoRAs included."""
+        distinct = {id(model): model for model in self.models.values()}.values()
+        stay = sum(
+            tensor.numel() * tensor.element_size()
+            for model in distinct
+            for tensor_name, tensor in tensors_of(model).items()
+            if self.policy == "resident" or is_attached(tensor_name)
+        )
+        return stay + sum(stage.held for stage in self.stages.values())
 
-    def _shelve(self, name: str, model: nn.Module) -> None:
-        same = next((other for other, known in self.shelves.items() if known.model is model), None)
+    def _move_to_host(self, name: str, model: nn.Module) -> None:
+        same = next((other for other, known in self.host_weights.items() if known.model is model), None)
         if same is not None:
-            self.shelves[name] = self.shelves[same]
+            self.host_weights[name] = self.host_weights[same]
             return
         needed = sum(t.numel() * t.element_size() for t in tensors_of(model).values())
         available = available_bytes()
         copy = available is None or needed < available * (1 - KEPT_FREE)
         if not copy:
             self.notes.append(
-                f"{name}: weights stay in the file's pages, {needed / GIB:.1f} GiB of locked memory would not fit into "
+                f"{name}: weights stay in the mapped file, {needed / GIB:.1f} GiB of pinned memory would not fit into "
                 f"{(available or 0) / GIB:.1f} GiB: copies to the device are slower"
             )
-        shelf = Shelf(model, lock=self.device.type == "cuda", copy=copy, device=self.device)
-        self.shelves[name] = shelf
-        if shelf.layout not in self.stages:
-            self.stages[shelf.layout] = self._stage()
+        weights = HostWeights(model, lock=self.device.type == "cuda", copy=copy, device=self.device)
+        self.adopt(name, weights)
 
     def _stage(self) -> Stage:
         return Stage(self.device, self.resident_blocks if self.policy == "stream" else None)
 
     def _make_room(self, name: str, wanted: Stage) -> None:
         """Send models away, the one used longest ago first, until this one fits with what runs beside it."""
-        shelf = self.shelves[name]
-        need = wanted.nbytes(shelf) + self.beside.get(name, 0)
+        need = wanted.nbytes(self.host_weights[name]) + self.beside.get(name, 0)
         others = [stage for stage in self.stages.values() if stage is not wanted and not stage.is_empty]
         left = False
         for stage in others:

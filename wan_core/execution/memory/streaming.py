@@ -6,7 +6,7 @@ for an A14B block in bf16, where the block computes for 55 ms at 480p. With all 
 experts take turns: while one runs for the last time, each block makes room for the same block of the next.
 
     stage = Stage(device, resident=10)
-    stage.use(shelf)            # the model's weights are on the device, or will be when they are needed
+    stage.use(weights)          # the model's weights are on the device, or will be when they are needed
     model.runners.weights = stage
     model(...)                  # the loop over the blocks tells the stage which one comes next
 
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wan_core.execution.memory.host_weights import Shelf
+from wan_core.execution.memory.host_weights import HostWeights
 from wan_core.models.wan.runners import BlockWeights
 
 SLOTS = 2
@@ -37,7 +37,7 @@ class Slot:
     memory: Tensor
     copied: Any = None  # event: the copy has ended
     used: Any = None  # event: the block that was computed with it has ended
-    holds: tuple[Shelf, int, bool] | None = None
+    holds: tuple[HostWeights, int, bool] | None = None
 
 
 @dataclass(eq=False)
@@ -47,14 +47,14 @@ class Kept:
     memory: Tensor
     lead: Any = None
     body: Any = None
-    holds: Shelf | None = None
+    holds: HostWeights | None = None
 
 
 @dataclass
 class Handover:
     """After `runs` more runs of the blocks, the model gives its place to `heir`."""
 
-    heir: Shelf
+    heir: HostWeights
     runs: int
     now: bool = field(default=False)  # the last of them is running
 
@@ -88,7 +88,7 @@ class Stage(BlockWeights):
         self.slots: list[Slot] = []
         self.streamed: list[int] = []  # units
         self.latest: Slot | None = None  # the slot that was entered last
-        self.current: Shelf | None = None
+        self.current: HostWeights | None = None
         self.handover: Handover | None = None
 
     @property
@@ -100,11 +100,11 @@ class Stage(BlockWeights):
         """Device memory that it has now."""
         return sum(len(one.memory) for one in (*self.kept.values(), *self.slots))
 
-    def nbytes(self, shelf: Shelf) -> int:
+    def nbytes(self, shelf: HostWeights) -> int:
         """Device memory for `shelf`."""
         return stage_bytes([unit.layout.nbytes for unit in shelf.units], self.resident)
 
-    def use(self, shelf: Shelf) -> None:
+    def use(self, shelf: HostWeights) -> None:
         """Make the model of `shelf` ready; another's leaves. Waits for nothing on the host. Raises what an allocation
         raises, with nothing left on the device."""
         with self._quietly():
@@ -127,7 +127,7 @@ class Stage(BlockWeights):
                 shelf.units[unit].bind(kept.memory)
             self._wait(self.kept[REST].body)
 
-    def hand_over(self, heir: Shelf, runs: int) -> None:
+    def hand_over(self, heir: HostWeights, runs: int) -> None:
         """The next `runs` runs of the blocks are the last before `heir` is used: copy its blocks behind them."""
         if self.current is not None and heir.layout == self.current.layout:
             self.handover = Handover(heir, runs)
@@ -188,32 +188,32 @@ class Stage(BlockWeights):
                 self._fill(unit, self.handover.heir, lead=True)
                 self._fill(unit, self.handover.heir, lead=False)
 
-    def _find(self, shelf: Shelf, unit: int, whole: bool) -> Slot | None:
+    def _find(self, shelf: HostWeights, unit: int, whole: bool) -> Slot | None:
         return next((s for s in self.slots if s.holds in ((shelf, unit, True), (shelf, unit, whole))), None)
 
-    def _load(self, shelf: Shelf, unit: int, whole: bool) -> Slot:
+    def _load(self, shelf: HostWeights, unit: int, whole: bool) -> Slot:
         """Copy a streamed block into the slot that was entered longest ago."""
         slot = next(slot for slot in self.slots if slot is not self.latest)
         layout = shelf.units[unit].layout
         self._copies_wait(slot.used)
         slot.holds = (shelf, unit, whole)
         with self._on_stream():
-            shelf.units[unit].copy_to(slot.memory, 0, layout.nbytes if whole else layout.lead)
+            shelf.units[unit].copy_to(slot.memory, 0, layout.nbytes if whole else layout.text_bytes)
         slot.copied = self._mark(slot.copied, self.stream)
         return slot
 
-    def _fill(self, unit: int, shelf: Shelf, *, lead: bool) -> None:
+    def _fill(self, unit: int, shelf: HostWeights, *, lead: bool) -> None:
         """Copy one part of a unit that stays."""
         kept, layout = self.kept[unit], shelf.units[unit].layout
         with self._on_stream():
-            start, stop = (0, layout.lead) if lead else (layout.lead, layout.nbytes)
+            start, stop = (0, layout.text_bytes) if lead else (layout.text_bytes, layout.nbytes)
             shelf.units[unit].copy_to(kept.memory, start, stop)
         if lead:
             kept.holds, kept.lead = None, self._mark(kept.lead, self.stream)
         else:
             kept.holds, kept.body = shelf, self._mark(kept.body, self.stream)
 
-    def _allocate(self, shelf: Shelf) -> None:
+    def _allocate(self, shelf: HostWeights) -> None:
         sizes = [unit.layout.nbytes for unit in shelf.units]
         blocks = len(sizes) - 1
         resident = blocks if self.resident is None else min(self.resident, blocks)

@@ -1,1 +1,1 @@
-"""The text encoder: prompts -> rows of features that the transformer attends to."""
+"""The text encoder: prompts -> feature rows, to which the transformer attends."""

@@ -1,4 +1,4 @@
-"""Encoded prompts that are kept: the same text never runs the encoder twice."""
+"""A cache of encoded prompts, so that a repeated prompt is not encoded again."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ class PromptCache:
     def encode(self, prompts: Sequence[str], encoder: Callable[[], TextEncoder]) -> list[Tensor]:
         """Rows [1, L, dim] of each prompt, L its own length.
 
-        `encoder` is called only if a prompt is new, so that it may load; new prompts are encoded in one batch.
+        `encoder` returns the encoder, which it may have to load; it is called only if a prompt is new. New prompts are
+        encoded in one batch.
         """
         missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._rows]
         if missing:
             model = encoder()
             for prompt, rows in zip(missing, model.encode(missing).cpu(), strict=True):
                 self._rows[prompt] = rows[None, : len(model.tokenizer.encode(prompt))].clone()
-        found = [self._rows[prompt] for prompt in prompts]
+        encoded = [self._rows[prompt] for prompt in prompts]
         for prompt in prompts:
             self._rows.move_to_end(prompt)
         while len(self._rows) > self.limit:
             self._rows.popitem(last=False)
-        return found
+        return encoded

@@ -1,4 +1,4 @@
-"""What a text encoder is, as plain numbers. Imports no torch."""
+"""Configuration of the text encoder, as plain numbers. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """SentencePiece as the reference uses it: google/umt5-xxl with `clean="whitespace"`.
 
-Source: Wan2.2/wan/modules/tokenizers.py. One thing is left out: the reference also passes prompts through `ftfy`, which
+Source: Wan2.2/wan/modules/tokenizers.py. One difference: the reference also passes prompts through `ftfy`, which
 repairs wrongly decoded text and straightens quotation marks.
 """
 
@@ -18,7 +18,7 @@ class Tokenizer:
     Args:
         proto: a serialised SentencePiece model (the bytes of `spiece.model`). Kept as `.proto`, so that it can be
             stored in the encoder's file: a uint8 tensor `spiece_model`, as in ComfyUI's files.
-        max_length: the most ids of a prompt, with the end token; the rest is cut.
+        max_length: the most ids of a prompt, end token included; longer prompts are truncated.
 
     Raises:
         ValueError: `proto` is not such a model, or its end token is not id 1.
@@ -57,7 +57,7 @@ class Tokenizer:
             raise ValueError(f"{path}: {error}") from error
 
     def __len__(self) -> int:
-        """How many pieces there are; ids are below it."""
+        """The number of pieces; ids are smaller."""
         return self._processor.GetPieceSize()
 
     def encode(self, text: str) -> list[int]:

@@ -89,14 +89,14 @@ class Block(nn.Module):
     def forward(self, x: Tensor, buckets: Tensor, padding: Tensor) -> Tensor:
         """x [B, L, C], buckets int64 [2L - 1], padding bool [B, 1, 1, L] -> [B, L, C]."""
         bias = self.pos_embedding(buckets).to(x.dtype)
-        # The lowest finite score rather than -inf: its weight is exactly zero too, and nothing becomes NaN.
+        # The lowest finite score instead of -inf: its softmax weight is exactly zero as well, and no NaN can occur.
         bias = bias.masked_fill(padding, torch.finfo(bias.dtype).min)  # [B, H, L, L]
         x = x + self.attn(self.norm1(x), bias)
         return x + self.ffn(self.norm2(x))
 
 
 class UMT5Encoder(nn.Module):
-    """Token ids -> features. Built from a `TextConfig`, initialised for training as T5 is."""
+    """Token ids -> features. Built from a `TextConfig`, initialised for training as in T5."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class UMT5Encoder(nn.Module):
         """Encode a batch; never synchronises with the device.
 
         Args:
-            ids: int64 [B, L], each below `config.vocab_size`; anything where `mask` is False.
+            ids: int64 [B, L], each below `config.vocab_size`; padding ids have no effect.
             mask: bool [B, L], True for tokens, False for padding, which is never attended to.
 
         Returns:
@@ -128,9 +128,9 @@ class UMT5Encoder(nn.Module):
 def bucket_thresholds(num_buckets: int, max_distance: int) -> tuple[int, ...]:
     """The smallest distance of each bucket beyond `num_buckets // 4`: (12, 16, 23, 32, 46, 64, 91) for UMT5.
 
-    Half of the buckets are for keys behind the query or at it, half for keys ahead. Of each half, the first half is for
-    single distances and the rest widen logarithmically up to `max_distance`: the i-th begins at
-    exact * (max_distance / exact)^(i / wide). Solved in integers: no device's logarithm decides.
+    Half of the buckets are for keys before or at the query, half for keys after it. The first half of each are for
+    single distances, the others widen logarithmically up to `max_distance`: the i-th begins at
+    exact * (max_distance / exact)^(i / wide). Computed in integers, so that rounding of logarithms has no influence.
     """
     exact = num_buckets // 4
     wide = num_buckets // 2 - exact
@@ -155,7 +155,7 @@ def distance_buckets(length: int, num_buckets: int, thresholds: tuple[int, ...],
 
 @torch.no_grad()
 def _initialise(module: nn.Module) -> None:
-    """T5's distributions, in which the queries' weights carry the missing 1 / sqrt(D)."""
+    """T5's initialisation; the query weights include the factor 1 / sqrt(D) that its attention omits."""
     if isinstance(module, UMT5Encoder):
         nn.init.normal_(module.token_embedding.weight)
     elif isinstance(module, Attention):
@@ -175,7 +175,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 class TextEncoder(nn.Module):
-    """`encoder` and the `tokenizer` that belongs to it: prompts in, rows out.
+    """A text encoder with its tokenizer: prompts -> feature rows.
 
     Raises ValueError if the tokenizer has more pieces than the encoder's embedding has rows.
     """
@@ -185,8 +185,8 @@ class TextEncoder(nn.Module):
         rows = encoder.config.vocab_size
         if len(tokenizer) > rows:
             raise ValueError(
-                f"the tokenizer has {len(tokenizer)} pieces, the text encoder's embedding {rows} rows: they do not "
-                "belong together. Use the spiece.model that came with the text encoder (google/umt5-xxl for Wan)."
+                f"the tokenizer has {len(tokenizer)} pieces, but the text encoder's embedding has {rows} rows. "
+                "Use the spiece.model that came with the text encoder (google/umt5-xxl for Wan)."
             )
         self.encoder = encoder
         self.tokenizer = tokenizer
@@ -194,7 +194,7 @@ class TextEncoder(nn.Module):
     def tokenize(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """ids int64 [B, L] and mask bool [B, L] of `prompts` for `encoder`, on its device; L is the longest prompt."""
         if isinstance(prompts, str) or not prompts:
-            raise ValueError(f"a list of at least one prompt is needed, {prompts!r} was given")
+            raise ValueError(f"{prompts!r} given; a list of at least one prompt is needed")
         rows = [self.tokenizer.encode(prompt) for prompt in prompts]
         length = max(map(len, rows))
         ids = torch.tensor([row + [self.tokenizer.pad_id] * (length - len(row)) for row in rows])
@@ -206,8 +206,8 @@ class TextEncoder(nn.Module):
     def encode(self, prompts: Sequence[str]) -> Tensor:
         """Rows [B, L, dim] of `prompts`, all in one batch, in the encoder's dtype; without gradients.
 
-        L is the longest prompt's length. Rows beyond a prompt's own length are zero, as the transformer expects: it was
-        trained on zero rows up to 512 and pads to that itself. An empty prompt is one row, that of the end token.
+        L is the longest prompt's length. Rows beyond a prompt's own length are zero, as in training; the transformer
+        pads to 512 rows itself. An empty prompt is one row, that of the end token.
         """
         ids, mask = self.tokenize(prompts)
         return self.encoder(ids, mask).masked_fill(~mask[..., None], 0)

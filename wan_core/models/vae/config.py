@@ -1,4 +1,4 @@
-"""What a video VAE is, as plain numbers, and those of the two released ones. Imports no torch."""
+"""Configurations of the video VAEs of Wan 2.1 and 2.2, as plain numbers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class VAEConfig:
-    """The causal video VAE, 2.1 and 2.2 in one description. Source: Wan2.2/wan/modules/vae2_1.py and vae2_2.py.
+    """The causal video VAE of Wan 2.1 or 2.2. Source: Wan2.2/wan/modules/vae2_1.py and vae2_2.py.
 
-    `patch` 2 and `residual` True make it the 2.2 variant: pixels are folded 2x2 into channels, and every stage has an
-    averaging shortcut around it. `latents_mean`/`latents_std` normalise latents for the transformer; `encode` and
-    `decode` deal in *un-normalised* latents.
+    `patch` 2 and `residual` True select the 2.2 variant: pixels are folded 2x2 into channels, and every stage has an
+    averaging shortcut. `latents_mean`/`latents_std` normalise latents for the transformer; `encode` and `decode` use
+    *un-normalised* latents.
     """
 
     z_dim: int

@@ -1,15 +1,14 @@
-"""Layers of the causal video VAE, each able to run a clip in chunks of frames.
+"""Layers of the causal video VAE. Each can process a clip in chunks of frames.
 
-A layer that looks back in time takes a `Chunk`: where in the clip we are, and what the layers must remember of the
-chunks before. The memory belongs to the caller; a module holds parameters only, so one model can serve several clips at
-once.
+A layer that depends on earlier frames takes a `Chunk`: the position in the clip, and the last input frames of earlier
+chunks for each layer. The caller owns this history. Modules hold only parameters, so one model can process several
+clips at the same time.
 
-Frame 0 is special throughout: it is a picture of its own. Temporal down- and upsampling leave it alone, and the
-upsampler's `time_conv` never sees it (the frames after it start from a history of zeros).
+Frame 0 is encoded as a separate picture: temporal down- and upsampling skip it, and the upsampler's `time_conv` does
+not read it (the frames after it start from a history of zeros).
 
 Shapes: B batch, C channels, T/Y/X frames, rows, columns at the layer's own resolution. Parameter names are those of the
-    official
-checkpoints, hence dictionaries with number keys. Source of the semantics: Wan2.2/wan/modules/vae2_1.py and vae2_2.py.
+official checkpoints, hence dictionaries with number keys. Source: Wan2.2/wan/modules/vae2_1.py and vae2_2.py.
 """
 
 from __future__ import annotations
@@ -24,44 +23,44 @@ from torch import Tensor, nn
 
 @dataclass(kw_only=True)
 class Chunk:
-    """One run of consecutive frames of a clip on its way through the layers.
+    """Consecutive frames of a clip that the layers process together.
 
-    `history` maps a layer to the last input frames it saw, `[B, C, lead, Y, X]`; hand the same dictionary to every
-    chunk of a clip. The last chunk leaves nothing behind, so a clip run as one chunk (`Chunk(first=True, last=True)`)
-    remembers nothing at all.
+    `history` maps a layer to its last input frames, `[B, C, lead, Y, X]`; pass the same dictionary for every chunk of a
+    clip. The last chunk stores nothing, so a clip processed as one chunk (`Chunk(first=True, last=True)`) needs no
+    history.
     """
 
     first: bool
     last: bool
     history: dict[nn.Module, Tensor] = field(default_factory=dict)
-    strip: PictureStrip | None = None  # which part of the picture this is; None: all of it
+    strip: PictureStrip | None = None  # the part of the picture that this rank computes; None: the whole picture
 
 
 class PictureStrip(Protocol):
-    """What layers ask of one who has the rest of the picture."""
+    """A strip of a picture that several ranks compute together, with access to the other ranks' strips."""
 
-    axis: int  # of [B, C, T, Y, X] that is cut: 3 or 4
+    axis: int  # the axis of [B, C, T, Y, X] that is divided: 3 or 4
 
     def widen(self, x: Tensor, before: int, after: int) -> Tensor:
-        """x with so many positions beyond its ends along the axis, zeros where the picture ends."""
+        """x with `before` and `after` more positions along the axis: the neighbours', or zeros at an edge."""
         ...
 
     def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]:
-        """A convolution's padding without that of the axis."""
+        """A convolution's padding, with 0 for the axis."""
         ...
 
     def keys(self, x: Tensor) -> Tensor:
-        """[P, positions, C] of this strip -> of the whole picture."""
+        """[P, positions, C] of this strip -> those of all strips."""
         ...
 
 
 class CausalConv3d(nn.Conv3d):
-    """Convolution whose output frame depends on its own and earlier input frames only. Zero padding in space.
+    """Convolution whose output frame depends only on its own and earlier input frames. Zero padding in space.
 
     Args:
         kernel: `(time, rows, columns)`, the last two odd.
-        time_stride: every how many frames an output frame is made. The layer looks back `lead = kernel[0] -
-            time_stride` frames.
+        time_stride: number of input frames per output frame. The layer needs `lead = kernel[0] - time_stride` earlier
+            frames.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel: tuple[int, int, int], time_stride: int = 1) -> None:
@@ -70,11 +69,10 @@ class CausalConv3d(nn.Conv3d):
         self.lead = kernel[0] - time_stride
 
     def extend(self, x: Tensor, chunk: Chunk) -> Tensor:
-        """`x` [B, C, T, Y, X] with the frames before it in front, zeros where the clip has none; updates
-        `chunk.history`.
+        """`x` [B, C, T, Y, X] with `lead` earlier frames in front, zeros before frame 0; updates `chunk.history`.
 
-        A single frame without history comes back as it is: `convolve` then uses the last tap of the kernel alone, the
-        others would meet zeros. In a strip of the picture, what the kernel meets beyond its edges is put there.
+        A single frame without history is returned unchanged: `convolve` then uses only the last tap of the kernel,
+        because the others would multiply zeros. In a strip of the picture, the neighbours' pixels are added as well.
         """
         if chunk.strip is not None and self.kernel_size[1] > 1:
             x = chunk.strip.widen(x, self.kernel_size[1] // 2, self.kernel_size[1] // 2)
@@ -92,9 +90,9 @@ class CausalConv3d(nn.Conv3d):
         return x
 
     def convolve(self, extended: Tensor, chunk: Chunk) -> Tensor:
-        """Applies the kernel to the result of `extend`.
+        """Apply the kernel to the result of `extend`.
 
-        Apart from it, so that a caller can drop `x` before the output is allocated.
+        A separate function, so that a caller can free `x` before the output is allocated.
         """
         weight = self.weight[:, :, -extended.shape[2] :]
         padding = cast("tuple[int, ...]", self.padding)
@@ -110,9 +108,9 @@ class CausalConv3d(nn.Conv3d):
 
 
 def _small_on_cpu(x: Tensor) -> bool:
-    """Where torch would take its slow convolution, which writes out every window, though oneDNN's is five times as
-    fast and takes a tenth of the memory: it counts all axes but the last to see whether one video is worth oneDNN
-    (`use_mkldnn` in aten/src/ATen/native/Convolution.cpp, torch 2.13)."""
+    """Whether torch would use its slow convolution, which materialises every window. oneDNN's is five times as fast and
+    needs a tenth of the memory, but torch uses it only above a size of all axes but the last (`use_mkldnn` in
+    aten/src/ATen/native/Convolution.cpp, torch 2.13)."""
     on_cpu = x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     return on_cpu and x.shape[0] == 1 and x.shape[:4].numel() <= 20480
 
@@ -125,8 +123,8 @@ def _layout(x: Tensor) -> torch.memory_format:
 def _join(earlier: Tensor, later: Tensor) -> Tensor:
     """Frames of both, [B, C, T, Y, X], in the memory layout of `later`."""
     if later.is_contiguous(memory_format=torch.channels_last_3d):
-        # `torch.cat` along an outer axis of contiguous tensors: it copies whole blocks, and does not mistake the layout
-        # of a single frame, whose strides are ambiguous.
+        # `torch.cat` along an outer axis of contiguous tensors copies whole blocks, and keeps the layout of a single
+        # frame, whose strides are ambiguous.
         return torch.cat([earlier.movedim(1, -1), later.movedim(1, -1)], dim=1).movedim(-1, 1)
     return torch.cat([earlier, later], dim=2)
 
@@ -136,22 +134,22 @@ def _lead_with_zeros(x: Tensor, frames: int) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Divides by the root mean square over channels (dim 1). `spatial_dims`: 3 for video, 2 for pictures."""
+    """Division by the root mean square over channels (dim 1). `spatial_dims`: 3 for video, 2 for pictures."""
 
     def __init__(self, channels: int, spatial_dims: int = 3) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(channels, *[1] * spatial_dims))
 
     def forward(self, x: Tensor) -> Tensor:
-        # fp32 statistics: a sum over hundreds of squares in bf16 is off by percents. Accumulating in fp32 inside the
-        # reduction, instead of casting x, keeps the largest temporary of the model at its own size.
+        # fp32 statistics: a sum of hundreds of squares in bf16 has errors of several percent. The reduction accumulates
+        # in fp32 without casting x, which would double the model's largest temporary.
         norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
         scale = x.shape[1] ** 0.5 / norm.clamp_min(1e-12)
         return (x * scale.to(x.dtype)).mul_(self.gamma)
 
 
 class ResidualBlock(nn.Module):
-    """norm, SiLU, conv, twice; 1x1x1 shortcut where the channels change."""
+    """norm, SiLU, conv, twice; a 1x1x1 shortcut if the number of channels changes."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -168,13 +166,13 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
         h = norm_silu_conv(self.residual["0"], self.residual["2"], x, chunk)
         h = norm_silu_conv(self.residual["3"], self.residual["6"], h, chunk)
-        # The shortcut comes last, so that it is not held while the two convolutions run.
+        # The shortcut is computed last, so that its result is not in memory during the two convolutions.
         return h.add_(x if self.shortcut is None else self.shortcut.convolve(x, chunk))
 
 
 def norm_silu_conv(norm: nn.Module, conv: nn.Module, x: Tensor, chunk: Chunk) -> Tensor:
     conv = cast(CausalConv3d, conv)
-    # One expression: the normalised input dies as soon as it has been copied behind its history.
+    # One expression, so that the normalised input is freed as soon as `extend` has copied it.
     return conv.convolve(conv.extend(F.silu(norm(x), inplace=True), chunk), chunk)
 
 
@@ -191,7 +189,7 @@ class AttentionBlock(nn.Module):
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
         pictures = as_pictures(x)  # [B*T, C, Y, X]
         qkv = self.to_qkv(self.norm(pictures)).flatten(2).transpose(1, 2).unsqueeze(1)  # [B*T, 1, Y*X, 3C]
-        # Fused attention kernels want channels to be the innermost axis, else all Y*X x Y*X scores are written out.
+        # Fused attention kernels need channels as the innermost axis; otherwise all Y*X x Y*X scores are materialised.
         q, k, v = qkv.contiguous().chunk(3, dim=-1)
         if chunk.strip is not None:
             k, v = chunk.strip.keys(torch.cat([k, v], -1).squeeze(1)).unsqueeze(1).chunk(2, dim=-1)
@@ -205,8 +203,8 @@ class Downsample(nn.Module):
 
     def __init__(self, channels: int, temporal: bool) -> None:
         super().__init__()
-        # The official padding is a row below and a column to the right. Padding all sides by two and dropping the first
-        # row and column of the output is the same, without a padded copy of the largest activation there is.
+        # The official padding is one row below and one column to the right. Padding all sides by two and dropping the
+        # output's first row and column is equal, and needs no padded copy of the model's largest activation.
         self.resample = nn.ModuleDict({"1": nn.Conv2d(channels, channels, 3, stride=2, padding=2)})
         self.time_conv = CausalConv3d(channels, channels, (3, 1, 1), time_stride=2) if temporal else None
 
@@ -224,7 +222,7 @@ class Downsample(nn.Module):
         conv = cast(nn.Conv2d, self.resample["1"])
         if chunk.strip is None:
             return conv(pictures)[..., 1:, 1:]
-        pictures = chunk.strip.widen(pictures, 0, 1)  # the official padding, which along the axis is the next strip
+        pictures = chunk.strip.widen(pictures, 0, 1)  # the official padding; along the axis it is the next strip
         padding = chunk.strip.padding((2, 2))
         halved = F.conv2d(pictures, conv.weight, conv.bias, conv.stride, padding)
         return halved[..., 1:] if chunk.strip.axis == 3 else halved[..., 1:, :]
@@ -244,7 +242,7 @@ class Upsample(nn.Module):
         conv, strip, pictures = cast(nn.Conv2d, self.resample["1"]), chunk.strip, as_pictures(x)
         if strip is None:
             return as_video(conv(F.interpolate(pictures, scale_factor=2.0, mode="nearest-exact")), x.shape[0])
-        # A position of the neighbours becomes two, of which the convolution looks at one
+        # A neighbour's position becomes two, of which the convolution needs one.
         pictures = F.interpolate(strip.widen(pictures, 1, 1), scale_factor=2.0, mode="nearest-exact")
         axis = strip.axis - 5
         pictures = pictures.narrow(axis, 1, pictures.shape[axis] - 2)
@@ -257,7 +255,7 @@ class Upsample(nn.Module):
         if picture is not None and rest.shape[2] == 0:
             return picture
         pairs = time_conv(rest, chunk).unflatten(1, (2, -1))  # [B, 2, C, T, Y, X]
-        # The one copy this takes is made with the channels last, so that no further one follows.
+        # This needs one copy. It is made with channels last, so that the next layer needs no further one.
         frames = pairs.permute(0, 3, 1, 4, 5, 2).flatten(1, 2).permute(0, 4, 1, 2, 3)  # [B, C, 2T, Y, X]
         return frames if picture is None else torch.cat([picture, frames], dim=2)
 
@@ -279,8 +277,7 @@ def fold_average(x: Tensor, out_channels: int, time: int, space: int) -> Tensor:
     """Downsampling shortcut: folds `time` x `space` x `space` neighbours into channels, then averages groups of
     channels.
 
-    [B, C, T, Y, X] -> [B, out_channels, ceil(T / time), Y / space, X / space]. A missing frame (before frame 0) counts
-    as zeros.
+    [B, C, T, Y, X] -> [B, out_channels, ceil(T / time), Y / space, X / space]. Missing frames before frame 0 are zeros.
     """
     x = F.pad(x, (0, 0, 0, 0, -x.shape[2] % time, 0)) if x.shape[2] % time else x
     x = x.unflatten(4, (-1, space)).unflatten(3, (-1, space)).unflatten(2, (-1, time))
@@ -291,8 +288,7 @@ def fold_average(x: Tensor, out_channels: int, time: int, space: int) -> Tensor:
 def unfold_repeat(x: Tensor, out_channels: int, time: int, space: int, first: bool) -> Tensor:
     """Upsampling shortcut: repeats channels, then unfolds them into `time` x `space` x `space` neighbours.
 
-    [B, C, T, Y, X] -> [B, out_channels, T * time, Y * space, X * space], less the frames that would come before frame
-    0.
+    [B, C, T, Y, X] -> [B, out_channels, T * time, Y * space, X * space], without the frames before frame 0.
     """
     repeats = out_channels * time * space * space // x.shape[1]
     x = x.repeat_interleave(repeats, dim=1).unflatten(1, (out_channels, time, space, space))

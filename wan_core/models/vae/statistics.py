@@ -1,7 +1,7 @@
-"""Mean and deviation of latents: between what a VAE deals in and what the transformer works on.
+"""Conversion between un-normalised latents of the VAE and normalised latents of the transformer.
 
-Shapes: B batch, z latent channels. Everything is fp32; the statistics are made anew each time, not kept as buffers of a
-module, because `module.to(bfloat16)` would round those.
+Shapes: B batch, z latent channels. All values are fp32. Mean and standard deviation are no module buffers, because
+`module.to(bfloat16)` would round them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from wan_core.models.vae.config import VAEConfig
 
 
 def normalise(latents: Tensor, config: VAEConfig) -> Tensor:
-    """What the transformer works on: (latents - mean) / std per channel, fp32. [B, z, ...] -> [B, z, ...]."""
+    """The transformer's latents: (latents - mean) / std per channel, fp32. [B, z, ...] -> [B, z, ...]."""
     mean, std = _statistics(latents, config)
     return (latents.float() - mean) / std
 

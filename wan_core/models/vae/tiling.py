@@ -1,9 +1,9 @@
 """Spatial tiling: overlapping tiles of a picture, and the weights that blend their results without a seam.
 
-Tiles lie on a grid of latent cells (8x8 pixels in Wan 2.1, 16x16 in 2.2). Along each axis they have one size, are
-spread evenly and overlap by at least what was asked for; a weight falls linearly from one to zero across an overlap, so
-that what a tile knows least, its border, counts least. The weight of a tile is the product of its row and its column
-weight, and at every position the weights of all tiles sum to one.
+Tiles lie on a grid of latent cells (8x8 pixels in Wan 2.1, 16x16 in 2.2). Along each axis they have equal size and even
+distances, and overlap by at least the given number of cells. A weight falls linearly from one to zero across an
+overlap, because a tile is least accurate at its border. A tile's weight is the product of its row and column weights;
+at every position the weights of all tiles sum to one.
 
 Shapes: B batch, C channels, F frames, Y/X rows and columns of latent cells, H/W of the result.
 """
@@ -20,9 +20,10 @@ from wan_core.config import OptionError
 
 @dataclass(frozen=True, kw_only=True)
 class TileSpec:
-    """Size of tiles and their least overlap, in latent cells. An axis shorter than a tile is not cut.
+    """Size of tiles and their least overlap, in latent cells. An axis shorter than a tile is not divided.
 
-    Raises `OptionError` unless 0 <= overlap < height and width. An overlap of 8 cells or more hides the borders well.
+    Raises `OptionError` unless 0 <= overlap < height and width. At an overlap of 8 cells or more seams are hardly
+    visible.
     """
 
     height: int = 32
@@ -32,14 +33,14 @@ class TileSpec:
     def __post_init__(self) -> None:
         if not 0 <= self.overlap < min(self.height, self.width):
             raise OptionError(
-                f"tiles of {self.height}x{self.width} latent cells cannot overlap by {self.overlap}: needed is an "
-                f"overlap of at least 0, smaller than both sides; choose larger tiles or a smaller overlap"
+                f"tiles of {self.height}x{self.width} latent cells cannot overlap by {self.overlap}: the overlap must "
+                f"be at least 0 and smaller than both sides; choose larger tiles or a smaller overlap"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """One tile: its place in latent cells and the weight of each row and column of its result, fp32 on the CPU."""
+    """One tile: its position in latent cells and the weight of each row and column of its result, fp32 on the CPU."""
 
     top: int
     left: int
@@ -55,14 +56,15 @@ class Tile:
         return x[..., rows, columns]
 
     def add_to(self, canvas: Tensor, result: Tensor, cell: int) -> None:
-        """Adds `result` [..., height * cell, width * cell], weighted, to the whole fp32 `canvas`."""
+        """Add `result` [..., height * cell, width * cell], weighted, to the fp32 `canvas` of the whole picture."""
         rows = self.row_weights.to(canvas.device, non_blocking=True)
         columns = self.column_weights.to(canvas.device, non_blocking=True)
         self.crop(canvas, cell).add_(result * (rows[:, None] * columns))
 
 
 def tile_starts(length: int, tile: int, overlap: int) -> list[int]:
-    """Where tiles of `tile` cells start to cover `length` cells, evenly spread, overlapping by at least `overlap`."""
+    """First cells of tiles of `tile` cells that cover `length` cells, evenly spaced, overlapping by at least
+    `overlap`."""
     if length <= tile:
         return [0]
     count = -(-(length - overlap) // (tile - overlap))
@@ -74,7 +76,7 @@ def axis_weights(starts: list[int], tile: int, length: int, scale: int) -> Tenso
     one.
 
     Linear ramps over the overlap with the neighbour, sampled at the centres of the `scale` results per cell, then
-    divided by their sum (which is one already, but for positions under three or more tiles).
+    divided by their sum, which differs from one only where three or more tiles overlap.
     """
     size = min(tile, length) * scale
     weights = torch.ones(len(starts), size, dtype=torch.float64)

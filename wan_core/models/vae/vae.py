@@ -1,9 +1,9 @@
 """The causal video VAE of Wan 2.1 and 2.2, streaming in time.
 
-One model, two configurations (`wan_core.config.VAE_21`, `VAE_22`) and any smaller one. A clip of 1 + 4n frames becomes
-1 + n latent frames; it is processed in chunks of latent frames, each layer remembering the last frames it saw, so that
-memory depends on the chunk and not on the clip, and every chunk size gives the same result. Parameter names are those
-of `Wan2.1_VAE.pth` and `Wan2.2_VAE.pth`.
+One model for two configurations (`wan_core.models.vae.config.VAE_21`, `VAE_22`) and smaller ones. A clip of 1 + 4n
+frames becomes 1 + n latent frames. It is processed in chunks of latent frames, and each layer stores its last input
+frames, so that memory depends on the chunk and not on the clip. Every chunk size gives the same result. Parameter names
+are those of `Wan2.1_VAE.pth` and `Wan2.2_VAE.pth`.
 
 Shapes: B batch, C channels, z latent channels, F/H/W frames and pixels of the video, T/Y/X of the latents.
 Source: Wan2.2/wan/modules/vae2_1.py and vae2_2.py.
@@ -57,7 +57,8 @@ class DownStage(nn.Module):
 
 
 class UpStage(nn.Module):
-    """A stage of the 2.2 decoder: residual blocks, then, but in the last stage, upsampling and a repeating shortcut."""
+    """A stage of the 2.2 decoder: residual blocks, then (except in the last stage) upsampling and a repeating
+    shortcut."""
 
     def __init__(self, in_channels: int, out_channels: int, blocks: int, time: int, space: int) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ def _residual_blocks(in_channels: int, out_channels: int, blocks: int) -> nn.Mod
 def _check_foldable(channels: int, groups: int) -> None:
     if channels % groups:
         raise OptionError(
-            f"the shortcuts of a residual VAE cannot spread {channels} folded channels over {groups}: "
+            f"the shortcuts of a residual VAE cannot divide {channels} folded channels into {groups} groups: "
             f"choose dims and dim_mult so that one divides the other"
         )
 
@@ -100,7 +101,7 @@ def _head(in_channels: int, out_channels: int) -> nn.ModuleDict:
 class Encoder(nn.Module):
     """Patches of pixels [B, 3 * patch**2, F, H / patch, W / patch] -> [B, 2z, T, Y, X].
 
-    What comes out passes through `VideoVAE.conv1` to become moments.
+    `VideoVAE.conv1` turns the result into mean and log variance.
     """
 
     def __init__(self, config: VAEConfig) -> None:
@@ -131,7 +132,7 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """Latents [B, z, T, Y, X] -> patches of pixels [B, 3 * patch**2, F, H / patch, W / patch].
 
-    Latents have passed through `VideoVAE.conv2`.
+    The input is the output of `VideoVAE.conv2`.
     """
 
     def __init__(self, config: VAEConfig) -> None:
@@ -148,7 +149,7 @@ class Decoder(nn.Module):
                 stage = UpStage(in_dim, out_dim, config.num_res_blocks + 1, 1 + temporal, 1 + up)
                 self.upsamples.append(stage)
                 continue
-            # In 2.1 the upsampling before a stage has already halved the channels.
+            # In 2.1 the upsampling before a stage halves the channels.
             self.upsamples.extend(_residual_blocks(in_dim // 2 if i else in_dim, out_dim, config.num_res_blocks + 1))
             if up:
                 self.upsamples.append(Upsample(out_dim, out_dim // 2, temporal))
@@ -162,32 +163,32 @@ class Decoder(nn.Module):
 
 
 class VideoVAE(nn.Module):
-    """Video in -1..1 to latents and back. Latents are un-normalised unless `normalise` made them otherwise.
+    """Encodes video in -1..1 to latents and decodes latents. Latents are un-normalised, except for `normalise`.
 
-    Results have the dtype and device of the parameters (`normalise` and `denormalise`: fp32), to which inputs are moved
-    chunk by chunk: a long video can stay on the CPU. Gradients flow wherever the caller enables them; wrap inference in
-    `torch.inference_mode()`.
+    Results have the dtype and device of the parameters (`normalise` and `denormalise`: fp32). Inputs are moved there
+    chunk by chunk, so a long video can stay on the CPU. Gradients are computed if the caller enables them; wrap
+    inference in `torch.inference_mode()`.
 
-    `chunk` is how many latent frames are computed together: 1 needs the least memory, None is the whole clip at once
-    (small clips, training). All give the same result. `tile` cuts the picture, see `TileSpec`; results then differ near
-    the seams, by little, because a tile does not see beyond its border.
+    `chunk` is the number of latent frames computed together: 1 needs the least memory, None computes the whole clip at
+    once (small clips, training). All give the same result. `tile` divides the picture, see `TileSpec`; results then
+    differ slightly near the seams, because a tile has no pixels from beyond its border.
     """
 
     def __init__(self, config: VAEConfig) -> None:
         super().__init__()
         _check_config(config)
         self.config = config
-        self.strips: Any = None  # a seam: `wan_core.parallel.vae.Strips` cuts the picture for several ranks
+        self.strips: Any = None  # set by `wan_core.parallel.vae.Strips`, which divides the picture among ranks
         self.encoder = Encoder(config)
         self.conv1 = CausalConv3d(2 * config.z_dim, 2 * config.z_dim, (1, 1, 1))
         self.conv2 = CausalConv3d(config.z_dim, config.z_dim, (1, 1, 1))
         self.decoder = Decoder(config)
 
     def channels_last(self) -> VideoVAE:
-        """Stores the weights of convolutions with channels innermost in memory, in place; returns self.
+        """Store the weights of convolutions with channels innermost in memory, in place; returns self.
 
-        Activations then take that layout too, which CUDA's convolutions want: without it they transpose what they read
-        and write. Results are the same up to rounding.
+        Activations then have that layout too. CUDA's convolutions need it; otherwise they transpose inputs and outputs.
+        Results are equal up to rounding.
         """
         for module in self.modules():
             if isinstance(module, (nn.Conv2d, nn.Conv3d)):
@@ -207,7 +208,7 @@ class VideoVAE(nn.Module):
             [B, z, T, Y, X], T = n + 1.
 
         Raises:
-            OptionError: a size, or `chunk`, that does not fit.
+            OptionError: for an impossible size or `chunk`.
         """
         return self.encode_moments(video, chunk=chunk, tile=tile)[0]
 
@@ -254,14 +255,14 @@ class VideoVAE(nn.Module):
     ) -> Tensor:
         """The video [B, 3, F, H, W] in -1..1 of un-normalised latents [B, z, T, Y, X], F = 4 (T - 1) + 1.
 
-        With `tile`, one tile is decoded to its end before the next begins: the layers remember one tile, and the whole
-        video is held in fp32. `decode_stream` is the other way round.
+        With `tile`, tiles are decoded one after the other, each in full: layers store the history of one tile, and the
+        whole video is in memory in fp32. `decode_stream` decodes all tiles in parallel instead.
 
         Args:
             clamp: limit to -1..1. Training turns it off: a clamped pixel has no gradient.
 
         Raises:
-            OptionError: a size, or `chunk`, that does not fit.
+            OptionError: for an impossible size or `chunk`.
         """
         if tile is None:
             return torch.cat(list(self.decode_stream(latents, chunk=chunk, clamp=clamp)), dim=2)
@@ -276,10 +277,10 @@ class VideoVAE(nn.Module):
     def decode_stream(
         self, latents: Tensor, *, chunk: int | None = 1, tile: TileSpec | None = None, clamp: bool = True
     ) -> Iterator[Tensor]:
-        """As `decode`, in pieces [B, 3, f, H, W]: finished frames, in order, for the caller to move away.
+        """As `decode`, but yields finished frames in order, in pieces [B, 3, f, H, W] that the caller can move away.
 
-        With `tile`, all tiles advance together: the layers remember every tile, but only one chunk of frames is held.
-        Arguments are checked before the first frame is asked for.
+        With `tile`, all tiles advance together: layers store the history of every tile, but only one chunk of frames is
+        in memory. Arguments are checked at the call, before the first frame is requested.
         """
         spans = self._decode_spans(latents, chunk)
         if tile is None:
@@ -318,7 +319,7 @@ class VideoVAE(nn.Module):
         return plan_tiles(latents.shape[3], latents.shape[4], spec, scale=self.config.spatial_stride)
 
     def _canvas(self, latents: Tensor, span: tuple[int, int]) -> Tensor:
-        """Zeros for the frames of `span`, fp32: blending in bf16 would leave steps in smooth areas."""
+        """Zeros for the frames of `span`, fp32: blending in bf16 would cause visible steps in smooth areas."""
         frames = self._frame(span[1]) - self._frame(span[0])
         size = [n * self.config.spatial_stride for n in latents.shape[3:]]
         return torch.zeros(latents.shape[0], 3, frames, *size, device=self.conv2.weight.device)
@@ -330,7 +331,7 @@ class VideoVAE(nn.Module):
     # ---------------------------------------------------------------------------------------------------- normalise
 
     def normalise(self, latents: Tensor) -> Tensor:
-        """What the transformer works on: (latents - mean) / std per channel, fp32. [B, z, ...] -> [B, z, ...]."""
+        """The transformer's latents: (latents - mean) / std per channel, fp32. [B, z, ...] -> [B, z, ...]."""
         return normalise(latents, self.config)
 
     def denormalise(self, latents: Tensor) -> Tensor:
@@ -340,29 +341,29 @@ class VideoVAE(nn.Module):
     # ---------------------------------------------------------------------------------------------------- sizes
 
     def _frame(self, latent_frame: int) -> int:
-        """The first video frame of a latent frame; also where the frames before it end."""
+        """The first video frame of a latent frame, which is also the end of the previous latent frame's frames."""
         return max(0, self.config.temporal_stride * (latent_frame - 1) + 1)
 
     def _to_own(self, x: Tensor) -> Tensor:
         weight = self.conv2.weight
-        # A copy to the CPU must have ended before the CPU reads it.
+        # A copy to the CPU must be complete before the CPU reads it.
         return x.to(weight.device, weight.dtype, non_blocking=weight.device.type != "cpu")
 
     def _latent_size(self, video: Tensor) -> tuple[int, int, int]:
         time, space = self.config.temporal_stride, self.config.spatial_stride
         if video.ndim != 5 or video.shape[1] != 3 or 0 in video.shape:
             raise OptionError(
-                f"the video has the shape {list(video.shape)}; needed is [batch, 3, frames, height, width]"
+                f"the video has the shape {list(video.shape)}; the shape must be [batch, 3, frames, height, width]"
             )
         frames, height, width = video.shape[2:]
         if frames % time != 1 % time:
             raise OptionError(
-                f"{frames} frames given; needed is a multiple of {time} plus 1: "
+                f"{frames} frames given; the number must be a multiple of {time} plus 1: "
                 f"drop the last {(frames - 1) % time} or add {-(frames - 1) % time}"
             )
         if height % space or width % space:
             raise OptionError(
-                f"frames of {width}x{height} pixels given; needed are multiples of {space}: "
+                f"frames of {width}x{height} pixels given; both must be multiples of {space}: "
                 f"crop or resize to {max(1, width // space) * space}x{max(1, height // space) * space}"
             )
         return (frames - 1) // time + 1, height // space, width // space
@@ -371,7 +372,7 @@ class VideoVAE(nn.Module):
 def _chunk_spans(frames: int, chunk: int | None) -> list[tuple[int, int]]:
     """Latent frames [start, stop) of each chunk."""
     if chunk is not None and chunk < 1:
-        raise OptionError(f"chunk is {chunk}; needed is a number of latent frames from 1, or None for all at once")
+        raise OptionError(f"chunk is {chunk}; it must be at least 1 latent frame, or None for all at once")
     size = frames if chunk is None else chunk
     return [(start, min(start + size, frames)) for start in range(0, frames, size)]
 
@@ -384,5 +385,5 @@ def _check_config(config: VAEConfig) -> None:
     if not len(config.latents_mean) == len(config.latents_std) == config.z_dim:
         raise OptionError(
             f"{config.z_dim} latent channels need as many means and standard deviations; "
-            f"given are {len(config.latents_mean)} and {len(config.latents_std)}"
+            f"{len(config.latents_mean)} and {len(config.latents_std)} were given"
         )

@@ -12,7 +12,7 @@ from wan_core.config.checks import OptionError
 
 @dataclass(frozen=True, kw_only=True)
 class DiTConfig:
-    """The Wan 2.2 diffusion transformer. Everything but `num_heads` can be read from the shapes of a checkpoint.
+    """The Wan diffusion transformer. Everything but `num_heads` can be read from the shapes of a checkpoint.
 
     Source: Wan2.2/wan/modules/model.py and wan/configs/*.py.
     """
@@ -28,6 +28,8 @@ class DiTConfig:
     freq_dim: int = 256
     patch_size: tuple[int, int, int] = (1, 2, 2)
     eps: float = 1e-6
+    family: str = "wan"  # of `wan_core.models.wan.families`
+    image_dim: int | None = None  # of the CLIP features that its cross-attention takes beside text; None: takes none
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
@@ -43,12 +45,27 @@ class DiTConfig:
         return (frames // pt) * (rows // py) * (columns // px)
 
     @property
+    def context_len(self) -> int:
+        """Tokens that cross-attention attends to."""
+        return self.text_len + (0 if self.image_dim is None else IMAGE_TOKENS)
+
+    @property
+    def block_matrices(self) -> int:
+        """Parameters of the matrices of one block."""
+        attention = 8 if self.image_dim is None else 10
+        return attention * self.dim * self.dim + 2 * self.dim * self.ffn_dim
+
+    @property
     def rope_axes(self) -> tuple[int, int, int]:
         """How many of a head's channels encode time, rows and columns: (44, 42, 42) at head dim 128."""
         d = self.head_dim
         return d - 4 * (d // 6), 2 * (d // 6), 2 * (d // 6)
 
 
+IMAGE_TOKENS = 257  # of CLIP ViT-H/14: a class token and 16 x 16 patches
+
 T2V_A14B = DiTConfig(in_channels=16, out_channels=16, dim=5120, ffn_dim=13824, num_heads=40, num_layers=40)
 I2V_A14B = replace(T2V_A14B, in_channels=36)
+I2V_14B = replace(I2V_A14B, image_dim=1280)  # Wan 2.1, whose T2V-14B is one expert of T2V-A14B in shape
+T2V_1_3B = DiTConfig(in_channels=16, out_channels=16, dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
 TI2V_5B = DiTConfig(in_channels=48, out_channels=48, dim=3072, ffn_dim=14336, num_heads=24, num_layers=30)

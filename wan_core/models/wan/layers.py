@@ -115,15 +115,16 @@ class CrossAttention(nn.Module):
         self.norm_k = RMSNorm(config.dim, config.eps)
         self.attend: Attention = SDPA
 
-    def kv(self, text: Tensor) -> tuple[Tensor, Tensor]:
+    def kv(self, text: Tensor) -> tuple[Tensor, ...]:
         """Keys and values [B, S, H, D] of embedded text [B, S, C]."""
         k = fused.head_norm(self.k(text), self.norm_k.weight, self.heads, self.norm_k.eps)
         return k, self.v(text).unflatten(-1, (self.heads, -1))
 
-    def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...]) -> Tensor:
         """x [B, L, C], kv two of [B, S, H, D] -> [B, L, C]."""
         q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
-        out = self.attend(q, *kv).flatten(-2)
+        k, v = kv
+        out = self.attend(q, k, v).flatten(-2)
         del q
         return self.o(out)
 
@@ -153,7 +154,7 @@ class Block(nn.Module):
         x: Tensor,
         modulation: Tensor,
         rope: Tensor,
-        kv: tuple[Tensor, Tensor],
+        kv: tuple[Tensor, ...],
         call: AttentionCall = SINGLE,
     ) -> Tensor:
         """x [B, L, C], which may be overwritten; modulation float32 [B, F, 6, C]; rope [L, 1, D/2, 2]; kv two of
@@ -170,7 +171,7 @@ class Block(nn.Module):
         shift, scale = modulation.unbind(2)[:2]
         return self.self_attn.project(x, 1 + scale, shift, self.eps, rope)
 
-    def after_attention(self, x: Tensor, attended: Tensor, modulation: Tensor, kv: tuple[Tensor, Tensor]) -> Tensor:
+    def after_attention(self, x: Tensor, attended: Tensor, modulation: Tensor, kv: tuple[Tensor, ...]) -> Tensor:
         """The rest of the block, from what self-attention gave, [B, L, C]."""
         _, _, gate_a, shift_f, scale_f, gate_f = modulation.unbind(2)
         weight, bias = (p.float().view(1, 1, -1) for p in (self.norm3.weight, self.norm3.bias))
@@ -206,7 +207,7 @@ class BlockParts(NamedTuple):
     compiled for one is used by all."""
 
     before: Callable[[Block, Tensor, Tensor, Tensor], QKV]
-    after: Callable[[Block, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
+    after: Callable[[Block, Tensor, Tensor, Tensor, tuple[Tensor, ...]], Tensor]
 
 
 PLAIN_PARTS = BlockParts(Block.before_attention, Block.after_attention)

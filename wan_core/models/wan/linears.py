@@ -16,4 +16,5 @@ def quantized_names(config: DiTConfig, keep_blocks: int = 0) -> frozenset[str]:
         )
     inner = range(keep_blocks, config.num_layers - keep_blocks)
     attention = [f"{kind}.{part}" for kind in ("self_attn", "cross_attn") for part in "qkvo"]
+    attention += [] if config.image_dim is None else ["cross_attn.k_img", "cross_attn.v_img"]
     return frozenset(f"blocks.{i}.{name}" for i in inner for name in (*attention, "ffn.0", "ffn.2"))

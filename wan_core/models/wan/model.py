@@ -74,9 +74,17 @@ class WanModel(nn.Module):
         weights.end_run()
         return tokens
 
-    def prepare_text(self, context: Tensor) -> PreparedText:
-        """Text rows [B, S, text_dim] -> keys and values of every block. Zero-padded to `text_len` before the
-        embedding, and the padding is attended to, as in the reference: the model was trained so."""
+    def prepare_text(self, context: Tensor, image: Tensor | None = None) -> PreparedText:
+        """Text rows [B, S, text_dim] -> keys and values of every block. image: CLIP features of the image, for models
+        that take them."""
+        embedded = self.embed_text(context, image)
+        return PreparedText(tuple(self._keys_values(layer, embedded) for layer in range(len(self.blocks))))
+
+    def embed_text(self, context: Tensor, image: Tensor | None) -> Tensor:
+        """[B, S, text_dim] -> [B, text_len, C]. Zero-padded before the embedding, and the padding is attended to, as in
+        the reference: the model was trained so."""
+        if image is not None:
+            raise ValueError("CLIP features of an image given; this model takes none")
         rows, width = context.shape[1:]
         if width != self.config.text_dim or rows > self.config.text_len:
             raise ValueError(
@@ -85,10 +93,9 @@ class WanModel(nn.Module):
             )
         weight = self.patch_embedding.weight
         context = F.pad(context.to(weight.device, weight.dtype), (0, 0, 0, self.config.text_len - rows))
-        embedded = self.text_embedding(context)
-        return PreparedText(tuple(self._keys_values(layer, embedded) for layer in range(len(self.blocks))))
+        return self.text_embedding(context)
 
-    def _keys_values(self, layer: int, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys_values(self, layer: int, embedded: Tensor) -> tuple[Tensor, ...]:
         weights = self.runners.weights
         weights.enter(layer, text=True)
         found = self.blocks[layer].cross_attn.kv(embedded)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 
 class PreparedText(NamedTuple):
-    """What a prompt is to one expert: cross-attention keys and values of every block, each [B, S, H, D]."""
+    """What a prompt is to one expert: cross-attention keys and values of every block, each [B, S, H, D], as
+    `CrossAttention.kv` makes them."""
 
-    keys_values: tuple[tuple[Tensor, Tensor], ...]
+    keys_values: tuple[tuple[Tensor, ...], ...]
 
     def rows(self, start: int, stop: int) -> PreparedText:
         """Views of the prompts start..stop of the batch."""
-        return PreparedText(tuple((k[start:stop], v[start:stop]) for k, v in self.keys_values))
+        return PreparedText(tuple(tuple(t[start:stop] for t in kv) for kv in self.keys_values))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from wan_core.config import UserError
-from wan_core.execution.compile_cache import point_flash_attention
+from wan_core.config.compile_cache import set_flash_attention_cache
 from wan_core.ops.attention.library import Library, load_torchs_cudnn
 from wan_core.ops.attention.protocol import Attention, Dense
 
@@ -115,7 +115,7 @@ FLASH4 = Library(
     "flash_attn.cute",
     "flash_attn_func",
     "pip install --pre flash-attn-4, or 'wancore[attention]'",
-    before=point_flash_attention,
+    before=set_flash_attention_cache,
 )
 FLASH3 = Library(
     "FlashAttention 3",

@@ -55,10 +55,11 @@ def channels_first(x: Quantized, block: int) -> Blocked:
 
 
 class Pooled(NamedTuple):
-    """What stands in for the blocks of keys that are left out: means of keys and values, float32 [B, H, n, D], and
-    which blocks are kept and need none, bool [B, H, r, n] for r blocks of queries.
+    """Means that replace unselected key blocks.
 
-    sizes: int32 [n], the tokens of every block of keys; None: there are as many keys as queries."""
+    keys, values: means of every block, float32 [B, H, n, D]. kept: selected blocks, which are not replaced, bool
+    [B, H, r, n] for r blocks of queries. sizes: int32 [n], the number of tokens of every key block; None: as many keys
+    as queries."""
 
     keys: Tensor
     values: Tensor
@@ -67,11 +68,11 @@ class Pooled(NamedTuple):
 
 
 def sizes_of(pooled: Pooled, q: Tensor, block: int) -> Tensor:
-    """int32 [n]: the tokens of the blocks of keys that queries q [B, L, H, D] attend to."""
+    """int32 [n]: the number of tokens of every key block, for queries q [B, L, H, D]."""
     return block_sizes(q.shape[1], block, q.device) if pooled.sizes is None else pooled.sizes
 
 
 def block_sizes(tokens: int, block: int, device: torch.device) -> Tensor:
-    """int32 [n]: the tokens of every block."""
+    """int32 [n]: the number of tokens of every block."""
     count = -(-tokens // block)
     return (tokens - block * torch.arange(count, device=device, dtype=torch.int32)).clamp(max=block)

@@ -1,7 +1,8 @@
-"""FP8 tensors with their scales, and how torch makes them: the reference of every kernel that quantises."""
+"""FP8 tensors with scales, and their quantisation in plain torch: the reference for every kernel that quantises."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ FP8_MAX = 448.0  # the largest E4M3 number
 BLOCK = 128  # length of a scaled block
 
 Format = Literal["tensor", "row", "block"]
-"""What shares a scale: the whole tensor, every row (the last dimension), or every 128 numbers of a row."""
+"""Granularity of scales: one for the tensor, one per row (the last dimension), or one per 128 numbers of a row."""
 
 
 class Quantized(NamedTuple):
@@ -32,8 +33,11 @@ class Quantized(NamedTuple):
 
 
 def quantize_reference(x: Tensor, fmt: Format, amax: Tensor | None = None) -> Quantized:
-    """Scale so that the largest number of each group becomes 448, and round. Groups of zeros keep scale 1e-12/448.
-    amax: of a "tensor", where more than x shares the scale."""
+    """x [..., K] quantised: each group is scaled so that its largest number becomes 448, then rounded.
+
+    Groups of zeros get the scale 1e-12 / 448. amax: the largest absolute value for "tensor", if other shards share the
+    scale. Raises ValueError if K is not a multiple of 128 for "block".
+    """
     values = x.float()
     if fmt == "tensor":
         amax = (values.abs().amax() if amax is None else amax.float()).reshape(1)
@@ -49,8 +53,8 @@ def quantize_reference(x: Tensor, fmt: Format, amax: Tensor | None = None) -> Qu
 
 
 def spread_scale(scale: Tensor, shape: torch.Size) -> Tensor:
-    """The scale of a weight [N, K], in float32 so that it multiplies it. It is one number, one for a row, or one for
-    128 x 128 weights."""
+    """The scale of a weight [N, K] in float32, in a shape that broadcasts to the weight. `scale` has one number for the
+    tensor, one per row, or one per 128 x 128 block."""
     scale = scale.float()
     if scale.numel() == 1:
         return scale.reshape([1] * len(shape))
@@ -58,3 +62,17 @@ def spread_scale(scale: Tensor, shape: torch.Size) -> Tensor:
     if scale.numel() == n and scale.shape[0] == n:
         return scale.reshape(n, 1)
     return scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+
+
+class BlockFormat(NamedTuple):
+    """A GGUF block format. `dequantize`: uint8 [n, bytes] -> float32 [n, numbers]."""
+
+    name: str
+    code: int  # ggml's type number
+    numbers: int  # numbers per block
+    bytes: int  # bytes per block
+    dequantize: Callable[[Tensor], Tensor]
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of a row of `k` numbers; `k` is a multiple of `numbers`."""
+        return k // self.numbers * self.bytes

@@ -2,9 +2,9 @@
 
 Legend: B batch, L tokens, C channels, H heads, D head dim, F modulation rows per sample.
 
-A block is memory traffic between matrix products. Each function here is one pass over it: it reads every input once and
-writes every output once, also where the output is FP8 for the next product (`fmt`, see `formats`). Functions marked
-"takes over" may write their result into the memory of that argument, which the caller must not use again.
+Between matmuls, a block's time is memory traffic. Each function is one pass: it reads every input once and writes
+every output once, even if the output is FP8 for the next matmul (`fmt`, see `formats`). "May overwrite x" means that
+the result may use the memory of x, so the caller must not use x again.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from wan_core.ops.kernels.block_layout import Blocked, heads_first
 from wan_core.ops.kernels.formats import BLOCK, Format, Quantized, quantize_reference
 
 log = logging.getLogger(__name__)
-K_MEAN_EVERY = 32  # tokens between those whose mean is taken off the keys
-MAX_ROW = 16384  # a row is held in registers
+K_MEAN_EVERY = 32  # the mean that is subtracted from the keys is taken over every 32nd token
+MAX_ROW = 16384  # longest row in numbers: a row is held in registers
 Agree = Callable[[Tensor, str], Tensor]
-"""A float32 tensor of each shard -> their "mean" or "max", the same on all."""
+"""Reduces a float32 tensor over the ranks that hold shards: `agree(x, "mean")` or `agree(x, "max")`, equal on all."""
 
 
 class _Choice:
     kernels: Literal["triton", "torch"] = "triton"
-    devices: ClassVar[dict[torch.device, str | None]] = {}  # why Triton does not run there, found out once
-    fp8: ClassVar[dict[torch.device, bool]] = {}  # whether it can make FP8 there
+    devices: ClassVar[dict[torch.device, str | None]] = {}  # per device: why Triton cannot run, None if it can
+    fp8: ClassVar[dict[torch.device, bool]] = {}  # per device: whether Triton kernels can write FP8
 
 
 @contextmanager
 def use(kernels: Literal["triton", "torch"]) -> Iterator[None]:
-    """Run with Triton kernels where they can (the normal state) or with plain torch: for measuring and testing."""
+    """Use Triton kernels where they can run (the default) or plain torch, for benchmarks and tests."""
     before, _Choice.kernels = _Choice.kernels, kernels
     try:
         yield
@@ -47,21 +47,21 @@ def use(kernels: Literal["triton", "torch"]) -> Iterator[None]:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why the kernels do not run on `device`; None where they do. Plain torch runs instead, to the same numbers."""
+    """Why the kernels cannot run on `device`; None if they can. Otherwise plain torch computes the same results."""
     if device not in _Choice.devices:
         prepare(device)
     return _Choice.devices[device]
 
 
 def prepare(device: torch.device) -> None:
-    """Find out whether kernels run on `device`: before anything is compiled, because a compiler cannot ask."""
-    _Choice.devices[device] = reason = _find_out(device)
+    """Test whether kernels run on `device`. Call it before torch.compile, which cannot trace the test."""
+    _Choice.devices[device] = reason = _test_kernels(device)
     _Choice.fp8[device] = reason is None and torch.cuda.get_device_capability(device) >= (8, 9)
     if reason is not None and device.type == "cuda":
-        log.warning("fused kernels: %s; plain torch runs in their place, slower", reason)
+        log.warning("fused kernels: %s; using plain torch, which is slower", reason)
 
 
-def _find_out(device: torch.device) -> str | None:
+def _test_kernels(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return "needs an NVIDIA GPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -76,14 +76,12 @@ def _find_out(device: torch.device) -> str | None:
         x = torch.zeros(1, 1, 64, device=device, dtype=torch.bfloat16)
         triton_ops.residual(x, x.clone(), None)
     except (OSError, RuntimeError, SubprocessError, TritonError) as fault:
-        return (
-            f"Triton cannot compile ({(str(fault).splitlines() or [type(fault).__name__])[0]}): is there a C compiler?"
-        )
+        return f"Triton cannot compile ({(str(fault).splitlines() or [type(fault).__name__])[0]}): install a C compiler"
     return None
 
 
 def _fast(x: Tensor, fmt: Format | None = None) -> bool:
-    """Whether x [..., C] goes to a kernel, which then makes `fmt` of it."""
+    """Whether a kernel processes x [..., C] and can write its result as `fmt`."""
     if _Choice.kernels != "triton" or x.dtype != torch.bfloat16 or not x.is_cuda or not 32 <= x.shape[-1] <= MAX_ROW:
         return False
     if x.device not in _Choice.devices:
@@ -94,24 +92,24 @@ def _fast(x: Tensor, fmt: Format | None = None) -> bool:
 
 
 def uses_kernels() -> bool:
-    """Whether kernels are not turned off."""
+    """Whether kernels are enabled (see `use`)."""
     return _Choice.kernels == "triton"
 
 
 def runs_kernel(x: Tensor, fmt: Format | None = None) -> bool:
-    """Whether a kernel takes x [..., C] and makes `fmt` of it, for passes that stand elsewhere."""
+    """As `_fast`, for kernels in other modules."""
     return _fast(x, fmt)
 
 
 def triton_runs(device: torch.device) -> bool:
-    """Whether kernels of this package run on `device` now, for operations of other files."""
+    """Whether kernels are enabled and run on `device`, for kernels in other modules."""
     if device not in _Choice.devices:
         prepare(device)
     return _Choice.kernels == "triton" and _Choice.devices[device] is None
 
 
 def overwrites(x: Tensor) -> bool:
-    """Whether `residual` and `residual_norm` write their result into x, and not beside it."""
+    """Whether `residual` and `residual_norm` overwrite x."""
     return _fast(x)
 
 
@@ -128,7 +126,7 @@ def norm(x: Tensor, mul: Tensor, add: Tensor, eps: float, fmt: Format | None = N
 def residual_norm(
     x: Tensor, update: Tensor, gate: Tensor | None, mul: Tensor, add: Tensor, eps: float, fmt: Format | None = None
 ) -> tuple[Tensor, Tensor | Quantized]:
-    """(x + update * gate, its `norm`). Takes over x. gate: float32 [B, F, C], or None for 1."""
+    """(x + update * gate, its `norm`). May overwrite x. gate: float32 [B, F, C], or None for 1."""
     if fmt != "tensor" and _fast(x, fmt):
         from wan_core.ops.kernels import triton_ops
 
@@ -138,7 +136,7 @@ def residual_norm(
 
 
 def residual(x: Tensor, update: Tensor, gate: Tensor | None) -> Tensor:
-    """x + update * gate. Takes over x."""
+    """x + update * gate. May overwrite x."""
     if _fast(x):
         from wan_core.ops.kernels import triton_ops
 
@@ -147,7 +145,7 @@ def residual(x: Tensor, update: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def head_norm(x: Tensor, weight: Tensor, heads: int, eps: float, rope: Tensor | None = None) -> Tensor:
-    """RMSNorm over all heads at once, then the rotation of every head by `rope` [L, 1, D/2, 2] if given. Takes over x.
+    """RMSNorm over all heads together, then rotation of every head by `rope` [L, 1, D/2, 2] if given. May overwrite x.
 
     x [B, L, C] -> [B, L, H, D].
     """
@@ -170,33 +168,33 @@ def head_norm_fp8(
     block: int = 0,
     agree: Agree | None = None,
 ) -> Quantized | Blocked:
-    """`head_norm` in FP8 with one scale, known beforehand from the norm's weight: queries and keys of FP8 attention.
+    """`head_norm` in FP8 with one scale that follows from the norm's weight: queries and keys of FP8 attention.
 
-    centre: take off a mean over tokens. Under softmax any constant vector may be taken off the keys, and their mean is
-    what FP8 would waste its bits on; that of every 32nd token does as well as the whole. agree: where x is a shard of
-    the tokens, makes it one mean for all of them.
-    block: lay the result out for block-sparse attention, see `blocked`; 0: as it comes.
+    centre: subtract the mean over tokens. Subtracting a constant vector from all keys does not change the softmax, and
+    it saves the bits of FP8 that the mean would use. The mean of every 32nd token is good enough. agree: averages the
+    mean over the ranks if x is a shard of the tokens. block: write the layout of block-sparse attention with this block
+    length (see `blocked`); 0: [B, L, H, D].
     """
     mean = None
     if centre:
-        few = x[:, ::K_MEAN_EVERY]
-        mean = head_norm(few.clone(), weight, heads, eps, rope[::K_MEAN_EVERY]).float().mean((0, 1)).flatten()  # [C]
+        sample = x[:, ::K_MEAN_EVERY]
+        mean = head_norm(sample.clone(), weight, heads, eps, rope[::K_MEAN_EVERY]).float().mean((0, 1)).flatten()  # [C]
         mean = mean if agree is None else agree(mean, "mean")
     if _fast(x, "tensor") and _splits(x, heads):
         from wan_core.ops.kernels import triton_ops
 
         return triton_ops.head_norm_fp8(x, weight, eps, rope, heads, mean, block)
-    turned = reference.rotate(reference.rms_norm(x, weight, eps).unflatten(-1, (heads, -1)), rope).float()
+    rotated = reference.rotate(reference.rms_norm(x, weight, eps).unflatten(-1, (heads, -1)), rope).float()
     if mean is not None:
-        turned = turned - mean.unflatten(0, (heads, -1))
-    found = reference.to_scale(turned, reference.bound_scale(weight, 2.0 if centre else 1.0))
+        rotated = rotated - mean.unflatten(0, (heads, -1))
+    quantized = reference.to_scale(rotated, reference.bound_scale(weight, 2.0 if centre else 1.0))
     if not block:
-        return found
-    return heads_first(found, block)
+        return quantized
+    return heads_first(quantized, block)
 
 
 def gelu(x: Tensor, fmt: Format | None = None) -> Tensor | Quantized:
-    """GELU (tanh form) of x [..., C], in x's dtype or quantised. Takes over x."""
+    """GELU (tanh approximation) of x [..., C], in x's dtype or quantised. May overwrite x."""
     if fmt != "tensor" and _fast(x, fmt):
         from wan_core.ops.kernels import triton_ops
 
@@ -205,7 +203,7 @@ def gelu(x: Tensor, fmt: Format | None = None) -> Tensor | Quantized:
 
 
 def quantize(x: Tensor, fmt: Format, agree: Agree | None = None) -> Quantized:
-    """x [..., C] in FP8 with scales of its own. agree: where x is a shard of the "tensor", makes one scale for all."""
+    """x [..., C] in FP8, scaled by its largest values. agree: one scale for all ranks if x is a shard ("tensor")."""
     assert agree is None or fmt == "tensor"
     amax = None if agree is None else agree(torch.linalg.vector_norm(x, float("inf")).float().reshape(1), "max")
     if _fast(x, fmt):
@@ -216,7 +214,7 @@ def quantize(x: Tensor, fmt: Format, agree: Agree | None = None) -> Quantized:
 
 
 def _splits(x: Tensor, heads: int) -> bool:
-    """Whether heads are as long as a kernel wants them: a power of two."""
+    """Whether the head dim is a power of two, as the kernels require."""
     head = x.shape[-1] // heads
     return head & (head - 1) == 0
 

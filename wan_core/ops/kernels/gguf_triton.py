@@ -1,8 +1,8 @@
-"""The block formats of GGUF files in Triton: from a weight's bytes to its numbers in one pass over memory.
+"""Dequantisation of the GGUF block formats in Triton, in one pass over memory. `gguf_blocks` describes the formats.
 
-Every lane makes one number and loads what that needs: its own byte or two, and the scales of its block, which come
-from the cache because the neighbours need the same. Products and sums here are exact or rounded once, so the numbers
-are those of `gguf_blocks`, which also explains the formats.
+Every lane computes one number from its own one or two bytes and the scales of its block, which neighbouring lanes also
+load and which therefore come from the cache. All multiplications and additions are exact or rounded once, so the
+results equal those of `gguf_blocks`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wan_core.ops.kernels.gguf_blocks import BlockFormat
+from wan_core.ops.kernels.formats import BlockFormat
 
 NAMES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-WIDTH = 1024  # numbers of one program
+WIDTH = 1024  # numbers per program
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _signed(value):
 @triton.jit
 def _unpack_kernel(data, halves, out, total, CODE: tl.constexpr, NUMBERS: tl.constexpr, BYTES: tl.constexpr,
                    PAIRED: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """`halves` is `data` as float16. CODE is ggml's number of the format, PAIRED whether it is Q4_K or Q5_K."""
+    """`halves` is `data` as float16. CODE is ggml's type number, PAIRED whether it is Q4_K or Q5_K."""
     index = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     inside = index < total
     index = tl.minimum(index, total - 1)

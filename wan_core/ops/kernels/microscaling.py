@@ -1,12 +1,12 @@
-"""NVFP4 and MXFP8 in plain torch: numbers in small groups that share a scale, as Blackwell's matrix units take them.
+"""NVFP4 and MXFP8 in plain torch: small groups of numbers share a scale, the formats of Blackwell's matrix units.
 
 | format | numbers | scale of a group | scale of the tensor |
 |---|---|---|---|
 | nvfp4 | E2M1 (4 bits), two to a byte, the first in the high half | E4M3, of 16 numbers | float32 |
 | mxfp8 | E4M3 | E8M0 (a power of two in one byte), of 32 numbers | |
 
-The scales of groups are stored as the matrix units read them: in tiles of 128 rows and 4 columns, the rows r, r + 32,
-r + 64 and r + 96 of a tile beside each other, and padded with zeros to whole tiles.
+Group scales are stored in the order in which the matrix units read them: in tiles of 128 rows and 4 columns, with rows
+r, r + 32, r + 64 and r + 96 of a tile next to each other, zero-padded to whole tiles.
 Source: OCP Microscaling Formats 1.0; cuBLAS, "1D Block Scaling Factors Layout".
 
 Legend: N rows, K numbers of a row, G groups of a row.
@@ -55,7 +55,7 @@ def power_of_two(code: Tensor) -> Tensor:
 
 @functools.cache
 def _table(device: torch.device) -> Tensor:
-    """On the device already, since a copy from the host would wait, and cannot be captured into a graph."""
+    """Cached on the device: a copy from the host would synchronise and cannot be captured into a CUDA graph."""
     return torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
 
 
@@ -68,7 +68,8 @@ def decode_nvfp4(data: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
 
 
 def encode_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [N, K], K a multiple of 16 -> what `decode_nvfp4` takes. The tensor's scale lets the largest group's be 448."""
+    """x [N, K], K a multiple of 16 -> the arguments of `decode_nvfp4`. The tensor's scale makes the largest group scale
+    448."""
     values = x.float().unflatten(1, (-1, 16))
     amax = values.abs().amax(-1)  # [N, G]
     scale = (amax.amax() / (FP8_MAX * FP4_MAX)).clamp(min=1e-30)
@@ -77,7 +78,7 @@ def encode_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scaled = torch.where(step[..., None] > 0, values / step.clamp(min=1e-38)[..., None], 0).flatten(1)
     size = scaled.abs()
     code = torch.zeros_like(size, dtype=torch.uint8)
-    # Halfway between two numbers, the one with an even code: hence > and >= in turn.
+    # Ties go to the number with an even code: hence > and >= in turn.
     for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         code += (size > middle) if i % 2 == 0 else (size >= middle)
     code |= (scaled < 0).to(torch.uint8) << 3
@@ -91,7 +92,8 @@ def decode_mxfp8(data: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [N, K], K a multiple of 32 -> what `decode_mxfp8` takes: the smallest power of two that lets a group fit."""
+    """x [N, K], K a multiple of 32 -> the arguments of `decode_mxfp8`. A group's scale is the smallest power of two
+    with which the group fits E4M3."""
     values = x.float().unflatten(1, (-1, 32))
     amax = values.abs().amax(-1)
     mantissa, exponent = torch.frexp(amax / FP8_MAX)  # amax / 448 = mantissa * 2^exponent, mantissa in [0.5, 1)

@@ -1,5 +1,5 @@
-"""The fused operations of a transformer block in plain torch: what the kernels are tested against, and what runs where
-there is no kernel (CPU, float32, other GPUs).
+"""The fused operations of a transformer block in plain torch: the reference that tests compare the kernels with, and
+the implementation where no kernel runs (CPU, float32, other GPUs).
 
 Legend: B batch, L tokens, C channels, H heads, D head dim, F modulation rows per sample (L is a multiple of F).
 """
@@ -19,7 +19,7 @@ def scaled_norm(x: Tensor, mul: Tensor, add: Tensor, eps: float) -> Tensor:
     """LayerNorm without affine, then * mul + add: float32 [B, L, C] from x [B, L, C] and float32 mul, add
     [1 or B, F, C].
 
-    float32, because the modulation reaches several hundred and is centred on one: bf16 would leave it two digits.
+    float32, because the modulation is centred on one and reaches several hundred: bf16 would keep only two digits.
     """
     rows = x.unflatten(1, (mul.shape[1], -1))  # [B, F, L/F, C]
     normed = F.layer_norm(rows.float(), rows.shape[-1:], eps=eps)
@@ -47,14 +47,16 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 def bound_scale(weight: Tensor, factor: float = 1.0) -> Tensor:
-    """The FP8 scale [1] that holds anything an RMSNorm of `weight` [C] and a rotation can give, times `factor`.
+    """The FP8 scale [1] that is large enough for every output of an RMSNorm with `weight` [C] and a rotation, times
+    `factor`.
 
-    A row of C numbers of root mean square 1 has none above sqrt(C), and rotating pairs does not lengthen them. Loose by
-    the usual factor of 10 or so, which costs nothing: E4M3 keeps its three bits over 15 powers of two.
+    In a row of C numbers with root mean square 1 no number exceeds sqrt(C), and a rotation of pairs keeps their length.
+    The bound is usually 10 times too large, which costs no precision: E4M3 has three mantissa bits over 15 powers of
+    two.
     """
     return (weight.float().abs().amax() * (factor * math.sqrt(weight.numel()) / FP8_MAX)).reshape(1)
 
 
 def to_scale(x: Tensor, scale: Tensor) -> Quantized:
-    """x in units of `scale` [1], clamped to what E4M3 holds."""
+    """x divided by `scale` [1] and clamped to the range of E4M3."""
     return Quantized((x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale)

@@ -1,4 +1,4 @@
-"""The passes of `blocked` in Triton.
+"""Triton kernels for the passes of `blocked`.
 
 Legend: B batch, L tokens, S tokens rounded up to whole blocks, H heads, D head dim (a power of two), n blocks (of
 keys), r blocks of queries.
@@ -14,15 +14,15 @@ from torch import Tensor
 from wan_core.ops.custom_ops import operator, shapes_of
 from wan_core.ops.kernels.block_layout import Pooled, sizes_of
 from wan_core.ops.kernels.formats import FP8, FP8_MAX
-from wan_core.ops.kernels.triton_ops import _on
+from wan_core.ops.kernels.triton_ops import on_device_of
 
-ROWS = 128  # of v that a program turns over
-KEYS = 64  # means of blocks that a program looks at together
+ROWS = 128  # tokens of v that one program transposes
+KEYS = 64  # block means that a program loads at a time
 
 
 @triton.jit
 def _values_kernel(x, out, amax, scale, tokens, size, C, D: tl.constexpr, ROWS: tl.constexpr, LIMIT: tl.constexpr):
-    """[B, L, C] -> [B, H, D, S], a tile of ROWS tokens of one head a program."""
+    """[B, L, C] -> [B, H, D, S]. Each program handles ROWS tokens of one head."""
     part, head, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     unit = tl.maximum(tl.load(amax).to(tl.float32), 1e-12) / LIMIT
     if (part == 0) & (head == 0) & (sample == 0):
@@ -31,10 +31,10 @@ def _values_kernel(x, out, amax, scale, tokens, size, C, D: tl.constexpr, ROWS: 
     columns = tl.arange(0, D)
     source = x + (sample.to(tl.int64) * tokens + rows.to(tl.int64))[:, None] * C + head * D + columns[None, :]
     values = tl.load(source, mask=(rows < tokens)[:, None], other=0.0).to(tl.float32) / unit
-    turned = tl.trans(tl.minimum(tl.maximum(values, -LIMIT), LIMIT).to(out.dtype.element_ty))  # [D, ROWS]
+    transposed = tl.trans(tl.minimum(tl.maximum(values, -LIMIT), LIMIT).to(out.dtype.element_ty))  # [D, ROWS]
     heads = C // D
     target = out + ((sample * heads + head).to(tl.int64) * D + columns)[:, None] * size + rows[None, :]
-    tl.store(target, turned, mask=(rows < size)[None, :])
+    tl.store(target, transposed, mask=(rows < size)[None, :])
 
 
 @operator("quantize_values")
@@ -44,7 +44,7 @@ def quantize_values(x: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
     out = torch.empty((batch, heads, C // heads, size), dtype=FP8, device=x.device)
     scale = torch.empty(1, dtype=torch.float32, device=x.device)
     amax = torch.linalg.vector_norm(x, float("inf"))
-    with _on(x):
+    with on_device_of(x):
         _values_kernel[(triton.cdiv(size, ROWS), heads, batch)](
             x, out, amax, scale, tokens, size, C, D=C // heads, ROWS=ROWS, LIMIT=FP8_MAX, num_warps=8
         )
@@ -83,7 +83,7 @@ def pool(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     count = triton.cdiv(tokens, block)
     mean = torch.empty((batch, heads, count, dim), dtype=torch.float32, device=x.device)
     variance = torch.empty_like(mean)
-    with _on(x):
+    with on_device_of(x):
         _pool_kernel[(count, heads, batch)](
             x, mean, variance, tokens, count, *x.stride(), BLOCK=block, D=dim, num_warps=4
         )
@@ -110,7 +110,7 @@ def _finish_kernel(
     found = found.to(tl.float32)
     total = tl.load(lse + group * rows_of_lse + rows, mask=inside, other=0.0)
     weight = tl.full((ROWS,), 1.0, tl.float32)  # of `found`, in units of exp(total)
-    if PADS:  # noqa: SIM102, the compiler decides one, the device the other
+    if PADS:  # noqa: SIM102, the first condition is evaluated at compile time, the second at run time
         if tl.load(tail + group * row_blocks + block) != 0:
             real = 1.0 - tl.minimum(pads * tl.exp(-total), 1.0 - 0.0009765625)
             found = found / real[:, None]
@@ -164,19 +164,19 @@ def finish(
     pooled: Pooled | None,
     scale: Tensor | None,
 ) -> Tensor:
-    """As `blocked.finish`; takes over `out`."""
+    """As `blocked.finish`. May overwrite `out`."""
     batch, tokens, heads, dim = out.shape
     row_blocks = triton.cdiv(tokens, block)
     count = row_blocks if pooled is None else pooled.keys.shape[2]
     rows = min(block, 128)
     dtype = q.dtype if scale is None else FP8
-    # A program writes what it alone has read: over it, where that is as large.
-    over = dtype == out.dtype and out.is_contiguous()
-    result = out if over else torch.empty((batch, tokens, heads, dim), dtype=dtype, device=out.device)
-    none = lse  # any tensor: never read
+    # Each program writes exactly the elements that it alone reads, so `out` can be overwritten.
+    in_place = dtype == out.dtype and out.is_contiguous()
+    result = out if in_place else torch.empty((batch, tokens, heads, dim), dtype=dtype, device=out.device)
+    none = lse  # a placeholder that the kernel never reads
     assert out.stride(-1) == 1 == q.stride(-1) == lse.stride(-1)
     lse = lse if lse.is_contiguous() else lse.contiguous()
-    with _on(out):
+    with on_device_of(out):
         _finish_kernel[(triton.cdiv(tokens, rows), heads, batch)](
             out, lse, q, none if q_scale is None else q_scale,
             none if pooled is None else pooled.keys.to(torch.bfloat16).contiguous(),

@@ -8,7 +8,7 @@ Three granularities of scale, all E4M3 with current scaling (a scale fits the ve
 |---|---|---|---|
 | Fp8RowLinear | one a row | one an output channel | the default: its input comes quantised out of a fused kernel |
 | Fp8TensorLinear | one | one | the fastest product, but finding the largest number is a pass of its own |
-| Fp8BlockLinear | one for 128 inputs | one for 128 x 128 | needs CUDA 12.9 and Hopper |
+| Fp8BlockLinear | one for 128 inputs | one for 128 x 128 | the GPU product is Transformer Engine's (`te-block`) |
 
 `Fp8WeightLinear` only stores FP8 and multiplies in bf16: for memory, and for cards that cannot multiply FP8. On a CPU,
 all of them compute the same arithmetic in float32: slow, and exact enough to judge the error of FP8 without a GPU.
@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.ops.custom_ops import operator, shapes_of
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, quantize_reference
 from wan_core.ops.quant.linear import QuantLinear
@@ -143,27 +142,6 @@ class Fp8BlockLinear(Fp8Linear):
     @classmethod
     def why_not_shape(cls, n: int, k: int) -> str | None:
         return f"blocks need rows of a multiple of {BLOCK} inputs" if k % BLOCK else super().why_not_shape(n, k)
-
-    def multiply(self, data: Tensor, scale: Tensor) -> Tensor:
-        out = _multiply_blocks(data, scale, self.weight, self.weight_scale, self.dtype)
-        return out if self.bias is None else out.add_(self.bias)
-
-
-@operator("fp8_blocks", device_type="cuda")
-def _multiply_blocks(data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[M, K] FP8 with scales [..., K / 128] -> [M, N]. cuBLAS wants rows in eights and blocks in fours; a compiler that
-    saw the padding would compile lengths that need it apart."""
-    rows, n = len(data), len(weight)
-    scales = padded(padded(scale.flatten(0, -2).t(), 8, 1), 4, 0).contiguous().t()  # the scales of a group lie together
-    data, weight = (padded(padded(t, 8, 0), 4 * BLOCK, 1) for t in (data, weight))
-    weight_scales = padded(weight_scale, 4, 1).t()
-    out = torch.ops.aten._scaled_mm(data, weight.t(), scales, weight_scales, None, None, dtype, False)
-    return out[:rows, :n].contiguous()
-
-
-@shapes_of(_multiply_blocks)
-def _(data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return data.new_empty((data.shape[0], weight.shape[0]), dtype=dtype)
 
 
 def padded(t: Tensor, multiple: int, dim: int) -> Tensor:

@@ -1,12 +1,12 @@
-"""The linears of a transformer: a plain one, and the base of the quantised ones. Either takes LoRAs beside its weight.
+"""The linears of a transformer: a plain one, and the base of the quantised ones. LoRAs can be attached to both.
 
-A quantised linear has an `nn.Linear`'s parameter names, an FP8 weight, and its scales.
+A quantised linear has the parameter names of `nn.Linear`, an FP8 weight and its scales.
 
 Legend: M rows of activations, K inputs, N outputs.
 
-The weight is stored as plain tensors whatever library multiplies it, so that saving, moving and sharing know nothing
-of FP8: `weight` float8_e4m3fn [N, K] and `weight_scale` float32, [1] (one for the tensor), [N, 1] (one for an output
-channel) or [N/128, K/128] (one for a block).
+Weights are plain tensors for every library that multiplies them, so that saving, moving and sharing do not depend on
+FP8: `weight` float8_e4m3fn [N, K] and `weight_scale` float32, [1] (one per tensor), [N, 1] (one per output channel) or
+[N/128, K/128] (one per block).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from wan_core.ops.kernels.formats import FP8, Format, Quantized
 
 
 class LowRank(nn.Module):
-    """The place of LoRAs in a linear: `product` is the linear's own, and what is attached is added to it.
+    """Base of linears with LoRAs: the result of `product`, plus that of the attached LoRA.
 
-    `lora_down` [R, K] and `lora_up` [N, R] are buffers that no checkpoint has, so they move, swap and stream with the
-    weights. `lora_strength`, float32 [R], is no buffer: what is streamed from the host would bring back old values.
-    `wan_core.ops.quant.lora` attaches and detaches them.
+    `lora_down` [R, K] and `lora_up` [N, R] are non-persistent buffers. They stay on the device that computes, also if
+    the weights stream, and so does `lora_strength`, float32 [R].
+    `wan_core.ops.quant.lora` attaches and detaches LoRAs.
     """
 
     lora_down: Tensor | None
@@ -54,8 +54,8 @@ class LowRank(nn.Module):
 
 
 def low_rank_input(x: Tensor | Quantized, down: Tensor) -> Tensor:
-    """x [..., K] @ down^T [K, R] -> [..., R]; FP8 numbers are exact in `down`'s dtype, and scales of rows wait until
-    after the product, when there are few numbers left."""
+    """x [..., K] @ down^T [K, R] -> [..., R]. FP8 numbers are exact in `down`'s dtype; scales of rows are applied after
+    the matmul, to fewer numbers."""
     if isinstance(x, Tensor):
         return F.linear(x.to(down.dtype), down)
     scale, data = x.scale, x.data.to(down.dtype)
@@ -78,8 +78,8 @@ class Linear(nn.Linear, LowRank):
 class QuantLinear(LowRank):
     """Base of the quantised linears. Built without values; `encode` makes them from a weight of higher precision."""
 
-    fmt: ClassVar[Format | None] = None  # the format of inputs that a fused kernel may make; None: only `quantize` can
-    takes_fp8: ClassVar[bool] = False  # also multiplies a `Quantized` with one scale: what FP8 attention gives
+    fmt: ClassVar[Format | None] = None  # the input format that a fused kernel may write; None: only `quantize` can
+    takes_fp8: ClassVar[bool] = False  # also accepts a `Quantized` with one scale, the output of FP8 attention
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype = torch.bfloat16):
         """dtype: of the bias and the output. Parameters are on the meta device until values are assigned."""
@@ -92,13 +92,13 @@ class QuantLinear(LowRank):
 
     @classmethod
     def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:
-        """Of `weight_scale`, for a weight [n, k]."""
+        """The shape of `weight_scale` for a weight [n, k]."""
         raise NotImplementedError
 
     @classmethod
     def why_not_shape(cls, n: int, k: int) -> str | None:
-        """Why a weight [n, k] cannot be held so; None where it can. Matrix units take FP8 in groups of 16."""
-        return None if n % 16 == 0 and k % 16 == 0 else "FP8 products need multiples of 16 inputs and outputs"
+        """Why a weight [n, k] cannot have this format; None if it can. Matrix units read FP8 in groups of 16."""
+        return None if n % 16 == 0 and k % 16 == 0 else "FP8 matmuls need multiples of 16 inputs and outputs"
 
     @classmethod
     def encode(cls, weight: Tensor) -> dict[str, Tensor]:
@@ -107,19 +107,19 @@ class QuantLinear(LowRank):
 
     @classmethod
     def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
-        """`weight` and `weight_scale` of a weight that is stored in E4M3 with scales, as it is; None where its scales
-        are of another granularity. stored.scale: one number, [N] or [N, 1], or [N/128, K/128]."""
+        """`weight` and `weight_scale` from a weight that is already stored in E4M3 with scales, unchanged; None if its
+        scales have another granularity. stored.scale: one number, [N] or [N, 1], or [N/128, K/128]."""
         return None
 
     def load(self, values: dict[str, Tensor]) -> None:
-        """Take `weight` and `weight_scale` (of `encode`) and `bias` as they are, on their device."""
+        """Set `weight` and `weight_scale` (from `encode`) and `bias` without a copy, on their device."""
         for name, value in values.items():
             setattr(self, name, nn.Parameter(value, requires_grad=False))
 
     def quantize(self, x: Tensor) -> Any:
-        """x [..., K] as `forward` multiplies it. One result may serve several linears of the same kind."""
+        """x [..., K] in the form that `forward` multiplies. Linears of the same kind can share one result."""
         raise NotImplementedError
 
     def product(self, x: Any) -> Tensor:
-        """x [..., K], a tensor or what `quantize` (or a fused kernel, in `fmt`) made of it -> [..., N]."""
+        """x [..., K], a tensor or the result of `quantize` (or of a fused kernel with `fmt`) -> [..., N]."""
         raise NotImplementedError

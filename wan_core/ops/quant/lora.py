@@ -29,10 +29,23 @@ def attach(linear: LowRank, pairs: Sequence[tuple[Tensor, Tensor]], strength: Te
     whoever writes into it changes the strengths. dtype: of the two products, that of the activations.
     """
     detach(linear)
-    home = next(linear.parameters()).device
+    home = strength.device
     linear.lora_up = torch.cat([up for up, _ in pairs], 1).to(home, dtype)
     linear.lora_down = torch.cat([down for _, down in pairs]).to(home, dtype)
     linear.lora_strength = strength
+
+
+@torch.no_grad()
+def move_attached(linear: LowRank, device: torch.device) -> None:
+    """Move what `attach` added. The strengths stay where they are."""
+    assert linear.lora_up is not None and linear.lora_down is not None
+    linear.lora_up, linear.lora_down = linear.lora_up.to(device), linear.lora_down.to(device)
+
+
+def is_attached(name: str) -> bool:
+    """Whether a tensor of this name belongs to an attached LoRA. Such tensors stay on the device that computes, also
+    where weights stream."""
+    return name.endswith((".lora_up", ".lora_down"))
 
 
 def detach(linear: LowRank) -> None:

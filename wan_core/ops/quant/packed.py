@@ -1,8 +1,8 @@
-"""Weights kept as a file packs them: GGUF's blocks, NVFP4, MXFP8, and FP8 beside these.
+"""Weights that keep the file's packed format in memory: GGUF blocks, NVFP4, MXFP8, and FP8.
 
-They stay packed in memory and are widened for one product at a time, in bf16 on a GPU: a pass over the weight, which is
-small beside the activations of a video. A linear's parameters are the tensors of the file, so moving, swapping and
-sharing a model know nothing of formats.
+They are dequantised for each matmul (to bf16 on a GPU), which takes one pass over the weight: little time compared with
+the activations of a video. A linear's parameters are the tensors of the file, so code that moves, swaps or shares
+models does not depend on formats.
 
 Legend: M rows of activations, K inputs, N outputs.
 """
@@ -25,14 +25,14 @@ MICROSCALED = ("nvfp4", "mxfp8")
 FORMATS = (*gguf_blocks.FORMATS, *MICROSCALED, "fp8")
 
 
-PRECISION = "packed"  # what reports call it; a user asks for it by leaving the precision to the checkpoint
+PRECISION = "packed"  # its name in reports; users get it with precision "checkpoint"
 
 
 class Packed(NamedTuple):
-    """A matrix as a file packs it.
+    """A packed matrix.
 
-    fmt: one of `FORMATS`. shape: [N, K], or the shape of whatever else was packed. parts: parameter name -> tensor,
-    `weight` first; which others there are, and their shapes, belongs to the format.
+    fmt: one of `FORMATS`. shape: [N, K], or the shape of another packed tensor. parts: parameter name -> tensor,
+    `weight` first; the other names and the shapes depend on the format.
     """
 
     fmt: str
@@ -47,7 +47,7 @@ class Packed(NamedTuple):
         return self._replace(parts={name: part.to(device) for name, part in self.parts.items()})
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers, on the device of the parts."""
+        """The numbers of shape `shape`, on the device of the parts."""
         return unpack(self.fmt, self.parts, dtype).reshape(self.shape)
 
 
@@ -63,9 +63,9 @@ def unpack(fmt: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class PackedLinear(QuantLinear):
-    """A linear whose weight stays packed. Without values (on the meta device) until they are assigned.
+    """A linear whose weight stays packed. Its parameters are on the meta device until values are assigned.
 
-    NVFP4 and MXFP8 are multiplied as they are where the device can; see `mx.why_not_multiply`.
+    NVFP4 and MXFP8 are multiplied directly if the device can; see `mx.why_not_multiply`.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class PackedLinear(QuantLinear):
         dtype: torch.dtype = torch.bfloat16,
         packed: Packed | None = None,
     ) -> None:
-        """packed: format and shapes of the parameters; None for a linear that is only asked about."""
+        """packed: format and shapes of the parameters; None for a linear that is only used for queries."""
         LowRank.__init__(self)
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         self.packing = _declare(self, packed)
-        self.multiplies = False  # as it is packed, without widening it
+        self.multiplies = False  # multiply the packed weight directly, without dequantising it
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), False) if bias else None
 
     @classmethod
@@ -92,10 +92,10 @@ class PackedLinear(QuantLinear):
         return None
 
     def quantize(self, x: Tensor) -> Tensor:
-        return x  # linears that share an input may be packed differently: each makes of it what it needs
+        return x  # linears that share an input may have different formats: each quantises it itself
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight [N, K]."""
+        """The weight [N, K] in `dtype`."""
         return unpack(self.packing, _parts(self), dtype)
 
     def product(self, x: Tensor) -> Tensor:
@@ -106,12 +106,12 @@ class PackedLinear(QuantLinear):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding table that stays packed: only the rows that are looked up are widened."""
+    """An embedding table that stays packed: only the rows that are looked up are dequantised."""
 
     weight: Tensor  # uint8 [rows, row bytes]
 
     def __init__(self, dtype: torch.dtype, packed: Packed) -> None:
-        """dtype: of what is looked up."""
+        """dtype: of the output."""
         super().__init__()
         self.dtype = dtype
         self.packing = _declare(self, packed)
@@ -122,7 +122,7 @@ class PackedEmbedding(nn.Module):
 
 
 def _declare(module: nn.Module, packed: Packed | None) -> str:
-    """Give `module` the parameters of `packed`, without values. Returns the format."""
+    """Register the parameters of `packed` in `module`, without values. Returns the format."""
     for name, part in {} if packed is None else packed.parts.items():
         empty = torch.empty(part.shape, dtype=part.dtype, device="meta")
         module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
@@ -137,8 +137,8 @@ def _parts(module: nn.Module) -> dict[str, Tensor]:
 def put_packed(
     model: nn.Module, weights: Iterable[tuple[str, Packed]], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Put modules of these formats in the place of those called so, on the meta device. dtype: of what they give.
-    device: where they will compute."""
+    """Replace the named modules by packed ones on the meta device. dtype: of their outputs. device: where they will
+    compute."""
     for name, packed in weights:
         parent, _, last = name.rpartition(".")
         old = model.get_submodule(name)

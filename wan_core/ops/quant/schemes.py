@@ -5,6 +5,7 @@ A name resolves once, when a model is set up; nothing falls back afterwards.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ import torch
 
 from wan_core.config import QUANTIZED, OptionError
 from wan_core.ops.quant.linear import QuantLinear
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,6 @@ def _rows_why_not(device: torch.device) -> str | None:
     return multiplies_fp8(device)
 
 
-def _blocks_why_not(device: torch.device) -> str | None:
-    if device.type == "cuda" and torch.version.cuda is not None:
-        if torch.cuda.get_device_capability(device)[0] != 9:
-            return "scales for blocks of 128 need Hopper (compute capability 9.0): use fp8"
-        if not hasattr(torch.nn.functional, "scaled_mm"):
-            return f"scales for blocks of 128 need torch 2.10, and this is {torch.__version__}: use fp8"
-        if _cuda() < (12, 9):
-            return f"scales for blocks need CUDA 12.9, and this torch has {torch.version.cuda}: use fp8"
-    return multiplies_fp8(device)
-
-
 def _cuda() -> tuple[int, ...]:
     return tuple(map(int, (torch.version.cuda or "0.0").split(".")))
 
@@ -95,7 +87,7 @@ SCHEMES: dict[str, Scheme] = {
     for scheme in (
         Scheme("fp8", "FP8 with a scale for every row", _rows_why_not, _native("Fp8RowLinear")),
         Scheme("fp8-tensor", "FP8 with one scale for a tensor", multiplies_fp8, _native("Fp8TensorLinear")),
-        Scheme("fp8-block", "FP8 with scales for blocks of 128", _blocks_why_not, _native("Fp8BlockLinear")),
+        Scheme("fp8-block", "an old name that runs as fp8", _rows_why_not, _native("Fp8RowLinear")),
         Scheme("fp8-weights", "FP8 in memory, bf16 products", _anywhere, _native("Fp8WeightLinear")),
         Scheme(
             "te-delayed",
@@ -127,6 +119,8 @@ def resolve_scheme(precision: str, device: torch.device) -> Scheme | None:
     """
     scheme = SCHEMES.get(precision)
     reason = None if scheme is None else scheme.why_not(device)
+    if precision == "fp8-block":
+        log.warning("precision fp8-block (scales for blocks of 128) is gone because fp8 is faster: running as fp8")
     if reason is not None:
         raise OptionError(
             f"precision {precision!r} cannot run on {device}: {reason}. `python -m wan_core doctor` lists what can."

@@ -1,7 +1,7 @@
-"""Which linears of a transformer become FP8, and putting quantised ones in their place.
+"""Replaces the linears of a transformer by quantised ones.
 
-The attention and feed-forward matrices of the blocks: 99 % of the weights and of the arithmetic. Patch, text and time
-embedding, modulation, norms and head keep their precision: they are small, and everything passes through them.
+Quantised are the attention and feed-forward matrices of the blocks: 99 % of the weights and of the FLOPs. Patch, text
+and time embedding, modulation, norms and head keep their precision: they are small, and every token depends on them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from wan_core.ops.quant.linear import QuantLinear
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the linears of a transformer are held. `device` is where weights are encoded: a GPU does in a second what
-    takes a CPU a minute, also where they live on the host. as_stored: only those that the file holds so; the others
-    keep what the file gives them."""
+    """How the linears of a transformer are quantised.
+
+    device: where weights are encoded, even if they stay on the host: a GPU needs a second, a CPU a minute. as_stored:
+    quantise only linears that the file stores in FP8; the others keep the file's precision.
+    """
 
     kind: type[QuantLinear]
     device: torch.device
@@ -30,9 +32,9 @@ class Quantization:
 
 
 def swap_linears(model: nn.Module, kind: type[QuantLinear], names: Iterable[str], dtype: torch.dtype) -> None:
-    """Put quantised linears without values (on the meta device) in the place of those called `names`.
+    """Replace the linears `names` by quantised ones on the meta device.
 
-    dtype: of their biases and outputs. Raises OptionError for a shape that `kind` cannot hold.
+    dtype: of their biases and outputs. Raises OptionError for a shape that `kind` does not support.
     """
     for name in names:
         parent, _, last = name.rpartition(".")
@@ -48,14 +50,14 @@ def swap_linears(model: nn.Module, kind: type[QuantLinear], names: Iterable[str]
 def encode_values(
     values: Iterable[tuple[str, Tensor | Quantized]], quantization: Quantization, names: frozenset[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(parameter name, value) pairs with the weights of the linears `names` encoded, one at a time: the whole model
-    never exists in its old precision. What is FP8 already is taken as it is where its scales fit the scheme."""
+    """(parameter name, value) pairs with the weights of the linears `names` encoded, one at a time, so that the whole
+    model is never in memory in its old precision. FP8 weights are kept if the granularity of their scales fits."""
     for name, value in values:
         linear, _, parameter = name.rpartition(".")
         if linear in names and parameter == "weight":
-            home = value.data.device if isinstance(value, Quantized) else value.device
+            device = value.data.device if isinstance(value, Quantized) else value.device
             for encoded_name, encoded in _encoded(value, quantization).items():
-                yield f"{linear}.{encoded_name}", encoded.to(home)
+                yield f"{linear}.{encoded_name}", encoded.to(device)
         else:
             assert isinstance(value, Tensor)
             yield name, value
@@ -70,18 +72,3 @@ def _encoded(value: Tensor | Quantized, quantization: Quantization) -> dict[str,
         return adopted
     data, scale = value.data.to(device), value.scale.to(device)
     return kind.encode(data.float() * spread_scale(scale, data.shape))
-
-
-@torch.no_grad()
-def quantize_model(model: nn.Module, kind: type[QuantLinear], names: frozenset[str], dtype: torch.dtype) -> None:
-    """Quantise a model that already has values, in place, one linear at a time; the old weight is freed each time."""
-    for name in sorted(names):
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        values = kind.encode(linear.weight)
-        if linear.bias is not None:
-            values["bias"] = linear.bias.detach().to(dtype)
-        swap_linears(model, kind, [name], dtype)
-        new = model.get_submodule(name)
-        assert isinstance(new, QuantLinear)
-        new.load(values)

@@ -1,4 +1,4 @@
-"""What leaving forwards out costs in quality: calibration of MagCache's curves, and comparisons with the full run.
+"""Calibration of MagCache and sparse attention, and comparisons of their videos with the full run.
 
 python -m wan_core calibrate --model tiny
 python -m wan_core quality --model tiny --setting magcache:balanced --setting taylorseer:2/1 --count 24

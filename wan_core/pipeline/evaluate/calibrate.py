@@ -1,6 +1,6 @@
 """Measure a model's MagCache curve: the mean over tokens of ||residual_t|| / ||residual_(t-1)||, per step and branch.
 
-A few videos are enough: the curve hardly depends on the prompt. Legend: B batch, L tokens, C channels.
+A few videos are enough, because the curve depends little on the prompt. Legend: B batch, L tokens, C channels.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from wan_core.sampling.plan import Branch, Expert, Plan, Step
 
 
 class Recorder:
-    """The runner that keeps the ratio of every forward's residual to that of the branch's last one. Forwards come one
-    branch at a time."""
+    """The runner that records, for every forward, the ratio of its residual to the branch's last one. Forwards must run
+    one branch at a time."""
 
     name: ClassVar[str] = "calibration"
     place: ClassVar[Place] = Place.RESIDUALS
@@ -35,14 +35,14 @@ class Recorder:
         self.ratios: dict[tuple[int, Branch], Tensor] = {}
 
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
-        before = inputs.tokens.clone()  # blocks may work in place
+        before = inputs.tokens.clone()  # blocks may overwrite tokens
         after = inner(inputs)
         (branch,) = cast("tuple[Branch, ...]", inputs.info.branches)
         self.note(inputs.info.step, branch, torch.linalg.vector_norm((after - before).float(), dim=-1))
         return after
 
     def note(self, step: int, branch: Branch, norm: Tensor) -> None:
-        """`norm` [B, L] of a forward's residual."""
+        """Record `norm` [B, L] of a forward's residual."""
         last = self.norms.get(branch)
         self.ratios[step, branch] = norm.new_ones(()) if last is None else (norm / last).mean()
         self.norms[branch] = norm
@@ -63,7 +63,7 @@ def record(
         def watched(expert: Expert) -> WanModel:
             seams.close()  # the last expert's
             model = acquire(expert)
-            begin_run(model)  # what the video before left behind must not change this one's ratios
+            begin_run(model)  # reset state of the previous video, which would change this video's ratios
             seams.enter_context(model.runners.adding(recorder))
             return model
 
@@ -76,20 +76,20 @@ def record(
 
 def calibrate(
     plan: Plan,
-    found: Sequence[dict[tuple[int, Branch], float]],
+    runs: Sequence[dict[tuple[int, Branch], float]],
     source: str,
     videos: Sequence[int],
     *,
     image: bool = False,
 ) -> Curve:
-    """The mean of recorded runs of `plan` as a curve. videos: in each run, which it weighs by. image: TI2V started from
-    one. Raises OptionError for a plan of one step."""
+    """The mean of recorded runs of `plan` as a curve. videos: number of videos in each run, its weight in the mean.
+    image: TI2V started from an image. Raises OptionError for a plan of one step."""
     if len(plan.steps) < 2:
-        raise OptionError("one step has no ratio to the one before: calibrate with the steps you will use, 20 or more")
+        raise OptionError("1 step given; a ratio needs two: calibrate with the steps you will use, 20 or more")
 
     def mean(index: int, branch: Branch) -> float:
-        key = (index, branch if (index, branch) in found[0] else "cond")  # no guidance: one branch stands for both
-        return sum(run[key] * count for run, count in zip(found, videos, strict=True)) / sum(videos)
+        key = (index, branch if (index, branch) in runs[0] else "cond")  # without guidance: cond is used for both
+        return sum(run[key] * count for run, count in zip(runs, videos, strict=True)) / sum(videos)
 
     return Curve(
         task=curve_name(plan.task, image),
@@ -112,9 +112,9 @@ def measure(
     source: str,
     on_step: Callable[[int], None] = lambda done: None,
 ) -> Curve:
-    """The curve of a model over `videos`, conditioning and noise of each; what `plan` leaves out is run.
+    """The curve of a model over `videos`, (conditioning, noise) of each. `plan` is run without any skipping.
 
-    on_step(done) is called with the steps of all videos so far; it may raise to interrupt.
+    on_step(done) is called with the number of steps of all videos so far; it may raise to interrupt.
     """
     full, runs, counts, done, image = plain(plan), [], [], 0, False
 
@@ -131,7 +131,7 @@ def measure(
 
 
 def plain(plan: Plan) -> Plan:
-    """`plan` without anything left out: what is calibrated is the model, not a policy."""
+    """`plan` without skipping and sparsity, because a calibration measures the full model."""
     whole = {"action": "compute", "skipped": (), "order": 0, "sparsity": 0.0, "cost": 1.0}
     steps = tuple(replace(step, **whole) for step in plan.steps)
     return replace(plan, steps=steps, notes=(), unskipped=None, adaptive=None, sparse=None, keeps=())

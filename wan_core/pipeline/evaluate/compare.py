@@ -1,7 +1,7 @@
-"""How far videos are from those of the full run, and the settings that nothing else beats.
+"""Distances of videos from those of the full run, and the Pareto front of settings.
 
-Frames are uint8 [F, H, W, 3]. `perceptual` is LPIPS where its library and weights are installed (`pip install lpips`),
-else GMSD, a measure without weights: the deviation of gradient-magnitude similarity over a frame, 0 for equal ones, 0.1
+Frames are uint8 [F, H, W, 3]. `perceptual` is LPIPS if its library and weights are installed (`pip install lpips`),
+else GMSD, which needs no weights: the deviation of gradient-magnitude similarity over a frame, 0 for equal frames, 0.1
 clearly visible (Xue et al., "Gradient Magnitude Similarity Deviation", 2014).
 """
 
@@ -19,14 +19,14 @@ from torch import Tensor
 from wan_core.media.metrics import judge, psnr, ssim, temporal_flicker, unit_range
 from wan_core.media.shapes import parse_caption
 
-MOST_PSNR = 99.0  # dB that equal videos count as, so that a mean exists
+MOST_PSNR = 99.0  # dB for equal videos, whose PSNR is infinite, so that a mean exists
 Distance = Callable[[Tensor, Tensor], float]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One video against that of the full run. `flicker`: of this video, less that of the full run. `truth`: whether the
-    caption came true; None where it is outside of the embedded model's world."""
+    """One video compared with the full run's. `flicker`: difference to the full run's. `truth`: whether the video shows
+    its caption; None if the caption is not one of the embedded model's."""
 
     psnr: float
     ssim: float
@@ -46,7 +46,7 @@ def compare(frames: Tensor, full: Tensor, caption: str, perceptual: Distance) ->
 
 
 def flicker(frames: Tensor) -> float:
-    """0 for pictures and clips of two frames, which have none."""
+    """Temporal flicker; 0 for clips of fewer than three frames."""
     return temporal_flicker(frames) if len(frames) > 2 else 0.0
 
 
@@ -58,16 +58,16 @@ def truth(frames: Tensor, caption: str) -> bool | None:
     return judge(frames, scene).all_true
 
 
-def summary(found: Sequence[Comparison]) -> dict[str, Any]:
-    """Means over videos, the worst PSNR, and the share of captions that came true."""
-    told = [c.truth for c in found if c.truth is not None]
+def summary(videos: Sequence[Comparison]) -> dict[str, Any]:
+    """Means over videos, the worst PSNR, and the share of videos that show their caption."""
+    truths = [c.truth for c in videos if c.truth is not None]
     return {
-        "psnr": round(_mean([c.psnr for c in found]), 2),
-        "psnr_worst": round(min(c.psnr for c in found), 2),
-        "ssim": round(_mean([c.ssim for c in found]), 4),
-        "perceptual": round(_mean([c.perceptual for c in found]), 4),
-        "flicker": round(_mean([c.flicker for c in found]), 5),
-        **({"truth": round(_mean(list(map(float, told))), 4)} if told else {}),
+        "psnr": round(_mean([c.psnr for c in videos]), 2),
+        "psnr_worst": round(min(c.psnr for c in videos), 2),
+        "ssim": round(_mean([c.ssim for c in videos]), 4),
+        "perceptual": round(_mean([c.perceptual for c in videos]), 4),
+        "flicker": round(_mean([c.flicker for c in videos]), 5),
+        **({"truth": round(_mean(list(map(float, truths))), 4)} if truths else {}),
     }
 
 
@@ -76,26 +76,25 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The names whose point (saved, quality) no other is better than in both, or in one and equal in the other; in
-    order of what they save."""
+    """The names on the Pareto front of points (saved, quality), ordered by the share saved."""
 
-    def beaten(name: str) -> bool:
+    def dominated(name: str) -> bool:
         x, y = points[name]
         return any(a >= x and b >= y and (a, b) != (x, y) for a, b in points.values())
 
-    return sorted((name for name in points if not beaten(name)), key=lambda name: points[name])
+    return sorted((name for name in points if not dominated(name)), key=lambda name: points[name])
 
 
 # ---------------------------------------------------------------------------------------------------------- perceptual
 
 
 def find_perceptual() -> tuple[str, Distance]:
-    """("lpips", ...) or ("gmsd", ...)."""
+    """(name, distance): "lpips" if it is installed with its weights, else "gmsd"."""
     try:
         import lpips  # pyright: ignore[reportMissingImports]
 
         network = lpips.LPIPS(net="alex", verbose=False)
-    except (ImportError, OSError, RuntimeError):  # not installed, or its weights cannot be fetched
+    except (ImportError, OSError, RuntimeError):  # not installed, or its weights cannot be downloaded
         return "gmsd", gmsd
 
     def distance(a: Tensor, b: Tensor) -> float:
@@ -107,7 +106,7 @@ def find_perceptual() -> tuple[str, Distance]:
 
 
 def gmsd(a: Tensor, b: Tensor) -> float:
-    """The mean over frames of two videos [F, H, W, 3]: on luminance at half size, as published (c = 170 of 255^2)."""
+    """GMSD of two videos [F, H, W, 3], mean over frames: on luminance at half size, as published (c = 170 / 255^2)."""
     first, second = _gradient(a), _gradient(b)
     c = 170 / 255**2
     similarity = (2 * first * second + c) / (first.square() + second.square() + c)

@@ -1,11 +1,11 @@
-"""The command-line options of `calibrate` and `quality`. Knows no torch: `--help` is quick."""
+"""The command-line options of `calibrate` and `quality`. Does not import torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-# What is compared if nothing is named: the presets, MagCache as published, the other policies, and two at once.
+# The default settings of `quality`: the presets, MagCache as published, the other policies, and combinations.
 SETTINGS = (
     "magcache:quality",
     "magcache:balanced",
@@ -31,13 +31,13 @@ SETTINGS = (
 
 def add_calibrate_options(parser: argparse.ArgumentParser) -> None:
     _add_sample_options(parser, count=4)
-    parser.add_argument("--out", type=Path, help="the curve (default: beside the checkpoint, where it is found again)")
-    parser.add_argument("--plot", type=Path, help="also draw it, with what each preset would skip (.png)")
+    parser.add_argument("--out", type=Path, help="file of the curve (default: beside the checkpoint, where it is used)")
+    parser.add_argument("--plot", type=Path, help="also draw it, with the steps that each preset would skip (.png)")
     parser.add_argument(
         "--sparsity",
         action="store_true",
-        help="measure how much attention chosen blocks cover by layer and head, in place of the MagCache curve; --out: "
-        "a folder, or a name",
+        help="instead of the MagCache curve, measure the attention that selected blocks cover, by layer and head; "
+        "--out: a folder or a name",
     )
 
 
@@ -46,24 +46,24 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--setting",
         action="append",
-        help="what to compare with the full run, repeatable: magcache:balanced, magcache:0.12/2/0.2:order1, "
+        help="a setting to compare with the full run, repeatable: magcache:balanced, magcache:0.12/2/0.2:order1, "
         "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.3-1, every:2, sparse:balanced, several joined by + "
         "(default: one of each kind)",
     )
-    parser.add_argument("--out", type=Path, help="JSON file, or a folder for one named after device and day")
+    parser.add_argument("--out", type=Path, help="JSON file, or a folder for a file named after device and date")
     parser.add_argument("--plot", type=Path, help="quality over forwards saved, with the Pareto front (.png)")
     parser.add_argument("--video", type=Path, help="the first sample in every setting, side by side (.mp4)")
 
 
 def _add_sample_options(parser: argparse.ArgumentParser, count: int) -> None:
-    group = parser.add_argument_group("what is measured on")
+    group = parser.add_argument_group("sample videos")
     group.add_argument(
-        "--prompt", action="append", dest="prompts", help="repeatable (default: captions that suit the model)"
+        "--prompt", action="append", dest="prompts", help="repeatable (default: captions suitable for the model)"
     )
     group.add_argument("--negative-prompt", help="default: the task's own")
     group.add_argument("--image", help="first frame, for models that take one")
     group.add_argument("--size", help="WIDTHxHEIGHT (default: the task's own)")
     group.add_argument("--frames", type=int, help="4n + 1")
-    group.add_argument("--count", type=int, default=count, help="videos (default %(default)s)")
-    group.add_argument("--seed", type=int, default=0, help="of the first video; the next have the next seeds")
-    group.add_argument("--batch", type=int, default=1, help="videos at once, for small models (default %(default)s)")
+    group.add_argument("--count", type=int, default=count, help="number of videos (default %(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="of the first video; it increases by 1 for each video")
+    group.add_argument("--batch", type=int, default=1, help="videos per batch, for small models (default %(default)s)")

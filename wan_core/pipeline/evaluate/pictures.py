@@ -1,4 +1,4 @@
-"""What calibration and comparison look like: curves with what presets skip, quality over forwards saved, videos side by
+"""Pictures of calibration and comparison: curves with skipped steps, quality over forwards saved, videos side by
 side."""
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ KIND_COLOUR = {"magcache": "#f2a65a", "taylorseer": "#5aa9e6", "adaptive": "#c58
 
 
 def preset_plans(plan: Plan, curve: Curve) -> dict[str, Plan]:
-    """What each preset of MagCache makes of `plan` with this curve."""
+    """`plan` with each preset of MagCache and this curve."""
     return {name: leave_out(plain(plan), SkipOptions(magcache=preset), curve) for name, preset in PRESETS.items()}
 
 
 def draw_curve(curve: Curve, plans: Mapping[str, Plan], size: tuple[int, int] = (960, 540)) -> Image.Image:
-    """The ratio of every step by branch, the boundary, and a row of cells for each plan: what it computes is filled.
+    """The ratio of every step by branch, the boundary, and a row of cells for each plan, filled for computed steps.
 
-    plans: by name; of the curve's own number of steps.
+    plans: by name; with as many steps as the curve.
     """
     rows = 30 * len(plans)
     canvas = Canvas(*size)

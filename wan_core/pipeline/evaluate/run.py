@@ -1,4 +1,4 @@
-"""The commands `calibrate` and `quality`: what they run, print and write."""
+"""The commands `calibrate` and `quality`: run, print and write their measurements."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request) ->
 
 
 def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Request) -> int:
-    """Measure what chosen blocks cover in each layer of `pipe`'s experts, and write it beside their checkpoints or to
-    `options.out`."""
+    """Measure the attention that selected blocks cover in each layer of `pipe`'s experts, and write it beside their
+    checkpoints or to `options.out`."""
     models = pipe.models
     experts: list[Expert] = ["high", "low"] if models.task.two_experts else ["high"]
     if options.out is not None:
         places = coverage_places(options.out, experts)
     else:
         files = {"high": models.checkpoint, "low": models.low_checkpoint}
-        beside(models.checkpoint, models.task.name, image=False)  # raises for a model without a place of its own
+        beside(models.checkpoint, models.task.name, image=False)  # raises for random and embedded models
         places = {e: coverage_path(path, models.task.name, e) for e in experts if (path := files[e]) is not None}
     for path in (*places.values(), options.plot):
         check_folder(path)
@@ -90,22 +90,22 @@ def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Reques
 
 
 def first_plan(pipe: Pipeline, base: Request, samples: Sequence[Sample]) -> Plan:
-    """The plan of all samples, which differ in caption and seed only."""
+    """The plan of all samples, which differ only in caption and seed."""
     return next(iter(batches(pipe, base, samples[:1], 1))).job.plan
 
 
 def beside(checkpoint: Path | None, task: str, *, image: bool) -> Path:
-    """Where the curve of a user's own checkpoint goes. Raises OptionError for a model that has no place of its own."""
+    """The path of the curve beside a checkpoint. Raises OptionError for random weights and the embedded model."""
     if checkpoint is None:
-        raise OptionError("random weights lie nowhere: say with --out where the curve goes")
+        raise OptionError("random weights have no file to write the curve beside: give its path with --out")
     if is_embedded(checkpoint):
-        raise OptionError("the embedded model comes with its curve, which stays: say with --out where this one goes")
+        raise OptionError("the curve of the embedded model cannot be replaced: give another path with --out")
     return curve_path(checkpoint, task, image=image)
 
 
 @torch.no_grad()
 def measure_curve(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int) -> Curve:
-    """The curve of the model in `pipe`, over `samples`, `size` at once."""
+    """The curve of the model in `pipe` over `samples`, in batches of `size`."""
     name = "the embedded model" if pipe.models.task.name.endswith("-tiny") else pipe.report.settings["models"]["high"]
 
     def videos() -> Iterator[tuple[Conditioning, Tensor]]:
@@ -120,7 +120,7 @@ def measure_curve(pipe: Pipeline, base: Request, samples: Sequence[Sample], size
 
 
 def run_quality(options: argparse.Namespace, pipe: Pipeline, base: Request, names: Sequence[str]) -> int:
-    """Every setting against the full run; prints a table, writes what was asked for."""
+    """Compare every setting with the full run; prints a table and writes the requested files."""
     settings = {name: parse_setting(name) for name in names}  # all are checked before the first runs
     check_folder(options.plot)
     if options.out is not None and options.out.suffix != ".json":
@@ -142,7 +142,7 @@ def run_quality(options: argparse.Namespace, pipe: Pipeline, base: Request, name
     path = write_result(result, options.out, pipe.models.device)
     if path is not None:
         print(path)
-    if options.plot is not None:  # pictures come last: what was measured is on disk by now
+    if options.plot is not None:  # pictures come last, after the measurements are on disk
         draw_quality(rows, f"{found.plan_words}   {len(samples)} videos").save(options.plot)
     if options.video is not None:
         write_mp4(options.video, side_by_side(found.first).numpy(), fps=pipe.models.task.fps)
@@ -151,7 +151,7 @@ def run_quality(options: argparse.Namespace, pipe: Pipeline, base: Request, name
 
 @dataclass
 class Measured:
-    """What a comparison found, by setting: each video against the full run's; forwards and seconds of all videos."""
+    """The result of a comparison, by setting: each video compared with the full run's, forwards and seconds of all."""
 
     perceptual_name: str
     comparisons: dict[str, list[Comparison]]
@@ -163,15 +163,16 @@ class Measured:
     plan_words: str = ""
 
     def add(self, name: str, runs: Sequence[Run]) -> Tensor:
-        """Note under `name` what making a batch took, whole or in parts; its frames [B, F, H, W, 3]."""
+        """Add seconds and forwards of a batch, made in one or more runs, to `name`. Returns its frames
+        [B, F, H, W, 3]."""
         frames = torch.cat([run.frames for run in runs])
         self.seconds[name] = self.seconds.get(name, 0.0) + sum(run.seconds for run in runs)
-        # Of a batch every video makes the same forwards.
+        # All videos of a batch run the same forwards.
         self.forwards[name] = self.forwards.get(name, 0) + sum(run.forwards * len(run.frames) for run in runs)
         return frames
 
     def rows(self) -> list[dict[str, Any]]:
-        """As they are committed; `front`: nothing compared here saves more at the same quality."""
+        """The rows of the result file; `front`: the setting is on the Pareto front of savings and PSNR."""
         count = len(next(iter(self.comparisons.values()), []))
         rows: list[dict[str, Any]] = []
         for name, found in self.comparisons.items():
@@ -196,7 +197,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Run:
-    """A batch that was made: uint8 [B, F, H, W, 3] on the CPU, seconds of denoising, forwards of each video."""
+    """A finished batch: frames uint8 [B, F, H, W, 3] on the CPU, seconds of denoising, forwards per video."""
 
     frames: Tensor
     seconds: float
@@ -207,10 +208,10 @@ class Run:
 def measure_quality(
     pipe: Pipeline, base: Request, samples: Sequence[Sample], settings: Mapping[str, SkipOptions | None], size: int
 ) -> Measured:
-    """Make every sample in full and in each setting, `size` at once, from the same noise.
+    """Make every sample in full and in each setting, in batches of `size`, from the same noise.
 
-    An adaptive policy would decide for all videos of a batch at once, from norms over all of them: its videos are made
-    one at a time, and so is the full run that their seconds are compared with.
+    The adaptive cache decides from norms over the whole batch, so its videos are made one at a time, and so is the full
+    run that their seconds are compared with.
     """
     name, perceptual = find_perceptual()
     found = Measured(name, {s: [] for s in settings})
@@ -249,7 +250,7 @@ def skipping(pipe: Pipeline, batch: Batch, plan: Plan, options: SkipOptions | No
 
 
 def warm_up(pipe: Pipeline, batch: Batch, plan: Plan, alone: bool) -> None:
-    """A full run that is not timed: loading, compiling and tuning are no part of any setting's seconds."""
+    """A full run that is not timed, so that loading, compiling and tuning do not count for any setting."""
     show("warming up")
     make(pipe, batch, plan)
     if alone:
@@ -306,7 +307,7 @@ def show(words: str) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]], perceptual: str) -> str:
-    """Rows for people; `*` marks the Pareto front."""
+    """The rows as text; `*` marks the Pareto front."""
     names = {"perceptual": perceptual, "psnr_worst": "worst"}
     columns = [c for c in ("saved", "psnr", "psnr_worst", "ssim", "perceptual", "flicker", "truth") if c in rows[0]]
     lines = [f"  {'setting':<38}" + "".join(f"{names.get(c, c):>10}" for c in columns) + f"{'speed-up':>10}"]

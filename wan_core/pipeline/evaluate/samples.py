@@ -1,4 +1,4 @@
-"""The videos to measure on: captions and seeds, several of them as one batch.
+"""Sample videos for calibration and comparison: captions and seeds, in batches.
 
 Legend: B videos, C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
 """
@@ -22,7 +22,7 @@ from wan_core.pipeline.resolved_request import Job
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import stack_text
 
-# For models of the real world, where nothing better is given: people, animals, water, a camera that moves, a still.
+# Default prompts for real models: people, animals, water, a moving camera, a still scene.
 PROMPTS = (
     "a woman in a red coat walks along a rainy street at night, neon signs reflected in puddles",
     "a golden retriever runs across a meadow towards the camera, slow motion",
@@ -35,25 +35,25 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """One video to make."""
+    """Caption and seed of one video."""
 
     caption: str
     seed: int
 
 
 def choose_samples(prompts: Sequence[str] | None, count: int, seed: int, tiny: bool) -> list[Sample]:
-    """`count` captions and seeds. Given prompts take turns; otherwise the embedded model (`tiny`) gets captions that it
-    was not trained on, evenly spread, and others a few of the real world."""
+    """`count` captions and seeds; `prompts` are used in turn. By default the embedded model (`tiny`) gets evenly spaced
+    captions that it was not trained on, and other models get PROMPTS."""
     if not prompts:
-        held = [scene.caption for scene in SCENES if held_out(scene)]
-        spread = max(1, len(held) // count)
-        prompts = held[seed % spread :: spread] if tiny else PROMPTS
+        untrained = [scene.caption for scene in SCENES if held_out(scene)]
+        spacing = max(1, len(untrained) // count)
+        prompts = untrained[seed % spacing :: spacing] if tiny else PROMPTS
     return [Sample(prompts[i % len(prompts)], seed + i) for i in range(count)]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples as one: prompts encoded, noise drawn [B, C, T, Y, X]. `job` is the first one's."""
+    """Samples as one batch: encoded prompts and noise [B, C, T, Y, X]. `job` is the first sample's."""
 
     samples: Sequence[Sample]
     job: Job
@@ -62,9 +62,9 @@ class Batch:
 
 
 def batches(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int) -> Iterator[Batch]:
-    """`samples` in groups of `size`, each as `base` but for caption and seed.
+    """`samples` in batches of `size`, with the settings of `base` except caption and seed.
 
-    The embedded model's image variant gets the first frame of the drawn scene if `base` has no image.
+    If `base` has no image, the embedded image-to-video model gets the first frame of the drawn scene.
     """
     for start in range(0, len(samples), size):
         group = samples[start : start + size]
@@ -80,20 +80,26 @@ def batches(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int)
 
 
 def one_by_one(batch: Batch) -> Iterator[Batch]:
-    """The videos of a batch, each as one of its own."""
+    """The videos of a batch, each as a batch of one."""
 
     def row(rows: Tensor | None, n: int) -> Tensor | None:
         return None if rows is None else rows[n : n + 1]
 
     for n, sample in enumerate(batch.samples):
         c = batch.conditioning
-        part = replace(c, cond=c.cond[n : n + 1], concat=row(c.concat, n), known=row(c.known, n))
+        part = replace(
+            c,
+            cond=c.cond[n : n + 1],
+            concat=row(c.concat, n),
+            known=row(c.known, n),
+            image_features=row(c.image_features, n),
+        )
         yield replace(batch, samples=[sample], conditioning=part, noise=batch.noise[n : n + 1])
 
 
 @contextmanager
 def first_frame(pipe: Pipeline, request: Request, sample: Sample) -> Iterator[Request]:
-    """`request` with an image, where the embedded image-to-video model needs one: the scene's own first frame."""
+    """`request`, with the drawn scene's first frame as image if the embedded image-to-video model needs one."""
     if pipe.models.task.name != "i2v-tiny" or request.image is not None:
         yield request
         return
@@ -106,11 +112,12 @@ def first_frame(pipe: Pipeline, request: Request, sample: Sample) -> Iterator[Re
 
 
 def joined(parts: Sequence[Conditioning]) -> Conditioning:
-    """Conditionings of one video each, of one task and size, as that of a batch."""
+    """Conditionings of single videos of one task and size, combined to that of a batch."""
 
     def rows(name: str) -> Tensor | None:
-        found = [getattr(part, name) for part in parts if getattr(part, name) is not None]
-        return torch.cat(found) if found else None
+        tensors = [getattr(part, name) for part in parts if getattr(part, name) is not None]
+        return torch.cat(tensors) if tensors else None
 
     cond = stack_text([part.cond for part in parts], 1)
-    return Conditioning(cond=cond, uncond=parts[0].uncond, concat=rows("concat"), known=rows("known"))
+    inputs = {name: rows(name) for name in ("concat", "known", "image_features")}
+    return Conditioning(cond=cond, uncond=parts[0].uncond, **inputs)

@@ -1,4 +1,4 @@
-"""Calibration of sparse attention: how much attention the chosen blocks cover, by layer and head, in a dense run.
+"""Calibration of sparse attention: the attention that selected blocks cover in a dense run, by layer and head.
 
 Legend: B batch, L tokens, H heads, D head dim.
 """
@@ -23,7 +23,7 @@ from wan_core.sampling.plan import Expert, Plan, Step
 from wan_core.sampling.sparsity.budgets import SHARES, Coverage, choose_keeps
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 
-MEASURED = 4  # steps of each phase that are looked at, evenly spread
+MEASURED = 4  # number of evenly spaced steps of each expert that are measured
 
 
 def measure_coverage(
@@ -34,9 +34,9 @@ def measure_coverage(
     source: str,
     on_step: Callable[[int], None] = lambda done: None,
 ) -> dict[Expert, Coverage]:
-    """By expert, over `videos`: conditioning and noise of each. `plan` leaves nothing out.
+    """The coverage of each expert over `videos`, (conditioning, noise) of each. `plan` must not skip anything.
 
-    on_step(done) is called with the steps of all videos so far; it may raise to interrupt."""
+    on_step(done) is called with the number of steps of all videos so far; it may raise to interrupt."""
     watchers: dict[Expert, Watcher] = {}
     looked = {step.index for phase in plan.phases for step in some(phase)}
     done = 0
@@ -45,7 +45,7 @@ def measure_coverage(
         with ExitStack() as held:
 
             def watched(expert: Expert, held: ExitStack = held, x: Tensor = noise, image: bool = image) -> WanModel:
-                held.close()  # the expert before has done its steps
+                held.close()  # the previous expert has finished its steps
                 model = acquire(expert)
                 watcher = watchers.setdefault(expert, Watcher())
                 first = next(step.index for step in plan.steps if step.expert == expert)
@@ -65,13 +65,13 @@ def measure_coverage(
 
 
 def some(phase: Sequence[Step]) -> list[Step]:
-    """Steps of a phase, evenly spread, ends included."""
+    """`MEASURED` evenly spaced steps of a phase, first and last included."""
     count = min(MEASURED, len(phase))
     return [phase[round(i * (len(phase) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 class Watcher:
-    """Looks at the queries and keys of an expert's layers, and adds up what it sees."""
+    """Measures the coverage in all layers of an expert and sums it up."""
 
     def __init__(self) -> None:
         self.looks = False
@@ -93,7 +93,7 @@ class Watcher:
         self.counts[layer] = self.counts.get(layer, 0) + 1
 
     def result(self, task: str, source: str, expert: Expert) -> Coverage:
-        """Reads what was added up back from the device."""
+        """The mean coverage; reads the sums back from the device."""
         layers = [(self.sums[n] / self.counts[n]).clamp(0, 1).tolist() for n in sorted(self.sums)]
         return Coverage(
             task=task,
@@ -108,8 +108,8 @@ class Watcher:
 
 
 def draw_coverage(found: Mapping[Expert, Coverage], size: tuple[int, int] = (960, 540)) -> Image.Image:
-    """The mass that each layer's chosen blocks cover over their share, a panel for each expert, and what the layers
-    read at 25 % on average."""
+    """A panel for each expert: the attention mass that selected blocks cover over their share, a line per layer, and
+    each layer's share at 25 % on average."""
     canvas = Canvas(*size)
     first = next(iter(found.values()))
     words = f"{first.task}   attention covered by chosen blocks   {first.tokens} tokens, blocks of {first.block}"
@@ -144,7 +144,7 @@ def draw_coverage(found: Mapping[Expert, Coverage], size: tuple[int, int] = (960
 
 
 def words(found: Mapping[Expert, Coverage]) -> str:
-    """The mass at a few shares, even and shared out between layers."""
+    """A table of the mass at a few shares: the same share in all layers (even), and calibrated shares (shared)."""
     lines = [f"{'expert':<8}{'share':>8}{'even':>8}{'shared':>8}"]
     for expert, one in found.items():
         layers = range(len(one.mass))
@@ -156,7 +156,7 @@ def words(found: Mapping[Expert, Coverage]) -> str:
 
 
 def coverage_places(out: Path, experts: Sequence[Expert]) -> dict[Expert, Path]:
-    """Where the files go if a folder or name was given: one for each expert."""
+    """The path of each expert's file in the folder `out`, or with the name `out`."""
     if out.is_dir():
         return {expert: out / f"{expert}.sparse.json" for expert in experts}
     stem = out.name.removesuffix(".json").removesuffix(".sparse")

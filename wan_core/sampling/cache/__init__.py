@@ -1,7 +1,7 @@
-"""Forwards that need not run: which ones, as pure functions of a plan, and the residuals that stand in for them.
+"""Step caching and the guidance schedule: policies as pure functions of a plan, and the cached residuals.
 
-A policy takes a `Plan` and gives a `Plan` back in which steps are marked (`magcache`, `taylorseer`, `guidance`,
-`adaptive`); `skipping` applies those a user asked for, in order. `residual` turns the marks into what is stored and
-what is read at each step, and is a runner around the blocks (`wan_core.models.wan.runners`) while a phase runs. What a
-skipped step costs is the patch embedding, one sum and the head.
+A policy takes a `Plan` and returns a `Plan` with marked steps (`magcache`, `taylorseer`, `guidance`, `adaptive`);
+`skipping` applies the requested ones in order. `residual` turns the marks into what is stored and
+what is read at each step, and is a runner around the blocks (`wan_core.models.wan.runners`) while a phase runs. A
+skipped step costs the patch embedding, one sum and the head.
 """

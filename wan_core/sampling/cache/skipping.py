@@ -1,5 +1,5 @@
-"""What a user asked to leave out, applied to a plan in order: guidance first, because it decides which branches there
-are, then the policy that skips their steps."""
+"""Applies SkipOptions to a plan: sparsity, then the guidance schedule, which decides which branches run, then the step
+cache."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from wan_core.sampling.sparsity.budgets import find_keeps
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
 
 MIN_STEPS = 10
-# What the authors of step-distilled weights call them. The weights themselves look like any others. A number of steps
-# counts where it stands alone: "4steps", "4-step", but not the "3-step-1200" of a training run's epoch and step.
+# Names that authors give step-distilled weights, which cannot be recognised by their tensors. A number of steps must
+# stand alone: "4steps" and "4-step" match, the "3-step-1200" (epoch and step) of a training run does not.
 _DISTILLED = re.compile(
     r"distill|lightning|lightx2v|causvid|turbo|\b[1-8](?:steps?|-steps|-step(?!-?\d))\b", re.IGNORECASE
 )
 
 
 def looks_distilled(checkpoint: Path) -> bool:
-    """Whether a file's name, or its folder's, says that the weights are made for a few steps."""
+    """Whether the name of a file or of its folder says that the weights are step-distilled."""
     return _DISTILLED.search(f"{checkpoint.parent.name} {checkpoint.name}".replace("_", "-")) is not None
 
 
@@ -40,11 +40,14 @@ def skip_forwards(
     image: bool = False,
     loras: Sequence[Path] = (),
 ) -> Plan:
-    """`leave_out` with what is known of a model: the curve beside its checkpoint or published for its task, and whether
-    it is step-distilled; before it, sparse attention with the budgets beside its checkpoints.
+    """`plan` with `options` applied: sparse attention and `leave_out`, with the model's own files.
 
-    checkpoint: of the high-noise expert, or of the only transformer; low: of the other expert. image: TI2V starts from
-    one. loras: files on either expert."""
+    Those are the sparse budgets beside the checkpoints, and the MagCache curve beside the checkpoint or published for
+    the task. File names tell whether the weights are step-distilled.
+
+    checkpoint: of the high-noise expert or only transformer; low: of the low-noise expert. image: the video starts
+    from an image (TI2V). loras: LoRA files of both experts. Raises OptionError.
+    """
     if options is None:
         return plan
     if options.sparse is not None:
@@ -56,11 +59,11 @@ def skip_forwards(
 
 
 def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: str = "") -> Plan:
-    """`plan` without the forwards that `options` leaves out; what was decided is in its notes.
+    """`plan` with the guidance schedule and the step cache of `options`; its notes say what was decided.
 
-    curve: for MagCache. distilled: the name of the file whose weights are made for a few steps. Policies that skip
-    steps switch themselves off there, and below 10 steps: consecutive steps are too far apart to be alike. Raises
-    OptionError where MagCache has no curve.
+    curve: for MagCache. distilled: the name of a step-distilled file, if there is one. Step caches are switched off for
+    step-distilled weights and below 10 steps, because consecutive steps differ too much. Raises OptionError if MagCache
+    has no curve.
     """
     if options is None:
         return plan
@@ -72,26 +75,26 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         return replace(plan, unskipped=full)
     name = "MagCache" if options.magcache else "TaylorSeer" if options.taylorseer else "the adaptive cache"
     if distilled or steps < MIN_STEPS:
-        few = f"{steps} steps, fewer than {MIN_STEPS}, too far apart for one to stand in for another"
-        says = f"the weights are step-distilled: the name of {distilled} or of its folder says so; rename to override"
-        note = f"{name} is off: {says if distilled else few}"
+        too_few = f"{steps} steps, fewer than {MIN_STEPS}, differ too much from each other"
+        named = f"the name of {distilled} or of its folder says that it is step-distilled; rename it to override"
+        note = f"{name} is off: {named if distilled else too_few}"
         return replace(plan, unskipped=full, notes=(*plan.notes, note))
     if options.magcache:
         if curve is None:
             raise OptionError(
-                f"MagCache needs a curve of the model, and {plan.task} has none: run `python -m wan_core calibrate`, "
-                "or choose taylorseer, which needs none"
+                f"MagCache needs a curve, and there is none for {plan.task}: run `python -m wan_core calibrate`, or "
+                "use taylorseer, which needs no curve"
             )
         return replace(skip_magcache(plan, options.magcache, curve), unskipped=full)
     if options.taylorseer:
         return replace(skip_taylorseer(plan, options.taylorseer), unskipped=full)
     assert options.adaptive is not None
-    note = "adaptive: which of the steps marked so are skipped is decided while running"
+    note = "adaptive: the run decides which of the marked steps it skips"
     return replace(mark_adaptive(plan, options.adaptive), unskipped=full, notes=(*plan.notes, note))
 
 
 def skip_words(options: SkipOptions) -> str:
-    """The options as they are typed: `magcache 0.12/2/0.2, guidance every 2`."""
+    """The options in the form of the command line: `magcache 0.12/2/0.2, guidance every 2`."""
     words: list[str] = []
     if cache := options.magcache:
         words.append(f"magcache {cache.threshold:g}/{cache.max_skips}/{cache.retention:g}")

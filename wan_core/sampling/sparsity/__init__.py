@@ -1,2 +1,2 @@
-"""Sparse attention as part of a plan: which steps read how much of the keys (`schedule`), how that is shared out
-between layers (`budgets`), and carrying it out in a model (`run`)."""
+"""Sparse attention as part of a plan: the sparsity of every step (`schedule`), calibrated shares per layer (`budgets`),
+and its execution in a model (`run`)."""

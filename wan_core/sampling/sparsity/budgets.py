@@ -1,11 +1,9 @@
-"""How much attention a share of the blocks covers in each layer of a model, and budgets for its layers that follow.
+"""Calibrated budgets of sparse attention: which share of the blocks each layer of a model reads. Without torch.
 
-`Coverage` is what a calibration measures on a dense reference run (`python -m wan_core calibrate --sparsity`): for each
-layer and head the mean attention mass on the blocks that the router picks at several shares. It is a small JSON file
-beside the expert's checkpoint. A plan that reads a share of the blocks on average gives more of them to layers that
-need them: blocks go one by one to the layer whose mass grows most.
-
-Knows no torch.
+`Coverage` is measured on a dense reference run (`python -m wan_core calibrate --sparsity`): for each layer and head the
+mean attention mass on the blocks that the router selects, at several shares of the blocks. It is stored as a small JSON
+file beside the expert's checkpoint. `choose_keeps` distributes a total number of blocks over the layers: one part at a
+time goes to the layer whose attention mass grows most.
 """
 
 from __future__ import annotations
@@ -23,21 +21,22 @@ from wan_core.sampling.plan import Expert, Plan
 FORMAT = "wancore-sparse-coverage/1"
 SUFFIX = ".sparse.json"
 SHARES = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
-STEPS = 64  # parts in which a layer's blocks are shared out
-LEAST = 4  # of them, that a layer keeps whatever it covers
+STEPS = 64  # a layer's blocks are distributed in parts of 1 / STEPS
+LEAST = 4  # parts that every layer reads at least
 _ENDINGS = (".index.json", ".safetensors", ".gguf", ".pth")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """`mass[layer][head][i]` of attention lies on `shares[i]` of the blocks, as the router picks them."""
+    """`mass[layer][head][i]` is the share of attention that lies on the `shares[i]` of the blocks that the router
+    selects. Raises OptionError for masses or shares out of range."""
 
     task: str
     source: str
     expert: str  # high or low
     tokens: int
     block: int
-    samples: int  # forwards that were measured
+    samples: int  # number of forwards measured
     shares: tuple[float, ...]
     mass: tuple[tuple[tuple[float, ...], ...], ...]
 
@@ -49,12 +48,12 @@ class Coverage:
         )
         if not fits or len(self.shares) < 2 or not increasing or not 0 < self.shares[0] < self.shares[-1] <= 1:
             raise OptionError(
-                f"the coverage of {self.task} has {len(rows)} rows for {len(self.shares)} shares; it needs a mass from "
-                "0 to 1 for each share, and shares that grow up to 1: calibrate it again"
+                f"the coverage of {self.task} has {len(rows)} rows for {len(self.shares)} shares; each share needs a "
+                "mass from 0 to 1, and shares must increase up to 1: calibrate it again"
             )
 
     def of_layer(self, layer: int, share: float) -> float:
-        """The mean over heads of the mass on `share` of the blocks, between measured shares on a straight line."""
+        """The mean over heads of the mass on `share` of the blocks, linearly interpolated between measured shares."""
         means = [sum(column) / len(column) for column in zip(*self.mass[layer], strict=True)]
         points = [(0.0, 0.0), *zip(self.shares, means, strict=True)]
         for (x0, y0), (x1, y1) in pairwise(points):
@@ -64,7 +63,7 @@ class Coverage:
 
 
 def choose_keeps(coverage: Coverage, keep: float) -> tuple[float, ...]:
-    """A share of the blocks for every layer, `keep` on average, that covers the most mass over all layers."""
+    """The share of the blocks for every layer that covers the most mass in total, with mean `keep` over the layers."""
     layers = range(len(coverage.mass))
     table = [[coverage.of_layer(layer, i / STEPS) for i in range(STEPS + 1)] for layer in layers]
     table = [_concave(row) for row in table]
@@ -79,17 +78,18 @@ def choose_keeps(coverage: Coverage, keep: float) -> tuple[float, ...]:
 
 
 def _concave(values: Sequence[float]) -> list[float]:
-    """The smallest concave line above `values`: growth by parts must not hide more growth behind it."""
+    """The smallest concave curve above `values`, so that a part with little growth does not hide larger growth after
+    it."""
     hull: list[int] = []
     for i, value in enumerate(values):
         while len(hull) >= 2 and _above(values, hull[-2], hull[-1], i, value):
             hull.pop()
         hull.append(i)
-    found = []
+    curve = []
     for left, right in pairwise(hull):
         slope = (values[right] - values[left]) / (right - left)
-        found += [values[left] + slope * j for j in range(right - left)]
-    return [*found, values[hull[-1]]]
+        curve += [values[left] + slope * j for j in range(right - left)]
+    return [*curve, values[hull[-1]]]
 
 
 def _above(values: Sequence[float], first: int, middle: int, last: int, value: float) -> bool:
@@ -100,7 +100,7 @@ def _above(values: Sequence[float], first: int, middle: int, last: int, value: f
 
 
 def coverage_path(checkpoint: Path, task: str, expert: str) -> Path:
-    """Where the coverage of an expert goes: beside its file, or in its folder."""
+    """The path of an expert's coverage file: beside its checkpoint file, or in its folder."""
     if checkpoint.is_dir():
         return checkpoint / f"{task}.{expert}{SUFFIX}"
     stem = checkpoint.name
@@ -110,22 +110,22 @@ def coverage_path(checkpoint: Path, task: str, expert: str) -> Path:
 
 
 def write_coverage(coverage: Coverage, path: Path) -> Path:
-    found = asdict(coverage)
-    found["mass"] = [[[round(m, 4) for m in head] for head in layer] for layer in coverage.mass]
-    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in {"format": FORMAT, **found}.items()]
+    fields = asdict(coverage)
+    fields["mass"] = [[[round(m, 4) for m in head] for head in layer] for layer in coverage.mass]
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in {"format": FORMAT, **fields}.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     return path
 
 
 def read_coverage(path: Path) -> Coverage:
-    """Raises OptionError for a file that is none."""
+    """Read a coverage file. Raises OptionError if `path` is not one."""
     try:
-        found = json.loads(path.read_text())
-        if found.pop("format", None) != FORMAT:
+        fields = json.loads(path.read_text())
+        if fields.pop("format", None) != FORMAT:
             raise OptionError(f"{path} is not a coverage of the form {FORMAT}: calibrate it again")
-        shares = tuple(float(share) for share in found.pop("shares"))
-        mass = tuple(tuple(tuple(float(m) for m in head) for head in layer) for layer in found.pop("mass"))
-        return Coverage(shares=shares, mass=mass, **found)
+        shares = tuple(float(share) for share in fields.pop("shares"))
+        mass = tuple(tuple(tuple(float(m) for m in head) for head in layer) for layer in fields.pop("mass"))
+        return Coverage(shares=shares, mass=mass, **fields)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as fault:
         if isinstance(fault, OptionError):
             raise
@@ -135,12 +135,14 @@ def read_coverage(path: Path) -> Coverage:
 def find_keeps(
     plan: Plan, options: SparseOptions, checkpoint: Path | None, low: Path | None
 ) -> dict[Expert, tuple[float, ...]]:
-    """By expert, the shares of its layers where its checkpoint has a coverage beside it. Raises OptionError for a file
-    that is damaged or of another task."""
-    found: dict[Expert, tuple[float, ...]] = {}
-    places: tuple[tuple[Expert, Path | None], ...] = (("high", checkpoint), ("low", low))
-    for expert, place in places:
-        path = None if place is None else coverage_path(place, plan.task, expert)
+    """The share of the blocks per layer, for each expert with a coverage file beside its checkpoint.
+
+    Raises OptionError for a file that is damaged or measured for another task.
+    """
+    keeps: dict[Expert, tuple[float, ...]] = {}
+    checkpoints: tuple[tuple[Expert, Path | None], ...] = (("high", checkpoint), ("low", low))
+    for expert, file in checkpoints:
+        path = None if file is None else coverage_path(file, plan.task, expert)
         if path is None or not path.is_file() or expert not in plan.experts:
             continue
         coverage = read_coverage(path)
@@ -149,5 +151,5 @@ def find_keeps(
                 f"{path} is a coverage of {coverage.task}, and the model is {plan.task}: calibrate it again, or move "
                 "the file away"
             )
-        found[expert] = choose_keeps(coverage, 1 - options.sparsity)
-    return found
+        keeps[expert] = choose_keeps(coverage, 1 - options.sparsity)
+    return keeps

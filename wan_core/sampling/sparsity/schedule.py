@@ -1,10 +1,11 @@
-"""Sparse attention in a plan: pure functions of numbers.
+"""Sparsity of attention for every step of a plan: pure functions of numbers, without torch.
 
-The first steps decide where things are, from noise, and attend widely: they read everything, then twice as much as
-later and half at most, and from the end of the ramp on what was asked for. On the embedded model a run that reads half
-of the keys in its first 30 % and a quarter after is 4 dB nearer to the dense one than one that reads everything in its
-first 10 % and a quarter after, at the same number of keys; steps that read everything before such a ramp bring it no
-nearer. Knows no torch.
+The first steps fix the layout of the video and attend widely, so they read more blocks: first all (dense steps), then
+twice as many as later steps and at most half (ramp), then the share that was asked for.
+
+On the embedded model a run that reads half of the keys in its first 30 % and a quarter after is 4 dB nearer to the
+dense run than one that reads all keys in its first 10 % and a quarter after, at the same total number of keys. Dense
+steps before such a ramp do not improve it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ PRESETS: dict[str, SparseOptions] = {
     "balanced": SparseOptions(sparsity=0.8125, dense_steps=0.0),
     "fast": SparseOptions(sparsity=0.875, dense_steps=0.0),
 }
-HALF = 0.5  # of the blocks are left out in a ramp at least
-# Measured on an H200 at 75,600 tokens (benchmarks/results/sparse-*.json): attention over a share of the blocks takes
-# this share of dense FP8 attention's time and more, because the block-sparse kernel is slower on what it reads, blocks
-# must be chosen, and means stand in for the rest. Between 12.5 and 50 % it is off by 1 % of a forward at most.
+HALF = 0.5  # least sparsity of a ramp
+# Time of attention over a share of the blocks, relative to dense FP8 attention: KERNEL * share + CHOICE. The
+# block-sparse kernel is slower per block; selecting blocks and the means of unselected ones cost the constant. Measured
+# on an H200 at 75,600 tokens (benchmarks/results/sparse-*.json); the error is at most 1 % of a forward for shares from
+# 12.5 to 50 %.
 KERNEL, CHOICE = 1.075, 0.06
 FORM = "quality, balanced, fast, or sparsity/dense steps/dense layers such as 0.8125/0/0, then options after a colon: "
 WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, even, alone, mean, or a kernel"
@@ -34,8 +36,11 @@ WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, even, alone, mean, or a kernel"
 def sparsify(
     plan: Plan, options: SparseOptions | None, keeps: Mapping[Expert, tuple[float, ...]] | None = None
 ) -> Plan:
-    """`plan` with a sparsity for every step. keeps: for each expert that was calibrated the share of the blocks that
-    each of its layers reads, in place of the same share for all."""
+    """`plan` with a sparsity for every step.
+
+    keeps: for calibrated experts, the share of the blocks that each layer reads; other experts read the same share in
+    all layers.
+    """
     if options is None or options.sparsity == 0:
         return plan
     dense, ramp = (math.ceil(share * len(plan.steps) - 1e-9) for share in (options.dense_steps, options.ramp))
@@ -46,23 +51,26 @@ def sparsify(
         return 0.0 if index < dense else early if index < ramp else options.sparsity
 
     steps = tuple(replace(step, sparsity=sparsity(step.index)) for step in plan.steps)
-    found = tuple((expert, keeps[expert]) for expert in plan.experts if keeps and expert in keeps)
+    calibrated = tuple((expert, keeps[expert]) for expert in plan.experts if keeps and expert in keeps)
     note = f"sparse attention: {sparse_words(options)}, from step {dense} on" if dense < len(steps) else ""
-    if found:
-        note += "; shared out between layers as calibrated for " + " and ".join(expert for expert, _ in found)
-    return replace(plan, steps=steps, sparse=options, keeps=found, notes=(*plan.notes, note) if note else plan.notes)
+    if calibrated:
+        note += "; calibrated share per layer for " + " and ".join(expert for expert, _ in calibrated)
+    notes = (*plan.notes, note) if note else plan.notes
+    return replace(plan, steps=steps, sparse=options, keeps=calibrated, notes=notes)
 
 
 def with_costs(plan: Plan, config: DiTConfig, tokens: int) -> Plan:
-    """`plan` with what its sparse steps cost, for its estimate. tokens: of one video. Raises OptionError for budgets of
-    another number of layers."""
+    """`plan` with the relative cost of its sparse steps, for the time estimate.
+
+    tokens: number of tokens of one video. Raises OptionError if the calibrated shares are for another number of layers.
+    """
     if plan.sparse is None:
         return plan
     for expert, keeps in plan.keeps:
         if len(keeps) != config.num_layers:
             raise OptionError(
                 f"the coverage of the {expert}-noise expert has {len(keeps)} layers, and the model has "
-                f"{config.num_layers}: calibrate it again, or leave it out with the word even"
+                f"{config.num_layers}: calibrate it again, or ignore it with the option even"
             )
     sparse_layers = max(0, config.num_layers - plan.sparse.dense_layers) / config.num_layers
     share = attention_share(config, tokens) * sparse_layers
@@ -70,37 +78,39 @@ def with_costs(plan: Plan, config: DiTConfig, tokens: int) -> Plan:
 
 
 def attention_share(config: DiTConfig, tokens: int) -> float:
-    """The share of self-attention in the work of a forward: 0.72 for A14B at 75,600 tokens. Precisions speed up
-    products and attention alike, so it is the share of the time as well, roughly."""
+    """Share of self-attention in the FLOPs of a forward: 0.72 for A14B at 75,600 tokens. It is roughly the share of the
+    time as well, because low precisions speed up linears and attention alike."""
     attention = 4 * tokens**2 * config.dim
-    linears = 2 * tokens * config.dim * (6 * config.dim + 2 * config.ffn_dim)  # q, k, v, o, and q, o of the cross
+    # Self-attention's q, k, v and o, cross-attention's q and o, and the two matrices of the FFN.
+    linears = 2 * tokens * config.dim * (6 * config.dim + 2 * config.ffn_dim)
     return attention / (attention + linears)
 
 
 def step_cost(sparsity: float, share: float) -> float:
-    """Of a forward that reads everything, whose sparse layers' attention takes `share`."""
+    """Time of a sparse forward relative to a dense one. share: of a dense forward's time, in attention of the layers
+    that may be sparse."""
     if sparsity == 0:
         return 1.0
     return round(1 - share + share * min(1.0, KERNEL * (1 - sparsity) + CHOICE), 4)
 
 
 def parse_sparse(text: str) -> SparseOptions:
-    """A preset or numbers, and words after colons: `balanced`, `0.8125/0/0:reuse2:cudnn`. Raises OptionError."""
+    """A preset or numbers, then options after colons: `balanced`, `0.8125/0/0:reuse2:cudnn`. Raises OptionError."""
     first, *words = text.split(":")
     if first in PRESETS:
-        found = PRESETS[first]
+        options = PRESETS[first]
     else:
-        given = first.split("/")
+        numbers = first.split("/")
         try:
-            if not 1 <= len(given) <= 3:
+            if not 1 <= len(numbers) <= 3:
                 raise ValueError(first)
-            sparsity, dense, layers = [*given, *("", "0.05", "0")[len(given) :]]
-            found = SparseOptions(sparsity=float(sparsity), dense_steps=float(dense), dense_layers=int(layers))
+            sparsity, dense, layers = [*numbers, *("", "0.05", "0")[len(numbers) :]]
+            options = SparseOptions(sparsity=float(sparsity), dense_steps=float(dense), dense_layers=int(layers))
         except ValueError as fault:
             raise fault if isinstance(fault, OptionError) else _unknown(text) from fault
     for word in words:
-        found = _with(found, word, text)
-    return found
+        options = _with(options, word, text)
+    return options
 
 
 def _with(options: SparseOptions, word: str, text: str) -> SparseOptions:
@@ -128,7 +138,7 @@ def _unknown(text: str) -> OptionError:
 
 
 def sparse_words(options: SparseOptions) -> str:
-    """As it is typed: `0.75/0.1/0:reuse2`."""
+    """The options in the form that `parse_sparse` reads: `0.75/0.1/0:reuse2`."""
     words = [f"{options.sparsity:g}/{options.dense_steps:g}/{options.dense_layers}"]
     words += [f"ramp{options.ramp:g}"] * (options.ramp != SparseOptions(sparsity=0).ramp)
     if options.mass is not None:

@@ -130,18 +130,6 @@ def route(q: Tensor, k: Tensor, block: int, rule: Rule, forced: Tensor) -> Route
     return choose(scores, rule, forced, sizes)
 
 
-def mass_kept(q: Tensor, k: Tensor, kept: Tensor, block: int) -> Tensor:
-    """The share of attention, as computed in full, that falls on the blocks that are read: float32 [B, H, L].
-
-    kept: bool [B, H, n, n]. Needs the whole matrix of a head at once."""
-    found = []
-    for head in range(q.shape[2]):
-        share = block_mass(q[:, :, head], k[:, :, head], block)
-        rows = kept[:, head].repeat_interleave(block, 1)[:, : q.shape[1]]
-        found.append((share * rows).sum(-1))
-    return torch.stack(found, 1)
-
-
 def coverage(
     q: Tensor, k: Tensor, block: int, forced: Tensor, shares: Sequence[float], score: Score = "spread", rows: int = 16
 ) -> Tensor:

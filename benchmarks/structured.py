@@ -1,4 +1,4 @@
-"""Queries, keys and values as trained video models have them, drawn by hand: to measure what a router finds.
+"""Queries, keys and values structured like those of trained video models: to measure what a router of blocks finds.
 
 Random normal q and k have no structure, and no router can beat chance on them. What attention maps of video diffusion
 transformers are published to show, and what is drawn here:
@@ -25,6 +25,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from wan_core.ops.attention.sparse.routing import block_mass
 
 
 def structured(
@@ -81,3 +83,15 @@ def _objects(grid: tuple[int, int, int], generator: torch.Generator, count: int 
     rows, columns = torch.meshgrid(torch.arange(Y), torch.arange(X), indexing="ij")
     cells = torch.stack([rows, columns], -1).flatten(0, 1).float()  # [Y * X, 2]
     return torch.cdist(cells.expand(T, -1, -1), centres).argmin(-1).flatten()
+
+
+def mass_kept(q: Tensor, k: Tensor, kept: Tensor, block: int) -> Tensor:
+    """The share of attention, as computed in full, that falls on the blocks that are read: float32 [B, H, L].
+
+    kept: bool [B, H, n, n]. Needs the whole matrix of a head at once."""
+    found = []
+    for head in range(q.shape[2]):
+        share = block_mass(q[:, :, head], k[:, :, head], block)
+        rows = kept[:, head].repeat_interleave(block, 1)[:, : q.shape[1]]
+        found.append((share * rows).sum(-1))
+    return torch.stack(found, 1)

@@ -1,0 +1,151 @@
+"""Suite `startup`: ways to read two experts from files onto the device, ours and those of other libraries."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import make_room, settle
+from benchmarks.process import host_peak, reset_host_peak
+from benchmarks.rows import Row, guarded
+from wan_core.checkpoint import load_dit
+from wan_core.checkpoint.staged import Reading, default_threads, reading
+from wan_core.execution.report import GIB
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.quant.swap import Quantization
+from wan_core.pipeline.settings import find_quantization
+
+RATIO_TO = "load_file"
+
+
+def load_experts(
+    files: Sequence[Path], device: torch.device, dtype: torch.dtype, quantization: Quantization | None, how: Reading
+) -> list[WanModel]:
+    """All files at once, a thread for each."""
+
+    def load(file: Path) -> WanModel:
+        with reading(how):
+            return load_dit(file, device=device, dtype=dtype, quantization=quantization)
+
+    with ThreadPoolExecutor(len(files)) as pool:
+        return list(pool.map(load, files))
+
+
+def staged() -> Reading:
+    """Through pinned buffers; the two files share the reader threads."""
+    return Reading(mapped=False, threads=default_threads() // 2)
+
+
+class Loading:
+    """The ways to read both files onto the device, each with its seconds."""
+
+    def __init__(self, files: list[Path], device: torch.device, dtype: torch.dtype, runs: int) -> None:
+        self.files, self.device, self.dtype, self.runs = files, device, dtype, runs
+        self.bytes = sum(file.stat().st_size for file in files)
+        self.reference: float | None = None
+
+    def rows(self) -> Iterator[Row]:
+        fp8 = find_quantization("fp8", self.device)
+        ways: dict[str, tuple[str | None, Callable[[], Any]]] = {
+            RATIO_TO: (None, self._load_file),
+            "fastsafetensors": (_missing("fastsafetensors"), self._fastsafetensors),
+            "runai": (_missing("runai_model_streamer"), self._runai),
+            "ours, mapped": (None, lambda: self._ours(Reading(staged=False), None)),
+            "ours, bf16": (None, lambda: self._ours(staged(), None)),
+            "ours, fp8": (None, lambda: self._ours(staged(), fp8)),
+        }
+        for name, (reason, make) in ways.items():
+            row = guarded(name, "both experts", reason, lambda m=make: self._timed(m))
+            if name == RATIO_TO:
+                self.reference = row.get("seconds")
+            if self.reference and "seconds" in row:
+                row |= {"ratio": round(self.reference / row["seconds"], 4), "ratio_to": RATIO_TO}
+            if name == "ours, bf16" and "seconds" in row:
+                row["identical"] = self._same_as_load_file()
+            if name == "ours, fp8" and "seconds" in row:
+                row["identical"] = self._same_quantised(fp8)
+            yield row
+
+    def _timed(self, make: Callable[[], Any]) -> Row:
+        seconds, peak = [], 0
+        for _ in range(self.runs):
+            make_room(self.device)
+            before = reset_host_peak()
+            begin = time.perf_counter()
+            held = make()
+            settle(self.device)
+            seconds.append(time.perf_counter() - begin)
+            peak = max(peak, host_peak() - before)
+            del held
+            gc.collect()
+        seconds.sort()
+        median = seconds[len(seconds) // 2] if len(seconds) % 2 else sum(seconds[len(seconds) // 2 - 1 :][:2]) / 2
+        return {
+            "seconds": round(median, 4),
+            "spread": round(seconds[-1] - seconds[0], 4),
+            "gb_s": round(self.bytes / median / 1e9, 2),
+            "host_gib": round(peak / GIB, 3),
+        }
+
+    def _load_file(self) -> list[dict[str, Tensor]]:
+        from safetensors.torch import load_file
+
+        return [load_file(str(file), device=str(self.device)) for file in self.files]
+
+    def _ours(self, how: Reading, quantization: Quantization | None) -> list[WanModel]:
+        return load_experts(self.files, self.device, self.dtype, quantization, how)
+
+    def _fastsafetensors(self) -> list[Any]:
+        from fastsafetensors import fastsafe_open  # type: ignore
+
+        held = []
+        for file in self.files:
+            with fastsafe_open(filenames=[str(file)], nogds=True, device=str(self.device)) as opened:
+                held.append({name: opened.get_tensor(name).clone() for name in opened.keys()})  # noqa: SIM118
+        return held
+
+    def _runai(self) -> list[Any]:
+        from runai_model_streamer import SafetensorsStreamer  # type: ignore
+
+        held = []
+        for file in self.files:
+            with SafetensorsStreamer() as streamer:
+                streamer.stream_file(str(file))
+                held.append({name: tensor.to(self.device) for name, tensor in streamer.get_tensors()})
+        return held
+
+    def _same_as_load_file(self) -> bool:
+        """Of the first file: two copies of both need not fit."""
+        from safetensors.torch import load_file
+
+        make_room(self.device)
+        exact = load_file(str(self.files[0]), device=str(self.device))
+        with reading(Reading(mapped=False)):
+            ours = dict(load_dit(self.files[0], device=self.device, dtype=self.dtype).named_parameters())
+        return set(ours) == set(exact) and all(
+            torch.equal(ours[name], value.to(self.dtype)) for name, value in exact.items()
+        )
+
+    def _same_quantised(self, quantization: Any) -> bool:
+        make_room(self.device)
+        found = []
+        for how in (Reading(staged=False), Reading(mapped=False)):
+            with reading(how):
+                model = load_dit(self.files[0], device=self.device, dtype=self.dtype, quantization=quantization)
+            found.append(model.state_dict())
+        plain, staged = found
+        return set(plain) == set(staged) and all(
+            torch.equal(plain[name].view(torch.uint8), staged[name].view(torch.uint8)) for name in plain
+        )
+
+
+def _missing(module: str) -> str | None:
+    return None if find_spec(module) else f"{module} is not installed"

@@ -1,0 +1,80 @@
+"""Rows of a measurement: how one is made where its work may fail, and how they are printed."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+Row = dict[str, Any]
+# What third-party kernels raise on a machine that they do not support. The row shows it, and the others go on.
+FAULTS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError, OSError)
+
+
+def guarded(name: str, size: str, reason: str | None, make: Callable[[], Row]) -> Row:
+    """A row of the numbers that `make` returns; of `reason` where it cannot run; or of what went wrong."""
+    row: Row = {"name": name, "size": size}
+    if reason is not None:
+        return row | {"why_not": reason}
+    try:
+        return row | make()
+    except FAULTS as fault:
+        traceback.print_exc(file=sys.stderr)
+        return row | {"failed": f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0][:300]}"}
+
+
+COLUMNS = {  # of numbers, with how they are printed
+    "seconds": ".4f",
+    "spread": ".4f",
+    "seconds_per_step": ".4f",
+    "ratio": ".3f",
+    "times_diffusers": ".3f",
+    "moved_gib": ".2f",
+    "exchange_share": ".3f",
+    "tflops": ".1f",
+    "of_peak": ".3f",
+    "peak_gib": ".2f",
+    "weights_gib": ".2f",
+    "activation_gib": ".2f",
+    "load_seconds": ".2f",
+    "file_gib": ".2f",
+    "widen_ms": ".1f",
+    "widen_torch_ms": ".1f",
+    "compile_seconds": ".1f",
+    "compilations": "d",
+    "error": ".2g",
+    "psnr": ".2f",
+    "latent_psnr": ".2f",
+    "ssim": ".4f",
+    "captions_true": ".3f",
+    "switch_ms": ".1f",
+    "step_spread": ".4f",
+    "share": ".4f",
+    "forwards": "d",
+    "estimate": ".2f",
+    "off": "+.4f",
+    "gb_s": ".1f",
+    "host_gib": ".2f",
+    "slowdown": ".3f",
+    "planned_gib": ".2f",
+    "plan_error": "+.3f",
+    "resident_blocks": "d",
+    "device_growth_mib": ".2f",
+    "host_growth_mib": ".1f",
+}
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text: a column for each number of `COLUMNS` that any row has, or the reason why there is none."""
+    shown = [column for column in COLUMNS if any(column in row for row in rows)]
+    width = max((len(row["name"]) for row in rows), default=0)
+    widths = [max(9, len(column)) + 2 for column in shown]
+    heads = "".join(f"{column:>{size}}" for column, size in zip(shown, widths, strict=True))
+    lines = [f"{'size':<14}  {'name':<{width}}{heads}"]
+    for row in rows:
+        texts = [format(row[column], COLUMNS[column]) if column in row else "" for column in shown]
+        numbers = "".join(f"{text:>{size}}" for text, size in zip(texts, widths, strict=True))
+        reason = row.get("why_not") or row.get("failed")
+        lines.append(f"{row['size']:<14}  {row['name']:<{width}}" + (f"  {reason}" if reason else numbers))
+    return "\n".join(lines)

@@ -1,0 +1,214 @@
+"""Experts whose blocks stream, through the nodes' sockets: LoRAs, hand-over, eviction, out of memory.
+
+The sockets, the engine and its embedded model are real. ComfyUI's memory manager is replaced by one that does what the
+sockets rely on: it loads what it is asked for, and evicts everything when asked to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.nodes.test_nodes_schemas import modules
+from wan_core.config import LoadOptions, LoraOptions
+from wan_core.execution.memory.residency import Residency
+from wan_core.execution.memory.streaming import stage_bytes
+from wan_core.execution.report import Report
+from wan_core.ops.quant.lora import is_attached
+from wan_core.pipeline.builder import finish, load_models
+from wan_core.pipeline.loras import read_loras
+from wan_core.pipeline.pipeline import sample_latents
+from wan_core.pipeline.settings import resolve_settings
+from wan_core.pipeline.sources import TINY, find_experts
+from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.plan import make_plan
+
+CPU = torch.device("cpu")
+SHAPE = (1, 16, 2, 4, 6)
+
+
+class Manager:
+    """ComfyUI's memory manager, as far as the sockets know it."""
+
+    def __init__(self) -> None:
+        self.loaded: list[Any] = []
+        self.room = 1 << 40
+
+    def load_models_gpu(self, models: list[Any], memory_required: float = 0) -> None:
+        for model in models:
+            if model not in self.loaded:
+                model.partially_load(model.load_device)
+                self.loaded.append(model)
+
+    def free_memory(self, memory: float, device: torch.device) -> None:
+        for model in self.loaded:
+            model.detach()
+        self.loaded.clear()
+
+    def get_total_memory(self, device: torch.device) -> int:
+        return self.room
+
+
+class Patcher:
+    def __init__(self, model: Any, load_device: Any, offload_device: Any, size: int) -> None:
+        self.model, self.load_device, self.offload_device, self.size = model, load_device, offload_device, size
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[SimpleNamespace]:
+    made, manager = modules(), Manager()
+    vars(made["comfy.model_patcher"])["ModelPatcher"] = Patcher
+    vars(made["comfy_execution.utils"])["get_executing_context"] = lambda: None
+    vars(made["comfy.model_management"]).update(
+        get_torch_device=lambda: CPU,
+        throw_exception_if_processing_interrupted=lambda: None,
+        load_models_gpu=manager.load_models_gpu,
+        free_memory=manager.free_memory,
+        get_total_memory=manager.get_total_memory,
+    )
+    before = dict(sys.modules)
+    sys.modules.update(made)
+    try:
+        yield SimpleNamespace(
+            host=importlib.import_module("nodes.host"),
+            sockets=importlib.import_module("nodes.sockets"),
+            manager=manager,
+        )
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "nodes"]:
+            del sys.modules[name]
+        for name in made:
+            sys.modules.pop(name, None)
+        sys.modules.update({name: module for name, module in before.items() if name in made})
+
+
+def socket(nodes: SimpleNamespace, residency: str) -> Any:
+    """As the model loader makes it."""
+    paths = [str(TINY / f"t2v_{expert}.safetensors") for expert in ("high", "low")]
+    options = LoadOptions(high=paths[0], low=paths[1], residency=residency)
+    settings = resolve_settings(find_experts(*paths), options, CPU)
+    shared = Residency(CPU, "stream")
+    held = {
+        name: nodes.host.Held(name, part, lambda module: finish(module, settings, CPU), shared)
+        for name, part in settings.parts.items()
+    }
+    nodes.manager.free_memory(1e30, CPU)
+    return nodes.sockets.ModelSocket(options, settings, held, None)
+
+
+def with_loras(model: Any, strength: float) -> Any:
+    files = {name: TINY / "lora" / f"t2v_4step_lora_{name}_noise.safetensors" for name in ("high", "low")}
+    options = [LoraOptions(path=str(path), expert=name, strength=strength) for name, path in files.items()]
+    found = read_loras(options, model.experts.dit, True)
+    return replace(model, loras={name: tuple(wanted) for name, wanted in found.items()})
+
+
+def latents(model: Any, on_step: Any = None, relieve: Any = None) -> torch.Tensor:
+    rows = [draw_noise(n, (1, 5, model.experts.dit.text_dim)) for n in (1, 2)]
+    report = Report(CPU)
+    return sample_latents(
+        make_plan(task="t2v-tiny", steps=4),
+        lambda expert: model.acquire(expert, 100, report),
+        Conditioning(cond=rows[0], uncond=rows[1]),
+        draw_noise(7, SHAPE),
+        model.experts.vae,
+        report,
+        on_step=on_step,
+        ahead=model.prefetch,
+        relieve=relieve,
+    )
+
+
+def test_loras_on_blocks_that_stream(nodes: SimpleNamespace) -> None:
+    """On, weaker, off: the bits of resident weights; and again after everything was evicted."""
+    resident, streamed = socket(nodes, "resident"), socket(nodes, "stream")
+    found = []
+    for strength in (1.0, 0.5, None):
+        makes = [one if strength is None else with_loras(one, strength) for one in (resident, streamed)]
+        exact = latents(makes[0])
+        assert all(one.resident_blocks is None for one in resident.held.values())
+        nodes.manager.free_memory(1e30, CPU)
+        for _ in range(2):
+            assert torch.equal(latents(makes[1]), exact)
+        assert all(one.resident_blocks is not None for one in streamed.held.values())
+        nodes.manager.free_memory(1e30, CPU)
+        assert torch.equal(latents(makes[1]), exact)
+        found.append(exact)
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+def test_the_pipeline_and_the_nodes_agree(nodes: SimpleNamespace) -> None:
+    """The command line attaches by `--lora-mode attach`, ComfyUI always."""
+    streamed = with_loras(socket(nodes, "stream"), 1.0)
+    loras = tuple(LoraOptions(path=str(one.key[0]), expert=name) for name, (one,) in streamed.loras.items())
+    exact = latents(streamed)
+    options = replace(streamed.options, loras=loras, lora_mode="attach", residency="stream", resident_blocks=2)
+    models = load_models(streamed.experts, options, Report(CPU))
+    engine = SimpleNamespace(
+        acquire=lambda expert, *_: models.expert(expert), prefetch=models.prefetch, experts=streamed.experts
+    )
+    assert torch.equal(latents(engine), exact)
+
+
+@pytest.mark.parametrize("strength", [None, 1.0])
+def test_an_expert_that_streams_hands_its_memory_over(nodes: SimpleNamespace, strength: float | None) -> None:
+    """From the second video on, when both are in host memory: of the second expert, what stays is there already."""
+    nodes.manager.room = 700 << 20
+    try:
+        model = socket(nodes, "stream")
+        model = model if strength is None else with_loras(model, strength)
+        exact = latents(model)
+        (stage,) = model.held["high"].residency.stages.values()
+        copied, fill = [], stage._fill
+        stage._fill = lambda unit, weights, *, lead: (copied.append((unit, weights)), fill(unit, weights, lead=lead))[1]
+        marks: list[int] = []
+        assert torch.equal(latents(model, lambda progress, _: marks.append(len(copied))), exact)
+    finally:
+        nodes.manager.room = 1 << 40
+    low = model.held["low"].residency.host_weights["low"]
+    assert stage.kept and stage.held == stage_bytes([unit.layout.nbytes for unit in low.units], stage.resident)
+    of_low = [unit for unit, weights in copied if weights is low]
+    assert sorted(set(of_low)) == sorted(stage.kept) and len(of_low) == 2 * len(stage.kept)
+    at_change = next(i for i, step in enumerate(make_plan(task="t2v-tiny", steps=4).steps) if step.expert == "low")
+    assert len(of_low) - sum(weights is low for _, weights in copied[: marks[at_change - 1]]) == 2  # the rest alone
+
+
+def test_what_is_evicted_holds_no_device_memory(nodes: SimpleNamespace) -> None:
+    model = with_loras(socket(nodes, "stream"), 1.0)
+    latents(model)
+    residency = model.held["high"].residency
+    assert any(stage.held for stage in residency.stages.values())
+    nodes.manager.free_memory(1e30, CPU)
+    assert not any(stage.held for stage in residency.stages.values())
+    assert not any(one.is_loaded for one in model.held.values())
+
+
+def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNamespace) -> None:
+    exact = latents(with_loras(socket(nodes, "resident"), 1.0))
+    model = with_loras(socket(nodes, "auto"), 1.0)
+    words: list[str | None] = []
+
+    def relieve(expert: str) -> bool:
+        words.append(model.relieve(expert, 100))
+        return words[-1] is not None
+
+    def fail_once(progress: Any, _: float | None) -> None:
+        if progress.step.index == 0:
+            module = model.held["high"].model.content
+
+            def fail(*_: Any) -> None:
+                handle.remove()
+                raise torch.cuda.OutOfMemoryError("as a test wants it")
+
+            handle = module.blocks[1].register_forward_pre_hook(fail)
+
+    assert torch.equal(latents(model, fail_once, relieve), exact)
+    assert words and "stay, the others stream" in str(words[0])
+    assert sum(map(is_attached, dict(model.held["low"].model.content.named_buffers()))) > 0

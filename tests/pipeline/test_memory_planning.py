@@ -1,0 +1,110 @@
+"""From options, files and the room on a GPU to the residency of a run. No GPU is used: its free memory is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wan_core.config import LoadOptions, LoraOptions, OptionError
+from wan_core.execution.memory.planning import GIB
+from wan_core.execution.report import Report
+from wan_core.pipeline import memory_planning
+from wan_core.pipeline.loras import lora_bytes
+from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, model_sizes
+from wan_core.pipeline.settings import ModelSettings, resolve_settings
+from wan_core.pipeline.sources import TINY, TINY_LORAS, Experts, Parts, find_experts, find_models
+from wan_core.sampling.plan import make_plan
+from wan_core.sampling.sparsity.schedule import with_costs
+from wan_core.workers.client import RemoteProgress
+
+CPU = torch.device("cpu")
+LARGE = LoadOptions(model="random:t2v-A14B", precision="bf16")
+WORKLOAD = Workload((1, 16, 21, 60, 104), make_plan(), batched=False)
+
+
+def large(found: Parts | Experts, options: LoadOptions = LARGE) -> ModelSettings:
+    return resolve_settings(found, options, CPU)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Parts:
+    return find_models(LARGE)
+
+
+@pytest.fixture(scope="module")
+def experts(whole: Parts) -> Experts:
+    return Experts(whole.task, whole.of["high"], whole.of["low"], whole.vae)
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch):
+    def of(gib: float) -> None:
+        monkeypatch.setattr(memory_planning, "device_room", lambda *_: int(gib * GIB))
+
+    return of
+
+
+def test_transformers_alone_plan_for_nothing_else(whole: Parts, experts: Experts, room) -> None:
+    room(66)
+    alone, all_of_it = (MemoryPlanner(large(found), LARGE).plan(WORKLOAD) for found in (experts, whole))
+    assert model_sizes(large(experts)).text_encoder == model_sizes(large(experts)).vae == 0
+    phases = {phase.name: phase.total for phase in alone.phases}
+    assert alone.policy == "resident" and all_of_it.policy == "swap"
+    assert phases["denoise"] == model_sizes(large(experts)).expert * 2 + alone.beside["high"]
+    assert alone.beside["high"] == all_of_it.beside["high"] and alone.beside["vae"] == 0
+
+
+def test_several_videos_take_more(experts: Experts, room) -> None:
+    room(80)
+    planner = MemoryPlanner(large(experts), LARGE)
+    one, two = (planner.plan(replace(WORKLOAD, latent_shape=(n, 16, 21, 60, 104))).beside["high"] for n in (1, 2))
+    assert 1.5 * one < two < 2 * one
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_transformers_that_stream_keep_the_blocks_that_fit(experts: Experts, room, ranks: bool) -> None:
+    """On one device, and on ranks, which agree on the fullest one's."""
+    room(24)
+    options = replace(LARGE, residency="stream")
+    plan = MemoryPlanner(large(experts, options), options).plan(WORKLOAD)
+    together = SimpleNamespace(agree=lambda value, largest=True: value) if ranks else None
+    residency, sharded = choose_residency(options, Report(CPU), plan, 40, together, "not asked for")  # type: ignore
+    assert not sharded and residency.policy == "stream"
+    assert 0 < residency.resident_blocks == plan.resident_blocks < 40
+
+
+def test_ranks_hold_the_experts_in_parts_where_they_do_not_fit(experts: Experts, room) -> None:
+    room(40)
+    plan = MemoryPlanner(large(experts), LARGE).plan(WORKLOAD)
+    ranks, report = SimpleNamespace(agree=lambda value, largest=True: value), Report(CPU)
+    residency, sharded = choose_residency(LARGE, report, plan, 40, ranks, None)  # type: ignore
+    assert sharded and residency.policy == "resident" and "in parts" in report.notes[0]
+    residency, sharded = choose_residency(LARGE, report, plan, 40, ranks, "compiled")  # type: ignore
+    assert not sharded and residency.policy == plan.policy == "swap"
+    with pytest.raises(OptionError, match="not available: compiled"):
+        choose_residency(replace(LARGE, residency="shard"), report, plan, 40, ranks, "compiled")  # type: ignore
+
+
+def test_attached_loras_count_in_every_phase(room) -> None:
+    room(8)
+    loras = tuple(LoraOptions(path=str(path), expert=expert) for expert, path in TINY_LORAS.items())
+    options = LoadOptions(model="tiny", loras=loras, residency="swap")
+    found = find_models(options)
+    settings = resolve_settings(found, options, CPU)
+    workload = Workload((1, 16, 3, 12, 12), make_plan(task="t2v-tiny"), batched=False)
+    with_loras = MemoryPlanner(settings, options).plan(workload)
+    without = MemoryPlanner(replace(settings, loras={}), options).plan(workload)
+    extra = {name: nbytes - without.beside[name] for name, nbytes in with_loras.beside.items()}
+    assert lora_bytes(settings.all_loras) > 0
+    assert set(extra.values()) == {lora_bytes(settings.all_loras)}
+
+
+def test_time_left_of_workers_counts_what_sparse_steps_read() -> None:
+    found = find_experts(TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors")
+    plan = with_costs(make_plan(task="t2v-tiny", steps=4), found.dit, 100)
+    plan = replace(plan, steps=tuple(replace(step, cost=0.5) if step.index == 3 else step for step in plan.steps))
+    progress = RemoteProgress(plan.steps[1], plan, 2)
+    assert progress.left(2.0) == 2.0 * (2 + 2 * 0.5)

@@ -1,0 +1,134 @@
+"""The heartbeat of a rank: what it publishes, reads and survives, and when it ends the process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+from wan_core.workers import faults, heartbeat
+from wan_core.workers.control import ChannelClosed
+from wan_core.workers.heartbeat import ENTRY, FAILED, PREFIX, Heartbeat, publish_failure
+
+IDENTITY = {"rank": 0, "host": "h", "pid": 1, "device": "cpu"}
+FAILURE = {**IDENTITY, "rank": 1, "where": "load", "reason": "user", "type": "CheckpointError", "text": "a: not found"}
+
+
+class Ended(Exception):
+    pass
+
+
+class Program:
+    """The channel to a program: calls `act` with the number of each status and keeps what was sent."""
+
+    def __init__(self, act: Callable[[int], object]) -> None:
+        self.act, self.sent = act, list[list[dict[str, Any]]]()
+
+    def send(self, header: dict[str, Any]) -> None:
+        self.sent.append(header["ranks"])
+        self.act(len(self.sent))
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
+    """The rendezvous store of a process whose end raises `Ended`, with heartbeats that follow each other at once."""
+
+    def leave(code: int) -> None:
+        raise Ended(code)
+
+    made = HashStore()
+    monkeypatch.setattr(heartbeat, "rendezvous", lambda *_, **__: iter([(made, 0, 1)]))
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_SECONDS", 0)
+    monkeypatch.setattr(heartbeat.os, "_exit", leave)
+    return made
+
+
+def run(size: int, act: Callable[[int], object], code: int) -> list[list[dict[str, Any]]]:
+    """Statuses that rank 0 sent until it ended with `code`."""
+    program: Any = Program(act)
+    with pytest.raises(Ended, match=str(code)):
+        Heartbeat(IDENTITY, size, program).run()
+    return program.sent
+
+
+def gone_after(count: int) -> Callable[[int], None]:
+    def act(number: int) -> None:
+        if number == count:
+            raise ChannelClosed("gone")
+
+    return act
+
+
+def test_a_rank_without_memory_still_sends_heartbeats(store: HashStore) -> None:
+    """The thread that needed the memory reports it. The heartbeat ends when the program is gone."""
+
+    def act(number: int) -> None:
+        if number < 3:
+            raise MemoryError
+        gone_after(5)(number)
+
+    sent = run(1, act, faults.EXIT_ORPHANED)
+    assert [ranks[0]["heartbeat"] for ranks in sent] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[1]", "{}", "[" * 100_000, '{"rank": "1", "host": "h"}', "\0"])
+def test_an_entry_that_cannot_be_read_counts_as_no_heartbeat(
+    store: HashStore, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are watched on, and it is logged once. A later entry that can be read counts again."""
+    entries = PrefixStore(PREFIX, store)
+    readable = {name: 0 if kind is int else "x" for name, kind in ENTRY.items()} | {"rank": 1}
+
+    def act(number: int) -> None:
+        entries.set("1", json.dumps(readable) if number == 3 else text)
+        gone_after(6)(number)
+
+    entries.set("1", text)
+    with caplog.at_level(logging.WARNING):
+        sent = run(2, act, faults.EXIT_ORPHANED)
+    assert [[status["rank"] for status in ranks] for ranks in sent] == [[0], [0], [0], [0, 1], [0, 1], [0, 1]]
+    assert len(caplog.records) == 1 and "cannot be read" in caplog.text
+
+
+def test_the_age_of_heartbeat_and_progress(store: HashStore) -> None:
+    def act(number: int) -> None:
+        time.sleep(0.1)
+        gone_after(4)(number)
+
+    [status] = run(1, act, faults.EXIT_ORPHANED)[-1]
+    assert status["since_heartbeat"] == 0 and status["since_progress"] >= 0.3
+
+
+def test_the_failure_of_another_rank_ends_this_one_with_the_same_reason(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever the main thread waits for. The first failure counts; a rank's own failure does not end it here."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def act(number: int) -> None:
+        if number == 3:
+            publish_failure(store, FAILURE)
+            publish_failure(store, {**FAILURE, "rank": 2, "reason": "peer", "text": "lost rank 1"})
+
+    assert len(run(2, act, faults.EXIT_FAILED)) == 3
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["wancore"] == FAILURE
+    PrefixStore(PREFIX, store).set(FAILED, json.dumps({**FAILURE, "rank": 0}))
+    run(1, gone_after(3), faults.EXIT_ORPHANED)
+
+
+def test_a_lost_store_is_reported(store: HashStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def act(number: int) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    run(1, act, faults.EXIT_ORPHANED)
+    said = json.loads((tmp_path / "error.json").read_text())["message"]["wancore"]
+    assert said["reason"] == "peer" and "rendezvous store is not available" in said["text"] and said["rank"] == 0

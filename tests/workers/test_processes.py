@@ -1,0 +1,44 @@
+"""How the supervisor is started, and what a start that fails leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wan_core.workers import processes
+from wan_core.workers.options import WorkerOptions
+
+
+class Started:
+    """A process that ended before it could be told anything."""
+
+    killed = False
+    stdin = property(lambda self: self)
+
+    def write(self, _: bytes) -> None:
+        raise BrokenPipeError
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(processes.tempfile, "tempdir", str(tmp_path))
+    seen: dict[str, str] = {}
+
+    def popen(*_: Any, env: dict[str, str], **__: Any) -> None:
+        seen.update(env)
+        raise OSError("as a test wants it")
+
+    monkeypatch.setattr(processes.subprocess, "Popen", popen)
+    with pytest.raises(OSError, match="as a test"):
+        processes.WorkerProcesses(WorkerOptions(devices=("cpu",)))
+    assert not list(tmp_path.iterdir())
+    started = Started()
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, **__: started)
+    with pytest.raises(BrokenPipeError):
+        processes.WorkerProcesses(WorkerOptions(devices=("cpu",)))
+    assert started.killed and not list(tmp_path.iterdir())
+    assert seen["PYTHONSAFEPATH"] == "1"

@@ -1,0 +1,1 @@
+"""Encoders of images: what a transformer attends to beside text."""

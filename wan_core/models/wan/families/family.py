@@ -1,0 +1,108 @@
+"""What the engine needs to know of a kind of Wan model. Imports no torch.
+
+A family is data and a few functions. All other code asks the family, or the task that was recognised, and never for a
+number of channels. The functions that need torch import it when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.wan.config import DiTConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wan_core.models.wan.model import WanModel
+
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+KeyTable: TypeAlias = Callable[[Collection[str]], "dict[str, str] | None"]
+Inputs: TypeAlias = "dict[str, Tensor]"
+
+# How a known image reaches the transformer.
+ImageInput: TypeAlias = Literal[
+    "none",
+    "channels",  # a mask and the latents of the known frames, beside the noise: first frame, last frame or both
+    "first frame",  # the first latent frame is the image's and stays so, at timestep 0
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What checkpoints were trained and tuned for: their inputs and the defaults of everything a user may leave out.
+
+    Guidance is named by expert, never a tuple: the official config lists (low, high), other tools [high, low].
+    """
+
+    name: str
+    family: str
+    release: str  # "Wan 2.2"
+    in_channels: int
+    image: ImageInput
+    image_dim: int | None = None  # width of the CLIP features of the image that it takes; None: it takes none
+    vae: VAEConfig  # of the VAE whose latents it works on
+    full_size: DiTConfig | None  # None: known from the files alone
+    two_experts: bool
+    boundary: float  # the high-noise expert runs where timestep >= boundary * 1000; 0: one model runs every step
+    shift: float
+    steps: int
+    guidance_high: float
+    guidance_low: float
+    width: int
+    height: int
+    frames: int
+    fps: int
+    negative_prompt: str = (
+        "blurry, low quality, jpeg artefacts, overexposed, washed-out colours, still picture, subtitles, watermark, "
+        "deformed hands, extra fingers, extra limbs, distorted face, cluttered background, walking backwards"
+    )
+
+
+class Clues(NamedTuple):
+    """What besides shapes may tell which task a transformer is for."""
+
+    path: Path | None = None  # of its file or folder
+    metadata: Mapping[str, str] = {}
+    alone: bool = True  # no second expert is given
+
+
+class Choice(NamedTuple):
+    """The task of a transformer. `why`: what decided, where its tensors do not; it is shown to the user."""
+
+    task: Task
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One kind of Wan model.
+
+    layouts: (name, key table) of every layout on disk: names of a file -> official names, None for names of others. A
+    family whose files hold all of another's keys stands before it in the table of families, and its key tables answer
+    only where its own keys are.
+    parameter_names: the official names that a whole file has, of those that were found in it and its number of blocks.
+    lora_modules: Diffusers' module -> official module, of a transformer of so many blocks.
+    config: the architecture that official shapes and the file's metadata describe. Raises ValueError.
+    choose: the task of a transformer. Raises OptionError.
+    model_class: the class of an architecture's module, which is built from it.
+    image_inputs(task, vae, vision, first, last, frames): the fields of `Conditioning` that a known first and last frame
+    give. Frames are [1, 3, 1, H, W] in -1..1; `vision` is called for the CLIP encoder, where the task needs one.
+    conditioning_keys: of ComfyUI's CONDITIONING, what it understands; other keys are refused.
+    read_conditioning(task, vae, extras, latent): the fields of `Conditioning` that these keys and a LATENT give.
+    """
+
+    name: str
+    tasks: tuple[Task, ...]
+    layouts: tuple[tuple[str, KeyTable], ...]
+    parameter_names: Callable[[Collection[str], int], list[str]]
+    lora_modules: Callable[[int], dict[str, str]]
+    config: Callable[[Shapes, Mapping[str, str]], DiTConfig]
+    choose: Callable[[DiTConfig, Clues], Choice]
+    model_class: Callable[[DiTConfig], type[WanModel]]
+    image_inputs: Callable[..., Inputs]
+    conditioning_keys: frozenset[str]
+    read_conditioning: Callable[[Task, VAEConfig, Mapping[str, Any], Mapping[str, Any]], Inputs]

@@ -1,0 +1,80 @@
+"""The transformer of Wan 2.1 image-to-video: it also attends to the features that CLIP has of the image.
+
+Legend: B batch, N image tokens (257), S text tokens, L video tokens, H heads, D head dim, C = H * D.
+
+Source: Wan2.1/wan/modules/model.py, MLPProj and WanI2VCrossAttention.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.layers import CrossAttention, RMSNorm
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.kernels import fused
+from wan_core.ops.kernels.formats import Quantized
+from wan_core.ops.quant.linear import Linear
+
+
+class ImageEmbedding(nn.Module):
+    """CLIP features [B, N, image_dim] -> tokens [B, N, C]."""
+
+    def __init__(self, image_dim: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Sequential(
+            nn.LayerNorm(image_dim),
+            Linear(image_dim, image_dim),
+            nn.GELU(),
+            Linear(image_dim, dim),
+            nn.LayerNorm(dim),
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.proj(features)
+
+
+class ImageCrossAttention(CrossAttention):
+    """Attention of video tokens to text and to image tokens: each has a softmax of its own, the results are added."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__(config)
+        self.text_len = config.text_len
+        self.k_img = Linear(config.dim, config.dim)
+        self.v_img = Linear(config.dim, config.dim)
+        self.norm_k_img = RMSNorm(config.dim, config.eps)
+
+    def kv(self, text: Tensor) -> tuple[Tensor, ...]:
+        """Keys and values [B, S, H, D] of the text and [B, N, H, D] of the image, of their tokens [B, N + S, C]."""
+        image, text = text[:, : -self.text_len], text[:, -self.text_len :]
+        k_img = fused.head_norm(self.k_img(image), self.norm_k_img.weight, self.heads, self.norm_k_img.eps)
+        return *super().kv(text), k_img, self.v_img(image).unflatten(-1, (self.heads, -1))
+
+    def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...]) -> Tensor:
+        """x [B, L, C], kv as `kv` made them -> [B, L, C]."""
+        q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
+        k, v, k_img, v_img = kv
+        out = self.attend(q, k, v) + self.attend(q, k_img, v_img)
+        del q
+        return self.o(out.flatten(-2))
+
+
+class ImageWanModel(WanModel):
+    """A `WanModel` whose prompts begin with the tokens of an image."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__(config)
+        assert config.image_dim is not None
+        for block in self.blocks:
+            block.cross_attn = ImageCrossAttention(config)
+        self.img_emb = ImageEmbedding(config.image_dim, config.dim)
+
+    def embed_text(self, context: Tensor, image: Tensor | None) -> Tensor:
+        """[B, N + S, C]: the image's tokens of CLIP features [B, N, image_dim], then the text's."""
+        width = self.config.image_dim
+        if image is None or image.ndim != 3 or image.shape[-1] != width:
+            given = "none were given" if image is None else f"{list(image.shape)} were given"
+            raise ValueError(f"this model needs CLIP features of an image [batch, tokens, {width}]; {given}")
+        text = super().embed_text(context, None)
+        return torch.cat([self.img_emb(image.to(text.device, text.dtype)), text], 1)

@@ -1,0 +1,155 @@
+"""What known frames are to the transformer: channels beside the noise, or a first latent frame that stays.
+
+Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
+
+Source: Wan2.2/wan/image2video.py, textimage2video.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan_core.config.checks import OptionError
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.vae.statistics import normalise
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.family import Inputs, Task
+
+
+def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
+    """The fields of `Conditioning` that known frames give: first, last [1, 3, 1, H, W] in -1..1, in a video of `frames`
+    frames."""
+    if task.image == "channels":
+        return {"concat": image_channels(vae, first, last, frames)}
+    assert task.image == "first frame" and first is not None
+    return {"known": first_latent(vae, first)}
+
+
+def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
+    """The fields of `Conditioning` that ComfyUI's CONDITIONING (`extras`) and LATENT give. Raises OptionError for what
+    does not fit the task."""
+    samples, found = latent["samples"], {}
+    image, unknown = extras.get("concat_latent_image"), extras.get("concat_mask")
+    if task.image == "channels":
+        if image is None:
+            raise OptionError(f"{task.name} turns an image into a video: connect WanCore Image to Video")
+        if image.shape[2:] != samples.shape[2:]:
+            raise OptionError(
+                f"the image's latents are {list(image.shape)}, the video's {list(samples.shape)}: not one size"
+            )
+        found["concat"] = join_image(image, torch.ones_like(image[:, :1]) if unknown is None else unknown, vae)
+    elif image is not None:
+        raise OptionError(f"{task.name} takes no image: load an image-to-video model, or leave the image out")
+    if task.image_dim is not None:
+        found["image_features"] = read_features(task, extras.get("clip_vision_output"))
+    if "noise_mask" in latent:
+        known = known_first(samples, latent["noise_mask"], vae)
+        if known is not None and task.image != "first frame":
+            raise OptionError(f"{task.name} takes no known frame as latents: use WanCore Image to Video")
+        if known is not None:
+            found["known"] = known
+    return found
+
+
+def read_features(task: Task, output: Any) -> Tensor:
+    """CLIP features [1 or B, N, image_dim] of ComfyUI's CLIP_VISION_OUTPUT. Raises OptionError."""
+    if output is None:
+        raise OptionError(
+            f"{task.name} needs CLIP features of the image: load clip_vision_h.safetensors with CLIPVisionLoader, "
+            "encode the image with CLIPVisionEncode (crop none), and connect that to clip_vision_output of WanCore "
+            "Image to Video"
+        )
+    features = output.penultimate_hidden_states
+    if features.ndim != 3 or features.shape[-1] != task.image_dim:
+        raise OptionError(
+            f"CLIP features of {list(features.shape)} given; {task.name} takes {task.image_dim} channels, those of "
+            "clip_vision_h.safetensors"
+        )
+    return features.float()
+
+
+def image_channels(vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Tensor:
+    """The 4 mask and C image channels of I2V: [1, 4 + C, T, Y, X], float32, normalised.
+
+    first, last: [1, 3, 1, H, W] in -1..1, either may be None.
+    """
+    video, unknown = known_frames(first, last, frames)
+    latents = vae.encode(video)
+    return join_image(latents, frame_mask(unknown, latents), vae.config)
+
+
+def known_frames(first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
+    """A clip [1, 3, F, H, W] of which the first frame, the last or both are known, and which are not [F] (1: unknown).
+
+    The unknown frames between are grey (0): so the model was trained. Raises OptionError where nothing is known.
+    """
+    given = first if first is not None else last
+    if given is None:
+        raise OptionError("image conditioning needs a first frame, a last frame or both; none was given")
+    video = given.new_zeros(1, 3, frames, *given.shape[-2:])
+    unknown = video.new_ones(frames)
+    for index, image in ((0, first), (-1, last)):
+        if image is not None:
+            video[:, :, index] = image[:, :, 0]
+            unknown[index] = 0
+    return video, unknown
+
+
+def frame_mask(unknown: Tensor, latents: Tensor) -> Tensor:
+    """Which video frames are unknown, [F], as a mask [1, 4, T, Y, X] for their latents.
+
+    A latent frame holds four video frames, so it has four mask channels (the first, alone, repeats).
+    """
+    mask = torch.cat([unknown[:1].repeat(4), unknown[1:]]).view(-1, 4).T  # [4, T]
+    return mask[None, :, :, None, None].to(latents).expand(-1, -1, -1, *latents.shape[-2:])
+
+
+def join_image(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor:
+    """Un-normalised latents of a clip and the mask of what is unknown in it, as ComfyUI's conditioning carries them, as
+    channels for the transformer: [1 or B, 4 + C, T, Y, X], float32, normalised.
+
+    unknown: [1 or B, 1 or 4, up to T, Y, X]; one channel stands for all four, frames that are left out are unknown. In
+    the transformer the mask is 1 where a frame is known. Raises OptionError.
+    """
+    B, C, T, Y, X = latents.shape
+    if config.z_dim != C or unknown.ndim != 5 or unknown.shape[1] not in (1, 4) or unknown.shape[-2:] != (Y, X):
+        raise OptionError(
+            f"image conditioning of {list(latents.shape)} with a mask of {list(unknown.shape)} given; needed are "
+            f"latents [batch, {config.z_dim}, frames, rows, columns] and a mask [batch, 1 or 4, frames, rows, columns]"
+        )
+    known = 1 - unknown.float().expand(B, 4, -1, -1, -1)[:, :, :T]
+    known = F.pad(known, (0, 0, 0, 0, 0, T - known.shape[2]))
+    return torch.cat([known.to(latents.device), normalise(latents, config)], dim=1)
+
+
+def first_latent(vae: VideoVAE, first: Tensor) -> Tensor:
+    """The known first latent frame of TI2V: [1, C, 1, Y, X] normalised, from an image [1, 3, 1, H, W] in -1..1."""
+    return vae.normalise(vae.encode(first))
+
+
+def hold_first(first: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Latents [1, C, T, Y, X] that begin with the known `first` [1, C, 1, Y, X], and the mask [1, 1, T, Y, X] of what
+    is unknown: TI2V's image conditioning as ComfyUI's LATENT carries it, and as `known_first` reads it."""
+    unknown = torch.ones_like(latents[:, :1])
+    unknown[:, :, 0] = 0
+    return torch.cat([first.to(latents), latents[:, :, 1:]], dim=2), unknown
+
+
+def known_first(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor | None:
+    """`Conditioning.known` from un-normalised latents [1 or B, C, T, Y, X] and a mask [1 or B, 1, T, Y, X] of what is
+    unknown (1), as ComfyUI's LATENT carries it; None where nothing is known. Raises OptionError for any other mask."""
+    if unknown.shape[1:] != (1, *latents.shape[2:]):
+        raise OptionError(
+            f"a noise mask of {list(unknown.shape)} given for latents of {list(latents.shape)}: only a mask over "
+            "latent frames [batch, 1, frames, rows, columns] is supported, in which the first frame may be known"
+        )
+    if bool((unknown == 1).all()):
+        return None
+    if bool((unknown[:, :, 0] != 0).any()) or bool((unknown[:, :, 1:] != 1).any()):
+        raise OptionError("the noise mask keeps more or less than the whole first latent frame, which is not supported")
+    return normalise(latents[:, :, :1], config)

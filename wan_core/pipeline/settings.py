@@ -1,0 +1,226 @@
+"""What a user's `LoadOptions` mean for the files that were found and the device that is here.
+
+Everything is known before any weights are read: `resolve_settings` raises for what cannot run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from wan_core.checkpoint.detect import empty_module
+from wan_core.checkpoint.merge import Merge
+from wan_core.config import LoadOptions, OptionError
+from wan_core.config.compile_cache import set_compile_caches
+from wan_core.execution.memory.planning import factor, unit_bytes
+from wan_core.execution.optimize import check_compile
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.linears import quantized_names
+from wan_core.ops.attention.protocol import Attention
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.quant.packed import PRECISION as PACKED
+from wan_core.ops.quant.packed import PackedLinear
+from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
+from wan_core.ops.quant.swap import Quantization, swap_linears
+from wan_core.pipeline.loras import Wanted, check_packed, choose_mode, read_loras
+from wan_core.pipeline.sources import Experts, Part, Parts, Share, is_packed
+
+
+@dataclass(frozen=True)
+class PartToLoad:
+    """A recognised file, and how its weights are held in memory."""
+
+    part: Part
+    dtype: torch.dtype
+    quantization: Quantization | None = None
+
+    @property
+    def bytes(self) -> int:
+        return self.part.bytes(self.dtype, self.quantization)
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Bytes of a transformer's units, which are copied to the device as one: the rest first, then every block."""
+        config = cast(DiTConfig, self.part.config)
+        if not is_packed(self.quantization):
+            kept = 0 if self.quantization is None else self.quantization.keep_blocks
+            return unit_bytes(config, self.dtype.itemsize, self.quantization is not None, kept)
+        rest, blocks = unit_bytes(config, self.dtype.itemsize, False)[0], config.num_layers
+        return (rest, *[max(0, self.bytes - rest) // blocks] * blocks)
+
+    def load(self, device: torch.device, loras: Merge | None = None, share: Share | None = None) -> nn.Module:
+        return self.part.load(device, self.dtype, self.quantization, loras, share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """How the models of a run are held and computed. `parts`: by name, as in `found`. `attention`: the backend that
+    `attend` is. `loras`: of each expert, in order."""
+
+    found: Parts | Experts
+    parts: Mapping[str, PartToLoad]
+    device: torch.device
+    precision: str
+    keep_blocks: int
+    attention: str
+    attend: Attention
+    compile: str
+    loras: Mapping[str, Sequence[Wanted]]
+    lora_mode: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the transformers compute in."""
+        return self.parts["high"].dtype
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """Of the transformers' linears."""
+        return self.parts["high"].quantization
+
+    @property
+    def all_loras(self) -> list[Wanted]:
+        return [one for several in self.loras.values() for one in several]
+
+    def per_token(self, kind: str) -> float:
+        """Bytes of activations over 2 L C, as `planning.factor`. kind: "cuda" or "cpu"."""
+        config, itemsize = self.found.dit, self.dtype.itemsize
+        return factor(config, itemsize=itemsize, device=kind, compile=self.compile, precision=self.precision)
+
+    def choose_lora_mode(self, policy: str) -> tuple[str, str]:
+        """Whether LoRAs are merged or attached under a residency policy, and why. Raises OptionError for a LoRA that
+        the weights do not allow."""
+        high, quantized = self.parts["high"].part, self.quantization is not None
+        packed = is_packed(self.quantization)
+        mapped = policy == "swap" and not quantized and high.path is not None
+        how, why = choose_mode(self.lora_mode, scaled=high.scaled or packed, quantized=quantized, mapped=mapped)
+        if how == "attach" and packed:
+            check_packed(self.all_loras, self.found.dit)
+        return how, why
+
+    def describe(self) -> dict[str, Any]:
+        """For reports."""
+        precisions: dict[str, str] = {}
+        for name, one in self.parts.items():
+            precisions[name] = str(one.dtype).removeprefix("torch.")
+            if one.part.packed is not None and is_packed(one.quantization):
+                precisions[name] += f", {PACKED} as {one.part.packed.fmt}"
+            elif self.quantization is not None and name in ("high", "low"):
+                precisions[name] = self.precision
+        said: dict[str, Any] = {
+            "models": {name: one.part.source for name, one in self.parts.items()},
+            "precision": precisions,
+            "keep_blocks": self.keep_blocks,
+            "compile": self.compile,
+        }
+        if self.all_loras:
+            said["loras"] = {
+                name: ", ".join(f"{one.lora.where} {one.strength:g}" for one in several)
+                for name, several in self.loras.items()
+                if several
+            }
+        return said
+
+
+def resolve_settings(found: Parts | Experts, options: LoadOptions, device: torch.device) -> ModelSettings:
+    """Raises OptionError or AttentionError for what cannot run on `device`, CheckpointError for a LoRA of another
+    model."""
+    high, low = found.of["high"], found.of.get("low")
+    precision = precision_of(options.precision, high, device, low)
+    stored = options.precision == "checkpoint"
+    dtype = compute_dtype(precision, device)
+    attention, attend = resolve_attention(options.attention, device, dtype, found.dit.head_dim)
+    quantization = find_quantization(precision, device, options.keep_blocks, as_stored=stored)
+    check_quantization(quantization, found.dit)
+    check_compile(options.compile, device)
+    if options.compile != "off":
+        set_compile_caches()
+    parts = {
+        name: PartToLoad(
+            part,
+            compute_dtype(options.vae_precision, device) if name == "vae" else dtype,
+            holding(part, quantization, stored, device),
+        )
+        for name, part in found.of.items()
+    }
+    return ModelSettings(
+        found=found,
+        parts=parts,
+        device=device,
+        precision=precision,
+        keep_blocks=options.keep_blocks,
+        attention=attention,
+        attend=attend,
+        compile=options.compile,
+        loras=read_loras(options.loras, found.dit, low is not None),
+        lora_mode=options.lora_mode,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is the first GPU, or the CPU where there is none. Raises OptionError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as fault:
+        raise OptionError(f"device {name!r} is not known; use auto, cpu, cuda or cuda:N") from fault
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise OptionError(
+            f"device {name!r} given, but torch {torch.__version__} sees {torch.cuda.device_count()} NVIDIA GPUs"
+        )
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """What a model computes in. "checkpoint" and "auto": bf16 on a GPU, whatever the file stores, as the reference does
+    (fp16 would overflow to black frames, fp32 has no fast attention); fp32 on a CPU, which is slow at everything else.
+    """
+    if precision == "fp32" or (precision != "bf16" and device.type == "cpu"):
+        return torch.float32
+    return torch.bfloat16
+
+
+def precision_of(precision: str, part: Part, device: torch.device, other: Part | None = None) -> str:
+    """What "checkpoint" means for a transformer. A packed file, or one whose `other` expert is packed, stays packed. On
+    a GPU, a file in FP8 with scales is used as it is."""
+    if precision == "checkpoint" and any(one is not None and one.packed is not None for one in (part, other)):
+        return PACKED
+    if precision != "checkpoint" or not part.scaled or device.type != "cuda":
+        return precision
+    return "fp8" if SCHEMES["fp8"].why_not(device) is None else "fp8-weights"
+
+
+def holding(part: Part, quantization: Quantization | None, stored: bool, device: torch.device) -> Quantization | None:
+    """How the linears of `part` are held. quantization: of transformers. stored: as the file stores them; then a text
+    encoder that is packed or in FP8 stays so."""
+    if isinstance(part.config, DiTConfig):
+        return quantization
+    return Quantization(PackedLinear, device) if stored and part.packed is not None else None
+
+
+def find_quantization(
+    precision: str, device: torch.device, keep_blocks: int = 0, *, as_stored: bool = False
+) -> Quantization | None:
+    """How `precision` holds a transformer's linears; None where it does not quantise. as_stored: linears that a file
+    holds in a higher precision keep it. Raises OptionError for one that cannot run on `device`."""
+    if precision == PACKED:
+        return Quantization(PackedLinear, device, keep_blocks)
+    scheme = resolve_scheme(precision, device)
+    if scheme is None and keep_blocks:
+        raise OptionError(f"{keep_blocks} blocks to keep were given, but precision {precision!r} quantises nothing")
+    return None if scheme is None else Quantization(scheme.load(), device, keep_blocks, as_stored)
+
+
+def check_quantization(quantization: Quantization | None, config: DiTConfig) -> None:
+    """Raise OptionError where a transformer has fewer blocks than are to be kept, or matrices of unsupported shapes."""
+    if quantization is not None:
+        quantized_names(config, quantization.keep_blocks)
+        block = replace(config, num_layers=1)  # all have the same shapes
+        swap_linears(empty_module(block), quantization.kind, quantized_names(block), torch.bfloat16)

@@ -1,0 +1,88 @@
+"""A plan as a picture: the sigma of every step, its expert, its guidance and what is skipped."""
+
+from __future__ import annotations
+
+from PIL import Image
+
+from wan_core.media.drawing import EXPERT_COLOUR, EXPERT_SHADE, FAINT, INK, LINE, PAPER, Canvas, clock
+from wan_core.sampling.plan import Plan, Step
+
+
+def draw_plan(plan: Plan, seconds: float | None = None, size: tuple[int, int] = (960, 540)) -> Image.Image:
+    """The sigma of every step, who runs it, the boundary, guidance, branches and skipped steps; RGB.
+
+    seconds: the estimate for the whole run, if there is one.
+    """
+    canvas = Canvas(*size)
+    left, right, top, bottom = 56, size[0] - 24, 64, size[1] - 132
+    canvas.text(24, 16, f"{plan.task}   {len(plan.steps)} steps   {plan.solver}   shift {plan.shift:g}", size=17)
+    time = "time unknown before a first run" if seconds is None else f"about {clock(seconds)}"
+    canvas.text(size[0] - 24, 19, f"{plan.forward_words()}   {time}", FAINT, anchor="ra")
+
+    step_width = (right - left) / len(plan.steps)
+    for step in plan.steps:  # whose step it is, behind everything
+        x = left + step.index * step_width
+        canvas.box(x, top, x + step_width, bottom, EXPERT_SHADE[step.expert])
+    _draw_axes(canvas, plan, (left, top, right, bottom))
+    points = [(left + i * step_width, top + (1 - sigma) * (bottom - top)) for i, sigma in enumerate(plan.sigmas)]
+    for step in plan.steps:
+        canvas.line(points[step.index : step.index + 2], EXPERT_COLOUR[step.expert], 2)
+    for step in plan.steps:
+        colour, skipped = EXPERT_COLOUR[step.expert], step.skipped == step.branches
+        canvas.dot(*points[step.index], min(4, max(1.5, step_width / 3)), PAPER if skipped else colour, colour)
+    _draw_guidance(canvas, plan, left, step_width, bottom + 40)
+    _draw_legend(canvas, plan, size[1] - 24)
+    return canvas.finish()
+
+
+def _draw_axes(canvas: Canvas, plan: Plan, area: tuple[float, float, float, float]) -> None:
+    left, top, right, bottom = area
+    for sigma in (0, 0.25, 0.5, 0.75, 1):
+        y = top + (1 - sigma) * (bottom - top)
+        canvas.line([(left, y), (right, y)], LINE)
+        canvas.text(left - 8, y, f"{sigma:g}", FAINT, 11, "rm")
+    canvas.text(left, top - 8, "sigma (share of noise)", FAINT, 11, "ls")
+    count = len(plan.steps)
+    for index in range(0, count, max(1, -(-count // 20))):
+        x = left + (index + 0.5) * (right - left) / count
+        canvas.text(x, bottom + 8, f"{index}", FAINT, 11, "mt")
+    if 0 < plan.boundary < 1:
+        y = top + (1 - plan.boundary) * (bottom - top)
+        for x in range(int(left), int(right), 12):
+            canvas.line([(x, y), (min(x + 6, right), y)], INK)
+        canvas.text(right - 6, y - 4, f"boundary {plan.boundary:g}", INK, 11, "rs")
+
+
+def _draw_guidance(canvas: Canvas, plan: Plan, left: float, step_width: float, top: float) -> None:
+    """A cell per step, its lower half the conditional branch, its upper half the other where there is one: filled where
+    the blocks run. Numbers where they change."""
+    canvas.text(left - 8, top + 12, "guid.", FAINT, 11, "rm")
+    before: Step | None = None
+    for step in plan.steps:
+        x, colour = left + step.index * step_width, EXPERT_COLOUR[step.expert]
+        guided = "uncond" in step.branches
+        halves = {"uncond": (top, top + 12), "cond": (top + 12, top + 24)}
+        for branch in step.branches:
+            if branch not in step.skipped:
+                canvas.box(x + 0.5, halves[branch][0], x + step_width - 0.5, halves[branch][1], colour, colour)
+        canvas.box(x + 0.5, top if guided else top + 12, x + step_width - 0.5, top + 24, None, colour)
+        if before is None or (before.guidance, before.expert) != (step.guidance, step.expert):
+            canvas.text(x + 4, top + 30, f"{step.guidance:g}" + ("" if guided else " (off)"), colour, 12)
+        before = step
+
+
+def _draw_legend(canvas: Canvas, plan: Plan, y: float) -> None:
+    x = 56.0
+    for expert in plan.experts:
+        count = sum(step.expert == expert for step in plan.steps)
+        canvas.dot(x, y, 5, EXPERT_COLOUR[expert], EXPERT_COLOUR[expert])
+        words = f"{expert}-noise expert: {count} steps" if plan.boundary else f"one model: {count} steps"
+        canvas.text(x + 12, y, words, INK, 12, "lm")
+        x += 210
+    skipped = sum(step.action != "compute" for step in plan.steps)
+    if skipped:
+        canvas.dot(x, y, 5, PAPER, INK)
+        words = "may be skipped" if plan.adaptive else "skipped in all or part"
+        if not plan.adaptive and all(step.skipped in ((), step.branches) for step in plan.steps):
+            words = "skipped"
+        canvas.text(x + 12, y, f"{words}: {skipped} steps", INK, 12, "lm")

@@ -1,0 +1,127 @@
+"""The started worker processes: the supervisor, the control channel to rank 0, and what both report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from wan_core.workers.control import Channel, ChannelError, Listener, new_key
+from wan_core.workers.options import WorkerOptions
+from wan_core.workers.supervisor import SupervisorOptions
+
+ROOT = Path(__file__).resolve().parents[2]  # must be importable in the ranks
+STOP_SECONDS = 5.0  # for ranks that are told to end
+Frame = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+class WorkerProcesses:
+    """Supervisor and ranks, from their start to their end. Its threads hold no reference to `launcher.Workers`, so that
+    an unused `Workers` is collected and ends its processes."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self.key = new_key()
+        self.inbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()  # None: the ranks have ended
+        self.channel: Channel | None = None
+        self.statuses: list[dict[str, Any]] = []
+        self.last_frame = self.request_start = time.monotonic()
+        self.report: dict[str, Any] | None = None
+        self.ended = threading.Event()
+        with contextlib.ExitStack() as undo:
+            self.listener = Listener(self.key)
+            undo.callback(self.listener.close)
+            self.folder = tempfile.mkdtemp(prefix="wancore-workers-")
+            undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            sent = SupervisorOptions(
+                key=self.key.hex(),
+                port=self.listener.port,
+                devices=options.devices,
+                run_id=options.run_id or uuid.uuid4().hex,
+                log_dir=self.folder,
+                start_timeout=options.start_timeout,
+                step_timeout=options.step_timeout,
+                nodes=options.nodes,
+                rendezvous=options.rendezvous,
+            )
+            self.process = self._start()
+            undo.callback(self.process.kill)
+            assert self.process.stdin is not None
+            self.process.stdin.write((json.dumps(asdict(sent)) + "\n").encode())
+            self.process.stdin.flush()  # stays open: its end tells the supervisor that this process has ended
+            undo.pop_all()
+        threading.Thread(target=self._await_end, daemon=True).start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with open(Path(self.folder) / "supervisor.log", "wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "wan_core.workers.supervisor"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                start_new_session=True,  # Ctrl+C in a terminal reaches this process alone, which tells the others
+            )
+
+    def _await_end(self) -> None:
+        assert self.process.stdout is not None
+        text = self.process.stdout.read().decode(errors="replace").strip()
+        self.process.wait()
+        if text:
+            self.report = json.loads(text.splitlines()[-1])
+        self.ended.set()
+        self.inbox.put(None)
+
+    def open(self, channel: Channel) -> None:
+        """Receive what rank 0 sends over this channel."""
+        self.channel = channel
+        self.last_frame = time.monotonic()
+        threading.Thread(target=self._receive, args=(channel,), daemon=True).start()
+
+    def _receive(self, channel: Channel) -> None:
+        try:
+            while True:
+                header, tensors = channel.receive()
+                self.last_frame = time.monotonic()
+                if header["kind"] == "status":
+                    self.statuses = header["ranks"]
+                else:
+                    self.inbox.put((header, tensors))
+        except (ChannelError, OSError, KeyError):
+            self.inbox.put(None)
+
+    def begin_request(self, op: str) -> None:
+        """The timeouts of a request start now; what was known of the ranks is older than it."""
+        self.last_frame = self.request_start = time.monotonic()
+        fresh = {"phase": f"start of {op}", "step": 0, "of": 0, "since_heartbeat": 0.0, "since_progress": 0.0}
+        self.statuses = [{**status, **fresh} for status in self.statuses]
+
+    def kill(self) -> None:
+        """End everything now. The kernel kills the ranks with their supervisor, whatever they do."""
+        with contextlib.suppress(OSError):
+            self.process.kill()
+        self.close()
+
+    def close(self) -> None:
+        self.ended.wait(STOP_SECONDS)
+        if self.channel is not None:
+            self.channel.close()
+        self.listener.close()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,142 @@
+"""A rank: who this process is among the worker processes, and what it shares with the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from wan_core.checkpoint.safetensors_file import safetensors_pieces
+from wan_core.config import OptionError
+from wan_core.workers.control import Channel, connect, unpack_tensors
+from wan_core.workers.faults import EXIT_FAILED, Interrupted, describe_fault, write_error_file
+from wan_core.workers.heartbeat import Heartbeat, publish_failure
+
+ALL_FAILED_SECONDS = 3.0  # a rank that failed waits so long for the other ranks to fail at the same request
+REQUEST_TIMEOUT = timedelta(days=365)  # between two requests
+EXCHANGE_MARGIN = 60.0  # seconds: the program, which can name the rank that hangs, gives up before an exchange does
+
+
+class Rank:
+    """The process groups of this rank, its connection to the program (rank 0), and its heartbeat."""
+
+    def __init__(self, device: torch.device, control: Mapping[str, Any] | None, start_timeout: float) -> None:
+        wait = timedelta(seconds=start_timeout)
+        self.device = device
+        self.store, given, self.size = next(rendezvous("env://", timeout=wait))
+        base, step_timeout = self._find_leader(given, control)
+        self.timeout = timedelta(seconds=step_timeout + EXCHANGE_MARGIN)  # of one exchange
+        self.on_host = int(os.environ["LOCAL_WORLD_SIZE"])
+        self.rank = (given - base) % self.size  # the program's host first, ranks of a host stay together
+        self.channel: Channel | None = None
+        if self.rank == 0:
+            assert control is not None
+            self.channel = connect(control["port"], bytes.fromhex(control["key"]), start_timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("world", self.store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=self.timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        self.group: Any = dist.new_group(backend="gloo", timeout=REQUEST_TIMEOUT)
+        self.request = 0  # number of the current request
+        self.interrupted = -1  # number of the request that the program wants stopped
+        self.identity = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "device": str(device)}
+        self.heartbeat = Heartbeat(self.identity, self.size, self.channel)
+        self.heartbeat.start()
+
+    def _find_leader(self, given: int, control: Mapping[str, Any] | None) -> tuple[int, float]:
+        """The launcher's number of the first rank on the program's host, and the program's step timeout."""
+        if control is not None and os.environ["LOCAL_RANK"] == "0":
+            mine = json.dumps({"rank": given, "step_timeout": control["step_timeout"]})
+            if self.store.compare_set("leader", "", mine).decode() != mine:
+                raise OptionError("two programs use the same rendezvous: give each one another name (--rdzv-id)")
+        try:
+            leader = json.loads(self.store.get("leader"))
+        except dist.DistStoreError as fault:
+            raise OptionError(
+                "no program uses this rendezvous: start `generate --gpus` with the same one on one of the hosts"
+            ) from fault
+        return leader["rank"], leader["step_timeout"]
+
+    def progress(self, phase: str, step: int = 0, of: int = 0) -> None:
+        """This rank has reached this step of this phase."""
+        self.heartbeat.progress(phase, step, of)
+
+    def send(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Send a frame to the program; does nothing on ranks other than 0."""
+        if self.channel is not None:
+            self.channel.send({**header, "number": self.request}, tensors)
+
+    def share(self, header: Mapping[str, Any] | None, tensors: Mapping[str, Tensor] | None) -> tuple[Any, Any]:
+        """Rank 0's request on all ranks, as JSON and safetensors without pickle."""
+        if self.rank == 0:
+            text = json.dumps(header).encode()
+            body = b"".join(safetensors_pieces(tensors, {})) if tensors else b""
+            lengths = torch.tensor([len(text), len(body)])
+            data = torch.frombuffer(bytearray(text + body), dtype=torch.uint8)
+        else:
+            lengths = torch.zeros(2, dtype=torch.long)
+        dist.broadcast(lengths, 0, group=self.group)
+        if self.rank != 0:
+            data = torch.empty(int(lengths.sum()), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self.group)
+        if self.rank == 0:
+            return header, tensors
+        raw, middle = bytearray(data.numpy()), int(lengths[0])
+        return json.loads(raw[:middle]), unpack_tensors(raw[middle:]) if lengths[1] else {}
+
+    def raise_if_interrupted(self) -> None:
+        """Raise Interrupted on all ranks if the program stopped the request. All ranks call it at the same place."""
+        flag = torch.tensor([self.rank == 0 and self.interrupted == self.request], dtype=torch.uint8)
+        dist.broadcast(flag, 0, group=self.group)
+        if flag.item():
+            raise Interrupted
+
+    def all_failed(self, failed: bool) -> bool:
+        """Whether all ranks failed at this request. Every rank calls it at the end of a request. One that failed waits
+        `ALL_FAILED_SECONDS` for the others; one that succeeded does not wait."""
+        self.store.set(f"end/{self.request}/{self.rank}", "failed" if failed else "done")
+        if self.request > 1:
+            self.store.delete_key(f"end/{self.request - 2}/{self.rank}")
+        if not failed:
+            return False
+        keys = [f"end/{self.request}/{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + ALL_FAILED_SECONDS
+        while not self.store.check(keys):
+            if time.monotonic() > deadline:
+                # Another rank that fails because this one ends must not count this failure as one of all.
+                self.store.set(keys[self.rank], "gone")
+                return False
+            time.sleep(0.02)
+        return all(self.store.get(key) == b"failed" for key in keys)
+
+    def describe(self, fault: BaseException) -> dict[str, Any]:
+        """A fault on this rank, for the program."""
+        return describe_fault(fault, self.identity, self.heartbeat.where)
+
+    def fail(self, fault: BaseException) -> NoReturn:
+        """Report the fault to the launcher and to the other ranks, and end this process. No process group is
+        destroyed: that would wait for exchanges that never end."""
+        failure = self.describe(fault)
+        write_error_file(failure)
+        traceback.print_exception(fault)
+        sys.stderr.flush()
+        try:
+            publish_failure(self.store, failure)
+        finally:  # also if the store is gone
+            os._exit(EXIT_FAILED)
