@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.always_sparse import AlwaysSparse
+from tests.ops.test_sparse import whole_block_kernel
 from wan_core.checkpoint import load_dit
 from wan_core.config import LoadOptions, OptionError, Request, SparseOptions
-from wan_core.execution.optimize import compile_blocks, set_attention
+from wan_core.execution.optimize import compile_blocks, optimize, set_attention
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.layers import PLAIN_PARTS
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
@@ -26,8 +28,10 @@ from wan_core.ops.attention.registry import BACKENDS, AttentionError
 from wan_core.ops.attention.sdpa import SDPA
 from wan_core.ops.attention.sparse import forward as sparse_forward
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward
+from wan_core.ops.attention.sparse.kernels import SparseKernel
 from wan_core.ops.attention.sparse.routing import Route, Rule, choose
 from wan_core.ops.kernels import fused
+from wan_core.ops.kernels.block_layout import Blocked
 from wan_core.ops.kernels.formats import Quantized
 from wan_core.pipeline import pipeline
 from wan_core.pipeline.builder import TINY
@@ -40,6 +44,7 @@ from wan_core.sampling.cache.skipping import leave_out, skip_forwards, skip_word
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
+from wan_core.sampling.sparsity import run as sparsity_run
 from wan_core.sampling.sparsity.budgets import (
     SHARES,
     Coverage,
@@ -457,6 +462,42 @@ def test_a_compiled_block_is_one_for_all_layers() -> None:
     after = counters["stats"]["unique_graphs"]
     run(experts, sparse_plan("0.75/0.3/1", 4))
     assert counters["stats"]["unique_graphs"] == after
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_fp8_goes_from_the_projection_to_the_kernel_in_whole_blocks(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a kernel that reads FP8 memory in whole blocks, as cuDNN's does: what a block writes, compiled or not, is
+    what it reads."""
+    torch.compiler.reset()
+    model = load_dit(TINY / "t2v_high.safetensors", device=CPU, dtype=torch.float32)
+    asked: list[Blocked] = []
+
+    def kernel(q: Blocked, k: Blocked, v: Blocked, route: Route, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(v)
+        return whole_block_kernel(q, k, v, route, block)
+
+    found_kernel = SparseKernel("whole blocks", "", lambda: kernel, fp8=True, any_block=True, counts=False)
+    monkeypatch.setattr(sparsity_run, "find_kernel", lambda *_, **__: found_kernel)
+    text = model.prepare_text(conditioned(model.config).cond)
+    x, time = torch.randn(1, 16, 3, 10, 14, generator=torch.Generator().manual_seed(5)), torch.tensor([900.0])
+    dense = optimize(model, attend=BACKENDS["math-fp8"].load())(x, time, text)
+    if compiled:
+        compile_blocks(model, CPU, backend="aot_eager")
+    for sparsity, allowed in ((0.001, 0.06), (0.5, 0.5)):
+        tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0), None, (3, 5, 7))
+        with in_tiles(model, tiles):
+            found = model(x, time, text, ForwardInfo(sparsity=sparsity))
+            if compiled:
+                for block in model.blocks:
+                    block.parts = PLAIN_PARTS
+                assert difference(found, model(x, time, text, ForwardInfo(sparsity=sparsity))) < 1e-3
+                compile_blocks(model, CPU, backend="aot_eager")
+        assert difference(found, dense) < allowed
+    assert all(v.channels_first and v.tokens == 105 and v.memory.shape[-1] % tiles.block == 0 for v in asked)
+    assert 105 % tiles.block, "the last block is not full"
 
 
 def test_single_forwards_can_be_sparse(experts: dict[str, WanModel]) -> None:
