@@ -163,17 +163,21 @@ class Pipeline:
         features = self.image_features(job)
         vae = self.fetch("vae", self.models.vae)
         with self.report.phase("encode image"):
-            first, last = (self._image(path, job) for path in (job.request.image, job.request.last_image))
+            size = (job.width, job.height)
+            first, last = (self._image(path, size) for path in (job.request.image, job.request.last_image))
             inputs = family_of(job.task).image_inputs(job.task, vae, first, last, job.frames)
         return Conditioning(cond=cond, uncond=uncond, image_features=features, **inputs)
 
     def image_features(self, job: Job) -> Tensor | None:
-        """What CLIP sees in the first frame, or in the last where only that is known; None for tasks without it."""
+        """What CLIP sees in the first image, or in the last where only that is known; None for tasks without it.
+
+        It sees the whole image, not resized to the video, as in the reference (Wan2.1/wan/image2video.py) and ComfyUI.
+        """
         if job.task.image_dim is None:
             return None
         encoder = self.fetch("CLIP vision encoder", self.models.clip_vision)
         with self.report.phase("encode image"):
-            frame = self._image(job.request.image or job.request.last_image, job)
+            frame = self._image(job.request.image or job.request.last_image)
             assert frame is not None
             return encoder(frame[:, :, 0])
 
@@ -184,11 +188,11 @@ class Pipeline:
         with self.report.phase(f"fetch {name}"):
             return use()
 
-    def _image(self, path: str | None, job: Job) -> Tensor | None:
-        """[1, 3, 1, H, W] in -1..1 on the device, resized and cropped to the job's size."""
+    def _image(self, path: str | None, size: tuple[int, int] | None = None) -> Tensor | None:
+        """[1, 3, 1, H, W] in -1..1 on the device, resized and cropped to `size` (width, height) if it is given."""
         if path is None:
             return None
-        pixels = torch.tensor(load_image(path, (job.width, job.height)))  # [H, W, 3]
+        pixels = torch.tensor(load_image(path, size))  # [H, W, 3]
         return pixels_to_video(pixels[None]).to(self.models.device)
 
     @torch.no_grad()
