@@ -247,6 +247,7 @@ class WanCoreSampler(io.ComfyNode):
                 report,
                 batched=batched,
                 on_step=watcher,
+                on_block=host.check_interruption,
                 ahead=model.prefetch,
                 relieve=relieve,
             )
