@@ -75,9 +75,8 @@ def run_bench(options: argparse.Namespace) -> int:
     with Outputs({"--model": options.model}, overwrite=options.overwrite, tell=tell) as outputs:
         path = None
         if options.out is not None:
-            named = result_path(
-                options.out, suite, device
-            )  # in a folder, the name is of this day alone: it is replaced
+            named = result_path(options.out, suite, device)
+            # The name in a folder is of this day alone: a second run of the day replaces it.
             path = outputs.add("--out", named, overwrite=None if named == options.out else True)
         return measure(options, device, name, suite, sizes, path)
 

@@ -91,8 +91,10 @@ def generate_files(
     except BaseException:
         progress.end()
         for path in kept:
-            command = decode_command(options, path, files.video)
-            print(f"the finished latents are in {path}; this makes a video of them:\n{command}", file=sys.stderr)
+            print(f"the finished latents are in {path}", file=sys.stderr)
+            if not (options.model or "").startswith("random:") or options.vae is not None:
+                command = decode_command(options, path, files.video)
+                print(f"this makes a video of them:\n{command}", file=sys.stderr)
         raise
     progress.end()
     missing = [] if kept or options.save_latents is None else [f"no latents in {files.latents}"]
@@ -135,8 +137,8 @@ def write_video(path: Path, result: Any) -> Path:
     settings = metadata(result.report.settings)
     try:
         return write_mp4(path, result.frames, fps=result.fps, metadata=settings)
-    except OSError as fault:
-        cause = f"the video could not be written to {path}: {fault.strerror or fault}"
+    except (OSError, OptionError) as fault:  # the disk is full, or the folder is gone
+        cause = f"the video could not be written to {path}: {getattr(fault, 'strerror', None) or fault}"
     print(cause, file=sys.stderr)
     try:
         with Outputs({}) as outputs:

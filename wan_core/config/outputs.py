@@ -35,6 +35,7 @@ PART = re.compile(r"\..*\.([0-9a-f]{8}-\d+-[0-9a-f]{8})-[0-9a-f]{4}\.part", re.D
 CLAIM = re.compile(r"\..*\.[0-9a-f]{8}\.claim", re.DOTALL)
 EMPTY_CLAIM_SECONDS = 60.0  # a claim without text is one whose process ended while it made it, after so long
 LONG_ENDINGS = (".latents.safetensors", ".magcache.json", ".sparse.json")  # kept whole when a name gets a number
+DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 MODEL_FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".gguf", ".model", ".index.json")
 
 
@@ -133,7 +134,7 @@ def model_files(path: Path) -> Iterable[Path]:
     if path.is_dir():
         return (Path(folder, name) for folder, _, names in os.walk(path) for name in names if _is_model(name))
     if path.name.endswith(".index.json"):
-        return (path.with_name(entry.name) for entry in os.scandir(path.parent) if _is_model(entry.name))
+        return [path.with_name(name) for name in os.listdir(path.parent) if _is_model(name)]
     return [path]
 
 
@@ -160,6 +161,8 @@ def _folded(path: Path) -> str:
 
 def is_special(path: Path) -> bool:
     """Whether it is a device, a pipe or a socket: these are written as they are, and nothing is put beside them."""
+    if path.absolute().parent in DEVICES:
+        return True  # /dev/stdout may be a file
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
@@ -217,15 +220,13 @@ def keep_old(path: Path) -> Path | None:
 
 def remove_left_over(folder: Path) -> None:
     """Remove temporary files and claims in `folder` whose processes have ended. Raises OSError if it cannot be read."""
-    for entry in os.scandir(folder):
-        part = PART.fullmatch(entry.name)
-        if not part and not CLAIM.fullmatch(entry.name):
+    for name in os.listdir(folder):
+        part, path = PART.fullmatch(name), folder / name
+        if not part and not CLAIM.fullmatch(name):
             continue
         with suppress(OSError):  # another process removes it too, or may not read or remove it
-            if entry.is_file(follow_symlinks=False) and (
-                _has_ended(part[1]) if part else _is_left_over(Path(entry.path))
-            ):
-                os.unlink(entry.path)
+            if (_has_ended(part[1]) if part else _is_left_over(path)) and not path.is_symlink():
+                path.unlink()
 
 
 def _claim(path: Path) -> Path | None:

@@ -42,6 +42,7 @@ from wan_core.pipeline.settings import choose_device, compute_dtype
 from wan_core.pipeline.sources import Parts, find_models, own_loras
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import Progress, denoise, retried
+from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.run import check_kernel
 
@@ -99,13 +100,14 @@ class Pipeline:
         on_latents: Callable[[Tensor], None] = lambda _: None,
         keep_latents: Path | None = None,
         on_kept: Callable[[Path], None] = lambda _: None,
-        on_block: Callable[[], None] = lambda: None,
+        checks: BlockChecks | None = None,
     ) -> Result:
         """Make one video. Finished latents are written to `keep_latents` before they are decoded, and stay there; if
         that fails, a warning and a note of the report say so, and they are decoded all the same.
 
         on_job: told what will be made, after every check. on_phase: the names of phases as they begin. on_latents: told
-        the finished latents, before they are decoded. on_kept: told where they were written. on_block: as in `denoise`.
+        the finished latents, before they are decoded. on_kept: told where they were written. checks: as in
+        `sample_latents`.
         """
         job = self.prepare(request)
         on_job(job)
@@ -114,7 +116,7 @@ class Pipeline:
         if self.models.compiles:
             on_phase("compile in the first step")
         on_phase("denoise")
-        latents = self.sample(job, conditioning, on_step, on_block)
+        latents = self.sample(job, conditioning, on_step, checks)
         if keep_latents is not None and self.keep(keep_latents, latents, job.fps):
             on_kept(keep_latents)
         on_latents(latents)
@@ -208,7 +210,7 @@ class Pipeline:
         job: Job,
         conditioning: Conditioning,
         on_step: OnStep | None = None,
-        on_block: Callable[[], None] = lambda: None,
+        checks: BlockChecks | None = None,
     ) -> Tensor:
         """Un-normalised latents float32 [1, C, T, Y, X] on the device."""
         models = self.models
@@ -226,7 +228,7 @@ class Pipeline:
             self.report,
             batched=job.batched,
             on_step=on_step,
-            on_block=on_block,
+            checks=checks,
             ahead=models.prefetch,
             relieve=self.relieve,
             ranks=models.ranks,
@@ -280,16 +282,18 @@ def sample_latents(
     *,
     batched: bool = False,
     on_step: OnStep | None = None,
-    on_block: Callable[[], None] = lambda: None,
+    checks: BlockChecks | None = None,
     ahead: Callable[[Expert, Expert, int], None] | None = None,
     relieve: Callable[[Expert], bool] | None = None,
     ranks: RankMesh | None = None,
 ) -> Tensor:
     """Walk `plan` from `noise` [B, C, T, Y, X] to un-normalised latents of the same shape, float32, timing every step.
 
-    acquire, batched, on_block, ahead, relieve: as in `denoise`. ranks: those that run this together. vae: of the VAE
-    whose latents these are. on_step and on_block may raise to interrupt.
+    acquire, batched, ahead, relieve: as in `denoise`. ranks: those that run this together. vae: of the VAE whose
+    latents these are. on_step and checks may raise to interrupt.
     """
+    checks = checks or BlockChecks()
+    split = ranks is not None and ranks.cfg.size == 2
     clock, forwards = StepClock(report), 0
 
     def ready(expert: Expert) -> WanModel:
@@ -312,10 +316,10 @@ def sample_latents(
         noise,
         batched=batched,
         on_step=note,
-        on_block=on_block,
+        on_block=checks.after_block,
         ahead=ahead,
         relieve=relieve,
-        run_branches=SplitBranches(ranks) if ranks is not None and ranks.cfg.size == 2 else None,
+        run_branches=SplitBranches(ranks, checks.before_exchange) if ranks is not None and split else None,
         together=ranks is not None,
     )
     clock.finish()

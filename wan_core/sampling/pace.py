@@ -13,6 +13,21 @@ import torch
 BLOCKS_AHEAD = 4  # of A14B at 720p they take 0.9 s; enough that the GPU never waits for the host
 
 
+class BlockChecks:
+    """Where a run may be interrupted between two of its blocks. Both methods may raise."""
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        """check: called after every block."""
+        self.check = check
+
+    def after_block(self) -> None:
+        """The work of a block has been launched."""
+        self.check()
+
+    def before_exchange(self) -> None:
+        """Ranks that split guidance are about to exchange velocities: this one runs no more blocks in this step."""
+
+
 class Pace:
     """Called after every block. On a GPU, waits until at most `BLOCKS_AHEAD` blocks are queued or running."""
 

@@ -128,7 +128,7 @@ class Jobs:
             on_job=on_job,
             on_phase=self.phase,
             on_step=self.on_step(between),
-            on_block=between.after_block,
+            checks=between,
             on_latents=keep,
         )
         result = {"fps": made.fps, "plan": asdict(made.plan), "report": report_data(made.report)}
@@ -170,7 +170,7 @@ class Jobs:
             report,
             batched=batched,
             on_step=self.on_step(between, preview=True),
-            on_block=between.after_block,
+            checks=between,
             ahead=models.prefetch,
             ranks=ranks,
         )

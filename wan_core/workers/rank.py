@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import OptionError
+from wan_core.sampling.pace import BlockChecks
 from wan_core.workers.control import Channel, connect, unpack_tensors
 from wan_core.workers.faults import EXIT_FAILED, Interrupted, describe_fault, write_error_file
 from wan_core.workers.heartbeat import Heartbeat, publish_failure
@@ -143,15 +144,16 @@ class Rank:
             os._exit(EXIT_FAILED)
 
 
-class BetweenBlocks:
+class BetweenBlocks(BlockChecks):
     """All ranks stop at the same block: after every `BLOCKS_BETWEEN_CHECKS` blocks they agree whether to.
 
     Ranks that split guidance may run different numbers of blocks in a step: one branch is skipped, or there is none.
-    They agree as often all the same, the rest at the end of the step, because an agreement takes all ranks.
+    They agree as often all the same, because an agreement takes all ranks: the rest before they exchange velocities.
     """
 
     def __init__(self, rank: Rank, per_step: int) -> None:
         """per_step: agreements in a step where guidance is split, 0 where all ranks run the same blocks."""
+        super().__init__()
         self.rank, self.per_step = rank, per_step
         self.blocks = self.agreed = 0  # in this step
 
@@ -162,10 +164,12 @@ class BetweenBlocks:
             self.agreed += 1
             self.rank.raise_if_interrupted()
 
-    def end_step(self) -> None:
-        """As `after_block`, at the end of every step."""
+    def before_exchange(self) -> None:
         while self.agreed < self.per_step:
             self.agreed += 1
             self.rank.raise_if_interrupted()
+
+    def end_step(self) -> None:
+        """As `after_block`, at the end of every step."""
         self.blocks = self.agreed = 0
         self.rank.raise_if_interrupted()
