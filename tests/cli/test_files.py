@@ -149,13 +149,14 @@ def limited(arguments: list[str], limit: int, folder: Path) -> subprocess.Comple
 
 
 def test_latents_that_do_not_fit_do_not_end_the_run(tmp_path: Path) -> None:
-    """Latents of 6 kB and a video of 3 kB, and room for 5 kB."""
-    found = limited([*GENERATE, "--out", "x.mp4", "--save-latents", "l.safetensors"], 5000, tmp_path)
+    """Latents of 26 kB and a video of less, and room for 20 kB."""
+    larger = [*GENERATE, "--size", "128x96"]
+    found = limited([*larger, "--out", "x.mp4", "--save-latents", "l.safetensors"], 20_000, tmp_path)
     assert found.returncode == 1, found.stderr  # the video is complete, what else was asked for is not
     assert "the finished latents could not be kept in l.safetensors: File too large" in found.stderr
     assert "Traceback" not in found.stderr and "note: the finished latents could not be kept" in found.stdout
     assert list(contents(tmp_path)) == ["x.mp4"] and len(read_video(tmp_path / "x.mp4")) == 5
-    found = limited([*GENERATE, "--out", "y.mp4"], 5000, tmp_path)  # nobody asked for the latents
+    found = limited([*larger, "--out", "y.mp4"], 20_000, tmp_path)  # nobody asked for the latents
     assert found.returncode == 0 and "could not be kept" in found.stderr
     assert list(contents(tmp_path)) == ["x.mp4", "y.mp4"]
 

@@ -59,7 +59,8 @@ def run_generate(options: argparse.Namespace) -> int:
     with outputs_of(options) as outputs:
         out = outputs.add("--out", options.out)
         if options.save_latents is None:  # latents kept after an earlier failed run are never overwritten
-            latents = outputs.add("--out", out.with_suffix(".latents.safetensors"), overwrite=False, quiet=True)
+            kept = out.with_suffix(".latents.safetensors")
+            latents = outputs.add("latents kept for --out", kept, overwrite=False, quiet=True)
         else:
             latents = outputs.add("--save-latents", options.save_latents)
         sheet = None if options.sheet is None else outputs.add("--sheet", options.sheet)
