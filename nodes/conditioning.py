@@ -8,7 +8,7 @@ import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.config import OptionError
+from wan_core.config import OptionError, check_choice
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.wan.families import check_keys, family_of
@@ -20,7 +20,6 @@ from wan_core.sampling.conditioning import Conditioning, empty_latents
 from wan_core.sampling.plan import Plan
 
 from . import host
-from .files import refusal
 from .sockets import CONDITIONING, TextSocket
 
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
@@ -59,15 +58,17 @@ def size_inputs() -> list[Any]:
     ]
 
 
-def check_widgets(config: VAEConfig, width: int | None, height: int | None, frames: int | None) -> bool | str:
-    """What `validate_inputs` answers; ComfyUI leaves limits to it too. None: fed by a link, checked when it runs."""
+def check_widgets(config: VAEConfig, width: int | None, height: int | None, frames: int | None) -> bool:
+    """For `validate_inputs`, to which ComfyUI leaves limits too. None comes through a link, and is checked when the node
+    runs. Raises OptionError (see `refusal`)."""
     if width is None or height is None or frames is None:
         return True
     if max(width, height) > MAX_SIDE or frames > MAX_FRAMES:
-        return (
+        raise OptionError(
             f"{width}x{height} and {frames} frames given; at most {MAX_SIDE} pixels and {MAX_FRAMES} frames are allowed"
         )
-    return refusal(lambda: empty_latents(config, width, height, frames))
+    empty_latents(config, width, height, frames)
+    return True
 
 
 class WanCoreTextEncode(io.ComfyNode):
@@ -141,9 +142,9 @@ class WanCoreEmptyLatent(io.ComfyNode):
         height: int | None = None,
         frames: int | None = None,
         latent_type: str | None = None,
-    ) -> bool | str:
-        if latent_type is not None and latent_type not in LATENT_TYPES:
-            return f"{latent_type!r} is none of {', '.join(LATENT_TYPES)}"
+    ) -> bool:
+        if latent_type is not None:
+            check_choice("latent type", latent_type, tuple(LATENT_TYPES))
         return check_widgets(VAE_21 if latent_type is None else LATENT_TYPES[latent_type], width, height, frames)
 
     @classmethod
@@ -191,9 +192,7 @@ class WanCoreImageToVideo(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(
-        cls, width: int | None = None, height: int | None = None, frames: int | None = None
-    ) -> bool | str:
+    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
         return check_widgets(VAE_21, width, height, frames)
 
     @classmethod
