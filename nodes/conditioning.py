@@ -59,8 +59,8 @@ def size_inputs() -> list[Any]:
 
 
 def check_widgets(config: VAEConfig, width: int | None, height: int | None, frames: int | None) -> bool:
-    """For `validate_inputs`, to which ComfyUI leaves limits too. None comes through a link, and is checked when the node
-    runs. Raises OptionError (see `refusal`)."""
+    """For `validate_inputs`, to which ComfyUI leaves limits too. None comes through a link, and is checked when the
+    node runs. Raises OptionError (see `refusal`)."""
     if width is None or height is None or frames is None:
         return True
     if max(width, height) > MAX_SIDE or frames > MAX_FRAMES:

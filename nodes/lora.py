@@ -9,7 +9,7 @@ from comfy_api.latest import io, ui
 
 from wan_core.config import LoraOptions, OptionError
 from wan_core.ops.quant.packed import PRECISION as PACKED
-from wan_core.pipeline.loras import check_packed, read_loras
+from wan_core.pipeline.loras import check_packed, notes_of, read_loras
 from wan_core.pipeline.sources import TINY_LORAS
 
 from . import host
@@ -98,6 +98,7 @@ class WanCoreLoRA(io.ComfyNode):
             check_packed((one for wanted in found.values() for one in wanted), model.experts.dit)
         loras = {expert: (*model.loras.get(expert, ()), *wanted) for expert, wanted in found.items()}
         lines = [f"{expert}: {one.words('attached')}" for expert, wanted in found.items() for one in wanted]
+        lines += [f"warning: {note}" for note in notes_of(loras)]
         info = "\n".join(lines) or "no LoRA"
         return io.NodeOutput(replace(model, loras=loras), info, ui=ui.PreviewText(info))
 

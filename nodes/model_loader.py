@@ -216,6 +216,7 @@ def _info(settings: ModelSettings) -> str:
         f"{task.name}: {kind}, {dit.num_layers} blocks of width {dit.dim}, attention {settings.attention}"
         + (", compiled" if settings.compile != "off" else ""),
         *([f"{task.name}: {settings.found.why}"] if settings.found.why else []),
+        *(f"warning: {note}" for note in settings.found.notes),
         *(f"{expert}: {words}" if "low" in parts else words for expert, words in said.items()),
         f"its own settings: {task.steps} steps, shift {task.shift:g}, boundary {task.boundary:g}, guidance "
         f"{task.guidance_high:g} high and {task.guidance_low:g} low, {task.width}x{task.height}, {task.frames} frames",

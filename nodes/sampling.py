@@ -11,6 +11,7 @@ from wan_core.config import GUIDANCE_MODES, SkipOptions
 from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.execution.report import Phase, Report
 from wan_core.media.drawing import clock
+from wan_core.pipeline.loras import notes_of
 from wan_core.pipeline.pipeline import sample_latents
 from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
@@ -216,6 +217,8 @@ class WanCoreSampler(io.ComfyNode):
             settings["skipping"] = skip_words(skipping)
         report = Report(host.device(), settings)
         report.notes.append(f"guidance: {'batched' if batched else 'sequential'} ({why})")
+        if model.workers is None:  # they say the same when they load
+            report.notes += [*model.experts.notes, *notes_of(model.loras)]
         report.phases["text"] = Phase(text_seconds)
         watcher = _Watcher(model, len(plan.steps))
         videos = shape[0] * tokens * (1 + batched)

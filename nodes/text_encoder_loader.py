@@ -56,7 +56,11 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
     def fingerprint_inputs(
         cls, text_encoder: str | None = None, precision: str = "", workers: None = None
     ) -> list[tuple[str, int]]:
-        return fingerprint(locate("text_encoders", text_encoder, embedded("text_encoder"))) if text_encoder is not None else []
+        return (
+            fingerprint(locate("text_encoders", text_encoder, embedded("text_encoder")))
+            if text_encoder is not None
+            else []
+        )
 
     @classmethod
     def execute(cls, text_encoder: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:

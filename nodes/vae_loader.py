@@ -53,7 +53,9 @@ class WanCoreVAELoader(io.ComfyNode):
         return vae is None or refusal(lambda: cls._part(vae))
 
     @classmethod
-    def fingerprint_inputs(cls, vae: str | None = None, precision: str = "", workers: None = None) -> list[tuple[str, int]]:
+    def fingerprint_inputs(
+        cls, vae: str | None = None, precision: str = "", workers: None = None
+    ) -> list[tuple[str, int]]:
         return fingerprint(locate("vae", vae, embedded("vae"))) if vae is not None else []
 
     @classmethod

@@ -24,7 +24,13 @@ from wan_core.config import OptionError
 from wan_core.pipeline.sources import TINY
 
 FOLDERS = ("diffusion_models", "text_encoders", "vae", "loras")
-LISTED = ("model.safetensors", "sub/inner.safetensors", "packed.gguf", "linked.safetensors", "elsewhere/far.safetensors")
+LISTED = (
+    "model.safetensors",
+    "sub/inner.safetensors",
+    "packed.gguf",
+    "linked.safetensors",
+    "elsewhere/far.safetensors",
+)
 SHARDS = ("big/part-00001-of-00002.safetensors", "big/part-00002-of-00002.safetensors")
 
 
@@ -110,7 +116,20 @@ def loaders(nodes: SimpleNamespace) -> dict[str, Callable[[Any], object]]:
 
 def spoilt(name: str) -> st.SearchStrategy[str]:
     """A listed name as systems might take it for the file, or for one elsewhere."""
-    before = ("/", "./", "../", "sub/../", "\\", ".\\", "C:", "C:\\", "\\\\host\\share\\", "//host/share/", "file://", " ")
+    before = (
+        "/",
+        "./",
+        "../",
+        "sub/../",
+        "\\",
+        ".\\",
+        "C:",
+        "C:\\",
+        "\\\\host\\share\\",
+        "//host/share/",
+        "file://",
+        " ",
+    )
     after = (".", " ", "/", "/.", "\0", "\0.safetensors", "::$DATA", "\n", "?", "/../model.safetensors")
     changed = [*(b + name for b in before), *(name + a for a in after), name.upper(), name.replace("/", "\\") + " "]
     return st.sampled_from([one for one in changed if one not in (*LISTED, "big/")])
@@ -120,8 +139,23 @@ HOSTILE = st.one_of(
     st.sampled_from(LISTED).flatmap(spoilt),
     st.sampled_from(
         ["/etc/passwd", "../outside/secret.safetensors", "../outside/secret", "..", ".", "", "/", "big", "sub", "sub/"]
-        + ["big/..", "elsewhere", "elsewhere/", "elsewhere/../secret", "notes.txt", "sub/notes.json", "gone.safetensors"]
-        + [".git/hidden.safetensors", *SHARDS, "~/model.safetensors", "$HOME/model.safetensors", "con", "nul.safetensors"]
+        + [
+            "big/..",
+            "elsewhere",
+            "elsewhere/",
+            "elsewhere/../secret",
+            "notes.txt",
+            "sub/notes.json",
+            "gone.safetensors",
+        ]
+        + [
+            ".git/hidden.safetensors",
+            *SHARDS,
+            "~/model.safetensors",
+            "$HOME/model.safetensors",
+            "con",
+            "nul.safetensors",
+        ]
     ),
     st.text(max_size=300),
     st.integers(),
