@@ -138,25 +138,12 @@ def spoilt(name: str) -> st.SearchStrategy[str]:
 HOSTILE = st.one_of(
     st.sampled_from(LISTED).flatmap(spoilt),
     st.sampled_from(
-        ["/etc/passwd", "../outside/secret.safetensors", "../outside/secret", "..", ".", "", "/", "big", "sub", "sub/"]
-        + [
-            "big/..",
-            "elsewhere",
-            "elsewhere/",
-            "elsewhere/../secret",
-            "notes.txt",
-            "sub/notes.json",
-            "gone.safetensors",
-        ]
-        + [
-            ".git/hidden.safetensors",
-            *SHARDS,
-            "~/model.safetensors",
-            "$HOME/model.safetensors",
-            "con",
-            "nul.safetensors",
-        ]
+        ["/etc/passwd", "../outside/secret.safetensors", "../outside/secret", "..", ".", "", "/", "big/.."]
     ),
+    st.sampled_from(
+        ["big", "sub", "sub/", "elsewhere", "elsewhere/", "elsewhere/../secret", "gone.safetensors", *SHARDS]
+    ),
+    st.sampled_from(["notes.txt", "sub/notes.json", ".git/hidden.safetensors", "~/model.safetensors", "con", "$HOME"]),
     st.text(max_size=300),
     st.integers(),
     st.lists(st.text(), max_size=2),
@@ -200,7 +187,7 @@ def test_a_check_of_several_inputs_is_reported_once(nodes: SimpleNamespace) -> N
     """ComfyUI repeats an answer for every input that is named; it reports an exception once."""
     model = nodes.model_loader.WanCoreModelLoader
     for inputs in ({"precision": "fp4"}, {"attention": "odd"}, {"keep_blocks": 1, "precision": "bf16"}):
-        with pytest.raises(ValueError, match="fp4|head dim|odd|quantises nothing"):
+        with pytest.raises(ValueError, match=r"fp4|head dim|odd|quantises nothing"):
             model.validate_inputs(high=nodes.files.TINY_T2V, low=nodes.files.TINY_T2V, **inputs)
     assert model.validate_inputs(high=None, low=None, precision=None, attention=None, keep_blocks=None) is True
     assert model.fingerprint_inputs(high=None) == []

@@ -64,9 +64,7 @@ def transformer_notes(high: ExpertFile, low: ExpertFile | None, two_experts: boo
         partial = high.told is not None and two_experts
         return [f"{high.says}, and runs every step here: load the other expert's file as well"] if partial else []
     if high.path is not None and low.path is not None and high.path.resolve() == low.path.resolve():
-        return [
-            f"both experts are one file, {short_path(high.path)}: load the high-noise and the low-noise file of the model"
-        ]
+        return [f"both experts are one file, {short_path(high.path)}: load the high-noise and the low-noise file"]
     wrong = [one for expert, one in zip(EXPERTS, (high, low), strict=True) if one.told not in (None, expert)]
     if len(wrong) == 2:
         return [f"the experts are swapped: {high.says}, {low.says}. Exchange the two files"]
