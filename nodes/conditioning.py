@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 from torch import Tensor
 
 from wan_core.config import OptionError, check_choice
@@ -107,7 +107,9 @@ class WanCoreTextEncode(io.ComfyNode):
     @classmethod
     def execute(cls, clip: Any, positive: str, negative: str) -> io.NodeOutput:
         if isinstance(clip, TextSocket):
-            return io.NodeOutput(*clip.encode([positive, negative]))
+            encoded = clip.encode([positive, negative])
+            notes = [note for one in encoded for note in one[0][1]["wancore_notes"]]
+            return io.NodeOutput(*encoded, ui=ui.PreviewText("\n".join(notes)) if notes else None)
         return io.NodeOutput(*(clip.encode_from_tokens_scheduled(clip.tokenize(t)) for t in (positive, negative)))
 
 
