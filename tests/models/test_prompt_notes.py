@@ -73,4 +73,6 @@ def test_the_report_and_the_log_say_it(caplog: pytest.LogCaptureFixture, monkeyp
         pipe.encode(job)
     said = [note for note in pipe.report.notes if note.startswith(("the prompt", "the negative prompt"))]
     assert len(said) == 3 and all(note in caplog.text for note in said)
-    assert "16 are read" in said[0] and "(red:1.4)" in said[1] and said[2].startswith("the negative prompt has a weight")
+    assert (
+        "16 are read" in said[0] and "(red:1.4)" in said[1] and said[2].startswith("the negative prompt has a weight")
+    )
