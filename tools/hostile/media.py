@@ -78,8 +78,8 @@ def _png_damaged_inside(random: Random) -> bytes:
     width, height = (random.choice((0, 1, 7, 64, 2**16, 2**31 - 1, 2**32 - 1)) for _ in range(2))
     if random.random() < 0.5:
         width = height = 16
-    small = width * height < 10**5
-    return png(width, height, random.choice((0, 2, 3, 4, 6)), more=_chunk(kind, content), rows=height if small else 1)
+    rows = min(height, 64) if width * height < 10**5 else 1
+    return png(width, height, random.choice((0, 2, 3, 4, 6)), more=_chunk(kind, content), rows=rows)
 
 
 def image(random: Random) -> bytes:

@@ -25,6 +25,16 @@ def save_latents(path: str | Path, latents: Tensor, fps: int, settings: Mapping[
     write_safetensors({"latents": latents.float()}, path, metadata)
 
 
+def try_to_save_latents(path: str | Path, latents: Tensor, fps: int, settings: Mapping[str, Any]) -> str | None:
+    """As `save_latents`, but a disk that is full or read-only is no error: the latents are still in memory, and the
+    video can be made. Returns None, or a sentence that names the file and the cause."""
+    try:
+        save_latents(path, latents, fps, settings)
+    except OSError as fault:
+        return f"the finished latents could not be kept in {path}: {fault.strerror or fault}"
+    return None
+
+
 def load_latents(path: str | Path) -> tuple[Tensor, int, dict[str, Any]]:
     """(latents float32 [B, C, T, Y, X], fps, settings). Raises CheckpointError if the file is not one of
     `save_latents`, or its values are not finite."""
@@ -61,7 +71,7 @@ def _settings(metadata: Mapping[str, str], where: str) -> tuple[int, dict[str, A
         ) from fault
     if not 1 <= fps <= 1000 or not isinstance(settings, dict):
         raise CheckpointError(
-            f"latents with {fps} frames per second and settings of {type(settings).__name__}: 1 to 1000 and a dict"
+            f"latents with {str(fps)[:20]} frames per second and settings of {type(settings).__name__}: 1 to 1000 and a dict"
             " are expected. The file is not from `generate`.",
             where=where,
         )
