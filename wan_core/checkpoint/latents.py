@@ -71,8 +71,8 @@ def _settings(metadata: Mapping[str, str], where: str) -> tuple[int, dict[str, A
         ) from fault
     if not 1 <= fps <= 1000 or not isinstance(settings, dict):
         raise CheckpointError(
-            f"latents with {str(fps)[:20]} frames per second and settings of {type(settings).__name__}: 1 to 1000 and a dict"
-            " are expected. The file is not from `generate`.",
+            f"latents with {str(fps)[:20]} frames per second and settings of {type(settings).__name__}: 1 to 1000 and a"
+            " dict are expected. The file is not from `generate`.",
             where=where,
         )
     return fps, settings

@@ -23,6 +23,7 @@ from wan_core.config.limits import MAX_FRAME, MAX_FRAMES, MAX_JSON, MAX_VIDEO
 from wan_core.config.outputs import check_place, written_beside
 from wan_core.media.opening import open_picture, open_video
 
+STRIP = 256  # rows of a picture that are converted at once, so that the bytes of a large one never exist twice
 GROWTH = 8  # frames for which room is made at once while a video is read
 _BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
 
@@ -226,9 +227,9 @@ def fit_image(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.
 
 def _to_pixels(image: Image.Image) -> NDArray[np.float32]:
     pixels = np.empty((image.height, image.width, 3), np.float32)
-    for top in range(0, image.height, 256):  # in strips: the bytes of a large picture never exist twice
-        strip = image.crop((0, top, image.width, min(top + 256, image.height)))
-        np.divide(np.asarray(strip), np.float32(255), out=pixels[top : top + 256], dtype=np.float32)
+    for top in range(0, image.height, STRIP):
+        strip = image.crop((0, top, image.width, min(top + STRIP, image.height)))
+        np.divide(np.asarray(strip), np.float32(255), out=pixels[top : top + STRIP], dtype=np.float32)
     return pixels
 
 
@@ -236,7 +237,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     """The picture, turned as it was taken and without transparency. `image` is changed: memory has few copies of it."""
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16 bits of grey, which Pillow's own conversion would clip at 255
-        image = Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
+        wide = np.asarray(image)
+        grey = np.empty(wide.shape, np.uint8)
+        for top in range(0, len(wide), STRIP):
+            grey[top : top + STRIP] = (wide[top : top + STRIP].clip(0, 65535) / 257).round()
+        image = Image.fromarray(grey)
     if image.has_transparency_data:
         image = image if image.mode == "RGBA" else image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image).convert("RGB")
