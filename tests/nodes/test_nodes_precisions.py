@@ -169,6 +169,7 @@ def test_what_cannot_be_is_refused_at_the_loader(comfy: ComfyUI, inputs: dict[st
         comfy.queue(with_loader(small(), **inputs))
     assert set(refused.value.errors) == {"model"}
     assert words in json.dumps(refused.value.errors["model"]["errors"])
+    assert len(refused.value.errors["model"]["errors"]) == 1
 
 
 def test_only_the_transformer_is_quantised(comfy: ComfyUI) -> None:
