@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -111,9 +111,11 @@ def stamps(folder: str, ending: str) -> list[tuple[str, int]]:
 
 def unfinished_path(seed: int) -> Path:
     """Where latents lie that are finished and have not arrived yet: what a run leaves there was interrupted by force,
-    and `python -m wan_core decode` makes a video of it."""
+    and `python -m wan_core decode` makes a video of it. In a folder that is read-only nothing is kept, and the run
+    says so."""
     folder = Path(folder_paths.get_output_directory()) / "WanCore"
-    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     return folder / f"unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{seed}.latents.safetensors"
 
 

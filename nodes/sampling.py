@@ -18,6 +18,7 @@ from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.denoise import Progress, choose_batched
+from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import MAX_STEPS, SCHEDULES, Expert, Plan
 from wan_core.sampling.presets import CHOICES, preset_plan
 from wan_core.sampling.sparsity.run import check_kernel
@@ -253,6 +254,7 @@ class WanCoreSampler(io.ComfyNode):
                 report,
                 batched=batched,
                 on_step=watcher,
+                checks=BlockChecks(host.check_interruption),
                 ahead=model.prefetch,
                 relieve=relieve,
             )

@@ -42,7 +42,7 @@ class Look:
             "told": sum(one.model_size() for one in held),
             "loaded": sum(one.loaded_size() for one in held),
             "bytes": sum(tensor.nbytes for tensor in tensors),
-            "units": sum(sum(one.units) for one in held),
+            "units": sum(sum(one.part.units) for one in held),
             "fp8": sum(tensor.numel() for tensor in tensors if "float8" in str(tensor.dtype)),
             "graphs": compilations(),
         }

@@ -24,6 +24,7 @@ from wan_core.models.wan.runners import ForwardInfo
 from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.cache.residual import residuals
 from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.pace import Pace
 from wan_core.sampling.plan import Branch, Expert, Plan, Step
 from wan_core.sampling.solvers import SOLVERS, History
 from wan_core.sampling.sparsity.run import sparse_attention
@@ -75,6 +76,7 @@ def denoise(
     *,
     batched: bool = False,
     on_step: Callable[[Progress], None] | None = None,
+    on_block: Callable[[], None] | None = None,
     ahead: Callable[[Expert, Expert, int], None] | None = None,
     relieve: Callable[[Expert], bool] | None = None,
     run_branches: RunBranches | None = None,
@@ -85,6 +87,7 @@ def denoise(
     acquire: returns an expert ready to run; called once for each phase, so that it may load or swap.
     batched: run both guidance branches as one forward (see `choose_batched`).
     on_step: called after every step; may raise to interrupt.
+    on_block: called after every block; may raise to interrupt. With it, the host is only a few blocks ahead of a GPU.
     ahead(expert, next, runs): the next `runs` runs of the blocks are the last before the next expert is acquired.
     relieve(expert): memory ran out; make room and say whether there is any. The step is then run again, from the
     latents of the one before.
@@ -96,6 +99,7 @@ def denoise(
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device, together)
     image = conditioning.concat is not None or conditioning.known is not None
+    pace = None if on_block is None else Pace(x.device, on_block)
     for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
         expert, last = (
             phase[0].expert,
@@ -105,7 +109,7 @@ def denoise(
         model = retried(partial(acquire, expert), again)
         # Sparse attention orders the tokens around everything else; residuals are kept in that order.
         with sparse_attention(model, plan, phase, tuple(x.shape[2:]), image), residuals(model, phase):
-            prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, run_branches)
+            prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, run_branches, pace)
             guided = retried(prepare, again)
             for step in phase:
                 retried(partial(guided.use_texts, step.texts), again)
@@ -163,8 +167,10 @@ class Guided:
         batch: int,
         batched: bool,
         run_branches: RunBranches | None = None,
+        after_block: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
+        self.after_block = after_block
         self.conditioning = conditioning
         self.run_branches = run_branches
         self.batched = batched and run_branches is None
@@ -223,7 +229,7 @@ class Guided:
         """The velocity of each branch that the step has."""
 
         def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
-            return ForwardInfo(step.index, branches, skip, step.sparsity)
+            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block)
 
         def forward(branch: Branch) -> Tensor:
             return self.model(inputs, time, self.text[branch], info((branch,), branch in skipped))

@@ -60,7 +60,7 @@ def measure_coverage(
                     watcher.looks = progress.step.index + 1 in looked
                 on_step(done)
 
-            denoise(plan, watched, conditioning, noise, on_step=note)
+            denoise(plan, watched, conditioning, noise, on_step=note, on_block=lambda: None)
     return {expert: watcher.result(plan.task, source, expert) for expert, watcher in watchers.items()}
 
 
