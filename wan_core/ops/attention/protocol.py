@@ -132,14 +132,14 @@ class Attention:
 
 
 class Dense(Attention):
-    """A kernel that reads all keys, as a plain function."""
+    """A kernel that reads all keys, as one or two plain functions."""
 
-    def __init__(self, attend: Attend, attend_lse: AttendLse | None = None) -> None:
+    def __init__(self, attend: Attend | None, attend_lse: AttendLse | None = None) -> None:
         self.attend, self.attend_lse = attend, attend_lse
         self.gives_lse = attend_lse is not None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
-        return self.attend(q, k, v)
+        return self.with_lse(q, k, v)[0] if self.attend is None else self.attend(q, k, v)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.attend_lse is None:

@@ -11,6 +11,7 @@ import importlib
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -91,19 +92,19 @@ class Backend:
         return self.needs.why_not(capability(device), dtype, head_dim) or self.missing()
 
 
-def _dense(module: str, attend: str, attend_lse: str | None = None) -> Callable[[], Attention]:
-    """A loader that imports `module` of this package and wraps its functions of these names."""
+def imported(module: str, name: str) -> Any:
+    """`name` of `module` of this package."""
+    return getattr(importlib.import_module(f"wan_core.ops.attention.{module}"), name)
 
-    def load() -> Attention:
-        found = importlib.import_module(f"wan_core.ops.attention.{module}")
-        return Dense(getattr(found, attend), None if attend_lse is None else getattr(found, attend_lse))
 
-    return load
+def _dense(module: str, *names: str | None) -> Callable[[], Attention]:
+    """A loader of functions of `module`: attention, and with the log-sum-exp; without the first the second serves."""
+    return lambda: Dense(*(None if name is None else imported(module, name) for name in names))  # type: ignore[arg-type]
 
 
 def _made(module: str, make: str) -> Callable[[], Attention]:
-    """A loader that imports `module` of this package and calls its function `make`."""
-    return lambda: getattr(importlib.import_module(f"wan_core.ops.attention.{module}"), make)()
+    """A loader that calls the function `make` of `module`."""
+    return lambda: imported(module, make)()
 
 
 def _torch_cudnn() -> str | None:
@@ -169,14 +170,14 @@ BACKENDS: dict[str, Backend] = {
         Backend(
             "flash3",
             "FlashAttention 3, compiled for Hopper",
-            load=_dense("flash3", "flash3", "flash3_lse"),
+            load=_dense("flash", None, "flash3"),
             needs=Needs(since=HOPPER, until=9, dtypes=HALF, head_dims=range(8, 257, 8)),
             missing=FLASH3.why_not,
         ),
         Backend(
             "flash2",
             "FlashAttention 2",
-            load=_dense("flash2", "flash2", "flash2_lse"),
+            load=_dense("flash", None, "flash2"),
             needs=Needs(since=AMPERE, dtypes=HALF, head_dims=range(8, 257, 8)),
             missing=FLASH2.why_not,
         ),

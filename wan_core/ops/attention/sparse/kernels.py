@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wan_core.ops.attention.library import Library
-from wan_core.ops.attention.registry import AMPERE, HALF, HOPPER, AttentionError, Needs, capability
+from wan_core.ops.attention.registry import AMPERE, HALF, HOPPER, AttentionError, Needs, capability, imported
 from wan_core.ops.attention.sparse.routing import Route
 
 Run = Callable[[Any, Any, Any, Route, int], tuple[Tensor, Tensor]]
@@ -46,34 +47,8 @@ class SparseKernel:
         return self.needs.why_not(capability(device), dtype, head_dim) or self.missing()
 
 
-def _reference() -> Run:
-    from wan_core.ops.attention.sparse.reference import sparse_reference
-
-    return sparse_reference
-
-
-def _flex() -> Run:
-    from wan_core.ops.attention.sparse.flex import sparse_flex
-
-    return sparse_flex
-
-
-def _cudnn() -> Run:
-    from wan_core.ops.attention.sparse.cudnn import sparse_bf16
-
-    return sparse_bf16
-
-
-def _cudnn_fp8() -> Run:
-    from wan_core.ops.attention.sparse.cudnn import sparse_fp8
-
-    return sparse_fp8
-
-
 def _why_not_fp8() -> str | None:
-    from wan_core.ops.attention.sparse.cudnn import why_not_fp8
-
-    return CUDNN_SPARSE.why_not() or why_not_fp8()
+    return CUDNN_SPARSE.why_not() or imported("sparse.cudnn", "why_not_fp8")()
 
 
 KERNELS: dict[str, SparseKernel] = {
@@ -82,7 +57,7 @@ KERNELS: dict[str, SparseKernel] = {
         SparseKernel(
             "cudnn-fp8",
             "cuDNN frontend, FP8, blocks of 128",
-            _cudnn_fp8,
+            partial(imported, "sparse.cudnn", "sparse_fp8"),
             Needs(since=HOPPER, until=9, dtypes=HALF, head_dims=(128,)),
             _why_not_fp8,
             fp8=True,
@@ -91,18 +66,21 @@ KERNELS: dict[str, SparseKernel] = {
         SparseKernel(
             "cudnn",
             "cuDNN frontend, bf16, blocks of 128",
-            _cudnn,
+            partial(imported, "sparse.cudnn", "sparse_bf16"),
             Needs(since=HOPPER, until=12, dtypes=HALF, head_dims=(64, 128)),
             CUDNN_SPARSE.why_not,
         ),
         SparseKernel(
             "flex",
             "torch's FlexAttention, blocks of 128",
-            _flex,
+            partial(imported, "sparse.flex", "sparse_flex"),
             Needs(since=AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)),
         ),
         SparseKernel(
-            "math", "the formula, blocks of any length: for tests and small videos", _reference, any_block=True
+            "math",
+            "the formula, blocks of any length: for tests and small videos",
+            partial(imported, "sparse.reference", "sparse_reference"),
+            any_block=True,
         ),
     )
 }
