@@ -90,19 +90,13 @@ def set_attention(model: WanModel, attend: Attention) -> None:
         block.self_attn.attend = attend
 
 
-def why_not_compile(device: torch.device) -> str | None:
-    """Why blocks cannot be compiled for `device`; None where they can."""
-    if device.type == "cuda":
-        reason = fused.why_not(device)
-        return None if reason is None else f"torch compiles for GPUs with Triton. {reason}"
-    if not any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++", "cl")):
-        return "torch compiles for a CPU with a C++ compiler, and none is found: install g++ or clang, or set CXX"
-    return None
-
-
 def check_compile(compile: str, device: torch.device) -> None:
     """Raise OptionError where `compile` asks for what cannot be done on `device`."""
-    reason = why_not_compile(device) if compile != "off" else None
+    reason = None
+    if compile != "off" and device.type == "cuda":
+        reason = (why := fused.why_not(device)) and f"torch compiles for GPUs with Triton. {why}"
+    elif compile != "off" and not any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++", "cl"))):
+        reason = "torch compiles for a CPU with a C++ compiler, and none is found: install g++ or clang, or set CXX"
     if reason is not None:
         raise OptionError(
             f"compile {compile!r} cannot run on {device}: {reason}. Leave it off: it saves launches only."

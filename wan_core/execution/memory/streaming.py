@@ -15,9 +15,9 @@ On a CPU the same happens with plain copies and without waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class Handover:
 
     heir: HostWeights
     runs: int
-    now: bool = field(default=False)  # the last of them is running
+    now: bool = False  # the last of them is running
 
 
 def spread(blocks: int, resident: int) -> list[int]:
@@ -65,9 +65,9 @@ def spread(blocks: int, resident: int) -> list[int]:
     return [(2 * i + 1) * blocks // (2 * streamed) for i in range(streamed)]
 
 
-def stage_bytes(shelf_layout: list[int], resident: int | None) -> int:
+def stage_bytes(units: Sequence[int], resident: int | None) -> int:
     """Device memory of a stage for units of so many bytes, the rest first; resident None: all blocks stay."""
-    rest, blocks = shelf_layout[0], shelf_layout[1:]
+    rest, *blocks = units
     streamed = spread(len(blocks), len(blocks) if resident is None else resident)
     kept = rest + sum(nbytes for i, nbytes in enumerate(blocks) if i not in streamed)
     return kept + SLOTS * max((blocks[i] for i in streamed), default=0)
