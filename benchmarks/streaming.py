@@ -33,7 +33,7 @@ from benchmarks.rows import Row, guarded
 from benchmarks.turns import turns_rows
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.random import random_module
-from wan_core.execution.memory.host_weights import Shelf
+from wan_core.execution.memory.host_weights import HostWeights
 from wan_core.execution.memory.planning import (
     Sizes,
     beside_weights,
@@ -94,9 +94,7 @@ class Streaming:
         self.attend = resolve_attention("auto", device, self.dtype, self.model.config.head_dim)[1]
         optimize(self.model, attend=self.attend, graphs=False)
         self.cases = [make_case(self.model, size, self.stride) for size in sizes]
-        begin = time.perf_counter()
-        self.shelf = Shelf(self.model, lock=self.cuda)
-        self.shelve_seconds = time.perf_counter() - begin
+        self.weights = HostWeights(self.model, lock=self.cuda)
         self.stage: Stage | None = None
         self.exact: dict[str, torch.Tensor] = {}
         self.seconds: dict[str, float] = {}
@@ -138,13 +136,13 @@ class Streaming:
 
         def prepare():
             assert self.stage is not None
-            self.stage.use(self.shelf)
+            self.stage.use(self.weights)
             texts = [self.model.prepare_text(context) for context in case.contexts]
             return lambda: self.model(case.x, case.timestep, texts[0])
 
         measured = measure(prepare, self.device, self.runs)
-        planned = self.stage.nbytes(self.shelf) + beside.denoise
-        row: Row = {"tokens": case.tokens, **measured.numbers(), "host_gib": round(self.shelf.nbytes / GIB, 3)}
+        planned = self.stage.nbytes(self.weights) + beside.denoise
+        row: Row = {"tokens": case.tokens, **measured.numbers(), "host_gib": round(self.weights.nbytes / GIB, 3)}
         row["resident_blocks"] = len(self.model.blocks) if resident is None else resident
         row["planned_gib"] = round(planned / GIB, 3)
         if measured.peak:
@@ -187,8 +185,8 @@ class Streaming:
     @torch.no_grad()
     def _switch(self, other: WanModel, case: Case, policy: Any, resident: int, ahead: bool) -> Row:
         residency = Residency(self.device, policy, resident_blocks=resident)
-        residency.adopt("high", self.shelf)
-        residency.adopt("low", self.other_shelf(other))
+        residency.adopt("high", self.weights)
+        residency.adopt("low", self.other_weights(other))
         seconds = []
         for _ in range(2):  # the first allocates
             model = cast(WanModel, residency.use("high"))
@@ -207,9 +205,9 @@ class Streaming:
         make_room(self.device)
         return {"seconds": round(seconds[-1], 5), "switch_ms": round(seconds[-1] * 1000, 2)}
 
-    def other_shelf(self, other: WanModel) -> Shelf:
+    def other_weights(self, other: WanModel) -> HostWeights:
         if getattr(self, "_other", None) is None:
-            self._other = Shelf(other, lock=self.cuda)
+            self._other = HostWeights(other, lock=self.cuda)
         return self._other
 
     def _mark(self) -> Any:

@@ -22,24 +22,25 @@ from wan_core.models.vae.layers import AttentionBlock
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import T2V_A14B, DiTConfig
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import ForwardInfo
+from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.attention.registry import BACKENDS
-from wan_core.ops.attention.sparse.forward import Forward, SparseAttention, SparseBehindFp8, forward
+from wan_core.ops.attention.sparse.forward import SparseAttention, SparseBehindFp8, SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS
 from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.guidance import SplitBranches
 from wan_core.parallel.mesh import Mesh, RankMesh, even_parts, gather_parts
-from wan_core.parallel.sequence import ShardedAttend, ShardedFp8Attend, find_lse, shard_lengths
+from wan_core.parallel.sequence import ShardedAttention, ShardedTokens, check_lse, shard_lengths
 from wan_core.parallel.sharded import load_sharded_dit
 from wan_core.parallel.vae import split_pictures
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY
-from wan_core.sampling.cache.residual import Program, ResidualCache, instead_of_blocks
-from wan_core.sampling.plan import Step
-from wan_core.sampling.sparsity.run import SparseBlocks, in_tiles
+from wan_core.sampling.cache.residual import Program, ResidualCache
+from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 
 CPU = torch.device("cpu")
 CAPTION = "a red circle moving right on a blue background"
@@ -55,19 +56,35 @@ def places(mesh: str) -> tuple[int, ...]:
     return ranks.cfg.index, ranks.ring.index, ranks.ulysses.index, ranks.shard, ranks.host.size
 
 
+def sharded_attention(ranks: RankMesh, backend: str, inside: Attention | None = None) -> ShardedAttention:
+    """Of all ranks with a backend, or with what is `inside` in its place."""
+    dense = BACKENDS[backend].load()
+    check_lse(dense.gives_lse, backend, ranks.mesh)
+    return ShardedAttention(ranks, dense if inside is None else inside, dense)
+
+
+def shard_of(ranks: RankMesh, lengths: list[int]) -> slice:
+    """This rank's tokens."""
+    begin = sum(lengths[: ranks.shard])
+    return slice(begin, begin + lengths[ranks.shard])
+
+
+def group_lengths(sharded: ShardedAttention, call: AttentionCall) -> list[int]:
+    """Tokens of every rank of a ring, each with all of its Ulysses group."""
+    return list(sharded._ring(call, sharded.dense.with_lse).lengths)
+
+
 @torch.no_grad()
 def attention(mesh: str, heads: int, tokens: int, batch: int = 1, backend: str = "math", seed: int = 0) -> float:
     """The largest difference between sharded and whole attention of the same random numbers."""
     ranks = ranks_of(mesh)
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, batch, tokens, heads, 8, generator=generator)
-    lse = find_lse(backend, ranks.mesh)
-    attend = ShardedAttend(ranks, BACKENDS[backend].load(), lse)
-    attend.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
-    begin = sum(attend.lengths[: ranks.shard])
-    mine = slice(begin, begin + attend.lengths[ranks.shard])
-    out = attend(q[:, mine], k[:, mine], v[:, mine])
-    whole = gather_parts(out, attend.lengths, ranks.sequence, 1)
+    lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
+    mine = shard_of(ranks, lengths)
+    sharded = sharded_attention(ranks, backend)
+    out = sharded(q[:, mine], k[:, mine], v[:, mine], AttentionCall(lengths=lengths))
+    whole = gather_parts(out, lengths, ranks.sequence, 1)
     return float((whole - BACKENDS["math"].load()(q, k, v)).abs().max())
 
 
@@ -198,7 +215,7 @@ def frames_with_own_timesteps(mesh: str, grid: tuple[int, int, int]) -> float:
     optimize(model, attend=BACKENDS["sdpa"].load())
     whole = model(x, times, text)
     ranks = ranks_of(mesh)
-    optimize(model, attend=BACKENDS["sdpa"].load(), ranks=ranks, attend_lse=find_lse("sdpa", ranks.mesh))
+    optimize(model, attend=BACKENDS["sdpa"].load(), ranks=ranks)
     return relative(model(x, times, text), whole)
 
 
@@ -212,8 +229,8 @@ def branches(mesh: str) -> list[list[int]]:
         ran.append(branch)
         return torch.full((1, 2), 1.0 if branch == "cond" else 2.0)
 
-    both = split.run(("cond", "uncond"), forward, (1, 2))
-    one = split.run(("cond",), forward, (1, 2))
+    both = split(("cond", "uncond"), forward, (1, 2))
+    one = split(("cond",), forward, (1, 2))
     assert list(both) == ["cond", "uncond"] and list(one) == ["cond"]
     return [ran, both["cond"].tolist(), both["uncond"].tolist(), one["cond"].tolist()]
 
@@ -232,7 +249,7 @@ def fp8_forward(mesh: str) -> tuple[float, float, float]:
     attend = BACKENDS["math-fp8"].load()
     exact = optimize(model, attend=BACKENDS["math"].load())(x, time, text)
     whole = optimize(model, attend=attend)(x, time, text)
-    optimize(model, attend=attend, ranks=ranks, attend_lse=attend.with_lse if ranks.mesh.ring > 1 else None)
+    optimize(model, attend=attend, ranks=ranks)
     sharded = model(x, time, text)
     return tuple(float((a - b).norm() / exact.norm()) for a, b in ((whole, exact), (sharded, exact), (sharded, whole)))
 
@@ -261,14 +278,13 @@ def gpu_attention(mesh: str, backend: str, heads: int, tokens: int, device: str 
     shape = (3, 1, tokens, heads, 128)
     q, k, v = torch.randn(shape, generator=generator, device=ranks.device).bfloat16()
     k += 3  # a mean that FP8 has to take off
-    attend, lse = BACKENDS[backend].load(), find_lse(backend, ranks.mesh)
     exact = BACKENDS["sdpa"].load()(q.float(), k.float(), v.float())
-    sharded = ShardedAttend(ranks, attend, lse)
-    sharded.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
-    begin = sum(sharded.lengths[: ranks.shard])
-    mine = slice(begin, begin + sharded.lengths[ranks.shard])
-    out = gather_parts(sharded(q[:, mine], k[:, mine], v[:, mine]), sharded.lengths, ranks.sequence, 1)
-    return tuple(float((x.float() - exact).norm() / exact.norm()) for x in (attend(q, k, v), out))
+    lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
+    mine = shard_of(ranks, lengths)
+    sharded = sharded_attention(ranks, backend)
+    out = sharded(q[:, mine], k[:, mine], v[:, mine], AttentionCall(lengths=lengths))
+    out = gather_parts(out, lengths, ranks.sequence, 1)
+    return tuple(float((x.float() - exact).norm() / exact.norm()) for x in (sharded.dense(q, k, v), out))
 
 
 @torch.no_grad()
@@ -284,9 +300,9 @@ def gpu_forward(mesh: str, precision: str, attention: str, compile: str = "off")
     exact_model = random_module(config, device=ranks.device, dtype=torch.bfloat16)
     exact = optimize(exact_model, attend=BACKENDS["sdpa"].load(), graphs=False)(x, time, text)
     model = random_module(config, device=ranks.device, dtype=torch.bfloat16, quantization=held)
-    attend, lse = BACKENDS[attention].load(), find_lse(attention, ranks.mesh)
+    attend = BACKENDS[attention].load()
     whole = optimize(model, attend=attend, compile=compile, graphs=False)(x, time, text)
-    sharded = optimize(model, attend=attend, compile=compile, ranks=ranks, attend_lse=lse)(x, time, text)
+    sharded = optimize(model, attend=attend, compile=compile, ranks=ranks)(x, time, text)
     return tuple(float((a - b).norm() / exact.norm()) for a, b in ((whole, exact), (sharded, exact), (sharded, whole)))
 
 
@@ -294,33 +310,32 @@ def gpu_forward(mesh: str, precision: str, attention: str, compile: str = "off")
 def traffic(mesh: str, heads: int, tokens: int) -> tuple[int, int]:
     """Bytes that this rank sends for one attention in float32, heads of 8: counted, and by the formula."""
     ranks, counts = ranks_of(mesh), {"bytes": 0}
-    attend = ShardedAttend(ranks, BACKENDS["math"].load(), find_lse("math", ranks.mesh))
-    attend.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
-    n, row = attend.lengths[ranks.shard], sum(attend.row_lengths())
+    attend = sharded_attention(ranks, "math")
+    lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards)
+    call = AttentionCall(lengths=lengths)
+    groups = group_lengths(attend, call)
+    n, row = lengths[ranks.shard], groups[ranks.ring.index]
     mine = even_parts(heads, ranks.ulysses.size)[ranks.ulysses.index]
     with exchanges(counts):
-        attend(*torch.randn(3, 1, n, heads, 8))
+        attend(*torch.randn(3, 1, n, heads, 8), call)
     ulysses = 3 * n * (heads - mine) + (row - n) * mine
-    passed = [
-        length for at, length in enumerate(attend.ring_lengths()) if at != (ranks.ring.index + 1) % ranks.ring.size
-    ]
+    passed = [length for at, length in enumerate(groups) if at != (ranks.ring.index + 1) % ranks.ring.size]
     ring = 2 * mine * sum(passed) if ranks.ring.size > 1 else 0  # all parts but the one that the next rank has
     return counts["bytes"], 8 * 4 * (ulysses + ring)
 
 
 @torch.no_grad()
 def cached_tokens(mesh: str) -> tuple[int, int, bool]:
-    """Tokens whose residual this rank keeps, those of its shard, and whether the blocks are as before afterwards."""
+    """Tokens whose residual this rank keeps, those of its shard, and whether the chain is as before afterwards."""
     ranks = ranks_of(mesh)
     model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
-    optimize(model, attend=BACKENDS["sdpa"].load(), ranks=ranks, attend_lse=find_lse("sdpa", ranks.mesh))
-    before = model.run_blocks.run_shard
+    optimize(model, attend=BACKENDS["sdpa"].load(), ranks=ranks)
     cache = ResidualCache({"cond": Program(slots=1, store={0: 0}, use={})})
-    with instead_of_blocks(model, cache.around):
-        cache.expect(0, ("cond",), False)
+    with model.runners.adding(cache):
         model(torch.randn(1, 16, 5, 10, 14), torch.tensor([500.0]), torch.randn(1, 4, model.config.text_dim))
     lengths, _ = shard_lengths(5 * 5 * 7, 1, ranks.mesh.shards)
-    return cache.buffers["cond"].shape[2], lengths[ranks.shard], model.run_blocks.run_shard is before
+    left = [type(runner) for runner in model.runners.runners]
+    return cache.buffers["cond"].shape[2], lengths[ranks.shard], left == [ShardedTokens]
 
 
 @torch.no_grad()
@@ -342,37 +357,31 @@ def sparse_attention(
     drawn = torch.randn(2, 3, 2, tokens, heads, 16, generator=torch.Generator().manual_seed(tokens))
     drawn[:, 1, :, : tokens // 3] *= 2  # the keys of some ranks stand out
     tiles, rule = make_tiles(grid, block, CPU, image=True), Rule(keep, mass, floor=0.05)
-    states = [Forward(KERNELS["math"], [], tiles, [rule] * 2, pooled=pooled, reuse=reuse) for _ in range(2)]
-    backend = BACKENDS["math-fp8" if fp8 else "math"].load()
-    kind, inside = (ShardedFp8Attend, SparseBehindFp8()) if fp8 else (ShardedAttend, SparseAttention())
-    sharded = kind(ranks, backend, backend.with_lse if fp8 else find_lse("math", ranks.mesh))
-    sharded.lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards, rings=ranks.mesh.ring, block=block)
-    sharded.attend = inside
-    begin = sum(sharded.lengths[: ranks.shard])
-    mine = slice(begin, begin + sharded.lengths[ranks.shard])
+    states = [SparseForward(KERNELS["math"], [], tiles, [rule] * 2, pooled=pooled, reuse=reuse) for _ in range(2)]
+    inside = SparseBehindFp8() if fp8 else SparseAttention()
+    sharded = sharded_attention(ranks, "math-fp8" if fp8 else "math", inside)
+    lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards, rings=ranks.mesh.ring, block=block)
+    alone, split = AttentionCall(0, states[0]), AttentionCall(0, states[1], lengths)
+    mine = shard_of(ranks, lengths)
     worst, unit = 0.0, torch.ones(1)
     for qkv in drawn:
         given = [Quantized(x.to(FP8), unit) for x in qkv]
         for state in states:
-            state.layer, state.step = 0, state.step + 1
+            state.step += 1
         if fp8:
-            with forward(states[0]):
-                whole = inside.quantized(*given).data.float()
-            with forward(states[1]):
-                out = sharded.quantized(*(Quantized(x.data[:, mine], unit) for x in given)).data.float()
+            whole = inside.quantized(*given, alone).data.float()
+            out = sharded.quantized(*(Quantized(x.data[:, mine], unit) for x in given), split).data.float()
         else:
-            with forward(states[0]):
-                whole = inside(*qkv)
-            with forward(states[1]):
-                out = sharded(*qkv[:, :, mine])
-        found = gather_parts(out, sharded.lengths, ranks.sequence, 1)
+            whole = inside(*qkv, alone)
+            out = sharded(*qkv[:, :, mine], split)
+        found = gather_parts(out, lengths, ranks.sequence, 1)
         # FP8 may round the other way, which is a step of an eighth: the mean error tells more than the largest.
         error = (found - whole).norm() / whole.norm() if fp8 else (found - whole).abs().max()
         worst = max(worst, float(error))
-    return worst, unread(states[1], sharded.ring_lengths(), block)
+    return worst, unread(states[1], group_lengths(sharded, split), block)
 
 
-def unread(state: Forward, lengths: list[int], block: int) -> int:
+def unread(state: SparseForward, lengths: list[int], block: int) -> int:
     """Rows of kept choices that read nothing of some rank's keys."""
     blocks, count = [-(-length // block) for length in lengths], 0
     for _, _, route in state.routes.values():
@@ -404,18 +413,16 @@ def sparse_forward(
     x = torch.randn(1, 16, grid[0], 2 * grid[1], 2 * grid[2], generator=generator, device=ranks.device)
     text = torch.randn(1, 5, config.text_dim, generator=generator, device=ranks.device).to(dtype)
     time = torch.linspace(0, 900, grid[0], device=ranks.device)[None] if apart else torch.tensor([700.0]).to(x.device)
-    step = Step(index=0, timestep=0, sigma=0, sigma_next=0, expert="high", guidance=1, branches=("cond",), sparsity=0.5)
 
     def run(model: WanModel, kernel: str) -> Tensor:
         options = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, dense_layers=dense_layers, kernel=kernel)
-        with in_tiles(model, SparseBlocks(model, options, None, grid)) as blocks:
-            blocks.expect(step, ("cond",))
-            return model(x, time, text).float()
+        with in_tiles(model, SparseTiles(model, options, None, grid)):
+            return model(x, time, text, ForwardInfo(sparsity=0.5)).float()
 
     plain = random_module(config, device=ranks.device, dtype=dtype)
     exact = run(optimize(plain, attend=BACKENDS["sdpa"].load(), graphs=False), "auto")
     model = random_module(config, device=ranks.device, dtype=dtype, quantization=held)
-    attend, lse = BACKENDS[attention].load(), find_lse(attention, ranks.mesh)
+    attend = BACKENDS[attention].load()
     whole = run(optimize(model, attend=attend, compile=compile, graphs=False), kernel)
-    sharded = run(optimize(model, attend=attend, compile=compile, ranks=ranks, attend_lse=lse), kernel)
+    sharded = run(optimize(model, attend=attend, compile=compile, ranks=ranks), kernel)
     return tuple(float((found - exact).norm() / exact.norm()) for found in (whole, sharded))

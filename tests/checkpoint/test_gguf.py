@@ -309,7 +309,7 @@ def test_what_cannot_be_used_is_said(tmp_path: Path) -> None:
     cases = {
         "IQ2_XXS": coarse,
         "version 1": content[:4] + (1).to_bytes(4, "little") + content[8:],
-        "byte order": content[:4] + (3).to_bytes(4, "big") + content[8:],
+        "big-endian": content[:4] + (3).to_bytes(4, "big") + content[8:],
         "truncated": content[: len(content) - 3000],
     }
     for words, damaged in cases.items():

@@ -123,7 +123,8 @@ def test_graphs_and_compiled_blocks_give_the_same(files):
     prepared = model.prepare_text(text)
     for _ in range(3):
         replayed = model(x, time, prepared).float()
-    assert isinstance(model.run_blocks, GraphedBlocks) and model.run_blocks.kept
+    graphs = model.runners.find(GraphedBlocks)
+    assert graphs is not None and graphs.kept
     assert float((replayed - expected).norm() / expected.norm()) < 1e-3
     optimize(model, attend=attend, compile="blocks", graphs=False)
     before = compilations()

@@ -71,8 +71,8 @@ def test_captured_graphs_see_another_strength(precision):
     config = graphed.config
     x = torch.randn(1, config.in_channels, 5, 12, 12, generator=draw).to(CUDA)
     rows, time = torch.randn(1, 9, config.text_dim, generator=draw).to(CUDA), torch.tensor([700.0], device=CUDA)
-    blocks = vars(graphed)["run_blocks"]
-    assert isinstance(blocks, GraphedBlocks)
+    blocks = graphed.runners.find(GraphedBlocks)
+    assert blocks is not None
     with torch.no_grad():
         texts = [model.prepare_text(rows) for model in (graphed, launched)]
         for _ in range(3):

@@ -27,7 +27,7 @@ from wan_core.models.wan.families.wan.keys import diffusers_modules
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import Quantized
-from wan_core.ops.quant.lora import LoraLinear, low_rank_input
+from wan_core.ops.quant.linear import LowRank, low_rank_input
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.loras import (
     AppliedLoras,
@@ -64,6 +64,11 @@ def model(precision: str | None = None) -> WanModel:
 
 
 CONFIG = loaded().config
+
+
+def attached(net: WanModel) -> dict[str, LowRank]:
+    """The linears that have a LoRA, by name."""
+    return {n: m for n, m in net.named_modules() if isinstance(m, LowRank) and m.lora_down is not None}
 
 
 @cache
@@ -142,7 +147,7 @@ def test_every_spelling_is_the_dense_sum(modules, prefix, pair, diffusers, alpha
     net = load_dit(SOURCE, dtype=torch.float32, loras=merging([one], CPU)) if mode == "load" else model()
     if mode != "load":
         AppliedLoras.of(net).apply([one], mode)
-    assert any(isinstance(m, LoraLinear) for m in net.modules()) == (mode == "attach")
+    assert bool(attached(net)) == (mode == "attach")
     if mode != "attach":
         for name, value in sums.items():
             torch.testing.assert_close(net.get_parameter(name).data, value, atol=1e-5, rtol=0)
@@ -324,7 +329,7 @@ def test_several_share_one_pair_of_products():
     net = model()
     AppliedLoras.of(net).apply([wanted(first, 0.5, "a"), wanted(second, -1.5, "b")])
     both = net.get_submodule(LINEARS[0])
-    assert isinstance(both, LoraLinear) and both.lora_up.shape[1] == 12
+    assert isinstance(both, LowRank) and both.lora_up.shape[1] == 12
     sums = {}
     for module in LINEARS:
         value = base()[f"{module}.weight"].clone()
@@ -504,7 +509,7 @@ def test_a_strength_is_a_number_that_is_read_when_the_model_runs():
     net = model()
     loras = AppliedLoras.of(net)
     loras.apply([wanted(state, 1.0)])
-    strengths = [m.lora_strength for m in net.modules() if isinstance(m, LoraLinear)]
+    strengths = [m.lora_strength for m in attached(net).values()]
     assert len({id(t) for t in strengths}) == 1 and len(strengths) == len(LINEARS)
     full = output(net)
     tensors = {n: b.data_ptr() for n, b in net.named_buffers()}
@@ -513,10 +518,7 @@ def test_a_strength_is_a_number_that_is_read_when_the_model_runs():
     loras.apply([wanted(state, 1.0)])
     assert torch.equal(output(net), full)
     assert tensors == {n: b.data_ptr() for n, b in net.named_buffers()}  # nothing was read again
-    assert all(
-        a is b
-        for a, b in zip(strengths, (m.lora_strength for m in net.modules() if isinstance(m, LoraLinear)), strict=True)
-    )
+    assert all(a is m.lora_strength for a, m in zip(strengths, attached(net).values(), strict=True))
 
 
 @pytest.mark.parametrize("precision", [None, "fp8"])
@@ -751,7 +753,7 @@ def test_parse_of_the_command_line(tmp_path):
 def test_a_lora_leaves_other_modules_alone():
     net = model()
     AppliedLoras.of(net).apply([wanted(lora_of(["blocks.0.ffn.0"], 1))])
-    assert [n for n, m in net.named_modules() if isinstance(m, LoraLinear)] == ["blocks.0.ffn.0"]
+    assert [*attached(net)] == ["blocks.0.ffn.0"]
     assert isinstance(net.get_submodule("blocks.0.ffn.0"), nn.Linear)
 
 

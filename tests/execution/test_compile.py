@@ -1,6 +1,8 @@
-"""One compilation serves all blocks of both experts, whatever size, length and prompt."""
+"""One compilation of each part of a block serves all blocks of both experts, whatever size, length and prompt."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
@@ -10,8 +12,12 @@ from torch._dynamo.backends.debugging import aot_eager
 from wan_core.checkpoint.random import random_module
 from wan_core.execution.optimize import _constant_floats, compilations, compile_blocks, optimize
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.layers import PLAIN_PARTS
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import ForwardInfo, Place
+from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.attention.sdpa import SDPA
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.swap import Quantization
 
@@ -46,7 +52,7 @@ def test_six_sizes_and_two_experts_compile_once(quantization):
     for model, expected in zip(experts, eager, strict=True):
         for size, video in zip(SIZES, expected, strict=True):
             torch.testing.assert_close(forward(model, size), video, rtol=1e-4, atol=1e-4)
-    assert compilations() - before == 1
+    assert compilations() - before == 2  # before and after attention
 
 
 @torch.no_grad()
@@ -76,15 +82,74 @@ def test_a_block_is_traced_once():
     with dynamo.patch(specialize_float=False):
         compile_blocks(model, CPU, backend=compiler)
         forward(model, SIZES[0])
-        assert seen == [True] and not dynamo.specialize_float
+        assert seen == [True, True] and not dynamo.specialize_float
 
         def interrupted(*_):
             assert dynamo.specialize_float
             raise KeyboardInterrupt
 
-        model.blocks[0]._compiled_call_impl = _constant_floats(interrupted)
+        parts = model.blocks[0].parts
+        model.blocks[0].parts = parts._replace(before=_constant_floats(interrupted))
         with pytest.raises(KeyboardInterrupt):
             forward(model, SIZES[0])
         assert not dynamo.specialize_float
     optimize(model, attend=attend, compile="off")
-    assert all(block._compiled_call_impl is None for block in model.blocks)
+    assert all(block.parts is PLAIN_PARTS for block in model.blocks)
+
+
+class Recording(Attention):
+    """Torch's attention, and which calls it got."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def __call__(self, q, k, v, call):
+        assert not torch.compiler.is_compiling()
+        self.calls.append(call)
+        return SDPA(q, k, v, call)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_attention_is_told_its_layer_in_every_forward(compiled):
+    """No default, and no number that a compiler has seen once and kept."""
+    torch.compiler.reset()
+    attend, model = Recording(), random_module(SMALL, device=CPU, dtype=torch.float32)
+    optimize(model, attend=attend)
+    if compiled:
+        compile_blocks(model, CPU, backend="eager")
+    for size in SIZES[:3]:
+        forward(model, size)
+        assert [call.layer for call in attend.calls] == [0, 1, 2]
+        assert all(call.sparse is None and call.lengths == () for call in attend.calls)
+        attend.calls.clear()
+
+
+@torch.no_grad()
+def test_runners_are_told_the_step_and_attention_what_they_say():
+    """What a runner puts into the inputs of the blocks arrives at every layer of that forward, compiled or not."""
+
+    class Cutting:
+        name, place = "cutting", Place.SHARDS
+
+        def __init__(self):
+            self.seen = []
+
+        def __call__(self, inputs, inner):
+            self.seen.append(inputs.info)
+            return inner(dataclasses.replace(inputs, lengths=(inputs.info.step, inputs.tokens.shape[1])))
+
+    torch.compiler.reset()
+    attend, model, cutting = Recording(), random_module(SMALL, device=CPU, dtype=torch.float32), Cutting()
+    optimize(model, attend=attend)
+    compile_blocks(model, CPU, backend="eager")
+    x, text = torch.randn(1, 16, 2, 4, 4), torch.randn(1, 3, 48)
+    with model.runners.adding(cutting):
+        for step in (4, 2, 2, 7):
+            info = ForwardInfo(step, ("uncond",), sparsity=step / 10)
+            model(x, torch.tensor([900.0]), text, info)
+            assert cutting.seen[-1] == info
+            assert [(call.layer, *call.lengths) for call in attend.calls] == [(n, step, 8) for n in range(3)]
+            attend.calls.clear()
+    model(x, torch.tensor([900.0]), text)
+    assert len(cutting.seen) == 4 and attend.calls[0].lengths == ()

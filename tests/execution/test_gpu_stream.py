@@ -246,7 +246,7 @@ def fail(*_):
     if not failed:
         failed.append(1)
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-pipe.models.residency.models["low"].blocks[2].self_attn.register_forward_pre_hook(fail)
+pipe.models.residency.models["low"].blocks[2].self_attn.o.register_forward_pre_hook(fail)
 result = pipe.generate(request)
 assert failed and torch.equal(result.latents, exact), "differs"
 assert any("out of memory, going on" in note for note in result.report.notes)

@@ -5,24 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.always_sparse import AlwaysSparse
 from wan_core.checkpoint.random import random_module
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.fp8 import key_mean
+from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.attention.sdpa import math_reference
-from wan_core.ops.attention.sparse.forward import Forward, SparseAttention, SparseFp8Attention, forward
+from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward, SparseFp8Attention
 from wan_core.ops.attention.sparse.kernels import KERNELS
 from wan_core.ops.attention.sparse.reference import sparse_reference
 from wan_core.ops.attention.sparse.ring import read_around
 from wan_core.ops.attention.sparse.routing import Route, Rule, route
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels import blocked, fused
+from wan_core.ops.kernels.block_layout import Pooled, block_sizes, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group
 from wan_core.parallel.ring import Ring
-from wan_core.sampling.sparsity.run import AlwaysSparse
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -67,15 +69,12 @@ def random_route(tokens: int, heads: int, counts: bool) -> Route:
 
 def attention(kernel, tiles, rule: Rule, q, k, v, *, pooled: bool) -> torch.Tensor:
     """As a block runs it, in the precision of the kernel."""
-    with forward(Forward(kernel, [], tiles, [rule], pooled=pooled)):
-        if not kernel.fp8:
-            return SparseAttention()(q, k, v)
-        laid = blocked.quantize_heads_first(q, 128), blocked.quantize_heads_first(k, 128, key_mean(k))
-        return (
-            SparseFp8Attention(128)
-            .quantized(*laid, blocked.quantize_values(v.flatten(-2), v.shape[2], 128))
-            .dequantize()
-        )
+    call = AttentionCall(0, SparseForward(kernel, [], tiles, [rule], pooled=pooled))
+    if not kernel.fp8:
+        return SparseAttention()(q, k, v, call)
+    laid = blocked.quantize_heads_first(q, 128), blocked.quantize_heads_first(k, 128, key_mean(k))
+    values = blocked.quantize_values(v.flatten(-2), v.shape[2], 128)
+    return SparseFp8Attention(128).quantized(*laid, values, call).dequantize()
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -128,8 +127,8 @@ def test_what_is_chosen_is_read_and_the_rest_stands_in(kernel, grid, pooled):
     tiles, there = make_tiles(grid, 128, CUDA), make_tiles(grid, 128, torch.device("cpu"))
     found = attention(kernel, tiles, Rule(0.4), q, k, v, pooled=pooled)
     hosts = [t.float().cpu() for t in (q, k, v)]
-    with forward(Forward(KERNELS["math"], [], there, [Rule(0.4)], pooled=pooled)):
-        expected = SparseAttention()(*hosts)
+    state = SparseForward(KERNELS["math"], [], there, [Rule(0.4)], pooled=pooled)
+    expected = SparseAttention()(*hosts, AttentionCall(0, state))
     # FP8 may rank two blocks of random numbers the other way round: few rows differ by more than rounding.
     assert relative(found.cpu(), expected) < (0.35 if kernel.fp8 else 0.06)
 
@@ -143,12 +142,11 @@ def test_passes_match_plain_torch():
     values = blocked.quantize_values(v.flatten(-2), heads, 128)
     with fused.use("torch"):
         plain = blocked.quantize_values(v.flatten(-2), heads, 128)
-    whole = blocked.whole(values.data, 128)
-    assert whole is not None
-    assert whole.is_contiguous()
-    assert not whole[..., tokens:].float().any()
-    assert relative(values.dequantize(), plain.dequantize()) < 0.01
-    for x in (q, values.data, blocked.heads_first(q, 128)):
+    assert values.memory.shape == (1, heads, dim, 2048)
+    assert values.memory.is_contiguous()
+    assert not values.memory[..., tokens:].float().any()
+    assert relative(*(Quantized(x.data, x.scale).dequantize() for x in (values, plain))) < 0.01
+    for x in (q, values.data, heads_first(Quantized(q.to(FP8), values.scale), 128).data):
         found = blocked.pool(x, 128)
         with fused.use("torch"):
             expected = blocked.pool(x, 128)
@@ -160,9 +158,8 @@ def test_passes_match_plain_torch():
         laid = fused.head_norm_fp8(x.clone(), weight.bfloat16(), heads, 1e-6, rope, centre=centre, block=128)
         usual = fused.head_norm_fp8(x.clone(), weight.bfloat16(), heads, 1e-6, rope, centre=centre)
         assert torch.equal(laid.data.float(), usual.data.float())
-        memory = blocked.whole(laid.data, 128)
-        assert memory is not None
-        assert not memory[:, :, tokens:].float().any()
+        assert laid.memory.shape == (1, heads, 2048, dim)
+        assert not laid.memory[:, :, tokens:].float().any()
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -176,7 +173,7 @@ def test_finish_matches_plain_torch(fp8, pooled):
     chosen = route(q, k, 128, Rule(0.5), tiles.forced)
     out, lse = sparse_reference(q, k, v, chosen, 128)
     kept = chosen.kept(tiles.blocks)
-    means = blocked.Pooled(blocked.pool(k, 128)[0], blocked.pool(v, 128)[0], kept) if pooled else None
+    means = Pooled(blocked.pool(k, 128)[0], blocked.pool(v, 128)[0], kept) if pooled else None
     scale = torch.full((1,), 0.01, device=CUDA) if fp8 else None
     given = {"pads": -tokens % 128, "tail": kept[..., -1], "pooled": means, "scale": scale}
     found = blocked.finish(out.clone(), lse, q, 128, **given)  # which it may write over
@@ -217,7 +214,7 @@ def test_a_forward_is_close_to_dense(precision, backend, compile):
         AlwaysSparse.install(model, 0.999)
         poison()
         whole = model(x, time, text)
-        del model.run_blocks
+        AlwaysSparse.remove(model)
         optimize(model, attend=resolve_attention(backend, CUDA, torch.bfloat16, 128)[1], compile=compile)
         AlwaysSparse.install(model, 0.5)
         half = model(x, time, text)
@@ -242,12 +239,12 @@ def test_what_was_chosen_is_read_part_by_part(kernel, keep, pooled):
         pytest.skip("a ring has no such kernel")
     tokens, tiles = 4340, make_tiles((7, 20, 31), 128, CUDA)
     q, k, v = qkv(tokens)
-    chosen, sizes = route(q, k, 128, Rule(keep), tiles.forced), blocked.block_sizes(tokens, 128, CUDA)
+    chosen, sizes = route(q, k, 128, Rule(keep), tiles.forced), block_sizes(tokens, 128, CUDA)
     kept = chosen.kept(tiles.blocks)
     means = blocked.pool(k, 128)[0], blocked.pool(v, 128)[0]
     out, lse = sparse_reference(q.float(), k.float(), v.float(), chosen, 128)
     with fused.use("torch"):
-        pools = blocked.Pooled(*means, kept) if pooled else None
+        pools = Pooled(*means, kept) if pooled else None
         exact = blocked.finish(out, lse, q.float(), 128, pooled=pools)
     lengths = [12 * 128, 11 * 128, tokens - 23 * 128]
     found, nothing = [], 0
@@ -260,7 +257,7 @@ def test_what_was_chosen_is_read_part_by_part(kernel, keep, pooled):
         ring = Here(Group(None, (0,), 0), lengths, lambda *_: (q, q))
         out, lse = read_around(kernel.load(), mine, k, v, some, 128, ring)
         assert lse.isfinite().all()
-        pools = blocked.Pooled(*means, kept[:, :, rows], sizes) if pooled else None
+        pools = Pooled(*means, kept[:, :, rows], sizes) if pooled else None
         found.append(blocked.finish(out, lse, mine, 128, pooled=pools))
     assert nothing > 0 or keep > 0.1
     assert relative(torch.cat(found, 1), exact) < 0.015

@@ -187,7 +187,7 @@ def test_damage_is_said(tmp_path: Path, fmt: str) -> None:
     missing = {name: t for name, t in state.items() if name != f"{one}.weight_scale"}
     cases = {
         "is missing": missing,
-        "do not fit": state | {f"{one}.weight_scale": torch.zeros(128, 4, dtype=torch.uint8)},
+        "do not match": state | {f"{one}.weight_scale": torch.zeros(128, 4, dtype=torch.uint8)},
         "parts": state | {f"{one}.weight": torch.zeros(256, 128)},
         "quantised": state | {f"{one}.weight_scale_3": torch.ones(()), f"{one}.weight_scale_inv": torch.ones(())},
     }

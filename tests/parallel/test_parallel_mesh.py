@@ -20,7 +20,7 @@ from wan_core.ops.attention.sparse.kernels import SparseKernel
 from wan_core.parallel.costs import H200, all_meshes, choose_mesh, forward_seconds, shares_read
 from wan_core.parallel.mesh import Mesh, even_parts
 from wan_core.parallel.ring import merge
-from wan_core.parallel.sequence import check_mesh, find_lse, shard_lengths
+from wan_core.parallel.sequence import check_lse, check_mesh, shard_lengths
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.run import ring_note
 from wan_core.sampling.sparsity.schedule import sparsify
@@ -158,10 +158,12 @@ def test_the_choice_uses_all_gpus_and_no_other_mesh_is_much_faster(gpus, config,
 
 def test_a_ring_needs_a_backend_with_a_log_sum_exp():
     for name, backend in BACKENDS.items():
-        if backend.lse is None:
-            with pytest.raises(OptionError, match="log-sum-exp"):
-                find_lse(name, Mesh(1, 2, 1))
-        assert find_lse(name, Mesh(2, 1, 4)) is None
+        if backend.gives_lse:
+            check_lse(True, name, Mesh(1, 2, 1))
+        else:
+            with pytest.raises(OptionError, match=f"'{name}' gives no log-sum-exp"):
+                check_lse(False, name, Mesh(1, 2, 1))
+        check_lse(backend.gives_lse, name, Mesh(2, 1, 4))
     assert all(mesh.ring == 1 for mesh in all_meshes(4, T2V_A14B, 75_600, rings=False))
 
 

@@ -15,6 +15,7 @@ from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT
 from wan_core.cli import main
 from wan_core.media.shapes import draw, held_out, parse_caption
 from wan_core.media.video import read_video
+from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline.evaluate.calibrate import calibrate, record
 from wan_core.pipeline.evaluate.compare import compare, gmsd, pareto, summary
 from wan_core.pipeline.evaluate.pictures import draw_curve, draw_quality, preset_plans, side_by_side
@@ -48,7 +49,8 @@ def test_recorded_ratios_are_those_of_the_residuals():
             grid = model.token_grid(x)
             tokens, (time, modulation) = model.embed_patches(x, grid), model.embed_time(t)
             text = model.prepare_text(getattr(TEXT, branch))
-            after = model.run_blocks(tokens, modulation, model.rope(grid, x.device), text)
+            given = (tokens, modulation, model.rope(grid, x.device), text, ForwardInfo(), grid)
+            after = model.run_blocks(BlockInputs(*given))
             norm = (after - tokens).norm(dim=-1)
             if branch in last:
                 assert ratios[step.index, branch] == pytest.approx(float((norm / last[branch]).mean()), rel=1e-3)
@@ -56,7 +58,7 @@ def test_recorded_ratios_are_those_of_the_residuals():
             found[branch] = model.unpatchify(model.head(after, time), grid)
         velocity = found["uncond"] + step.guidance * (found["cond"] - found["uncond"])
         x = x + velocity * (step.sigma_next - step.sigma)
-    assert all("run_blocks" not in vars(model) for model in EXPERTS.values()), "the recorder is gone"
+    assert all(model.runners.runners == [] for model in EXPERTS.values()), "the recorder is gone"
     curve = calibrate(plan, [ratios, {k: v + 0.2 for k, v in ratios.items()}], "test", [3, 1])
     assert curve.high_steps == 6 and curve.samples == 4
     assert curve.cond[3] == pytest.approx(ratios[3, "cond"] + 0.05), "every video counts the same, not every batch"

@@ -13,17 +13,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.always_sparse import AlwaysSparse
+from tests.ops.test_sparse import whole_block_kernel
 from wan_core.checkpoint import load_dit
 from wan_core.config import LoadOptions, OptionError, Request, SparseOptions
-from wan_core.execution.optimize import compile_blocks, set_attention
+from wan_core.execution.optimize import compile_blocks, optimize, set_attention
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.layers import PLAIN_PARTS
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.runners import BlockInputs, ForwardInfo
+from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.attention.registry import BACKENDS, AttentionError
-from wan_core.ops.attention.sdpa import sdpa
+from wan_core.ops.attention.sdpa import SDPA
 from wan_core.ops.attention.sparse import forward as sparse_forward
-from wan_core.ops.attention.sparse.forward import SparseAttention
+from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward
+from wan_core.ops.attention.sparse.kernels import SparseKernel
 from wan_core.ops.attention.sparse.routing import Route, Rule, choose
 from wan_core.ops.kernels import fused
+from wan_core.ops.kernels.block_layout import Blocked
 from wan_core.ops.kernels.formats import Quantized
 from wan_core.pipeline import pipeline
 from wan_core.pipeline.builder import TINY
@@ -36,6 +44,7 @@ from wan_core.sampling.cache.skipping import leave_out, skip_forwards, skip_word
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
+from wan_core.sampling.sparsity import run as sparsity_run
 from wan_core.sampling.sparsity.budgets import (
     SHARES,
     Coverage,
@@ -45,7 +54,7 @@ from wan_core.sampling.sparsity.budgets import (
     read_coverage,
     write_coverage,
 )
-from wan_core.sampling.sparsity.run import AlwaysSparse, SparseBlocks, in_tiles
+from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 from wan_core.sampling.sparsity.schedule import (
     PRESETS,
     attention_share,
@@ -272,7 +281,7 @@ def test_nothing_stays_behind(experts: dict[str, WanModel]) -> None:
     with pytest.raises(Stop), torch.no_grad():
         denoise(sparse_plan("0.5/0"), experts.__getitem__, conditioned(model.config), noise, on_step=stop)  # type: ignore[arg-type]
     assert [block.self_attn.attend for block in model.blocks] == attends
-    assert "run_blocks" not in vars(model)
+    assert model.runners.runners == []
 
 
 def test_the_same_seed_gives_the_same_video_and_a_route_may_be_used_again(experts: dict[str, WanModel]) -> None:
@@ -288,12 +297,17 @@ def test_a_choice_is_for_computed_steps_that_read_as_much(
     """Steps that a cache skips do not count, and where the ramp ends blocks are chosen anew."""
     made: list[tuple[int, float]] = []  # computed steps of the phase until then, share of the blocks
 
+    route, asked = SparseForward.route, []
+
+    def asking(self: SparseForward, *given: object) -> Route:
+        asked.append(self.step)
+        return route(self, *given)  # type: ignore[arg-type]
+
     def counting(scores: torch.Tensor, rule: Rule, *rest: torch.Tensor) -> Route:
-        state = sparse_forward.running.get()
-        assert state is not None
-        made.append((state.step, rule.keep))
+        made.append((asked[-1], rule.keep))
         return choose(scores, rule, *rest)
 
+    monkeypatch.setattr(SparseForward, "route", asking)
     monkeypatch.setattr(sparse_forward, "choose", counting)
     cached = leave_out(make_plan(task="t2v-tiny", steps=20), parse_setting("taylorseer:2/1/0.2"), None)
     plan = sparsify(cached, parse_sparse("0.75/0:ramp0.25:reuse2"))
@@ -315,16 +329,16 @@ def test_a_choice_is_for_computed_steps_that_read_as_much(
 def test_tokens_are_put_into_tiles_where_they_are(experts: dict[str, WanModel]) -> None:
     """Who calls holds them until the blocks are done: a copy would be the largest tensor of a forward, twice."""
     model = experts["high"]
-    blocks = SparseBlocks(model, parse_sparse("0.5/0"), None, (3, 5, 7))
+    tiles = SparseTiles(model, parse_sparse("0.5/0"), None, (3, 5, 7))
     tokens = torch.randn(2, 105, 8)
     given, seen = tokens.clone(), []
 
-    def run_shard(x: torch.Tensor, *_: object) -> torch.Tensor:
-        seen.append((x.data_ptr(), x.clone()))
-        return x
+    def inner(inputs: BlockInputs) -> torch.Tensor:
+        seen.append((inputs.tokens.data_ptr(), inputs.tokens.clone()))
+        return inputs.tokens
 
-    blocks.run_shard = run_shard
-    found = blocks(tokens, torch.zeros(2, 1, 6, 8), torch.zeros(105, 1, 4, 2), None)  # type: ignore[arg-type]
+    modulation, rope = torch.zeros(2, 1, 6, 8), torch.zeros(105, 1, 4, 2)
+    found = tiles(BlockInputs(tokens, modulation, rope, PreparedText(()), ForwardInfo(), (3, 5, 7)), inner)
     assert seen[0][0] == tokens.data_ptr()
     assert not torch.equal(seen[0][1], given)
     assert torch.equal(found, given)
@@ -334,7 +348,7 @@ def test_tokens_are_put_into_tiles_where_they_are(experts: dict[str, WanModel]) 
 def test_while_attention_runs_nobody_holds_the_norm_before_it(
     experts: dict[str, WanModel], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    attention = experts["high"].blocks[0].self_attn
+    block = experts["high"].blocks[0]
     backend, norm, made = BACKENDS[name].load(), fused.norm, []
 
     def noting(*given: object) -> object:
@@ -342,36 +356,39 @@ def test_while_attention_runs_nobody_holds_the_norm_before_it(
         made.append(weakref.ref(found))
         return found
 
-    class Looking:
-        def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            assert made[0]() is None
-            return backend(q, k, v)
+    class Looking(Attention):
+        takes_fp8, asked = backend.takes_fp8, 0
 
-    class LookingFp8(Looking):
-        def quantized(self, *given: Quantized) -> Quantized:
+        def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
             assert made[0]() is None
-            return backend.quantized(*given)  # type: ignore[attr-defined]
+            Looking.asked += 1
+            return backend(q, k, v, call)
+
+        def quantized(self, q: Quantized, k: Quantized, v: Quantized, call: AttentionCall) -> Quantized:
+            assert made[0]() is None
+            Looking.asked += 1
+            return backend.quantized(q, k, v, call)
 
     monkeypatch.setattr(fused, "norm", noting)
-    monkeypatch.setattr(attention, "attend", LookingFp8() if name == "math-fp8" else Looking())
+    monkeypatch.setattr(block.self_attn, "attend", Looking())
     dim, head = experts["high"].config.dim, experts["high"].config.head_dim
     rope = experts["high"].rope((1, 2, 3), CPU)
     assert rope.shape == (6, 1, head // 2, 2)
-    ones = torch.ones(1, 1, dim)
     with torch.no_grad():
-        found = attention(torch.randn(1, 6, dim), ones, ones, 1e-6, rope)
+        prompt = block.cross_attn.kv(torch.randn(1, 4, dim))
+        found = block(torch.randn(1, 6, dim), torch.zeros(1, 1, 6, dim), rope, prompt)
     assert found.shape == (1, 6, dim)
-    assert len(made) == 1
+    assert len(made) == Looking.asked == 1
 
 
 def test_dense_layers_read_everything(experts: dict[str, WanModel]) -> None:
     layers = experts["high"].config.num_layers
     dense = run(experts, make_plan(task="t2v-tiny", steps=4))
     assert difference(run(experts, sparse_plan(f"0.75/0/{layers}", 4)), dense) < 1e-4
-    one = SparseBlocks(experts["high"], parse_sparse("0.75/0/2"), None, (3, 5, 7))
+    one = SparseTiles(experts["high"], parse_sparse("0.75/0/2"), None, (3, 5, 7))
     assert [rule is None for rule in one.rules(0.75)] == [True, True] + [False] * (layers - 2)
     keeps = [0.1 * (n + 1) for n in range(layers)]
-    shared = SparseBlocks(experts["high"], parse_sparse("0.75/0"), keeps, (3, 5, 7))
+    shared = SparseTiles(experts["high"], parse_sparse("0.75/0"), keeps, (3, 5, 7))
     assert [rule.keep for rule in shared.rules(0.75) if rule] == keeps
 
 
@@ -384,44 +401,51 @@ def test_modulation_by_frame_stays_with_its_tokens(experts: dict[str, WanModel])
     step = sparse_plan("0.001/0").steps[0]
     with torch.no_grad():
         dense = model(x, times, text)
-        with in_tiles(model, SparseBlocks(model, parse_sparse("0.001/0"), None, (3, 5, 7), image=True)) as blocks:
-            blocks.expect(step, ("cond",))
-            found = model(x, times, text)
+        with in_tiles(model, SparseTiles(model, parse_sparse("0.001/0"), None, (3, 5, 7), image=True)):
+            found = model(x, times, text, ForwardInfo(sparsity=step.sparsity))
     assert difference(found, dense) < 1e-4
 
 
 def test_what_decorates_attention_keeps_its_place(experts: dict[str, WanModel]) -> None:
-    """Sparse attention goes beneath what moves tokens between devices: whatever has an attribute `attend`."""
+    """Sparse attention goes inside what moves tokens between devices: in the place of its `local`."""
 
-    class Around:
+    class Around(Attention):
         calls = 0
 
-        def __init__(self, attend: object) -> None:
-            self.attend = attend
+        def __init__(self, local: Attention) -> None:
+            self._local = local
 
-        def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        @property
+        def local(self) -> Attention:
+            return self._local
+
+        def around(self, local: Attention) -> Around:
+            return Around(local)
+
+        def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
             Around.calls += 1
-            return self.attend(q, k, v)  # type: ignore[operator]
+            return self._local(q, k, v, call)
 
     model = experts["high"]
-    around = Around(sdpa)
+    around = Around(SDPA)
     plain_video = run(experts, sparse_plan("0.5/0", 3))
     before = Around.calls
     for each in experts.values():
         set_attention(each, around)
     try:
         found = run(experts, sparse_plan("0.5/0", 3))
-        assert isinstance(model.blocks[0].self_attn.attend, Around)
-        assert around.attend is sdpa
+        assert model.blocks[0].self_attn.attend is around
+        assert around.local is SDPA
     finally:
         for each in experts.values():
-            set_attention(each, sdpa)
+            set_attention(each, SDPA)
     assert Around.calls > before
     assert torch.equal(found, plain_video)
 
 
 def test_a_compiled_block_is_one_for_all_layers() -> None:
-    """Layers and sparsities are not arguments of what is compiled: one graph dense, one sparse."""
+    """Layers and sparsities are not arguments of what is compiled: before attention one graph for dense steps and one
+    for sparse ones, and one after it."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -434,10 +458,46 @@ def test_a_compiled_block_is_one_for_all_layers() -> None:
     before = counters["stats"]["unique_graphs"]
     found = run(experts, sparse_plan("0.5/0.3", 4))
     assert difference(found, plain_video) < 1e-4
-    assert counters["stats"]["unique_graphs"] - before <= 3
+    assert counters["stats"]["unique_graphs"] - before == 3
     after = counters["stats"]["unique_graphs"]
     run(experts, sparse_plan("0.75/0.3/1", 4))
     assert counters["stats"]["unique_graphs"] == after
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_fp8_goes_from_the_projection_to_the_kernel_in_whole_blocks(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a kernel that reads FP8 memory in whole blocks, as cuDNN's does: what a block writes, compiled or not, is
+    what it reads."""
+    torch.compiler.reset()
+    model = load_dit(TINY / "t2v_high.safetensors", device=CPU, dtype=torch.float32)
+    asked: list[Blocked] = []
+
+    def kernel(q: Blocked, k: Blocked, v: Blocked, route: Route, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(v)
+        return whole_block_kernel(q, k, v, route, block)
+
+    found_kernel = SparseKernel("whole blocks", "", lambda: kernel, fp8=True, any_block=True, counts=False)
+    monkeypatch.setattr(sparsity_run, "find_kernel", lambda *_, **__: found_kernel)
+    text = model.prepare_text(conditioned(model.config).cond)
+    x, time = torch.randn(1, 16, 3, 10, 14, generator=torch.Generator().manual_seed(5)), torch.tensor([900.0])
+    dense = optimize(model, attend=BACKENDS["math-fp8"].load())(x, time, text)
+    if compiled:
+        compile_blocks(model, CPU, backend="aot_eager")
+    for sparsity, allowed in ((0.001, 0.06), (0.5, 0.5)):
+        tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0), None, (3, 5, 7))
+        with in_tiles(model, tiles):
+            found = model(x, time, text, ForwardInfo(sparsity=sparsity))
+            if compiled:
+                for block in model.blocks:
+                    block.parts = PLAIN_PARTS
+                assert difference(found, model(x, time, text, ForwardInfo(sparsity=sparsity))) < 1e-3
+                compile_blocks(model, CPU, backend="aot_eager")
+        assert difference(found, dense) < allowed
+    assert all(v.channels_first and v.tokens == 105 and v.memory.shape[-1] % tiles.block == 0 for v in asked)
+    assert 105 % tiles.block, "the last block is not full"
 
 
 def test_single_forwards_can_be_sparse(experts: dict[str, WanModel]) -> None:
@@ -475,6 +535,6 @@ def test_coverage_of_the_embedded_model(experts: dict[str, WanModel]) -> None:
                 assert all(a <= b + 0.02 for a, b in pairwise(head))
                 assert head[-1] == pytest.approx(1, abs=1e-3)
                 assert head[SHARES.index(0.5)] > 0.5
-    assert "run_blocks" not in vars(experts["high"])
+    assert experts["high"].runners.runners == []
     assert words(found).count("\n") == 6
     assert draw_coverage(found).size == (960, 540)

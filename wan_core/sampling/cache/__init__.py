@@ -2,6 +2,6 @@
 
 A policy takes a `Plan` and returns a `Plan` with marked steps (`magcache`, `taylorseer`, `guidance`, `adaptive`);
 `skipping` applies the requested ones in order. `residual` turns the marks into what is stored and
-what is read at each step, and puts itself in the place of `WanModel.run_blocks` while a phase runs. What a skipped step
-costs is the patch embedding, one sum and the head.
+what is read at each step, and is a runner around the blocks (`wan_core.models.wan.runners`) while a phase runs. A
+skipped step costs the patch embedding, one sum and the head.
 """
