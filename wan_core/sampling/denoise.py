@@ -35,10 +35,7 @@ BATCHED_TOKENS = 1024
 
 Made = TypeVar("Made")
 
-RunBranches = Callable[
-    [Sequence[Branch], Callable[[Branch], Tensor], tuple[int, ...]],
-    dict[Branch, Tensor],
-]
+RunBranches = Callable[[Sequence[Branch], Callable[[Branch], Tensor], tuple[int, ...]], dict[Branch, Tensor]]
 """(branches, forward of a branch, shape of a velocity) -> the velocity of every branch, float32."""
 
 
@@ -96,10 +93,8 @@ def denoise(
     watch = FiniteWatch(len(plan.steps), x.device, together)
     image = conditioning.concat is not None or conditioning.known is not None
     for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
-        expert, last = (
-            phase[0].expert,
-            last_runs(phase, batched or run_branches is not None),
-        )  # each rank runs one branch
+        expert = phase[0].expert
+        last = last_runs(phase, batched or run_branches is not None)  # each rank runs one branch
         again = None if relieve is None else partial(relieve, expert)
         model = retried(partial(acquire, expert), again)
         # Sparse attention orders the tokens around everything else; residuals are kept in that order.
@@ -172,15 +167,14 @@ class Guided:
             if conditioning.uncond is None:
                 raise ValueError("the plan guides with a negative prompt, but none was encoded")
             rows.append(conditioning.uncond)
-        features = stack_features(conditioning.image_features, batch, len(rows))
+        features = conditioning.image_features  # [1 or B, N, D]; both branches see the image
+        if features is not None:
+            features = features.expand(batch, -1, -1).repeat(len(rows), 1, 1)
         self.both = model.prepare_text(stack_text(rows, batch), features)  # cond before uncond along the batch
         self.text = {"cond": self.both.rows(0, batch), "uncond": self.both.rows(batch, 2 * batch)}
-        adaptive = plan.adaptive is not None and any(step.action == "adaptive" for step in phase)
-        self.adaptive = (
-            Adaptive(plan.adaptive, len(plan.steps), self.both.keys_values[0][0].device)
-            if adaptive and plan.adaptive
-            else None
-        )
+        self.adaptive = None
+        if plan.adaptive is not None and any(step.action == "adaptive" for step in phase):
+            self.adaptive = Adaptive(plan.adaptive, len(plan.steps), self.both.keys_values[0][0].device)
 
     def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
         """float32 [B, C, T, Y, X], and how many forwards ran; guidance arithmetic in float32, because it amplifies a
@@ -230,11 +224,6 @@ def stack_text(rows: list[Tensor], batch: int) -> Tensor:
     itself pads."""
     longest = max(r.shape[1] for r in rows)
     return torch.cat([F.pad(r, (0, 0, 0, longest - r.shape[1])).expand(batch, -1, -1) for r in rows])
-
-
-def stack_features(features: Tensor | None, batch: int, branches: int) -> Tensor | None:
-    """CLIP features [1 or B, N, D] -> [branches * B, N, D]: both branches see the image."""
-    return None if features is None else features.expand(batch, -1, -1).repeat(branches, 1, 1)
 
 
 def model_inputs(x: Tensor, timestep: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:
