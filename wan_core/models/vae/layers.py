@@ -37,21 +37,13 @@ class Chunk:
 
 
 class PictureStrip(Protocol):
-    """A strip of a picture that several ranks compute together, with access to the other ranks' strips."""
+    """A strip of a picture that several ranks compute together: see `wan_core.parallel.vae.Strip`."""
 
     axis: int  # the axis of [B, C, T, Y, X] that is divided: 3 or 4
 
-    def widen(self, x: Tensor, before: int, after: int) -> Tensor:
-        """x with `before` and `after` more positions along the axis: the neighbours', or zeros at an edge."""
-        ...
-
-    def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]:
-        """A convolution's padding, with 0 for the axis."""
-        ...
-
-    def keys(self, x: Tensor) -> Tensor:
-        """[P, positions, C] of this strip -> those of all strips."""
-        ...
+    def widen(self, x: Tensor, before: int, after: int) -> Tensor: ...
+    def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]: ...
+    def keys(self, x: Tensor) -> Tensor: ...
 
 
 class CausalConv3d(nn.Conv3d):

@@ -172,7 +172,7 @@ class Block(nn.Module):
         """x + gate * the feed-forward of its norm h. In two halves where there are many tokens: the hidden layer is the
         largest tensor of a forward, and half of it still fills the device. Not in a compiled block, where a limit would
         be a reason to compile again."""
-        split = x.shape[:1] == gate.shape[:1] == (1,) and gate.shape[1] == 1 and fused.overwrites(x)
+        split = x.shape[:1] == gate.shape[:1] == (1,) and gate.shape[1] == 1 and fused.runs_kernel(x)
         if torch.compiler.is_compiling() or not split or x.shape[1] < HALVED_TOKENS:
             return fused.residual(x, self.hidden(h), gate)
         first = x.shape[1] // 32 * 16  # products want their scales to begin at a multiple of 16 bytes
