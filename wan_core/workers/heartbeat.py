@@ -1,12 +1,9 @@
 """The thread of each rank that publishes where the rank is, and reads what the other ranks publish.
 
-Twice a second a rank writes its phase, its step and a counter into the rendezvous store. Rank 0 reads the entries of
-all ranks and sends them to the program, which so finds and names a rank that hangs.
-
-A rank that fails alone publishes its failure in the same store, under `FAILED`. Every other rank sees it with its next
-heartbeat and ends with that failure as its own reason. Without it the others would wait in an exchange until its
-timeout: the launcher ends the ranks of one host, but not those of the other hosts, and NCCL does not notice a peer
-that has ended.
+Twice a second a rank writes its phase, its step and a counter into the rendezvous store. Rank 0 sends the entries of
+all ranks to the program, which so finds and names a rank that hangs. A rank that fails alone publishes its failure
+under `FAILED`, and every other rank ends with it: the launcher ends the ranks of one host only, and NCCL does not
+notice a peer that has ended.
 """
 
 from __future__ import annotations

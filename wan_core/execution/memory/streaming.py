@@ -1,16 +1,10 @@
 """Device memory in which models take turns, and blocks that stream through it.
 
 A `Stage` holds what a transformer needs on the device: its rest and so many blocks stay, the others come through two
-slots, one copied while the other computes. A block's weights are one copy from locked host memory: at 55 GB/s, 13 ms
-for an A14B block in bf16, where the block computes for 55 ms at 480p. With all blocks resident, a stage is where
-experts take turns: while one runs for the last time, each block makes room for the same block of the next.
-
-    stage = Stage(device, resident=10)
-    stage.use(weights)          # the model's weights are on the device, or will be when they are needed
-    model.runners.weights = stage
-    model(...)                  # the loop over the blocks tells the stage which one comes next
-
-On a CPU the same happens with plain copies and without waiting.
+slots, one copied while the other computes: at 55 GB/s, 13 ms for an A14B block in bf16, which computes for 55 ms at
+480p. With all blocks resident, experts take turns: while one runs for the last time, each block makes room for the same
+block of the next. The loop over the blocks tells `model.runners.weights`, the stage, which one comes next. On a CPU the
+same happens with plain copies and without waiting.
 """
 
 from __future__ import annotations

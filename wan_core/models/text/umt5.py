@@ -108,15 +108,8 @@ class UMT5Encoder(nn.Module):
         self.apply(_initialise)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Encode a batch; never synchronises with the device.
-
-        Args:
-            ids: int64 [B, L], each below `config.vocab_size`; padding ids have no effect.
-            mask: bool [B, L], True for tokens, False for padding, which is never attended to.
-
-        Returns:
-            [B, L, dim] in the dtype of the weights; rows of padding have no meaning.
-        """
+        """ids int64 [B, L] below `config.vocab_size`, mask bool [B, L], False for padding (never attended to) ->
+        [B, L, dim] in the dtype of the weights; rows of padding have no meaning. Never synchronises with the device."""
         buckets = distance_buckets(ids.shape[1], self.config.num_buckets, self.thresholds, ids.device)
         padding = ~mask[:, None, None]
         x = self.token_embedding(ids)

@@ -49,10 +49,8 @@ class PictureStrip(Protocol):
 class CausalConv3d(nn.Conv3d):
     """Convolution whose output frame depends only on its own and earlier input frames. Zero padding in space.
 
-    Args:
-        kernel: `(time, rows, columns)`, the last two odd.
-        time_stride: number of input frames per output frame. The layer needs `lead = kernel[0] - time_stride` earlier
-            frames.
+    kernel: (time, rows, columns), the last two odd. time_stride: number of input frames per output frame. The layer
+    needs `lead = kernel[0] - time_stride` earlier frames.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel: tuple[int, int, int], time_stride: int = 1) -> None:
@@ -82,10 +80,7 @@ class CausalConv3d(nn.Conv3d):
         return x
 
     def convolve(self, extended: Tensor, chunk: Chunk) -> Tensor:
-        """Apply the kernel to the result of `extend`.
-
-        A separate function, so that a caller can free `x` before the output is allocated.
-        """
+        """Apply the kernel to the result of `extend`. Apart, so that a caller can free `x` before that."""
         weight = self.weight[:, :, -extended.shape[2] :]
         padding = cast("tuple[int, ...]", self.padding)
         if chunk.strip is not None:

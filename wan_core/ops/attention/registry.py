@@ -129,17 +129,11 @@ FLASH3 = Library(
     "compile the folder `hopper` of github.com/Dao-AILab/flash-attention",
 )
 FLASH2 = Library(
-    "flash-attn",
-    "flash_attn.flash_attn_interface",
-    "flash_attn_func",
-    "pip install --no-build-isolation flash-attn",
+    "flash-attn", "flash_attn.flash_attn_interface", "flash_attn_func", "pip install --no-build-isolation flash-attn"
 )
 SAGE = Library("sageattention", "sageattention", "sageattn", "see github.com/thu-ml/SageAttention")
 CUDNN_FRONTEND = Library(
-    "nvidia-cudnn-frontend",
-    "cudnn",
-    "pygraph.sdpa_fp8",
-    "pip install nvidia-cudnn-frontend, or 'wancore[attention]'",
+    "nvidia-cudnn-frontend", "cudnn", "pygraph.sdpa_fp8", "pip install nvidia-cudnn-frontend, or 'wancore[attention]'"
 )
 TRANSFORMER_ENGINE = Library(
     "transformer-engine",

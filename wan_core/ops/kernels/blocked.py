@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.kernels import fused, reference
-from wan_core.ops.kernels.block_layout import (
-    Blocked,
-    Pooled,
-    channels_first,
-    heads_first,
-    padded,
-    sizes_of,
-)
+from wan_core.ops.kernels.block_layout import Blocked, Pooled, channels_first, heads_first, padded, sizes_of
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
 

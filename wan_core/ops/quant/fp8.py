@@ -1,17 +1,7 @@
-"""FP8 linears on torch's own scaled matrix product.
+"""FP8 linears on torch's own scaled matrix product, E4M3 with current scaling (a scale fits the very numbers that it
+scales). On a CPU they compute the same arithmetic in float32: exact enough to judge the error of FP8 without a GPU.
 
 Legend: M rows of activations, K inputs, N outputs.
-
-Three granularities of scale, all E4M3 with current scaling (a scale fits the very numbers that it scales):
-
-| class | activations | weights | |
-|---|---|---|---|
-| Fp8RowLinear | one a row | one an output channel | the default: its input comes quantised out of a fused kernel |
-| Fp8TensorLinear | one | one | the fastest product, but finding the largest number is a pass of its own |
-| Fp8BlockLinear | one for 128 inputs | one for 128 x 128 | the GPU product is Transformer Engine's (`te-block`) |
-
-`Fp8WeightLinear` only stores FP8 and multiplies in bf16: for memory, and for cards that cannot multiply FP8. On a CPU,
-all of them compute the same arithmetic in float32: slow, and exact enough to judge the error of FP8 without a GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +48,8 @@ class Fp8Linear(QuantLinear):
 
 
 class Fp8RowLinear(Fp8Linear):
-    """A scale for every row of activations and every output channel."""
+    """A scale for every row of activations and every output channel. The default: its input comes quantised out of a
+    fused kernel."""
 
     activations = "row"
     fmt = "row"
@@ -85,7 +76,8 @@ class Fp8RowLinear(Fp8Linear):
 
 
 class Fp8TensorLinear(Fp8Linear):
-    """One scale for all activations and one for the weight."""
+    """One scale for all activations and one for the weight: the fastest product, but finding the largest number is a
+    pass of its own."""
 
     activations = "tensor"
     takes_fp8 = True
@@ -107,7 +99,8 @@ class Fp8TensorLinear(Fp8Linear):
 
 
 class Fp8BlockLinear(Fp8Linear):
-    """A scale for every 128 inputs of a row of activations and every 128 x 128 weights."""
+    """A scale for every 128 inputs of a row of activations and every 128 x 128 weights. The GPU product is Transformer
+    Engine's (`te-block`)."""
 
     activations = "block"
     fmt = "block"
@@ -148,7 +141,7 @@ def padded(t: Tensor, multiple: int, dim: int) -> Tensor:
 
 
 class Fp8WeightLinear(Fp8RowLinear):
-    """FP8 in memory, stored as by `Fp8RowLinear`; bf16 in the product."""
+    """FP8 in memory, stored as by `Fp8RowLinear`; bf16 in the product: for memory, and for cards without FP8 units."""
 
     fmt = None
     takes_fp8 = False

@@ -2,18 +2,10 @@
 
 Legend: M rows of activations, K inputs, N outputs. "amax" is the largest magnitude in a tensor.
 
-| class | recipe | scale of the activations | scales of the weight |
-|---|---|---|---|
-| TEDelayedLinear | DelayedScaling, history 16, max, margin 0 | from the amax of the last forwards: one pass | one |
-| TECurrentLinear | Float8CurrentScaling | from this tensor's amax: two passes | one |
-| TEBlockLinear | Float8BlockScaling | one for 128 inputs of a row: one pass | one for 128 x 128 |
-
-All are E4M3. Weights and scales are stored as by the native linears in `fp8`, so quantised checkpoints are exchanged
-freely; on a CPU these classes compute what the native ones do. The custom ops below take and return plain tensors:
-`torch.compile` sees no object of the library, and nothing but the FP8 weight is kept. Everything that depends on the
-library's Python interface is in `Engine`.
-
-Block scales are full float32 numbers, not powers of two as is the recipe's default: nothing is lost to a loose scale.
+All are E4M3. Weights and scales are stored as by the native linears in `fp8`; on a CPU these classes compute what those
+do. The custom ops take and return plain tensors, so nothing but the FP8 weight is kept. Everything that depends on the
+library's Python interface is in `Engine`. Block scales are full float32 numbers, not powers of two as is the recipe's
+default: nothing is lost to a loose scale.
 
 Source: github.com/NVIDIA/TransformerEngine, transformer_engine/pytorch (tensor, cpp_extensions/gemm.py).
 """
@@ -273,7 +265,8 @@ class TEBlockLinear(Fp8BlockLinear):
 
 
 class TEDelayedLinear(TECurrentLinear):
-    """DelayedScaling: the scale of the activations comes from forwards before this one, so one pass quantises.
+    """DelayedScaling, history 16, max, margin 0: the scale of the activations comes from forwards before this one, so
+    one pass quantises.
 
     It belongs to a `DelayedState`, which the model must have before its first forward. Inputs that share one
     quantisation (q, k, v) share the state of the linear whose `quantize` made it.

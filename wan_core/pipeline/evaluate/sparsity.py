@@ -27,11 +27,7 @@ MEASURED = 4  # number of evenly spaced steps of each expert that are measured
 
 
 def measure_coverage(
-    plan: Plan,
-    acquire: Callable[[Expert], WanModel],
-    videos: Iterable[tuple[Conditioning, Tensor]],
-    *,
-    source: str,
+    plan: Plan, acquire: Callable[[Expert], WanModel], videos: Iterable[tuple[Conditioning, Tensor]], *, source: str
 ) -> dict[Expert, Coverage]:
     """The coverage of each expert over `videos`, (conditioning, noise) of each. `plan` must not skip anything."""
     watchers: dict[Expert, Watcher] = {}
