@@ -42,6 +42,16 @@ def operator(
     return define
 
 
+def allow_variants(count: int) -> None:
+    """Let torch compile a function so often before it gives up and runs it uncompiled; by itself it stops after 8. The
+    limit is the process's: others get more variants too."""
+    import torch._dynamo  # a second to import
+
+    limits = torch._dynamo.config
+    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # the latter up to torch 2.6
+    setattr(limits, name, max(getattr(limits, name), count))
+
+
 def without_gradients(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which raises RuntimeError where a gradient would be lost silently."""
 

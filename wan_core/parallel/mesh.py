@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,6 @@ class RankMesh:
     world: Group
     host: Group
     control: ProcessGroup | None
-    made: dict[Any, Any] = field(default_factory=dict, repr=False)  # objects shared by all models of these ranks
 
     @property
     def shard(self) -> int:

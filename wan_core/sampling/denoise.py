@@ -55,8 +55,8 @@ class Progress:
     forwards: int  # runs of all blocks in this step
 
     def left(self, seconds: float) -> float:
-        """Seconds that the rest of the run takes, at so many for one forward that reads everything."""
-        return seconds * sum(step.forwards * step.cost for step in self.plan.steps[self.step.index + 1 :])
+        """As `Plan.left`."""
+        return self.plan.left(self.step, seconds)
 
     def preview(self) -> Tensor:
         """The video the model sees behind the remaining noise: normalised latents [B, C, T, Y, X]."""
