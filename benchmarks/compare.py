@@ -146,7 +146,10 @@ class Side:
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, json.dumps(self.arguments)],
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(self.folder)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(self.folder), os.environ.get("PYTHONPATH")))),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -144,3 +144,4 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="of what is not quantised")
     add_skip_options(parser)
     parser.add_argument("--out", type=Path, help="JSON file, or a folder for one named after suite, device and day")
+    parser.add_argument("--overwrite", action="store_true", help="replace that file if it exists")

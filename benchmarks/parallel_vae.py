@@ -16,7 +16,7 @@ from wan_core.checkpoint.random import random_module
 from wan_core.execution.optimize import optimize_vae
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.vae.vae import VideoVAE
-from wan_core.pipeline.builder import TINY
+from wan_core.pipeline.sources import TINY
 
 
 def vae_rows(ranks: Ranks) -> Iterator[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from benchmarks.streaming import streaming_rows
 from benchmarks.switch import switch_rows
 from benchmarks.trajectory import trajectory_rows
 from wan_core.config import OptionError
-from wan_core.pipeline.evaluate.results import envelope, write_result
+from wan_core.config.outputs import Outputs
+from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
 from wan_core.pipeline.settings import choose_device
 from wan_core.sampling.cache.arguments import skip_options
 
@@ -70,16 +72,33 @@ def run_bench(options: argparse.Namespace) -> int:
     suite, cuda = options.suite or "bench", device.type == "cuda"
     default = SUITES[suite].sizes if suite in SUITES else ("832x480x81",)
     sizes = options.size or (list(default) if cuda else [CPU_SIZE])
+    with Outputs({"--model": options.model}, overwrite=options.overwrite, tell=tell) as outputs:
+        path = None
+        if options.out is not None:
+            named = result_path(options.out, suite, device)
+            # The name in a folder is of this day alone: a second run of the day replaces it.
+            path = outputs.add("--out", named, overwrite=None if named == options.out else True)
+        return measure(options, device, name, suite, sizes, path)
+
+
+def tell(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def measure(
+    options: argparse.Namespace, device: torch.device, name: str, suite: str, sizes: list[str], path: Path | None
+) -> int:
+    """Measure the rows, write them to `path`, print them. 1 if a row failed."""
     rows: list[Row] = []
     details: dict[str, Any] = {"model": name}
-    path = None
     for row in MEASURES.get(suite, forward_rows)(name, sizes, device, options, details):
-        print(row, file=sys.stderr, flush=True)
+        tell(str(row))
         rows.append(row)
         rows.sort(key=lambda row: sizes.index(row["size"]) if row["size"] in sizes else len(sizes))
         result = envelope(suite, device, rows, program="benchmarks") | details
         result["versions"] |= peer_versions({row["name"] for row in rows})
-        path = write_result(result, options.out, device)
+        if path is not None:
+            write_result(result, path)
     print(profile_table(rows) if suite == "profile" else table(rows))
     if path is not None:
         print(path)

@@ -7,8 +7,10 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from wan_core.config import OptionError, check_folder
+from wan_core.config import OptionError
+from wan_core.config.outputs import Outputs, keep_old
 from wan_core.execution.report import Report
+from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.evaluate.calibrate import measure
 from wan_core.pipeline.evaluate.pictures import draw_curve, preset_plans
 from wan_core.sampling.cache.curves import Curve, curve_path, is_embedded, write_curve
@@ -16,7 +18,7 @@ from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan
 
 from . import host
-from .conditioning import join
+from .conditioning import on_device
 from .pictures import as_image, shown
 from .sampling import plan_inputs, plan_of
 from .sockets import CONDITIONING, MODEL, ModelSocket
@@ -80,14 +82,19 @@ class WanCoreCalibrate(io.ComfyNode):
         keep: str,
     ) -> io.NodeOutput:
         path = cls._curve_path(model, image="noise_mask" in latent) if keep == BESIDE else None
-        check_folder(path)  # before the videos are made, not after
-        plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver)
-        curve = cls._measure(model, plan, positive, negative, latent, seed, videos)
-        if path is not None:
-            write_curve(curve, path)
+        plan, kept = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver), None
+        with Outputs({}) as outputs:
+            if path is not None:  # before the videos are made, not after
+                outputs.add("the curve", path, overwrite=True)
+            curve = cls._measure(model, plan, positive, negative, latent, seed, videos)
+            if path is not None:
+                # The new curve takes the name where it is found; the older one may have been tuned by hand.
+                kept = keep_old(path)
+                write_curve(curve, path)
         plans = preset_plans(plan, curve)
         text = "\n".join(f"{name}: {skipping.forward_words()}" for name, skipping in plans.items())
         text += "" if path is None else f"\nsaved as {path}"
+        text += "" if kept is None else f"\nthe older curve is kept as {kept}"
         image = as_image(draw_curve(curve, plans))
         return io.NodeOutput(model, image, text, ui=shown(image, text, cls))
 
@@ -111,14 +118,16 @@ class WanCoreCalibrate(io.ComfyNode):
         seed: int,
         videos: int,
     ) -> Curve:
-        conditioning, _ = join(positive, negative, latent, model.experts, plan)
+        joined = join(positive, negative, latent, model.experts, plan)
+        conditioning = on_device(joined.conditioning)
         shape = (1, *latent["samples"].shape[1:])
         tokens, report = model.experts.dit.tokens(*shape[2:]), Report(host.device())
         bar, total = host.Progress(videos * len(plan.steps)), videos * len(plan.steps)
         return measure(
-            plan,
+            joined.plan,
             lambda expert: model.acquire(expert, tokens, report),
             ((conditioning, draw_noise(seed + n, shape).to(host.device())) for n in range(videos)),
             source=f"measured on {model.experts.high.source}",
+            on_block=host.check_interruption,
             on_step=lambda done: bar.update(done, total, f"calibrating: step {done} of {total}"),
         )

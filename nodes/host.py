@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -80,14 +80,26 @@ def _whole(name: str) -> str:
     return f"{parent}/" if _SHARD.search(name) and parent != "." else name
 
 
-def model_path(folder: str, name: str) -> Path:
-    """The file or folder behind a name of `model_names`. Raises OptionError."""
-    for root in folder_paths.get_folder_paths(folder):
-        path = Path(root) / name
-        if path.exists():
-            return path
-    searched = " or ".join(folder_paths.get_folder_paths(folder))
-    raise OptionError(f"{name!r} is not in {searched}: put the file there and refresh, or choose another")
+def model_path(folder: str, name: object) -> Path:
+    """The file or folder behind a name of `model_names`. Raises OptionError for every other name, before anything is
+    opened: a workflow may come from a stranger, and ComfyUI does not check inputs that `validate_inputs` names, nor
+    values that come through a link."""
+    roots = folder_paths.get_folder_paths(folder)
+    if isinstance(name, str) and _is_listed(folder, name):
+        for root in roots:
+            path = Path(root) / name
+            if path.is_dir() if name.endswith("/") else path.is_file():
+                return path
+    raise OptionError(
+        f"{repr(name)[:200]} is not a model in {' or '.join(roots)}: put the file there and refresh, or choose another"
+    )
+
+
+def _is_listed(folder: str, name: str) -> bool:
+    """Whether it is one of `model_names`; folders are searched for GGUF files only where that can matter."""
+    if name in map(_whole, folder_paths.get_filename_list(folder)):
+        return True
+    return name.lower().endswith((".gguf", "/")) and name in map(_whole, _gguf_names(folder))
 
 
 def stamps(folder: str, ending: str) -> list[tuple[str, int]]:
@@ -99,9 +111,11 @@ def stamps(folder: str, ending: str) -> list[tuple[str, int]]:
 
 def unfinished_path(seed: int) -> Path:
     """Where latents lie that are finished and have not arrived yet: what a run leaves there was interrupted by force,
-    and `python -m wan_core decode` makes a video of it."""
+    and `python -m wan_core decode` makes a video of it. In a folder that is read-only nothing is kept, and the run
+    says so."""
     folder = Path(folder_paths.get_output_directory()) / "WanCore"
-    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
     return folder / f"unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{seed}.latents.safetensors"
 
 

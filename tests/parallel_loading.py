@@ -19,7 +19,7 @@ from torch import Tensor
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint, staged
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.parallel.weights import SMALL, shared_checkpoint
-from wan_core.pipeline.builder import TINY
+from wan_core.pipeline.sources import TINY
 
 
 def write_odd(path: Path, times: int = 1, copies: int = 1) -> dict[str, Tensor]:

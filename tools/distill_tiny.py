@@ -26,7 +26,7 @@ from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
 from wan_core.media.metrics import judge
 from wan_core.media.shapes import draw
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.evaluate.results import envelope, write_result
+from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
 from wan_core.sampling.plan import Plan, make_plan
 
 TINY = Path(__file__).parents[1] / "wan_core/assets/tiny"
@@ -125,7 +125,7 @@ def evaluate(options: argparse.Namespace, device: torch.device, teacher: Plan, d
         "seed": options.seed,
         "training": done,
     }
-    print(write_result(result, out, device))
+    print(write_result(result, result_path(out, result["suite"], device)))
     for name in EXPERTS:
         path = lora_path(out, name)
         print(f"{path.name}: {path.stat().st_size:,} bytes")

@@ -31,7 +31,7 @@ from wan_core.ops.attention.sparse.routing import Rule, route  # noqa: E402
 from wan_core.ops.attention.sparse.tiles import Grid, make_tiles  # noqa: E402
 from wan_core.ops.kernels.block_layout import Pooled  # noqa: E402
 from wan_core.ops.kernels.blocked import finish, pool  # noqa: E402
-from wan_core.pipeline.builder import TINY  # noqa: E402
+from wan_core.pipeline.sources import TINY  # noqa: E402
 
 CPU = torch.device("cpu")
 KEEPS, MASSES = (0.0625, 0.125, 0.25, 0.5, 0.75), (0.3, 0.5, 0.7, 0.85)

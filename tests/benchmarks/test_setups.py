@@ -8,7 +8,7 @@ import torch
 from benchmarks.setups import find_setup
 from wan_core.checkpoint import load_dit
 from wan_core.config import OptionError
-from wan_core.pipeline.builder import TINY
+from wan_core.pipeline.sources import TINY
 
 
 @pytest.mark.parametrize(

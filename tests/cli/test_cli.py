@@ -74,6 +74,7 @@ def test_same_seed_same_video_and_batched_guidance_agrees(tmp_path):
                     str(tmp_path / "x.mp4"),
                     "--save-latents",
                     str(path),
+                    "--overwrite",
                     *more,
                 ]
             )

@@ -139,7 +139,8 @@ def test_one_compilation_for_both_experts_and_six_sizes(name):
         for one, video in zip(inputs, expected, strict=True):
             # delayed scales have moved on since the eager forwards
             assert relative(model(*one), video) < (0.05 if name == "te-delayed" else 0.01)
-    assert compilations() - before == 2  # the parts of a block before and after attention
+    # the parts of a block before and after attention; Transformer Engine's blocks are traced once more
+    assert compilations() - before == (3 if name == "te-block" else 2)
 
 
 @pytest.mark.parametrize("name", [None, "fp8"])
@@ -218,4 +219,5 @@ def test_a_feed_forward_in_halves_is_the_whole(name, monkeypatch):
     inputs = case(model, SIZES[3])  # an odd number of tokens
     whole = model(*inputs)
     monkeypatch.setattr(layers, "HALVED_TOKENS", 1)
-    assert relative(model(*inputs), whole) < 0.01
+    # one scale for the tensor is another one for each half
+    assert relative(model(*inputs), whole) < (0.03 if name == "fp8-tensor" else 0.01)

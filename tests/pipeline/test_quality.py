@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from wan_core.pipeline.evaluate.calibrate import calibrate, record
 from wan_core.pipeline.evaluate.compare import compare, gmsd, pareto, summary
 from wan_core.pipeline.evaluate.pictures import draw_curve, draw_quality, preset_plans, side_by_side
 from wan_core.pipeline.evaluate.samples import choose_samples
+from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.curves import find_curve, read_curve
 from wan_core.sampling.cache.skipping import skip_forwards
@@ -76,7 +78,7 @@ def test_calibrate_writes_a_curve_that_is_found_again(tmp_path, capsys):
         assert picture.size == (960, 540)
     printed = capsys.readouterr().out
     assert "balanced" in printed and "forwards" in printed
-    (tmp_path / "my.safetensors").touch()
+    shutil.copy(TINY / "t2v_high.safetensors", tmp_path / "my.safetensors")
     assert main(["plan", "--task", "t2v-tiny", "--magcache", "fast", "--high", str(tmp_path / "my.safetensors")]) == 0
     assert "saved" in capsys.readouterr().out
 

@@ -34,11 +34,10 @@ from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.block_layout import Blocked
 from wan_core.ops.kernels.formats import Quantized
 from wan_core.pipeline import pipeline
-from wan_core.pipeline.builder import TINY
 from wan_core.pipeline.evaluate.calibrate import plain
 from wan_core.pipeline.evaluate.sparsity import draw_coverage, measure_coverage, words
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.sources import RANDOM
+from wan_core.pipeline.sources import RANDOM, TINY
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards, skip_words
 from wan_core.sampling.conditioning import Conditioning

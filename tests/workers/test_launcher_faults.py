@@ -16,7 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from tests.forked import Forked, forking
 from tests.launched import below, memory_of, open_no_more_files, wait_until, wait_until_gone
 from wan_core import load_text_encoder, load_vae, make_plan
 from wan_core.checkpoint.latents import load_latents
-from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config import GuidanceOptions, LoadOptions, OptionError, Request, SkipOptions, TaylorSeerOptions
 from wan_core.execution.report import Report
 from wan_core.models.text.cache import PromptCache
 from wan_core.models.vae.tiling import TileSpec
@@ -172,7 +172,7 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     text = {"path": str(TINY_FILES / "text_encoder.safetensors"), "precision": "fp32"}
     cache = PromptCache()
     for row, known in zip(
-        remote.encode_text(workers, text, prompts), cache.encode(prompts, lambda: encoder), strict=True
+        remote.encode_text(workers, text, prompts)[0], cache.encode(prompts, lambda: encoder), strict=True
     ):
         torch.testing.assert_close(row[None], known, atol=1e-5, rtol=0)
 
@@ -337,6 +337,60 @@ def test_an_interruption_stops_all_ranks_at_one_step(workers: Workers, kind: typ
     assert [index for index, _ in seen] == list(range(6))
     assert run(workers).frames.std() > 0 and ranks(workers) == pids
     assert time.monotonic() - seen[5][1] < 20 * took + 4
+
+
+SPLIT = SkipOptions(guidance=GuidanceOptions(low=0.3, high=0.98, every=2), taylorseer=TaylorSeerOptions(interval=2))
+
+
+@pytest.mark.parametrize("mesh", [MESH, "2x1x1"])
+def test_an_interruption_between_blocks_leaves_the_ranks_in_step(workers: Workers, mesh: str) -> None:
+    """At any time, also where the ranks of the two branches run different numbers of blocks: the next request gives
+    the same video bit for bit."""
+    pids, asked = ranks(workers), {**SMALL, "steps": 12, "skip": SPLIT}
+    with short_timeouts(workers, mesh=mesh):
+        exact = run(workers, **asked).latents
+        for wait in range(8):
+            begin = time.monotonic()
+
+            def enough(wait: int = wait, begin: float = begin) -> None:
+                if time.monotonic() - begin > 0.15 * wait:
+                    raise Enough
+
+            with contextlib.suppress(Enough):
+                workers.call("generate", fields_of(asked, mesh), poll=enough, on_event=lambda *_, e=enough: e())
+            assert torch.equal(run(workers, **asked).latents, exact)
+    assert ranks(workers) == pids
+
+
+def fields_of(asked: dict[str, Any], mesh: str) -> dict[str, Any]:
+    return {"options": asdict(TINY), "request": asdict(Request(**asked)), "mesh": mesh, "keep": None}
+
+
+def test_an_interruption_does_not_wait_for_the_step(workers: Workers) -> None:
+    """One step that takes seconds: interrupted as it begins, it ends within a third of it."""
+    asked = {**SMALL, "steps": 2, "width": 256, "height": 256, "frames": 33}
+    times: list[float] = []
+
+    def phase(name: str) -> None:
+        if name == "denoise":
+            times.append(time.monotonic())
+
+    def step(progress: RemoteProgress, _: float | None) -> None:
+        times.append(time.monotonic())
+        raise Enough
+
+    with pytest.raises(Enough):
+        generate(workers, TINY, Request(**asked), on_phase=phase, on_step=step)
+    took = times[1] - times[0]
+
+    def at_once(name: str) -> None:
+        if name == "denoise":
+            times.append(time.monotonic())
+            raise Enough
+
+    with pytest.raises(Enough):
+        generate(workers, TINY, Request(**asked), on_phase=at_once)
+    assert time.monotonic() - times[-1] < 0.5 * took, took
 
 
 def test_the_ranks_end_with_a_killed_supervisor(workers: Workers) -> None:

@@ -23,7 +23,7 @@ from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.evaluate.results import envelope, write_result
+from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
@@ -88,7 +88,7 @@ def evaluate(
         "seed": seed,
         "details": details,
     }
-    print(write_result(result, out, device))
+    print(write_result(result, result_path(out, result["suite"], device)))
     report_sizes(folder)
 
 

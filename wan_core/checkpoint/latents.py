@@ -23,6 +23,16 @@ def save_latents(path: str | Path, latents: Tensor, fps: int, settings: Mapping[
     write_safetensors({"latents": latents.float()}, path, metadata)
 
 
+def try_to_save_latents(path: str | Path, latents: Tensor, fps: int, settings: Mapping[str, Any]) -> str | None:
+    """As `save_latents`, but a disk that is full or read-only is no error: the latents are still in memory, and the
+    video can be made. Returns None, or a sentence that names the file and the cause."""
+    try:
+        save_latents(path, latents, fps, settings)
+    except OSError as fault:
+        return f"the finished latents could not be kept in {path}: {fault.strerror or fault}"
+    return None
+
+
 def load_latents(path: str | Path) -> tuple[Tensor, int, dict[str, Any]]:
     """(latents float32 [B, C, T, Y, X], fps, settings). Raises CheckpointError if the file is not one of
     `save_latents`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from wan_core.checkpoint.detect import TOKENIZER
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import OptionError
+from wan_core.config.outputs import written_beside
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.model import WanModel
@@ -56,11 +56,5 @@ def _metadata(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
     """A safetensors file, written under a temporary name beside `path` and renamed. Raises `OSError` if that fails."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines(safetensors_pieces(tensors, metadata))
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_beside(path) as temporary, temporary.open("wb") as file:
+        file.writelines(safetensors_pieces(tensors, metadata))

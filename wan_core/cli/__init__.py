@@ -20,6 +20,7 @@ from wan_core.cli.options import (
     add_lora_options,
     add_memory_plan_options,
     add_model_options,
+    add_overwrite_option,
     add_plan_options,
     add_request_options,
 )
@@ -95,6 +96,7 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-latents", type=Path, help="also keep the finished latents in this .safetensors file")
     parser.add_argument("--sheet", type=Path, help="also write frames from first to last as one picture (.png)")
     parser.add_argument("--report", type=Path, help="write the report as JSON")
+    add_overwrite_option(parser)
     add_worker_options(parser)
 
 
@@ -110,6 +112,7 @@ def add_decode_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=Path("wancore.mp4"))
+    add_overwrite_option(parser)
 
 
 def add_quantize_options(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +123,7 @@ def add_quantize_options(parser: argparse.ArgumentParser) -> None:
         "--keep-blocks", type=int, default=0, metavar="N", help="do not quantise the first and last N blocks"
     )
     parser.add_argument("--device", default="auto")
+    add_overwrite_option(parser)
 
 
 def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
@@ -137,12 +141,14 @@ def add_calibrate_command_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_plan_options(parser)
     add_calibrate_options(parser)
+    add_overwrite_option(parser)
 
 
 def add_quality_command_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_plan_options(parser)
     add_quality_options(parser)
+    add_overwrite_option(parser)
 
 
 def add_check_options(parser: argparse.ArgumentParser) -> None:

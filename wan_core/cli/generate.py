@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import subprocess
 import sys
-from dataclasses import fields
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from wan_core.cli.options import plan_numbers
+from wan_core.cli.options import outputs_of, plan_numbers
 from wan_core.cli.progress import ProgressLine
 from wan_core.cli.workers import generate_on, worker_options
-from wan_core.config import LoadOptions, Request, check_folder
+from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config.outputs import Outputs
 from wan_core.sampling.cache.arguments import skip_options
 
 
@@ -42,64 +48,153 @@ def run_warmup(options: argparse.Namespace) -> int:
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    from wan_core.media.video import check_output, write_mp4, write_sheet
-    from wan_core.pipeline.pipeline import Pipeline, metadata
+    """Returns 1 if the video is complete and another file that was asked for could not be written."""
+    from wan_core.media.pictures import check_picture_name
+    from wan_core.media.video import check_video_name
 
-    request = request_of(options)
-    latents = options.save_latents or unused_name(options.out.with_suffix(".latents.safetensors"))
-    check_output(options.out)
-    for path in (latents, options.sheet, options.report):
-        check_folder(path)
-    load_options = load_options_of(options)
-    progress, workers = ProgressLine(), worker_options(options)
-    pipe = Pipeline.load(load_options, request=request) if workers is None else None
-    try:
-        if pipe is not None:
-            result = pipe.generate(request, on_step=progress.step, on_phase=progress.phase, keep_latents=latents)
+    request, load_options = request_of(options), load_options_of(options)
+    check_video_name(options.out)
+    if options.sheet is not None:
+        check_picture_name(options.sheet)
+    with outputs_of(options) as outputs:
+        out = outputs.add("--out", options.out)
+        if options.save_latents is None:  # latents kept after an earlier failed run are never overwritten
+            kept = out.with_suffix(".latents.safetensors")
+            latents = outputs.add("latents kept for --out", kept, overwrite=False, quiet=True)
         else:
-            assert workers is not None
-            result = generate_on(workers, load_options, request, progress, latents)
+            latents = outputs.add("--save-latents", options.save_latents)
+        sheet = None if options.sheet is None else outputs.add("--sheet", options.sheet)
+        report = None if options.report is None else outputs.add("--report", options.report)
+        files = GeneratedFiles(out, latents, sheet, report)
+        return generate_files(options, load_options, request, files)
+
+
+@dataclass(frozen=True)
+class GeneratedFiles:
+    """Where `generate` writes."""
+
+    video: Path
+    latents: Path
+    sheet: Path | None
+    report: Path | None
+
+
+def generate_files(
+    options: argparse.Namespace, load_options: LoadOptions, request: Request, files: GeneratedFiles
+) -> int:
+    """Make the video and write the files. Latents that were kept stay if a later phase fails."""
+    kept: list[Path] = []
+    progress = ProgressLine()
+    try:
+        result = generate(options, load_options, request, progress, files.latents, kept.append)
         with result.report.phase("write"):
-            write_mp4(options.out, result.frames, fps=result.fps, metadata=metadata(result.report.settings))
+            video = write_video(files.video, result)
     except BaseException:
         progress.end()
-        if latents.exists() and progress.name == "decode":
-            print(
-                f"the finished latents are in {latents}: `python -m wan_core decode` turns them into a video",
-                file=sys.stderr,
-            )
+        for path in kept:
+            print(f"the finished latents are in {path}", file=sys.stderr)
+            if not (options.model or "").startswith("random:") or options.vae is not None:
+                command = decode_command(options, path, files.video)
+                print(f"this makes a video of them:\n{command}", file=sys.stderr)
         raise
-    if options.save_latents is None:
-        latents.unlink(missing_ok=True)
     progress.end()
+    missing = [] if kept or options.save_latents is None else [f"no latents in {files.latents}"]
+    if video == files.video and options.save_latents is None:
+        files.latents.unlink(missing_ok=True)
+    missing += write_beside_video(result, files)
     print(result.report.text())
-    if options.sheet is not None:
-        write_sheet(options.sheet, result.frames)
-    if options.report is not None:
-        result.report.save(options.report)
-    print(options.out)
-    return 0
+    print(video)
+    if video != files.video:
+        missing.append(f"the video is in {video} and not in {files.video}")
+    if missing:
+        print(f"wan_core generate: {'; '.join(missing)}", file=sys.stderr)
+    return int(bool(missing))
 
 
-def unused_name(path: Path) -> Path:
-    """`path`, with a number added if it exists: latents kept after an earlier failed run are not overwritten."""
-    numbered = (path.with_name(f"{path.name.split('.')[0]}-{n}.latents.safetensors") for n in range(1, 10_000))
-    return path if not path.exists() else next(p for p in numbered if not p.exists())
+def generate(
+    options: argparse.Namespace,
+    load_options: LoadOptions,
+    request: Request,
+    progress: ProgressLine,
+    latents: Path,
+    on_kept: Callable[[Path], None],
+) -> Any:
+    """A `Result` or `RemoteResult`: made here, or by several GPUs."""
+    from wan_core.pipeline.pipeline import Pipeline
+
+    workers = worker_options(options)
+    if workers is not None:
+        return generate_on(workers, load_options, request, progress, latents, on_kept)
+    pipe = Pipeline.load(load_options, request=request)
+    return pipe.generate(request, on_step=progress.step, on_phase=progress.phase, keep_latents=latents, on_kept=on_kept)
+
+
+def write_video(path: Path, result: Any) -> Path:
+    """Write the video to `path`, or into the folder for temporary files where `path` cannot be written: it took too
+    long to be lost. Returns where it is. Raises OSError where it fits nowhere."""
+    from wan_core.media.video import write_mp4
+    from wan_core.pipeline.pipeline import metadata
+
+    settings = metadata(result.report.settings)
+    try:
+        return write_mp4(path, result.frames, fps=result.fps, metadata=settings)
+    except (OSError, OptionError) as fault:  # the disk is full, or the folder is gone
+        cause = f"the video could not be written to {path}: {getattr(fault, 'strerror', None) or fault}"
+    print(cause, file=sys.stderr)
+    try:
+        with Outputs({}) as outputs:
+            elsewhere = outputs.add("--out", Path(tempfile.gettempdir(), path.name))
+            return write_mp4(elsewhere, result.frames, fps=result.fps, metadata=settings)
+    except (OSError, OptionError) as fault:
+        raise OSError(f"{cause}; nor to {tempfile.gettempdir()}: {fault}") from fault
+
+
+def write_beside_video(result: Any, files: GeneratedFiles) -> list[str]:
+    """Write the sheet and the report. Returns what failed: the video is complete whatever happens here."""
+    from wan_core.media.pictures import write_sheet
+
+    failed = []
+    try:
+        if files.sheet is not None:
+            write_sheet(files.sheet, result.frames)
+    except OSError as fault:
+        failed.append(f"no sheet in {files.sheet}: {fault.strerror or fault}")
+    try:
+        if files.report is not None:
+            result.report.save(files.report)
+    except OSError as fault:
+        failed.append(f"no report in {files.report}: {fault.strerror or fault}")
+    return failed
+
+
+def decode_command(options: argparse.Namespace, latents: Path, out: Path) -> str:
+    """The command that makes the video `out` of kept latents, with the VAE that this run would have used."""
+    command = [sys.executable, "-m", "wan_core", "decode", str(latents)]
+    for name in ("model", "vae"):
+        if getattr(options, name) is not None:
+            command += [f"--{name}", getattr(options, name)]
+    for name, default in (("vae_precision", "auto"), ("device", "auto")):
+        if getattr(options, name) != default:
+            command += [f"--{name.replace('_', '-')}", getattr(options, name)]
+    command += ["--out", str(out), *["--overwrite"] * options.overwrite]
+    return subprocess.list2cmdline(command) if sys.platform == "win32" else shlex.join(command)
 
 
 def run_decode(options: argparse.Namespace) -> int:
     from wan_core.checkpoint.latents import load_latents
     from wan_core.execution.report import Report
-    from wan_core.media.video import check_output, write_mp4
+    from wan_core.media.video import check_video_name, write_mp4
     from wan_core.pipeline.builder import load_vae_only
     from wan_core.pipeline.pipeline import decode_latents, metadata
 
-    check_output(options.out)
-    latents, fps, settings = load_latents(options.latents)
-    vae, device = load_vae_only(options.model, options.vae, options.device, options.vae_precision)
-    report = Report(device, settings=settings)
-    frames = decode_latents(vae, latents.to(device), report)
-    write_mp4(options.out, frames, fps=fps, metadata=metadata(settings))
+    check_video_name(options.out)
+    with outputs_of(options) as outputs:
+        out = outputs.add("--out", options.out)
+        latents, fps, settings = load_latents(options.latents)
+        vae, device = load_vae_only(options.model, options.vae, options.device, options.vae_precision)
+        report = Report(device, settings=settings)
+        frames = decode_latents(vae, latents.to(device), report)
+        write_mp4(out, frames, fps=fps, metadata=metadata(settings))
     print(report.text())
-    print(options.out)
+    print(out)
     return 0

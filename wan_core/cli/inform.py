@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from wan_core.cli.options import plan_numbers
+from wan_core.cli.options import outputs_of, plan_numbers
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
@@ -24,10 +24,12 @@ def run_quantize(options: argparse.Namespace) -> int:
     quantization = find_quantization(options.precision, device, options.keep_blocks)
     if quantization is None:
         raise OptionError(f"precision {options.precision!r} quantises nothing; use one of: {', '.join(QUANTIZED)}")
-    if not options.out.parent.is_dir():
-        raise OptionError(f"the folder {options.out.parent} does not exist: create it, or choose another")
-    save(load_dit(options.source, device="cpu", dtype=torch.bfloat16, quantization=quantization), options.out)
-    print(options.out)
+    if options.out.suffix.lower() != ".safetensors":
+        raise OptionError(f"cannot write {options.out}: give the file a name that ends in .safetensors")
+    with outputs_of(options) as outputs:
+        out = outputs.add("out", options.out)
+        save(load_dit(options.source, device="cpu", dtype=torch.bfloat16, quantization=quantization), out)
+    print(out)
     return 0
 
 
@@ -36,6 +38,7 @@ def run_plan(options: argparse.Namespace) -> int:
     for path in (options.high, options.low, *loras):
         if path is not None and not path.exists():
             raise OptionError(f"{path} does not exist: give an existing file or folder, or omit the option")
+    check_headers([path for path in (options.high, options.low) if path is not None], loras)
     if options.memory:
         return run_memory_plan(options)
     files = [path for path in (*loras, options.high, options.low) if path is not None]
@@ -43,6 +46,22 @@ def run_plan(options: argparse.Namespace) -> int:
     plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0
+
+
+def check_headers(models: list[Path], loras: list[Path]) -> None:
+    """Raise CheckpointError or OptionError for files that are no transformer or no LoRA, from their headers."""
+    if not models and not loras:
+        return  # without torch
+    from wan_core.checkpoint import load_dit, open_checkpoint
+    from wan_core.checkpoint.lora.names import is_lora
+    from wan_core.pipeline.sources import recognise
+
+    for path in models:
+        recognise(path, "dit", load_dit)
+    for path in loras:
+        with open_checkpoint(path) as opened:
+            if not is_lora(opened.tensors):
+                raise OptionError(f"{path} is no LoRA: give a file that holds one")
 
 
 def run_memory_plan(options: argparse.Namespace) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from wan_core.config import COMPILES, GUIDANCE_MODES, LORA_MODES, PRECISIONS, RESIDENCIES, LoraOptions, OptionError
+from wan_core.config.checks import parse_size
+from wan_core.config.outputs import Outputs
 from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.arguments import add_skip_options
 from wan_core.sampling.plan import SCHEDULES
@@ -148,11 +152,45 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add_skip_options(parser)
 
 
+# Options and arguments that name a file or folder that is read.
+INPUTS = (
+    "model",
+    "high",
+    "low",
+    "text_encoder",
+    "tokenizer",
+    "vae",
+    "clip_vision",
+    "image",
+    "last_image",
+    "latents",
+    "source",
+)
+
+
+def add_overwrite_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace files that exist (default: write to a new name, x-1.mp4)"
+    )
+
+
+def outputs_of(options: argparse.Namespace) -> Outputs:
+    """The outputs of a command, which are none of its inputs."""
+    inputs: dict[str, str | Path | None] = {}
+    for name in INPUTS:
+        given = getattr(options, name, None)
+        if isinstance(given, (str, Path)) and given != "tiny":
+            inputs[f"--{name.replace('_', '-')}" if name not in ("latents", "source") else name] = given
+    for number, lora in enumerate(getattr(options, "loras", ())):
+        inputs["--lora" if number == 0 else f"--lora (number {number + 1})"] = lora.path
+    return Outputs(inputs, overwrite=options.overwrite, tell=lambda words: print(words, file=sys.stderr))
+
+
 def size(text: str) -> tuple[int, int]:
-    width, x, height = text.lower().partition("x")
-    if not (x and width.isdecimal() and height.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write WIDTHxHEIGHT, for example 1280x720")
-    return int(width), int(height)
+    try:
+        return parse_size(text)
+    except OptionError as fault:
+        raise argparse.ArgumentTypeError(str(fault)) from fault
 
 
 def plan_numbers(options: argparse.Namespace) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 from wan_core.cli.generate import load_options_of
-from wan_core.cli.options import plan_numbers, size
+from wan_core.cli.options import outputs_of, plan_numbers
 from wan_core.config import OptionError, Request
+from wan_core.config.checks import parse_size
+from wan_core.config.outputs import Outputs
 from wan_core.pipeline.evaluate.options import SETTINGS
 from wan_core.sampling.cache.arguments import skip_options
 
@@ -16,14 +18,32 @@ from wan_core.sampling.cache.arguments import skip_options
 def run_calibrate(options: argparse.Namespace) -> int:
     from wan_core.pipeline.evaluate.run import run_calibrate
 
-    return run_calibrate(options, *_pipeline(options))
+    with outputs_of(options) as outputs:
+        if options.out is not None and not options.sparsity:
+            options.out = outputs.add("--out", options.out)
+        _claim_pictures(options, outputs)
+        return run_calibrate(options, *_pipeline(options), outputs)
 
 
 def run_quality(options: argparse.Namespace) -> int:
+    from wan_core.media.video import check_video_name
     from wan_core.pipeline.evaluate.run import run_quality
 
-    pipe, base = _pipeline(options)
-    return run_quality(options, pipe, base, options.setting or SETTINGS)
+    with outputs_of(options) as outputs:
+        _claim_pictures(options, outputs)
+        if options.video is not None:
+            check_video_name(options.video)
+            options.video = outputs.add("--video", options.video)
+        return run_quality(options, *_pipeline(options), options.setting or SETTINGS, outputs)
+
+
+def _claim_pictures(options: argparse.Namespace, outputs: Outputs) -> None:
+    """Check and claim what `--plot` names. Raises OptionError."""
+    from wan_core.media.pictures import check_picture_name
+
+    if options.plot is not None:
+        check_picture_name(options.plot)
+        options.plot = outputs.add("--plot", options.plot)
 
 
 def _pipeline(options: argparse.Namespace) -> tuple[Any, Request]:
@@ -35,7 +55,7 @@ def _pipeline(options: argparse.Namespace) -> tuple[Any, Request]:
             f"{options.command} measures the full run: omit options for step caching, guidance schedule and sparsity"
         )
     arguments = vars(options)
-    width, height = size(options.size) if options.size else (None, None)
+    width, height = parse_size(options.size) if options.size else (None, None)
     settings = {f.name: arguments[f.name] for f in fields(Request) if f.name in arguments} | plan_numbers(options)
     request = Request(**{**settings, "prompt": "", "width": width, "height": height})
     # Loading needs the request only to select the embedded model's image-to-video variant.

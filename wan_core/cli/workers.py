@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,11 +50,21 @@ def worker_options(options: argparse.Namespace) -> WorkerOptions | None:
 
 
 def generate_on(
-    workers: WorkerOptions, loaded: LoadOptions, request: Request, progress: ProgressLine, latents: Path
+    workers: WorkerOptions,
+    loaded: LoadOptions,
+    request: Request,
+    progress: ProgressLine,
+    latents: Path,
+    on_kept: Callable[[Path], None],
 ) -> RemoteResult:
-    """As `Pipeline.load` and `Pipeline.generate`."""
+    """As `Pipeline.load` and `Pipeline.generate`. What the ranks would refuse is refused before they start."""
+    import torch
+
+    from wan_core.pipeline.pipeline import check_request
     from wan_core.workers.client import generate
     from wan_core.workers.launcher import Workers
 
+    check_request(loaded, request, torch.device(workers.devices[0]))
+    given = {"on_step": progress.step, "on_phase": progress.phase, "keep_latents": latents, "on_kept": on_kept}
     with Workers(workers) as running:
-        return generate(running, loaded, request, on_step=progress.step, on_phase=progress.phase, keep_latents=latents)
+        return generate(running, loaded, request, **given)

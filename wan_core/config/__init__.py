@@ -6,7 +6,7 @@ what was given, what is allowed and what to do. `checks` has the errors and the 
 
 from __future__ import annotations
 
-from wan_core.config.checks import OptionError, UserError, check_choice, check_folder, check_size
+from wan_core.config.checks import OptionError, UserError, check_choice, check_size
 from wan_core.config.options import (
     COMPILES,
     GUIDANCE_MODES,
@@ -54,6 +54,5 @@ __all__ = [
     "TaylorSeerOptions",
     "UserError",
     "check_choice",
-    "check_folder",
     "check_size",
 ]

@@ -5,9 +5,6 @@ The checks run before any work. Their messages say what was given, what is allow
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 
 class UserError(ValueError):
     """The input is wrong; the message is written for the user. Base class of all such errors."""
@@ -29,14 +26,12 @@ def check_range(name: str, value: float, low: float, high: float, advice: str) -
         raise OptionError(f"{name} {value:g} given; allowed are {low:g} to {high:g} ({advice})")
 
 
-def check_folder(path: Path | None) -> None:
-    """Raise OptionError if the file `path` could not be written, before hours of work rather than after."""
-    if path is None:
-        return
-    parent = path.absolute().parent
-    blocked = path.is_dir() or (path.exists() and not os.access(path, os.W_OK))
-    if blocked or not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise OptionError(f"cannot write {path}: its folder must exist and be writable, and it must not be a folder")
+def parse_size(text: str) -> tuple[int, int]:
+    """Width and height of WIDTHxHEIGHT. Raises OptionError."""
+    width, x, height = text.lower().partition("x")
+    if not (x and width.isdecimal() and height.isdecimal() and len(text) <= 16):
+        raise OptionError(f"{text[:40]!r} is not a size; write WIDTHxHEIGHT, for example 1280x720")
+    return int(width), int(height)
 
 
 def check_size(width: int, height: int, frames: int, *, multiple: int, temporal: int = 4) -> None:

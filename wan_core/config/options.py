@@ -29,6 +29,8 @@ class LoraOptions:
 
     def __post_init__(self) -> None:
         check_choice("lora expert", self.expert, LORA_EXPERTS)
+        if not self.path.strip():
+            raise OptionError("an empty name given for a LoRA: give its file, or leave the option out")
         if not -100 <= self.strength <= 100:
             raise OptionError(f"strength {self.strength} given for {self.path}; allowed are -100 to 100, 1 as trained")
 

@@ -110,13 +110,17 @@ class GraphedBlocks:
         found.tokens.copy_(tokens)
         found.modulation.copy_(modulation)
         found.graph.replay()
+        if inputs.info.after_block is not None:
+            inputs.info.after_block()  # a replay is shorter than a block of a large video
         return found.out.clone()  # the next replay writes there again
 
     def capture(self, inputs: BlockInputs, inner: Run) -> Captured:
         """Other threads (ComfyUI's server) may go on using CUDA meanwhile. Garbage is not collected: this thread might
         then free locked memory of a model that is gone, which ends a capture."""
         tokens, modulation = inputs.tokens.clone(), inputs.modulation.clone()
-        inputs = replace(inputs, tokens=tokens, modulation=modulation)
+        # What waits for the device between blocks cannot be captured.
+        info = replace(inputs.info, after_block=None)
+        inputs = replace(inputs, tokens=tokens, modulation=modulation, info=info)
         graph = torch.cuda.CUDAGraph()
         stream = capture_stream(tokens.device)
         with (

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from wan_core.config.outputs import write_text
+
 GIB = 1024**3
 
 
@@ -100,7 +102,8 @@ class Report:
         }
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        """Write it as JSON, beside and then renamed. Raises OSError."""
+        write_text(path, json.dumps(self.as_dict(), indent=1) + "\n")
 
     def setting_lines(self) -> list[str]:
         """One line `key: value` for each setting."""

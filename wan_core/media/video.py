@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from wan_core.config import OptionError
+from wan_core.config.outputs import check_place, written_beside
 
 _BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
 
@@ -52,48 +52,24 @@ def write_mp4(
 
     Raises:
         OptionError: the path, rate, quality, or a frame's shape or dtype is not usable, or there are no frames.
+        OSError: the disk is full.
     """
     path = Path(path)
     rate = _checked_rate(fps)
-    _check_name(path)
+    check_video_name(path)
     if not isinstance(crf, int) or not 0 <= crf <= 51:
         raise OptionError(f"crf {crf!r} is not allowed; use an integer of 0 (best) to 51 (worst), such as 17")
-    temporary = path.with_name(f".{path.stem[:80]}-{secrets.token_hex(4)}.part")
-    _claim(temporary, path)
-    try:
-        _encode(temporary, frames, rate, crf, {**(tags or {}), "comment": json.dumps(dict(metadata or {}))})
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    check_place(path)
+    tagged = {**(tags or {}), "comment": json.dumps(dict(metadata or {}))}
+    with written_beside(path) as temporary:
+        _encode(temporary, frames, rate, crf, tagged)
     return path
 
 
-def check_output(path: str | os.PathLike[str]) -> None:
-    """Raise OptionError now if `write_mp4` could not write to `path`: before hours of work, not after."""
-    path = Path(path)
-    _check_name(path)
-    temporary = path.with_name(f".{path.stem[:80]}-{secrets.token_hex(4)}.part")
-    _claim(temporary, path)
-    temporary.unlink()
-
-
-def _check_name(path: Path) -> None:
+def check_video_name(path: Path) -> None:
+    """Raise OptionError now if `write_mp4` could not write a file of this name: before hours of work, not after."""
     if path.suffix.lower() != ".mp4":
         raise OptionError(f"cannot write {path.name!r}: only MP4 is supported; give the file a name that ends in .mp4")
-
-
-def _claim(temporary: Path, path: Path) -> None:
-    """Find out before the first frame is computed whether the folder can be written to."""
-    try:
-        temporary.touch(exist_ok=False)
-    except OSError as error:
-        raise OptionError(
-            f"cannot write {path.name} into the folder {path.parent} ({error.strerror}). "
-            "Create the folder, or choose another."
-        ) from error
-    if path.is_dir():
-        temporary.unlink()
-        raise OptionError(f"cannot write {path}: a folder has that name. Choose another name.")
 
 
 def _checked_rate(fps: float | Fraction) -> Fraction:
@@ -146,24 +122,6 @@ def _to_yuv(array: NDArray[np.uint8], index: int, rate: Fraction) -> av.VideoFra
     )
     frame.pts, frame.time_base = index, 1 / rate
     return frame
-
-
-def write_sheet(path: str | os.PathLike[str], frames: NDArray[np.uint8], *, columns: int = 6, gap: int = 4) -> Path:
-    """Frames from the first to the last side by side, as one picture (the format follows from the name's ending).
-
-    frames: uint8 [F, H, W, 3]; `columns` of them are shown, evenly spaced. Small ones are doubled. Raises OptionError
-    where the picture cannot be written.
-    """
-    path = Path(path)
-    chosen = frames[np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)]
-    if chosen.shape[1] < 192:
-        chosen = chosen.repeat(2, axis=1).repeat(2, axis=2)
-    padded = np.pad(chosen, ((0, 0), (0, 0), (0, gap), (0, 0)), constant_values=255)
-    try:
-        Image.fromarray(np.concatenate(list(padded), axis=1)[:, :-gap]).save(path)
-    except (OSError, ValueError) as error:
-        raise OptionError(f"cannot write the picture {path} ({error}); a name such as frames.png is needed") from error
-    return path
 
 
 # ------------------------------------------------------------------------------------------------------------ reading

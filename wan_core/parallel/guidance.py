@@ -22,7 +22,9 @@ ORDER: tuple[Branch, ...] = ("cond", "uncond")
 class SplitBranches:
     """The `run_branches` of `denoise` where each branch has ranks of its own."""
 
-    def __init__(self, ranks: RankMesh) -> None:
+    def __init__(self, ranks: RankMesh, before_exchange: Callable[[], None] = lambda: None) -> None:
+        """before_exchange: called in every step when this rank's blocks have been launched; may raise on all ranks."""
+        self.before_exchange = before_exchange
         assert ranks.cfg.size == 2
         self.group, self.device = ranks.cfg, ranks.device
         self.mine: Branch = ORDER[ranks.cfg.index]
@@ -33,6 +35,7 @@ class SplitBranches:
         """The velocity of every branch, float32 of the shape `velocity`, the same numbers on every rank. `forward` is
         called for this rank's branch alone."""
         own = forward(self.mine).contiguous() if self.mine in branches else None
+        self.before_exchange()
         device = self.device
         if tuple(branches) == ORDER:
             assert own is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,18 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wan_core.checkpoint.latents import save_latents
+from wan_core.checkpoint.latents import try_to_save_latents
 from wan_core.config import LoadOptions, Request
 from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.optimize import begin_run
 from wan_core.execution.report import Report, StepClock
 from wan_core.media.video import load_image
+from wan_core.models.text.notes import TokenCount, prompt_notes
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import denormalise
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
-from wan_core.parallel.conditioning import rows_of_all, text_rank
+from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.parallel.guidance import SplitBranches
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.builder import Models, load_models
@@ -42,6 +43,7 @@ from wan_core.pipeline.settings import choose_device, compute_dtype
 from wan_core.pipeline.sources import Parts, find_models, own_loras
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import Progress, denoise, retried
+from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.run import check_kernel
 
@@ -98,11 +100,15 @@ class Pipeline:
         on_phase: Callable[[str], None] = lambda _: None,
         on_latents: Callable[[Tensor], None] = lambda _: None,
         keep_latents: Path | None = None,
+        on_kept: Callable[[Path], None] = lambda _: None,
+        checks: BlockChecks | None = None,
     ) -> Result:
-        """Make one video. Finished latents are written to `keep_latents` before they are decoded, and stay there.
+        """Make one video. Finished latents are written to `keep_latents` before they are decoded, and stay there; if
+        that fails, a warning and a note of the report say so, and they are decoded all the same.
 
         on_job: told what will be made, after every check. on_phase: the names of phases as they begin. on_latents: told
-        the finished latents, before they are decoded.
+        the finished latents, before they are decoded. on_kept: told where they were written. checks: as in
+        `sample_latents`.
         """
         job = self.prepare(request)
         on_job(job)
@@ -111,14 +117,22 @@ class Pipeline:
         if self.models.compiles:
             on_phase("compile in the first step")
         on_phase("denoise")
-        latents = self.sample(job, conditioning, on_step)
-        if keep_latents is not None:
-            with self.report.phase("save latents"):
-                save_latents(keep_latents, latents, job.fps, self.report.settings)
+        latents = self.sample(job, conditioning, on_step, checks)
+        if keep_latents is not None and self.keep(keep_latents, latents, job.fps):
+            on_kept(keep_latents)
         on_latents(latents)
         on_phase("decode")
         frames = decode_latents(self.fetch("vae", self.models.vae), latents, self.report)
         return Result(frames, latents.cpu(), job.fps, job.plan, self.report)
+
+    def keep(self, path: Path, latents: Tensor, fps: int) -> bool:
+        """Write finished latents to `path`; False, and a warning, where that is not possible."""
+        with self.report.phase("save latents"):
+            failed = try_to_save_latents(path, latents, fps, self.report.settings)
+        if failed is not None:
+            log.warning("%s", failed)
+            self.report.notes.append(failed)
+        return failed is None
 
     def prepare(self, request: Request) -> Job:
         """Fill in what the request leaves open and check all of it; begins a new report. Raises OptionError."""
@@ -145,35 +159,48 @@ class Pipeline:
     @torch.no_grad()
     def encode(self, job: Job) -> Conditioning:
         """Text, and the image if there is one, to what the denoising loop needs."""
-        ranks, rows = self.models.ranks, None
+        ranks, rows, counts = self.models.ranks, None, None
         prompts = [job.request.prompt, job.negative_prompt] if job.plan.guided else [job.request.prompt]
 
-        def encode() -> Tensor:
+        def encode() -> tuple[Tensor, list[TokenCount]]:
             encoder = self.fetch("text encoder", self.models.text_encoder)
             with self.report.phase("text"):
-                return encoder.encode(prompts)
+                return encoder.encode(prompts), [encoder.tokenizer.count(prompt) for prompt in prompts]
 
         if ranks is None or ranks.rank == text_rank(ranks):
-            rows = retried(encode, lambda: self.relieve("text_encoder"))
+            rows, counts = retried(encode, lambda: self.relieve("text_encoder"))
         with self.report.phase("text"):
             rows = rows_of_all(ranks, rows)
+            self.note_prompts(prompts, counts_of_all(ranks, counts, len(prompts)))
             cond, uncond = rows[:1], rows[1:] if job.plan.guided else None
         if job.request.image is None and job.request.last_image is None:
             return Conditioning(cond=cond, uncond=uncond)
         features = self.image_features(job)
         vae = self.fetch("vae", self.models.vae)
         with self.report.phase("encode image"):
-            first, last = (self._image(path, job) for path in (job.request.image, job.request.last_image))
+            size = (job.width, job.height)
+            first, last = (self._image(path, size) for path in (job.request.image, job.request.last_image))
             inputs = family_of(job.task).image_inputs(job.task, vae, first, last, job.frames)
         return Conditioning(cond=cond, uncond=uncond, image_features=features, **inputs)
 
+    def note_prompts(self, prompts: Sequence[str], counts: Sequence[TokenCount]) -> None:
+        """Say what was cut, or is not read as it may be meant."""
+        for name, text, count in zip(("prompt", "negative prompt"), prompts, counts, strict=False):
+            for note in prompt_notes(name, text, count):
+                self.report.notes.append(note)
+                if self.models.ranks is None or self.models.ranks.rank == 0:
+                    log.warning("%s", note)
+
     def image_features(self, job: Job) -> Tensor | None:
-        """What CLIP sees in the first frame, or in the last where only that is known; None for tasks without it."""
+        """What CLIP sees in the first image, or in the last where only that is known; None for tasks without it.
+
+        It sees the whole image, not resized to the video, as in the reference (Wan2.1/wan/image2video.py) and ComfyUI.
+        """
         if job.task.image_dim is None:
             return None
         encoder = self.fetch("CLIP vision encoder", self.models.clip_vision)
         with self.report.phase("encode image"):
-            frame = self._image(job.request.image or job.request.last_image, job)
+            frame = self._image(job.request.image or job.request.last_image)
             assert frame is not None
             return encoder(frame[:, :, 0])
 
@@ -184,15 +211,21 @@ class Pipeline:
         with self.report.phase(f"fetch {name}"):
             return use()
 
-    def _image(self, path: str | None, job: Job) -> Tensor | None:
-        """[1, 3, 1, H, W] in -1..1 on the device, resized and cropped to the job's size."""
+    def _image(self, path: str | None, size: tuple[int, int] | None = None) -> Tensor | None:
+        """[1, 3, 1, H, W] in -1..1 on the device, resized and cropped to `size` (width, height) if it is given."""
         if path is None:
             return None
-        pixels = torch.tensor(load_image(path, (job.width, job.height)))  # [H, W, 3]
+        pixels = torch.tensor(load_image(path, size))  # [H, W, 3]
         return pixels_to_video(pixels[None]).to(self.models.device)
 
     @torch.no_grad()
-    def sample(self, job: Job, conditioning: Conditioning, on_step: OnStep | None = None) -> Tensor:
+    def sample(
+        self,
+        job: Job,
+        conditioning: Conditioning,
+        on_step: OnStep | None = None,
+        checks: BlockChecks | None = None,
+    ) -> Tensor:
         """Un-normalised latents float32 [1, C, T, Y, X] on the device."""
         models = self.models
 
@@ -209,6 +242,7 @@ class Pipeline:
             self.report,
             batched=job.batched,
             on_step=on_step,
+            checks=checks,
             ahead=models.prefetch,
             relieve=self.relieve,
             ranks=models.ranks,
@@ -233,6 +267,13 @@ class Pipeline:
         return True
 
 
+def check_request(options: LoadOptions, request: Request, device: torch.device) -> None:
+    """Raise what loading and `generate` on `device` would refuse, from the headers of the files alone."""
+    image = bool(request.image or request.last_image)
+    options = own_loras(options, request.preset, image=image)
+    first_job(find_models(options, image=image), options, request, device)
+
+
 def first_job(found: Parts, options: LoadOptions, request: Request, device: torch.device) -> Job:
     """`request` checked against files before any weights are read. Raises OptionError or AttentionError."""
     files = found.of["high"].path, found.low_path, lora_files(options.loras)
@@ -255,6 +296,7 @@ def sample_latents(
     *,
     batched: bool = False,
     on_step: OnStep | None = None,
+    checks: BlockChecks | None = None,
     ahead: Callable[[Expert, Expert, int], None] | None = None,
     relieve: Callable[[Expert], bool] | None = None,
     ranks: RankMesh | None = None,
@@ -262,8 +304,10 @@ def sample_latents(
     """Walk `plan` from `noise` [B, C, T, Y, X] to un-normalised latents of the same shape, float32, timing every step.
 
     acquire, batched, ahead, relieve: as in `denoise`. ranks: those that run this together. vae: of the VAE whose
-    latents these are. on_step may raise to interrupt.
+    latents these are. on_step and checks may raise to interrupt.
     """
+    checks = checks or BlockChecks()
+    split = ranks is not None and ranks.cfg.size == 2
     clock, forwards = StepClock(report), 0
 
     def ready(expert: Expert) -> WanModel:
@@ -286,9 +330,10 @@ def sample_latents(
         noise,
         batched=batched,
         on_step=note,
+        on_block=checks.after_block,
         ahead=ahead,
         relieve=relieve,
-        run_branches=SplitBranches(ranks) if ranks is not None and ranks.cfg.size == 2 else None,
+        run_branches=SplitBranches(ranks, checks.before_exchange) if ranks is not None and split else None,
         together=ranks is not None,
     )
     clock.finish()

@@ -24,6 +24,7 @@ from wan_core.models.wan.runners import ForwardInfo
 from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.cache.residual import residuals
 from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.pace import Pace
 from wan_core.sampling.plan import Branch, Expert, Plan, Step
 from wan_core.sampling.solvers import SOLVERS, History
 from wan_core.sampling.sparsity.run import sparse_attention
@@ -33,6 +34,7 @@ from wan_core.sampling.sparsity.run import sparse_attention
 BATCHED_TOKENS = 1024
 
 
+BOTH: tuple[Branch, ...] = ("cond", "uncond")
 Made = TypeVar("Made")
 
 RunBranches = Callable[[Sequence[Branch], Callable[[Branch], Tensor], tuple[int, ...]], dict[Branch, Tensor]]
@@ -71,6 +73,7 @@ def denoise(
     *,
     batched: bool = False,
     on_step: Callable[[Progress], None] | None = None,
+    on_block: Callable[[], None] | None = None,
     ahead: Callable[[Expert, Expert, int], None] | None = None,
     relieve: Callable[[Expert], bool] | None = None,
     run_branches: RunBranches | None = None,
@@ -81,6 +84,7 @@ def denoise(
     acquire: returns an expert ready to run; called once for each phase, so that it may load or swap.
     batched: run both guidance branches as one forward (see `choose_batched`).
     on_step: called after every step; may raise to interrupt.
+    on_block: called after every block; may raise to interrupt. With it, the host is only a few blocks ahead of a GPU.
     ahead(expert, next, runs): the next `runs` runs of the blocks are the last before the next expert is acquired.
     relieve(expert): memory ran out; make room and say whether there is any. The step is then run again, from the
     latents of the one before.
@@ -92,6 +96,7 @@ def denoise(
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device, together)
     image = conditioning.concat is not None or conditioning.known is not None
+    pace = None if on_block is None else Pace(x.device, on_block)
     for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
         expert = phase[0].expert
         last = last_runs(phase, batched or run_branches is not None)  # each rank runs one branch
@@ -99,9 +104,10 @@ def denoise(
         model = retried(partial(acquire, expert), again)
         # Sparse attention orders the tokens around everything else; residuals are kept in that order.
         with sparse_attention(model, plan, phase, tuple(x.shape[2:]), image), residuals(model, phase):
-            prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, run_branches)
+            prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, run_branches, pace)
             guided = retried(prepare, again)
             for step in phase:
+                retried(partial(guided.use_texts, step.texts), again)
                 if ahead is not None and following is not None and step.index == last[0]:
                     ahead(expert, following[0].expert, last[1])
                 velocity, forwards = retried(partial(guided.velocity, x, timesteps[step.index], step), again)
@@ -156,25 +162,38 @@ class Guided:
         batch: int,
         batched: bool,
         run_branches: RunBranches | None = None,
+        after_block: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
+        self.after_block = after_block
         self.conditioning = conditioning
         self.run_branches = run_branches
         self.batched = batched and run_branches is None
         self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
-        rows = [conditioning.cond]
-        if any("uncond" in step.branches for step in phase):
-            if conditioning.uncond is None:
-                raise ValueError("the plan guides with a negative prompt, but none was encoded")
-            rows.append(conditioning.uncond)
-        features = conditioning.image_features  # [1 or B, N, D]; both branches see the image
-        if features is not None:
-            features = features.expand(batch, -1, -1).repeat(len(rows), 1, 1)
-        self.both = model.prepare_text(stack_text(rows, batch), features)  # cond before uncond along the batch
-        self.text = {"cond": self.both.rows(0, batch), "uncond": self.both.rows(batch, 2 * batch)}
+        self.batch = batch
+        self.named: tuple[Branch, ...] = BOTH if any("uncond" in step.branches for step in phase) else ("cond",)
+        self.prepared: tuple[int, int] | None = None
+        self.use_texts(phase[0].texts)
         self.adaptive = None
         if plan.adaptive is not None and any(step.action == "adaptive" for step in phase):
             self.adaptive = Adaptive(plan.adaptive, len(plan.steps), self.both.keys_values[0][0].device)
+
+    def use_texts(self, numbers: tuple[int, int]) -> None:
+        """Prepare these texts of the prompt and the negative prompt, unless they are: once for a phase, and again where
+        a text changes."""
+        if numbers == self.prepared:
+            return
+        if self.prepared is not None:
+            del self.both, self.text  # keys and values of all blocks: make room for the next
+            self.prepared = None
+        rows = [self.conditioning.text(branch, number) for branch, number in zip(self.named, numbers, strict=False)]
+        features = self.conditioning.image_features  # [1 or B, N, D]; both branches see the image
+        if features is not None:
+            features = features.expand(self.batch, -1, -1).repeat(len(rows), 1, 1)
+        # cond before uncond along the batch
+        self.both = self.model.prepare_text(stack_text(rows, self.batch), features)
+        self.text = {"cond": self.both.rows(0, self.batch), "uncond": self.both.rows(self.batch, 2 * self.batch)}
+        self.prepared = numbers
 
     def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
         """float32 [B, C, T, Y, X], and how many forwards ran; guidance arithmetic in float32, because it amplifies a
@@ -204,7 +223,7 @@ class Guided:
         """The velocity of each branch that the step has."""
 
         def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
-            return ForwardInfo(step.index, branches, skip, step.sparsity)
+            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block)
 
         def forward(branch: Branch) -> Tensor:
             return self.model(inputs, time, self.text[branch], info((branch,), branch in skipped))

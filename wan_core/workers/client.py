@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from wan_core.config import LoadOptions, Request
 from wan_core.execution.report import Report
+from wan_core.models.text.notes import TokenCount
 from wan_core.sampling.plan import Plan, Step
 from wan_core.workers.launcher import Workers
 from wan_core.workers.wire import plan_from, report_from
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,10 @@ def generate(
     on_step: OnStep | None = None,
     on_phase: Callable[[str], None] = lambda _: None,
     keep_latents: Path | None = None,
+    on_kept: Callable[[Path], None] = lambda _: None,
 ) -> RemoteResult:
     """As `Pipeline.load` and `Pipeline.generate`, on all workers. Rank 0, on this host, writes the finished latents to
-    `keep_latents`; if the disk is full, a note of the report says so, and the video is finished all the same."""
+    `keep_latents`."""
     plan: Plan | None = None
 
     def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -74,6 +79,10 @@ def generate(
             plan = plan_from(header["plan"])
         elif header["name"] == "phase":
             on_phase(header["phase"])
+        elif header["name"] == "kept":
+            on_kept(Path(header["path"]))
+        elif header["name"] == "not kept":
+            log.warning("%s", header["text"])
         elif header["name"] == "step" and on_step is not None:
             assert plan is not None
             on_step(RemoteProgress(plan.steps[header["step"]], plan, header["forwards"]), header["seconds"])
@@ -115,6 +124,8 @@ def sample(
     def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         if header["name"] == "phase":
             on_phase(header["phase"])
+        elif header["name"] == "not kept":
+            log.warning("%s", header["text"])
         elif header["name"] == "step" and on_step is not None:
             step = plan.steps[header["step"]]
             on_step(RemoteProgress(step, plan, header["forwards"], tensors.get("preview")), header["seconds"])
@@ -132,7 +143,8 @@ def sample(
     }
     found, tensors = workers.call("sample", fields, conditioning, on_event=event, poll=poll)
     if keep is not None:
-        keep.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder was read-only, and nothing was kept
+            keep.unlink()
     add_report(report, found["report"])
     return tensors["latents"]
 
@@ -172,12 +184,12 @@ def encode_text(
     prompts: Sequence[str],
     *,
     poll: Callable[[], None] = lambda: None,
-) -> list[Tensor]:
-    """Text rows [L, dim] of each prompt, without padding. text_encoder: path and precision."""
+) -> tuple[list[Tensor], list[TokenCount]]:
+    """Text rows [L, dim] of each prompt, without padding, and its tokens. text_encoder: path and precision."""
     fields = {"text_encoder": dict(text_encoder), "prompts": list(prompts)}
-    rows = workers.call("text", fields, poll=poll)[1]["rows"]
-    lengths = (rows != 0).any(-1).long() * torch.arange(1, rows.shape[1] + 1)
-    return [row[:length] for row, length in zip(rows, lengths.amax(1).tolist(), strict=True)]
+    found, tensors = workers.call("text", fields, poll=poll)
+    counts = [TokenCount(*count) for count in found["counts"]]
+    return [row[: count.read] for row, count in zip(tensors["rows"], counts, strict=True)], counts
 
 
 def add_report(report: Report, data: Mapping[str, Any]) -> None:

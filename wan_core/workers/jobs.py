@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from wan_core.checkpoint import load_text_encoder, load_vae
-from wan_core.checkpoint.latents import save_latents
+from wan_core.checkpoint.latents import try_to_save_latents
 from wan_core.config import QUANTIZED, OptionError
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize_vae
@@ -28,7 +28,7 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import BACKENDS, resolve_attention
-from wan_core.parallel.conditioning import rows_of_all, text_rank
+from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
 from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.parallel.sequence import check_mesh, reads_parts
@@ -45,10 +45,8 @@ from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel, ring_note
 from wan_core.workers.experts import LoadedExperts
+from wan_core.workers.rank import BLOCKS_BETWEEN_CHECKS, BetweenBlocks, Rank
 from wan_core.workers.wire import load_options_from, plan_from, report_data, request_from
-
-if TYPE_CHECKING:
-    from wan_core.workers.rank import Rank
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
 Made = TypeVar("Made")
@@ -124,7 +122,15 @@ class Jobs:
         def keep(latents: Tensor) -> None:
             self.keep(header["keep"], latents, job.fps, pipe.report)
 
-        made = pipe.generate(request, on_job=on_job, on_phase=self.phase, on_step=self.on_step(), on_latents=keep)
+        between = self.between_blocks(choice.mesh, found.dit)
+        made = pipe.generate(
+            request,
+            on_job=on_job,
+            on_phase=self.phase,
+            on_step=self.on_step(between),
+            checks=between,
+            on_latents=keep,
+        )
         result = {"fps": made.fps, "plan": asdict(made.plan), "report": report_data(made.report)}
         return result, {"frames": torch.from_numpy(made.frames), "latents": made.latents}
 
@@ -154,6 +160,7 @@ class Jobs:
         report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *held.notes]
         given = {name: value.to(self.rank.device) for name, value in tensors.items()}
         self.phase("denoise")
+        between = self.between_blocks(choice.mesh, found.dit)
         latents = sample_latents(
             plan,
             models.expert,
@@ -162,7 +169,8 @@ class Jobs:
             found.vae,
             report,
             batched=batched,
-            on_step=self.on_step(preview=True),
+            on_step=self.on_step(between, preview=True),
+            checks=between,
             ahead=models.prefetch,
             ranks=ranks,
         )
@@ -196,7 +204,7 @@ class Jobs:
 
     def text(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Prompts to rows [B, L, dim], zeros at the end. One rank has the encoder."""
-        spec, device, rows = header["text_encoder"], self.rank.device, None
+        spec, device, rows, counts = header["text_encoder"], self.rank.device, None, None
         self.phase("text")
         if self.rank.rank == text_rank(self.everyone):
             dtype = compute_dtype(spec["precision"], device)
@@ -210,9 +218,13 @@ class Jobs:
                 return residency
 
             residency = self.hold("text encoder", spec, load)
-            rows = cast(TextEncoder, residency.use("text encoder")).encode(header["prompts"])
+            encoder = cast(TextEncoder, residency.use("text encoder"))
+            rows = encoder.encode(header["prompts"])
+            counts = [encoder.tokenizer.count(prompt) for prompt in header["prompts"]]
             residency.release("text encoder")
-        return {}, {"rows": rows_of_all(self.everyone, rows).cpu()}
+        rows = rows_of_all(self.everyone, rows)
+        counts = counts_of_all(self.everyone, counts, len(header["prompts"]))
+        return {"counts": counts}, {"rows": rows.cpu()}
 
     # ------------------------------------------------------------------------------------------------------- the mesh
 
@@ -266,7 +278,11 @@ class Jobs:
         self.rank.raise_if_interrupted()
         self.rank.send({"kind": "event", "name": "phase", "phase": name})
 
-    def on_step(self, preview: bool = False) -> OnStep:
+    def between_blocks(self, mesh: Mesh, dit: DiTConfig) -> BetweenBlocks:
+        """For one run on `mesh`: stops all ranks at the same block if the user wants that."""
+        return BetweenBlocks(self.rank, dit.num_layers // BLOCKS_BETWEEN_CHECKS if mesh.cfg > 1 else 0)
+
+    def on_step(self, between: BetweenBlocks, preview: bool = False) -> OnStep:
         """For `sample_latents`, on every rank: says how far it is, and stops all ranks if the user wants that.
 
         The host may be one step ahead of the GPU and not more: so an interruption takes effect within a step, and the
@@ -301,7 +317,7 @@ class Jobs:
             last = progress.step.index + 1 == progress.total
             while behind and (ready is None or last or len(behind) > 1):
                 behind.pop(0)()
-            self.rank.raise_if_interrupted()
+            between.end_step()
 
         return note
 
@@ -314,18 +330,17 @@ class Jobs:
     def keep(
         self, path: str | None, latents: Tensor, fps: int, report: Report, settings: Mapping[str, Any] | None = None
     ) -> None:
-        """Rank 0: write finished latents to `path` before anything else can go wrong. A disk that is full is told, and
-        the run goes on: the latents are still here."""
+        """Rank 0: write finished latents to `path` before anything else can go wrong. If that fails, the program is
+        told, and the run goes on."""
         if path is None or self.rank.rank != 0:
             return
         self.rank.progress("save latents")
-        try:
-            save_latents(Path(path), latents, fps, report.settings if settings is None else settings)
-        except OSError as fault:
-            report.notes.append(f"the finished latents could not be kept in {path}: {fault}")
-            self.rank.send({"kind": "event", "name": "not kept", "path": path, "text": str(fault)})
-        else:
+        failed = try_to_save_latents(path, latents, fps, report.settings if settings is None else settings)
+        if failed is None:
             self.rank.send({"kind": "event", "name": "kept", "path": path})
+        else:
+            report.notes.append(failed)
+            self.rank.send({"kind": "event", "name": "not kept", "path": path, "text": failed})
 
 
 def _middle(latents: Tensor) -> Tensor:

@@ -20,12 +20,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from wan_core.checkpoint.safetensors_file import safetensors_pieces
 from wan_core.config import OptionError
+from wan_core.sampling.pace import BlockChecks
 from wan_core.workers.control import Channel, connect, unpack_tensors
 from wan_core.workers.faults import EXIT_FAILED, Interrupted, describe_fault, write_error_file
 from wan_core.workers.heartbeat import Heartbeat, publish_failure
 
 ALL_FAILED_SECONDS = 3.0  # a rank that failed waits so long for the other ranks to fail at the same request
 REQUEST_TIMEOUT = timedelta(days=365)  # between two requests
+BLOCKS_BETWEEN_CHECKS = 4  # an agreement takes 0.1 ms on one host
 EXCHANGE_MARGIN = 60.0  # seconds: the program, which can name the rank that hangs, gives up before an exchange does
 
 
@@ -140,3 +142,34 @@ class Rank:
             publish_failure(self.store, failure)
         finally:  # also if the store is gone
             os._exit(EXIT_FAILED)
+
+
+class BetweenBlocks(BlockChecks):
+    """All ranks stop at the same block: after every `BLOCKS_BETWEEN_CHECKS` blocks they agree whether to.
+
+    Ranks that split guidance may run different numbers of blocks in a step: one branch is skipped, or there is none.
+    They agree as often all the same, because an agreement takes all ranks: the rest before they exchange velocities.
+    """
+
+    def __init__(self, rank: Rank, per_step: int) -> None:
+        """per_step: agreements in a step where guidance is split, 0 where all ranks run the same blocks."""
+        super().__init__()
+        self.rank, self.per_step = rank, per_step
+        self.blocks = self.agreed = 0  # in this step
+
+    def after_block(self) -> None:
+        """Raise Interrupted on all ranks if the program stopped the request."""
+        self.blocks += 1
+        if self.blocks % BLOCKS_BETWEEN_CHECKS == 0:
+            self.agreed += 1
+            self.rank.raise_if_interrupted()
+
+    def before_exchange(self) -> None:
+        while self.agreed < self.per_step:
+            self.agreed += 1
+            self.rank.raise_if_interrupted()
+
+    def end_step(self) -> None:
+        """As `after_block`, at the end of every step."""
+        self.blocks = self.agreed = 0
+        self.rank.raise_if_interrupted()

@@ -64,13 +64,15 @@ class WanModel(nn.Module):
 
     def run_blocks(self, inputs: BlockInputs) -> Tensor:
         """The loop over the blocks, innermost in the chain of runners: tokens [B, L, C] after all of them."""
-        tokens, weights = inputs.tokens, self.runners.weights
+        tokens, weights, after_block = inputs.tokens, self.runners.weights, inputs.info.after_block
         weights.begin_run()
         for layer, (block, kv) in enumerate(zip(self.blocks, inputs.text.keys_values, strict=True)):
             weights.enter(layer)
             call = AttentionCall(layer, inputs.sparse, inputs.lengths)
             tokens = block(tokens, inputs.modulation, inputs.rope, kv, call)
             weights.leave(layer)
+            if after_block is not None:
+                after_block()
         weights.end_run()
         return tokens
 

@@ -42,12 +42,14 @@ class ForwardInfo:
 
     step: index in the plan. branches: guidance branches along the batch. skip: the blocks need not run, a residual
     cache replaces them. sparsity: share of the blocks of keys that attention does not read.
+    after_block: called when the work of a block has been launched; may raise to interrupt.
     """
 
     step: int = 0
     branches: tuple[str, ...] = ("cond",)
     skip: bool = False
     sparsity: float = 0.0
+    after_block: Callable[[], None] | None = None
 
 
 SINGLE_FORWARD = ForwardInfo()

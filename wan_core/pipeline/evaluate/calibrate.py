@@ -51,6 +51,7 @@ def record(
     conditioning: Conditioning,
     noise: Tensor,
     on_step: Callable[[Progress], None] | None = None,
+    on_block: Callable[[], None] = lambda: None,
 ) -> dict[tuple[int, Branch], float]:
     """Run `plan` in full and return the ratio of every step and branch; arguments as of `denoise`."""
     recorder = Recorder()
@@ -63,7 +64,7 @@ def record(
             seams.enter_context(model.runners.adding(recorder))
             return model
 
-        denoise(plan, watched, conditioning, noise, on_step=on_step)
+        denoise(plan, watched, conditioning, noise, on_step=on_step, on_block=on_block)
     return {key: float(ratio) for key, ratio in recorder.ratios.items()}
 
 
@@ -104,10 +105,12 @@ def measure(
     *,
     source: str,
     on_step: Callable[[int], None] = lambda done: None,
+    on_block: Callable[[], None] = lambda: None,
 ) -> Curve:
     """The curve of a model over `videos`, (conditioning, noise) of each. `plan` is run without any skipping.
 
-    on_step(done) is called with the number of steps of all videos so far; it may raise to interrupt.
+    on_step(done) is called with the number of steps of all videos so far, on_block after every block; both may raise to
+    interrupt.
     """
     full, runs, counts, done, image = plain(plan), [], [], 0, False
 
@@ -117,7 +120,7 @@ def measure(
         on_step(done)
 
     for conditioning, noise in videos:
-        runs.append(record(full, acquire, conditioning, noise, note))
+        runs.append(record(full, acquire, conditioning, noise, note, on_block))
         counts.append(len(noise))
         image = conditioning.known is not None
     return calibrate(full, runs, source, counts, image=image)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from wan_core.config.outputs import write_text
 from wan_core.execution.report import device_name
 
 
@@ -55,12 +56,15 @@ def commit(folder: Path = Path(__file__).parent) -> str | None:
         return None
 
 
-def write_result(result: dict[str, Any], out: Path | None, device: torch.device) -> Path | None:
-    if out is None:
-        return None
-    if out.suffix != ".json":
-        out.mkdir(parents=True, exist_ok=True)
-        short = result["device"].split(",")[0].replace("NVIDIA ", "").replace(" ", "-").lower()
-        out = out / f"{result['suite']}-{short}-{date.today():%Y%m%d}.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    return out
+def result_path(out: Path, suite: str, device: torch.device) -> Path:
+    """`out` if it is a .json file, else a file in that folder, which is made, named after suite, device and date."""
+    if out.suffix == ".json":
+        return out
+    out.mkdir(parents=True, exist_ok=True)
+    short = device_name(device).split(",")[0].replace("NVIDIA ", "").replace(" ", "-").lower()
+    return out / f"{suite}-{short}-{date.today():%Y%m%d}.json"
+
+
+def write_result(result: dict[str, Any], path: Path) -> Path:
+    """Write a result as JSON, beside and then renamed. Raises OSError."""
+    return write_text(path, json.dumps(result, indent=1) + "\n")

@@ -5,21 +5,24 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wan_core.config import OptionError, Request, SkipOptions, check_folder
+from wan_core.config import OptionError, Request, SkipOptions
+from wan_core.config.outputs import Outputs, keep_old
 from wan_core.execution.report import Report
-from wan_core.media.video import check_output, write_mp4
+from wan_core.media.pictures import save_picture
+from wan_core.media.video import write_mp4
 from wan_core.pipeline.evaluate.calibrate import measure, plain
 from wan_core.pipeline.evaluate.compare import Comparison, compare, find_perceptual, pareto, summary, truth
 from wan_core.pipeline.evaluate.pictures import draw_curve, draw_quality, preset_plans, side_by_side
-from wan_core.pipeline.evaluate.results import envelope, write_result
+from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
 from wan_core.pipeline.evaluate.samples import Batch, Sample, batches, choose_samples, one_by_one
 from wan_core.pipeline.evaluate.sparsity import coverage_places, draw_coverage, measure_coverage
 from wan_core.pipeline.evaluate.sparsity import words as coverage_words
@@ -36,41 +39,53 @@ FULL = "full"
 ALONE = "full, one video at a time"
 
 
-def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request) -> int:
-    """Measure the curve of `pipe`'s model, write it beside the checkpoint or to `options.out`."""
+def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, outputs: Outputs) -> int:
+    """Measure the curve of `pipe`'s model, write it beside the checkpoint or to `options.out`.
+
+    Beside the checkpoint it takes the place of an older curve, because that is where it is found. The older one is
+    kept as NAME.bak: it may have been tuned by hand, or come with the model.
+    """
     if options.sparsity:
-        return calibrate_sparsity(options, pipe, base)
-    models = pipe.models
-    out = options.out or beside(models.checkpoint, models.task.name, image=base.image is not None)
-    for path in (out, options.plot):
-        check_folder(path)
+        return calibrate_sparsity(options, pipe, base, outputs)
+    models, out = pipe.models, options.out
+    if out is None:
+        place = beside(models.checkpoint, models.task.name, image=base.image is not None)
+        out = outputs.add("the curve", place, overwrite=True)
     samples = chosen(options, pipe)
     plan, videos = pipe.prepare(base).plan, shown(pipe, base, samples, options.batch)
     with torch.no_grad():
         curve = measure(plan, pipe.models.expert, videos, source=source(pipe))
-    write_curve(curve, out)
+    replace_curve(out, options.overwrite, lambda: write_curve(curve, out))
     plans = preset_plans(plan, curve)
     for name, plan in plans.items():
         print(f"{name:<10} {plan.forward_words()}")
     if options.plot is not None:
-        draw_curve(curve, plans).save(options.plot)
+        save_picture(draw_curve(curve, plans), options.plot)
     print(out)
     return 0
 
 
-def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Request) -> int:
+def replace_curve(path: Path, overwrite: bool, write: Callable[[], Path]) -> Path:
+    """Call `write`, and keep what `path` was before, unless it is to be overwritten."""
+    kept = None if overwrite else keep_old(path)
+    if kept is not None:
+        show(f"the older {path.name} is kept as {kept}")
+    return write()
+
+
+def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Request, outputs: Outputs) -> int:
     """Measure the attention that selected blocks cover in each layer of `pipe`'s experts, and write it beside their
     checkpoints or to `options.out`."""
     models = pipe.models
     experts: list[Expert] = ["high", "low"] if models.task.two_experts else ["high"]
     if options.out is not None:
-        places = coverage_places(options.out, experts)
+        named = coverage_places(options.out, experts)
+        places = {expert: outputs.add(f"--out ({expert})", path) for expert, path in named.items()}
     else:
         files = {"high": models.checkpoint, "low": models.low_checkpoint}
         beside(models.checkpoint, models.task.name, image=False)  # raises for random and embedded models
-        places = {e: coverage_path(path, models.task.name, e) for e in experts if (path := files[e]) is not None}
-    for path in (*places.values(), options.plot):
-        check_folder(path)
+        named = {e: coverage_path(path, models.task.name, e) for e in experts if (path := files[e]) is not None}
+        places = {e: outputs.add(f"the coverage ({e})", path, overwrite=True) for e, path in named.items()}
     samples = chosen(options, pipe)
     plan = plain(next(batches(pipe, base, samples[:1], 1)).job.plan)  # of all: they differ in caption and seed
     with torch.no_grad():
@@ -78,10 +93,10 @@ def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Reques
         found = measure_coverage(plan, pipe.models.expert, videos, source=source(pipe))
     for expert, coverage in found.items():
         if expert in places:
-            print(write_coverage(coverage, places[expert]))
+            print(replace_curve(places[expert], options.overwrite, partial(write_coverage, coverage, places[expert])))
     print(coverage_words(found))
     if options.plot is not None:
-        draw_coverage(found).save(options.plot)
+        save_picture(draw_coverage(found), options.plot)
     return 0
 
 
@@ -109,17 +124,15 @@ def beside(checkpoint: Path | None, task: str, *, image: bool) -> Path:
 # ------------------------------------------------------------------------------------------------------------- quality
 
 
-def run_quality(options: argparse.Namespace, pipe: Pipeline, base: Request, names: Sequence[str]) -> int:
+def run_quality(
+    options: argparse.Namespace, pipe: Pipeline, base: Request, names: Sequence[str], outputs: Outputs
+) -> int:
     """Compare every setting with the full run; prints a table and writes the requested files."""
     settings = {name: parse_setting(name) for name in names}  # all are checked before the first runs
-    check_folder(options.plot)
     out = options.out
-    if out is not None and out.suffix != ".json":
-        out.mkdir(parents=True, exist_ok=True)
-        out = out / "result.json"
-    check_folder(out)
-    if options.video is not None:
-        check_output(options.video)
+    if out is not None:
+        named = result_path(out, "quality", pipe.models.device)
+        out = outputs.add("--out", named, overwrite=None if named == out else True)  # that name is of this day alone
     samples = chosen(options, pipe)
     found = measure_quality(pipe, base, samples, settings, options.batch)
     rows = found.rows()
@@ -129,11 +142,10 @@ def run_quality(options: argparse.Namespace, pipe: Pipeline, base: Request, name
         "perceptual": found.perceptual_name,
         "full": found.full,
     }
-    path = write_result(result, options.out, pipe.models.device)
-    if path is not None:
-        print(path)
+    if out is not None:
+        print(write_result(result, out))
     if options.plot is not None:  # pictures come last, after the measurements are on disk
-        draw_quality(rows, f"{found.plan_words}   {len(samples)} videos").save(options.plot)
+        save_picture(draw_quality(rows, f"{found.plan_words}   {len(samples)} videos"), options.plot)
     if options.video is not None:
         write_mp4(options.video, side_by_side(found.first).numpy(), fps=pipe.models.task.fps)
     return 0

@@ -49,7 +49,7 @@ def measure_coverage(
                 for watcher in watchers.values():
                     watcher.looks = progress.step.index + 1 in looked
 
-            denoise(plan, watched, conditioning, noise, on_step=note)
+            denoise(plan, watched, conditioning, noise, on_step=note, on_block=lambda: None)
     return {expert: watcher.result(plan.task, source, expert) for expert, watcher in watchers.items()}
 
 

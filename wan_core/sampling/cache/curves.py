@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.config import OptionError
+from wan_core.config.outputs import write_text
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.plan import Branch, Expert, Plan
 
@@ -90,8 +91,7 @@ def nearest(values: Sequence[float], count: int) -> list[float]:
 def write_curve(curve: Curve, path: Path) -> Path:
     rounded = {k: [round(r, 5) for r in v] if isinstance(v, tuple) else v for k, v in asdict(curve).items()}
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in {"format": FORMAT, **rounded}.items()]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    return path
+    return write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def read_curve(path: Path) -> Curve:

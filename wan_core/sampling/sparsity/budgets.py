@@ -16,6 +16,7 @@ from math import isfinite
 from pathlib import Path
 
 from wan_core.config import OptionError, SparseOptions
+from wan_core.config.outputs import write_text
 from wan_core.sampling.plan import Expert, Plan
 
 FORMAT = "wancore-sparse-coverage/1"
@@ -113,8 +114,7 @@ def write_coverage(coverage: Coverage, path: Path) -> Path:
     fields = asdict(coverage)
     fields["mass"] = [[[round(m, 4) for m in head] for head in layer] for layer in coverage.mass]
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in {"format": FORMAT, **fields}.items()]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    return path
+    return write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def read_coverage(path: Path) -> Coverage:

@@ -1,0 +1,269 @@
+"""The files of the command line: what it refuses to write, what it keeps, and what is left when a disk is full."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.launched import below
+from wan_core.checkpoint import load_dit
+from wan_core.checkpoint.latents import load_latents
+from wan_core.cli import main
+from wan_core.cli.generate import write_video
+from wan_core.media.video import read_video
+from wan_core.pipeline import pipeline as pipeline_module
+from wan_core.pipeline.sources import TINY
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPTION = "a red circle moving right on a blue background"
+MODEL = ["--model", "tiny", "--steps", "2", "--frames", "5", "--size", "64x48", "--device", "cpu"]
+GENERATE = ["generate", *MODEL, "--prompt", CAPTION]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["quantize", "x.safetensors", "x.safetensors"], "out would replace x.safetensors, which source reads"),
+        (["quantize", "x.safetensors", "hard.safetensors"], "which source reads"),
+        (["quantize", "model", "model/a.safetensors"], "which source reads"),
+        (["quantize", "x.safetensors", "model"], "ends in .safetensors"),
+        (["quantize", "x.safetensors", "nowhere/y.safetensors"], "Create the folder"),
+        (["quantize", "x.safetensors", "folder.safetensors"], "a folder has that name"),
+        ([*GENERATE, "--image", "in.png", "--sheet", "in.png"], "--sheet would replace in.png, which --image reads"),
+        ([*GENERATE, "--image", "link.png", "--sheet", "in.png"], "which --image reads"),
+        ([*GENERATE, "--vae", "v.safetensors", "--save-latents", "v.safetensors"], "which --vae reads"),
+        ([*GENERATE, "--lora", "x.safetensors", "--save-latents", "x.safetensors"], "which --lora reads"),
+        ([*GENERATE, "--out", "y.mp4", "--report", "y.mp4"], "--out and --report both write y.mp4"),
+        ([*GENERATE, "--sheet", "y.png", "--report", "./Y.png"], "--sheet and --report both write"),
+        ([*GENERATE, "--sheet", "y.unknown"], "cannot write the picture y.unknown"),
+        ([*GENERATE, "--sheet", "y"], "use .png"),
+        ([*GENERATE, "--lora", ""], "an empty name given for a LoRA"),
+        (["decode", "l.safetensors", "--vae", "v.safetensors", "--out", "l.safetensors"], "ends in .mp4"),
+        (["calibrate", *MODEL[:2], "--size", "5", "--out", "c.json"], "'5' is not a size; write WIDTHxHEIGHT"),
+        (["quality", *MODEL[:2], "--size", "9" * 5000 + "x5"], "is not a size"),
+        (["calibrate", *MODEL[:2], "--plot", "p.unknown", "--out", "c.json"], "cannot write the picture p.unknown"),
+        (["plan", "--high", "text.txt"], "text.txt"),
+        (["plan", "--low", "text.txt"], "text.txt"),
+        (["plan", "--lora", "text.txt"], "text.txt"),
+        (["plan", "--lora", "x.safetensors"], "x.safetensors is no LoRA"),
+    ],
+)
+def test_refused_before_any_work(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (64, 48)).save("in.png")
+    for name in ("x", "v", "l", "model/a", "folder.safetensors/in"):
+        Path(f"{name}.safetensors").parent.mkdir(exist_ok=True)
+        shutil.copy(TINY / ("vae.safetensors" if name == "v" else "t2v_high.safetensors"), f"{name}.safetensors")
+    os.symlink("in.png", "link.png")
+    os.link("x.safetensors", "hard.safetensors")
+    Path("text.txt").write_text("not a model")
+    before = contents(tmp_path)
+    for more in ([], ["--overwrite"] if arguments[0] != "plan" else []):
+        try:
+            code = main([*arguments, *more])
+        except SystemExit as end:  # argparse's own refusal
+            code = end.code
+        said = capsys.readouterr().err
+        assert code == 2 and words in said and "Traceback" not in said, said
+        assert contents(tmp_path) == before
+
+
+def test_existing_files_get_a_number_or_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, sheet, report = (tmp_path / name for name in ("x.mp4", "x.png", "x.json"))
+    files = ["--out", str(out), "--sheet", str(sheet), "--report", str(report)]
+    assert main([*GENERATE, *files]) == 0
+    before = contents(tmp_path)
+    capsys.readouterr()
+    assert main([*GENERATE, *files, "--seed", "5"]) == 0
+    said = capsys.readouterr()
+    assert said.out.strip().endswith("x-1.mp4") and "x.mp4 exists" in said.err
+    after = contents(tmp_path)
+    assert sorted(after) == ["x-1.json", "x-1.mp4", "x-1.png", "x.json", "x.mp4", "x.png"]
+    assert {name: after[name] for name in before} == before
+    assert main([*GENERATE, *files, "--seed", "5", "--overwrite"]) == 0
+    assert sorted(contents(tmp_path)) == sorted(after)
+    assert np.array_equal(read_video(out), read_video(tmp_path / "x-1.mp4"))
+
+
+def test_quantize_writes_to_a_new_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "q.safetensors"
+    out.write_bytes(b"weights of the user")
+    assert main(["quantize", str(TINY / "t2v_high.safetensors"), str(out), "--device", "cpu"]) == 0
+    assert out.read_bytes() == b"weights of the user"
+    assert capsys.readouterr().out.strip() == str(tmp_path / "q-1.safetensors")
+    load_dit(tmp_path / "q-1.safetensors")
+
+
+def test_calibrate_keeps_the_older_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("t2v_high", "t2v_low"):
+        shutil.copy(TINY / f"{name}.safetensors", tmp_path)
+    curve = tmp_path / "t2v_high.magcache.json"
+    curve.write_text("tuned by hand")
+    files = ["--high", str(tmp_path / "t2v_high.safetensors"), "--low", str(tmp_path / "t2v_low.safetensors")]
+    others = [f"--{name.replace('_', '-')}={TINY / name}.safetensors" for name in ("vae", "text_encoder")]
+    small = ["--task", "t2v-A14B", "--steps", "4", "--size", "32x32", "--frames", "5", "--count", "1", "--prompt", "x"]
+    assert main(["calibrate", *files, *others, *small, "--device", "cpu"]) == 0
+    assert "kept as" in capsys.readouterr().err
+    assert (tmp_path / "t2v_high.magcache.json.bak").read_text() == "tuned by hand"
+    assert json.loads(curve.read_text())["format"]
+
+
+# ------------------------------------------------------------------------------------------------------ full disks
+
+
+def limited(arguments: list[str], limit: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command line with no file above `limit` bytes, as on a disk with so much room."""
+    return subprocess.run(
+        [sys.executable, "-m", "wan_core", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_latents_that_do_not_fit_do_not_end_the_run(tmp_path: Path) -> None:
+    """Latents of 26 kB and a video of less, and room for 20 kB."""
+    larger = [*GENERATE, "--size", "128x96"]
+    found = limited([*larger, "--out", "x.mp4", "--save-latents", "l.safetensors"], 20_000, tmp_path)
+    assert found.returncode == 1, found.stderr  # the video is complete, what else was asked for is not
+    assert "the finished latents could not be kept in l.safetensors: File too large" in found.stderr
+    assert "Traceback" not in found.stderr and "note: the finished latents could not be kept" in found.stdout
+    assert list(contents(tmp_path)) == ["x.mp4"] and len(read_video(tmp_path / "x.mp4")) == 5
+    found = limited([*larger, "--out", "y.mp4"], 20_000, tmp_path)  # nobody asked for the latents
+    assert found.returncode == 0 and "could not be kept" in found.stderr
+    assert list(contents(tmp_path)) == ["x.mp4", "y.mp4"]
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    found = limited([*GENERATE, "--out", "x.mp4", "--report", "r.json"], 100, tmp_path)
+    assert found.returncode == 2 and "Traceback" not in found.stderr
+    assert "the video could not be written to x.mp4: File too large" in found.stderr
+    assert not contents(tmp_path)
+
+
+def test_a_video_goes_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is gone when it is complete: it is written into the folder for temporary files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    class Made:
+        frames, fps = np.zeros((5, 48, 64, 3), dtype=np.uint8), 8
+        report = pipeline_module.Report(torch.device("cpu"))
+
+    for folder in ("gone", "/dev/null"):
+        path = write_video(Path(tmp_path, folder, "x.mp4"), Made())
+        assert path.parent == tmp_path and len(read_video(path)) == 5
+    assert sorted(contents(tmp_path)) == ["x-1.mp4", "x.mp4"]
+
+
+@pytest.fixture
+def broken_decode(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def broken(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("decode did not fit")
+
+    monkeypatch.setattr(pipeline_module, "decode_latents", broken)
+    return monkeypatch.undo
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("vae", [False, True])
+def test_the_printed_command_makes_the_video(
+    vae: bool, overwrite: bool, tmp_path: Path, broken_decode: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names with spaces and quotes; the VAE as it was given."""
+    folder = tmp_path / "it's a $HOME; folder"
+    folder.mkdir()
+    arguments = [*GENERATE, "--out", str(folder / "my video.mp4")]
+    if vae:
+        shutil.copy(TINY / "vae.safetensors", folder / "my vae.safetensors")
+        arguments += ["--vae", str(folder / "my vae.safetensors"), "--vae-precision", "fp32"]
+    if overwrite:
+        (folder / "my video.mp4").write_text("old")
+        arguments += ["--overwrite"]
+    assert main(arguments) == 3
+    broken_decode()
+    said = capsys.readouterr().err
+    command = next(line for line in said.splitlines() if " decode " in line)
+    assert ("--vae-precision fp32" in command) == vae and str(folder / "my video.latents.safetensors") in said
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=environment, capture_output=True)
+    assert len(read_video(folder / "my video.mp4")) == 5
+    assert shlex.split(command)[0] == sys.executable
+
+
+def test_no_hint_where_nothing_was_kept(tmp_path: Path) -> None:
+    """An older file of that name is not what this run computed."""
+    program = textwrap.dedent(f"""
+        import sys, resource, torch
+        from wan_core.cli import main
+        from wan_core.pipeline import pipeline
+        def broken(*_):
+            raise torch.cuda.OutOfMemoryError("decode did not fit")
+        pipeline.decode_latents = broken
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        sys.exit(main({[*GENERATE, "--out", "x.mp4", "--save-latents", "l.safetensors", "--overwrite"]!r}))
+    """)
+    (tmp_path / "l.safetensors").write_text("old")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 3 and "could not be kept" in found.stderr and " decode l." not in found.stderr
+    assert contents(tmp_path) == {"l.safetensors": b"old"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "0"], "1 to 1000"),
+        (["--frames", "16"], "4n + 1"),
+        (["--high", "gone.safetensors"], "gone.safetensors"),
+        (["--model", "/nowhere"], "not a folder"),
+        (["--image", "gone.png"], "gone.png"),
+    ],
+)
+def test_no_rank_starts_for_a_request_that_is_refused(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    others = below(os.getpid())
+    base = ["generate", "--model", "tiny", "--prompt", CAPTION, "--gpus", "cpu,cpu", "--out", str(tmp_path / "x.mp4")]
+    assert main([*base, *arguments]) == 2
+    assert words in capsys.readouterr().err and below(os.getpid()) <= others
+    assert not contents(tmp_path)
+
+
+def test_kept_latents_are_the_runs_own(tmp_path: Path) -> None:
+    latents = tmp_path / "l.safetensors"
+    assert main([*GENERATE, "--out", str(tmp_path / "x.mp4"), "--save-latents", str(latents)]) == 0
+    assert load_latents(latents)[0].shape == (1, 16, 2, 6, 8)

@@ -1,0 +1,104 @@
+"""Interruption between blocks: at every block of a run, and then the next run is that of a fresh model, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.execution.test_stream import LAYERS, experts, streaming
+from wan_core.config import AdaptiveOptions, MagCacheOptions, SkipOptions, TaylorSeerOptions
+from wan_core.execution.optimize import begin_run
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.quant.swap import Quantization
+from wan_core.ops.quant.transformer_engine import TEDelayedLinear
+from wan_core.sampling.cache.curves import find_curve
+from wan_core.sampling.cache.skipping import leave_out
+from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.denoise import denoise
+from wan_core.sampling.plan import Plan, make_plan
+from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
+
+CPU = torch.device("cpu")
+CURVE = find_curve(None, "t2v-A14B")
+FULL = make_plan(steps=4)
+PLANS = {
+    "full": FULL,
+    "taylorseer": leave_out(
+        make_plan(steps=8), SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.1)), CURVE
+    ),
+    "magcache": leave_out(
+        make_plan(steps=8), SkipOptions(magcache=MagCacheOptions(threshold=0.5, max_skips=2, retention=0.1)), CURVE
+    ),
+    "adaptive": leave_out(make_plan(steps=6), SkipOptions(adaptive=AdaptiveOptions(threshold=0.5)), None),
+    "sparse": sparsify(make_plan(steps=2), parse_sparse("0.5/0:ramp0")),
+}
+
+
+class Stop(Exception):
+    pass
+
+
+class Stopper:
+    """Raises at the block number `at`, counted from 0 over the whole run."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.blocks = at, 0
+
+    def __call__(self) -> None:
+        self.blocks += 1
+        if self.at is not None and self.blocks > self.at:
+            raise Stop
+
+
+def run(
+    use: Callable[[str], WanModel],
+    plan: Plan,
+    on_block: Callable[[], None] | None,
+    *,
+    batched: bool = False,
+    prefetch: Callable[..., None] | None = None,
+) -> Tensor:
+    def acquire(name: str) -> WanModel:
+        model = use(name)
+        begin_run(model)
+        return model
+
+    text = [draw_noise(n, (1, 5, 48)) for n in (1, 2)]
+    conditioning, noise = Conditioning(cond=text[0], uncond=text[1]), draw_noise(7, (1, 16, 2, 4, 6))
+    with torch.no_grad():
+        return denoise(plan, acquire, conditioning, noise, batched=batched, on_block=on_block, ahead=prefetch)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("resident", [None, 0, 3], ids=["all stay", "all stream", "half stream"])
+@pytest.mark.parametrize("name", PLANS)
+def test_at_every_block(name: str, resident: int | None, batched: bool) -> None:
+    plan, residency, counted = PLANS[name], streaming(None, resident), Stopper()
+    exact = run(experts().__getitem__, plan, counted, batched=batched)
+    assert torch.equal(exact, run(experts().__getitem__, plan, None, batched=batched))
+    assert counted.blocks % LAYERS == 0 and counted.blocks > LAYERS
+    for at in range(counted.blocks):
+        stop = Stopper(at)
+        with pytest.raises(Stop):
+            run(residency.use, plan, stop, batched=batched, prefetch=residency.prefetch)
+        assert stop.blocks == at + 1, "it ran on after the block"
+        for model in residency.models.values():
+            assert isinstance(model, WanModel)
+            assert [runner.name for runner in model.runners.runners] == []
+        if at % 9 == 0 or at > counted.blocks - 3:
+            again = run(residency.use, plan, Stopper(), batched=batched, prefetch=residency.prefetch)
+            assert torch.equal(again, exact), at
+
+
+@pytest.mark.parametrize("resident", [None, 2])
+def test_delayed_scales(resident: int | None) -> None:
+    """Scales that follow what was seen: an interrupted forward leaves nothing of them."""
+    held = Quantization(TEDelayedLinear, CPU)
+    residency, exact = streaming(held, resident), run(experts(held).__getitem__, FULL, None)
+    for at in range(0, 4 * 2 * LAYERS, 7):
+        with pytest.raises(Stop):
+            run(residency.use, FULL, Stopper(at), prefetch=residency.prefetch)
+        assert torch.equal(run(residency.use, FULL, None, prefetch=residency.prefetch), exact)

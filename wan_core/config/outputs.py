@@ -1,0 +1,307 @@
+"""Files that a run writes: never one of its inputs, never each other, and whole or not there.
+
+    with Outputs({"--image": image}, overwrite=False) as outputs:
+        video = outputs.add("--out", Path("x.mp4"))  # x-1.mp4 if x.mp4 exists, or if another run is about to write it
+        ...                                          # hours of work
+        with written_beside(video) as temporary:
+            ...                                      # `temporary` becomes `video` at the end
+
+`Outputs` checks what a user named before any work. It claims each name by a small hidden file beside it, so that two
+runs never write to one name. Names of temporary files, and the text of claims, say which process made them. The next
+write into a folder removes what processes that have ended left there.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+from wan_core.config.checks import OptionError
+
+RUN = secrets.token_hex(4)  # tells this process from an earlier one with the same number
+PART = re.compile(r"\..*\.([0-9a-f]{8}-\d+-[0-9a-f]{8})-[0-9a-f]{4}\.part", re.DOTALL)
+CLAIM = re.compile(r"\..*\.[0-9a-f]{8}\.claim", re.DOTALL)
+EMPTY_CLAIM_SECONDS = 60.0  # a claim without text is one whose process ended while it made it, after so long
+LONG_ENDINGS = (".latents.safetensors", ".magcache.json", ".sparse.json")  # kept whole when a name gets a number
+DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
+MODEL_FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".gguf", ".model", ".index.json")
+
+
+class Outputs:
+    """The files of one run. Outside of `with`, nothing is claimed any more."""
+
+    def __init__(
+        self,
+        inputs: Mapping[str, str | Path | None],
+        *,
+        overwrite: bool = False,
+        tell: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        """inputs: option -> file or folder that the run reads. overwrite: replace files that exist, else write beside
+        them under a new number. tell: called with a sentence where a name is not the one that was asked for."""
+        self.inputs = {option: Path(path) for option, path in inputs.items() if path is not None}
+        self.overwrite, self.tell = overwrite, tell
+        self.asked: dict[str, Path] = {}
+        self.claims: list[Path] = []
+
+    def __enter__(self) -> Outputs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self.claims:
+            with suppress(OSError):  # the folder may be gone or read-only by now; a claim left there is harmless
+                self.claims.pop().unlink()
+
+    def add(self, option: str, path: Path, *, overwrite: bool | None = None, quiet: bool = False) -> Path:
+        """Where to write what `option` asks for: `path`, or the same with a number where that exists.
+
+        overwrite: None as for all. quiet: say nothing of another number. Raises OptionError if `path` is an input or
+        another output, or cannot be written.
+        """
+        self._check_apart(option, path)
+        self.asked[option] = path
+        if is_special(path):  # /dev/stdout
+            return path
+        _check_no_folder(path)
+        overwrite = self.overwrite if overwrite is None else overwrite
+        if overwrite and path.exists() and not os.access(path, os.W_OK):
+            raise OptionError(f"cannot write {path}: the file there is read-only. Choose another name.")
+        found = self._claimed(path, overwrite)
+        if found != path and not quiet:
+            self.tell(f"{path} exists or is being written: writing {found} (--overwrite replaces what exists)")
+        return found
+
+    def _claimed(self, path: Path, overwrite: bool) -> Path:
+        try:
+            remove_left_over(path.absolute().parent)
+            for name in [path] if overwrite else numbered(path):
+                if not overwrite and os.path.lexists(name):
+                    continue
+                claim = _claim(name)
+                if claim is not None:
+                    self.claims.append(claim)
+                    return name
+        except OSError as fault:
+            raise _no_place(path, fault) from fault
+        raise OptionError(f"cannot write {path}: another run is writing it. Choose another name.")
+
+    def _check_apart(self, option: str, path: Path) -> None:
+        for other, taken in self.asked.items():
+            if _same_name(path, taken) or _same_file(path, taken):
+                raise OptionError(f"{other} and {option} both write {path}: give one of them another name")
+        for other, read in self.inputs.items():
+            for file in model_files(read):
+                if _same_file(path, file):
+                    raise OptionError(f"{option} would replace {file}, which {other} reads: give {option} another name")
+
+
+def check_place(path: Path) -> None:
+    """Raise OptionError if no file could be made where `path` is: before hours of work, not after."""
+    _check_no_folder(path)
+    probe = _temporary(path)
+    try:
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as fault:
+        raise _no_place(path, fault) from fault
+
+
+def _check_no_folder(path: Path) -> None:
+    if path.is_dir():
+        raise OptionError(f"cannot write {path}: a folder has that name. Choose another name.")
+
+
+def _no_place(path: Path, fault: OSError) -> OptionError:
+    return OptionError(
+        f"cannot write {path} into the folder {path.parent} ({fault.strerror}). Create the folder, or choose another."
+    )
+
+
+def model_files(path: Path) -> Iterable[Path]:
+    """The files that are read where a user names `path`: itself, the models in a folder, the shards of an index."""
+    if path.is_dir():
+        return (Path(folder, name) for folder, _, names in os.walk(path) for name in names if _is_model(name))
+    if path.name.endswith(".index.json"):
+        return [path.with_name(name) for name in os.listdir(path.parent) if _is_model(name)]
+    return [path]
+
+
+def _is_model(name: str) -> bool:
+    return name.lower().endswith(MODEL_FILES)
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    """Whether both exist and are one file, under whatever names: links, or another case where that is the same."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
+def _same_name(one: Path, other: Path) -> bool:
+    """Whether both will be one file. Names that differ in case alone are one on many systems."""
+    return _folded(one) == _folded(other)
+
+
+def _folded(path: Path) -> str:
+    return unicodedata.normalize("NFC", os.path.realpath(path)).casefold()
+
+
+def is_special(path: Path) -> bool:
+    """Whether it is a device, a pipe or a socket: these are written as they are, and nothing is put beside them."""
+    if path.absolute().parent in DEVICES:
+        return True  # /dev/stdout may be a file
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """x.mp4, x-1.mp4, x-2.mp4, ..."""
+    yield path
+    ending = next((ending for ending in LONG_ENDINGS if path.name.endswith(ending)), path.suffix)
+    stem = path.name.removesuffix(ending) if ending else path.name
+    for number in count(1):
+        yield path.with_name(f"{stem}-{number}{ending}")
+
+
+# ---------------------------------------------------------------------------------------------------------- one file
+
+
+@contextmanager
+def written_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary file in the folder of `path`, which gets that name at the end. After an exception it is deleted, and
+    an older file of that name is unchanged. Raises OSError."""
+    path = Path(path)
+    if is_special(path):
+        yield path
+        return
+    remove_left_over(path.absolute().parent)
+    temporary = _temporary(path)
+    try:
+        temporary.touch(exist_ok=False)
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        with suppress(OSError):  # gone by its new name, or the folder is read-only: nothing was made
+            temporary.unlink()
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> Path:
+    """Write a file of text, beside and then renamed. Raises OSError."""
+    with written_beside(path) as temporary:
+        temporary.write_text(text)
+    return Path(path)
+
+
+def keep_old(path: Path) -> Path | None:
+    """A copy of the file `path` as NAME.bak, or with a number where that exists. None where there is nothing to keep.
+    Raises OSError."""
+    if not path.exists():
+        return None
+    kept = next(name for name in numbered(path.with_name(f"{path.name}.bak")) if not os.path.lexists(name))
+    with written_beside(kept) as temporary:
+        shutil.copy2(path, temporary)
+    return kept
+
+
+# ------------------------------------------------------------------------------------- files of processes that ended
+
+
+def remove_left_over(folder: Path) -> None:
+    """Remove temporary files and claims in `folder` whose processes have ended. Raises OSError if it cannot be read."""
+    for name in os.listdir(folder):
+        part, path = PART.fullmatch(name), folder / name
+        if not part and not CLAIM.fullmatch(name):
+            continue
+        with suppress(OSError):  # another process removes it too, or may not read or remove it
+            if (_has_ended(part[1]) if part else _is_left_over(path)) and not path.is_symlink():
+                path.unlink()
+
+
+def _claim(path: Path) -> Path | None:
+    """Make the file that claims `path`; None where a process that runs has it. Raises OSError."""
+    name = hashlib.sha256(os.fsencode(unicodedata.normalize("NFC", path.name).casefold())).hexdigest()[:8]
+    claim = path.absolute().with_name(f".{_short(path.name)}.{name}.claim")
+    try:
+        with claim.open("x") as file:
+            file.write(_owner())
+    except FileExistsError:
+        return None  # `remove_left_over` has looked at it
+    except OSError:
+        with suppress(OSError):
+            claim.unlink()
+        raise
+    return claim
+
+
+def _is_left_over(claim: Path) -> bool:
+    owner = claim.read_text(errors="replace")[:80]
+    return _has_ended(owner) if owner else time.time() - claim.stat().st_mtime > EMPTY_CLAIM_SECONDS
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{_short(path.stem)}.{_owner()}-{secrets.token_hex(2)}.part")
+
+
+def _short(name: str) -> str:
+    """At most 80 bytes of it: file systems allow 255 for the whole."""
+    return os.fsencode(name)[:80].decode("utf-8", "ignore")
+
+
+def _owner() -> str:
+    return f"{_machine()}-{os.getpid()}-{RUN}"
+
+
+@functools.cache
+def _machine() -> str:
+    """Where process numbers mean the same: this host, and this container on it."""
+    try:
+        numbers = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        numbers = ""
+    return hashlib.sha256(f"{socket.gethostname()} {numbers}".encode()).hexdigest()[:8]
+
+
+def _has_ended(owner: str) -> bool:
+    """Whether the process `owner` ran here and runs no more."""
+    machine, _, rest = owner.partition("-")
+    number, _, run = rest.partition("-")
+    if machine != _machine() or not number.isdecimal():
+        return False
+    if int(number) == os.getpid():
+        return run != RUN
+    return not _runs(int(number))
+
+
+def _runs(number: int) -> bool:
+    """Whether a process has this number."""
+    if sys.platform == "win32":
+        import ctypes
+
+        kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)
+        kernel32.OpenProcess.restype = ctypes.c_void_p
+        SYNCHRONIZE, ACCESS_DENIED, TIMEOUT = 0x100000, 5, 0x102
+        handle = ctypes.c_void_p(kernel32.OpenProcess(SYNCHRONIZE, False, number))
+        if not handle:
+            return ctypes.get_last_error() == ACCESS_DENIED
+        running = kernel32.WaitForSingleObject(handle, 0) == TIMEOUT
+        kernel32.CloseHandle(handle)
+        return running
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's; a number that no process has, left alone
+        return True
+    return True
