@@ -21,13 +21,10 @@ OLDEST_SENTENCEPIECE = (0, 2, 3)
 class Tokenizer:
     """Text -> ids.
 
-    Args:
-        proto: a serialised SentencePiece model (the bytes of `spiece.model`). Kept as `.proto`, so that it can be
-            stored in the encoder's file: a uint8 tensor `spiece_model`, as in ComfyUI's files.
-        max_length: the most ids of a prompt, end token included; longer prompts are truncated.
-
-    Raises:
-        ValueError: `proto` is not such a model, its end token is not id 1, or the installed sentencepiece is too old.
+    proto: a serialised SentencePiece model (the bytes of `spiece.model`). Kept as `.proto`, so that it can be stored in
+    the encoder's file: a uint8 tensor `spiece_model`, as in ComfyUI's files. max_length: the most ids of a prompt, end
+    token included; longer prompts are truncated. Raises ValueError for another `proto`, an end token that is not 1, or an
+    old sentencepiece.
     """
 
     pad_id = 0
