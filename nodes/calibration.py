@@ -10,6 +10,7 @@ from comfy_api.latest import io
 from wan_core.config import OptionError
 from wan_core.config.outputs import Outputs, keep_old
 from wan_core.execution.report import Report
+from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.evaluate.calibrate import measure
 from wan_core.pipeline.evaluate.pictures import draw_curve, preset_plans
 from wan_core.sampling.cache.curves import Curve, curve_path, is_embedded, write_curve
@@ -17,7 +18,7 @@ from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan
 
 from . import host
-from .conditioning import join
+from .conditioning import on_device
 from .pictures import as_image, shown
 from .sampling import plan_inputs, plan_of
 from .sockets import CONDITIONING, MODEL, ModelSocket
@@ -117,12 +118,13 @@ class WanCoreCalibrate(io.ComfyNode):
         seed: int,
         videos: int,
     ) -> Curve:
-        conditioning, _ = join(positive, negative, latent, model.experts, plan)
+        joined = join(positive, negative, latent, model.experts, plan)
+        conditioning = on_device(joined.conditioning)
         shape = (1, *latent["samples"].shape[1:])
         tokens, report = model.experts.dit.tokens(*shape[2:]), Report(host.device())
         bar, total = host.Progress(videos * len(plan.steps)), videos * len(plan.steps)
         return measure(
-            plan,
+            joined.plan,
             lambda expert: model.acquire(expert, tokens, report),
             ((conditioning, draw_noise(seed + n, shape).to(host.device())) for n in range(videos)),
             source=f"measured on {model.experts.high.source}",

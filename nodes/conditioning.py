@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 from torch import Tensor
 
-from wan_core.config import OptionError
+from wan_core.config import OptionError, check_choice
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
-from wan_core.models.wan.families import check_keys, family_of
 from wan_core.models.wan.families.wan.inputs import frame_mask, hold_first, known_frames
 from wan_core.models.wan.tasks import TASKS, image_task
 from wan_core.pipeline.images import pixels_to_video, video_to_pixels
-from wan_core.pipeline.sources import Experts
 from wan_core.sampling.conditioning import Conditioning, empty_latents
-from wan_core.sampling.plan import Plan
 
 from . import host
-from .files import refusal
 from .sockets import CONDITIONING, TextSocket
 
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
@@ -59,15 +56,17 @@ def size_inputs() -> list[Any]:
     ]
 
 
-def check_widgets(config: VAEConfig, width: int | None, height: int | None, frames: int | None) -> bool | str:
-    """What `validate_inputs` answers; ComfyUI leaves limits to it too. None: fed by a link, checked when it runs."""
+def check_widgets(config: VAEConfig, width: int | None, height: int | None, frames: int | None) -> bool:
+    """For `validate_inputs`, to which ComfyUI leaves limits too. None comes through a link, and is checked when the
+    node runs. Raises OptionError (see `refusal`)."""
     if width is None or height is None or frames is None:
         return True
     if max(width, height) > MAX_SIDE or frames > MAX_FRAMES:
-        return (
+        raise OptionError(
             f"{width}x{height} and {frames} frames given; at most {MAX_SIDE} pixels and {MAX_FRAMES} frames are allowed"
         )
-    return refusal(lambda: empty_latents(config, width, height, frames))
+    empty_latents(config, width, height, frames)
+    return True
 
 
 class WanCoreTextEncode(io.ComfyNode):
@@ -108,7 +107,9 @@ class WanCoreTextEncode(io.ComfyNode):
     @classmethod
     def execute(cls, clip: Any, positive: str, negative: str) -> io.NodeOutput:
         if isinstance(clip, TextSocket):
-            return io.NodeOutput(*clip.encode([positive, negative]))
+            encoded = clip.encode([positive, negative])
+            notes = [note for one in encoded for note in one[0][1]["wancore_notes"]]
+            return io.NodeOutput(*encoded, ui=ui.PreviewText("\n".join(notes)) if notes else None)
         return io.NodeOutput(*(clip.encode_from_tokens_scheduled(clip.tokenize(t)) for t in (positive, negative)))
 
 
@@ -141,9 +142,9 @@ class WanCoreEmptyLatent(io.ComfyNode):
         height: int | None = None,
         frames: int | None = None,
         latent_type: str | None = None,
-    ) -> bool | str:
-        if latent_type is not None and latent_type not in LATENT_TYPES:
-            return f"{latent_type!r} is none of {', '.join(LATENT_TYPES)}"
+    ) -> bool:
+        if latent_type is not None:
+            check_choice("latent type", latent_type, tuple(LATENT_TYPES))
         return check_widgets(VAE_21 if latent_type is None else LATENT_TYPES[latent_type], width, height, frames)
 
     @classmethod
@@ -191,9 +192,7 @@ class WanCoreImageToVideo(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(
-        cls, width: int | None = None, height: int | None = None, frames: int | None = None
-    ) -> bool | str:
+    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
         return check_widgets(VAE_21, width, height, frames)
 
     @classmethod
@@ -209,7 +208,8 @@ class WanCoreImageToVideo(io.ComfyNode):
         last_image: Tensor | None = None,
         clip_vision_output: Any = None,
     ) -> io.NodeOutput:
-        first, last = (_frame(image, (width, height)) for image in (first_image, last_image))
+        first = _frame(first_image, "first_image", (width, height))
+        last = _frame(last_image, "last_image", (width, height))
         task = image_task(vae.latent_channels)
         latents = host.to_intermediate(empty_latents(task.vae, width, height, frames))
         if task.image == "first frame":
@@ -225,10 +225,12 @@ class WanCoreImageToVideo(io.ComfyNode):
         return io.NodeOutput(_with(positive, values), _with(negative, values), {"samples": latents})
 
 
-def _frame(image: Tensor | None, size: tuple[int, int]) -> Tensor | None:
-    """The first picture of an IMAGE at `size` (width, height): [1, 3, 1, H, W] in -1..1."""
+def _frame(image: Tensor | None, name: str, size: tuple[int, int]) -> Tensor | None:
+    """The picture of an IMAGE at `size` (width, height): [1, 3, 1, H, W] in -1..1. Raises OptionError for several."""
     if image is None:
         return None
+    if len(image) != 1:
+        raise OptionError(f"{len(image)} pictures given as {name}, which is one frame: choose one with ImageFromBatch")
     return pixels_to_video(torch.from_numpy(fit_image(image[0, ..., :3].cpu().float().numpy(), size))[None])
 
 
@@ -236,42 +238,7 @@ def _with(conditioning: CONDITIONING, values: dict[str, Any]) -> CONDITIONING:
     return [[rows, {**extras, **values}] for rows, extras in conditioning]
 
 
-# ----------------------------------------------------------------------------------------------- CONDITIONING -> engine
-
-
-def join(
-    positive: CONDITIONING, negative: CONDITIONING, latent: dict[str, Any], experts: Experts, plan: Plan
-) -> tuple[Conditioning, float]:
-    """What ComfyUI's sockets carry, as the engine's `Conditioning`, and the seconds that the text took.
-
-    Raises OptionError for what does not fit the model.
-    """
-    cond, extras = _only(positive, "positive")
-    uncond, negative_extras = _only(negative, "negative")
-    dit, samples = experts.dit, latent["samples"]
-    if samples.ndim != 5 or samples.shape[1] != dit.out_channels:
-        raise OptionError(
-            f"latents of {list(samples.shape)} given; {experts.task.name} needs [batch, {dit.out_channels}, frames, "
-            "rows, columns]: choose the latent type and the VAE that belong to the model"
-        )
-    task = experts.task
-    family = family_of(task)
-    for name, given in (("positive", extras), ("negative", negative_extras)):
-        check_keys(family, name, {key: value for key, value in given.items() if key != "wancore_seconds"})
-    inputs = family.read_conditioning(task, experts.vae, extras, latent)
-    seconds = extras.get("wancore_seconds", 0.0) or negative_extras.get("wancore_seconds", 0.0)
-    device = host.device()
-    return Conditioning(
-        cond=cond.to(device),
-        uncond=uncond.to(device) if plan.guided else None,
-        **{name: value.to(device) for name, value in inputs.items()},
-    ), seconds
-
-
-def _only(conditioning: CONDITIONING, name: str) -> tuple[Tensor, dict[str, Any]]:
-    if len(conditioning) != 1:
-        raise OptionError(
-            f"{len(conditioning)} conditionings are combined in `{name}`; Wan takes one: encode one text instead"
-        )
-    rows, extras = conditioning[0]
-    return rows, extras
+def on_device(conditioning: Conditioning) -> Conditioning:
+    """The same where models run."""
+    given = {field.name: getattr(conditioning, field.name) for field in fields(conditioning)}
+    return Conditioning(**{name: value.to(host.device()) for name, value in given.items() if value is not None})

@@ -22,9 +22,10 @@ def embedded_expert(expert: str) -> dict[str, Path]:
     return {TINY_T2V: TINY / f"t2v_{expert}.safetensors", TINY_I2V: TINY / f"i2v_{expert}.safetensors"}
 
 
-def locate(folder: str, name: str, inside: Mapping[str, Path]) -> Path:
-    """The file behind a name of a widget. Raises OptionError."""
-    return inside[name] if name in inside else host.model_path(folder, name)
+def locate(folder: str, name: object, inside: Mapping[str, Path]) -> Path:
+    """The file behind a name that the widget offers: a file of the package (`inside`), or one that ComfyUI lists in a
+    kind of model folder. All nodes open models through this. Raises OptionError for any other name."""
+    return inside[name] if isinstance(name, str) and name in inside else host.model_path(folder, name)
 
 
 def fingerprint(*paths: Path) -> list[tuple[str, int]]:
@@ -43,7 +44,11 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def refusal(check: Callable[[], object]) -> bool | str:
-    """What `validate_inputs` answers: True, or why `check` raised."""
+    """What `validate_inputs` of a node answers that names one input: True, or why `check` raised.
+
+    ComfyUI repeats the answer once for every input that is named, and reports an exception once: where a check needs
+    several inputs, `validate_inputs` raises.
+    """
     try:
         check()
     except (ValueError, OSError) as fault:

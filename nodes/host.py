@@ -80,14 +80,26 @@ def _whole(name: str) -> str:
     return f"{parent}/" if _SHARD.search(name) and parent != "." else name
 
 
-def model_path(folder: str, name: str) -> Path:
-    """The file or folder behind a name of `model_names`. Raises OptionError."""
-    for root in folder_paths.get_folder_paths(folder):
-        path = Path(root) / name
-        if path.exists():
-            return path
-    searched = " or ".join(folder_paths.get_folder_paths(folder))
-    raise OptionError(f"{name!r} is not in {searched}: put the file there and refresh, or choose another")
+def model_path(folder: str, name: object) -> Path:
+    """The file or folder behind a name of `model_names`. Raises OptionError for every other name, before anything is
+    opened: a workflow may come from a stranger, and ComfyUI does not check inputs that `validate_inputs` names, nor
+    values that come through a link."""
+    roots = folder_paths.get_folder_paths(folder)
+    if isinstance(name, str) and _is_listed(folder, name):
+        for root in roots:
+            path = Path(root) / name
+            if path.is_dir() if name.endswith("/") else path.is_file():
+                return path
+    raise OptionError(
+        f"{repr(name)[:200]} is not a model in {' or '.join(roots)}: put the file there and refresh, or choose another"
+    )
+
+
+def _is_listed(folder: str, name: str) -> bool:
+    """Whether it is one of `model_names`; folders are searched for GGUF files only where that can matter."""
+    if name in map(_whole, folder_paths.get_filename_list(folder)):
+        return True
+    return name.lower().endswith((".gguf", "/")) and name in map(_whole, _gguf_names(folder))
 
 
 def stamps(folder: str, ending: str) -> list[tuple[str, int]]:

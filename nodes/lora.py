@@ -9,11 +9,11 @@ from comfy_api.latest import io, ui
 
 from wan_core.config import LoraOptions, OptionError
 from wan_core.ops.quant.packed import PRECISION as PACKED
-from wan_core.pipeline.loras import check_packed, read_loras
+from wan_core.pipeline.loras import check_packed, notes_of, read_loras
 from wan_core.pipeline.sources import TINY_LORAS
 
 from . import host
-from .files import fingerprint, locate, refusal
+from .files import fingerprint, locate
 from .sockets import MODEL, ModelSocket
 
 NONE, SAME = "none", "the file above"
@@ -70,12 +70,13 @@ class WanCoreLoRA(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, high: str = "", low: str = "") -> bool | str:
-        return refusal(lambda: _files(high, low))
-
-    @classmethod
     def fingerprint_inputs(
-        cls, model: None = None, high: str = "", strength_high: float = 1.0, low: str = "", strength_low: float = 1.0
+        cls,
+        model: None = None,
+        high: str | None = None,
+        strength_high: float = 1.0,
+        low: str | None = None,
+        strength_low: float = 1.0,
     ) -> list[tuple[str, int]]:
         return fingerprint(*_files(high, low).values())
 
@@ -97,11 +98,13 @@ class WanCoreLoRA(io.ComfyNode):
             check_packed((one for wanted in found.values() for one in wanted), model.experts.dit)
         loras = {expert: (*model.loras.get(expert, ()), *wanted) for expert, wanted in found.items()}
         lines = [f"{expert}: {one.words('attached')}" for expert, wanted in found.items() for one in wanted]
+        lines += [f"warning: {note}" for note in notes_of(loras)]
         info = "\n".join(lines) or "no LoRA"
         return io.NodeOutput(replace(model, loras=loras), info, ui=ui.PreviewText(info))
 
 
-def _files(high: str, low: str) -> dict[str, Path]:
-    """Expert -> the file behind the names of the widgets; empty is what another node will say. Raises OptionError."""
+def _files(high: str | None, low: str | None) -> dict[str, Path]:
+    """Expert -> the file behind the names of the widgets; None comes through a link, and is known when the node runs.
+    Raises OptionError."""
     names = {"high": high, "low": high if low == SAME else low}
-    return {expert: locate("loras", name, EMBEDDED) for expert, name in names.items() if name not in ("", NONE)}
+    return {expert: locate("loras", name, EMBEDDED) for expert, name in names.items() if name not in (None, NONE)}

@@ -26,7 +26,7 @@ from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.plan import Expert
 
 from . import host
-from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, refusal, words_of
+from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
 from .sockets import MODEL, ModelSocket
 from .workers import WorkersSocket, workers_input
 
@@ -116,20 +116,24 @@ class WanCoreModelLoader(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls, high: str = "", low: str = "", precision: str = "", attention: str = "auto", keep_blocks: int = 0
-    ) -> bool | str:
-        """ComfyUI leaves what is named here to us. Empty is what another node will say."""
-
-        def check() -> None:
-            _check(precision, keep_blocks, attention, find_experts(*_paths(high, low)).dit if high else None)
-
-        return refusal(check)
+        cls,
+        high: str | None = None,
+        low: str | None = None,
+        precision: str | None = None,
+        attention: str | None = None,
+        keep_blocks: int | None = None,
+    ) -> bool:
+        """ComfyUI leaves what is named here to us. None comes through a link, and is checked when the node runs. Raises
+        (see `refusal`)."""
+        found = find_experts(*_paths(high, low)) if high is not None else None
+        _check(precision, keep_blocks or 0, attention, None if found is None else found.dit)
+        return True
 
     @classmethod
     def fingerprint_inputs(
         cls,
-        high: str = "",
-        low: str = "",
+        high: str | None = None,
+        low: str | None = None,
         precision: str = "",
         attention: str = "",
         residency: str = "",
@@ -137,7 +141,7 @@ class WanCoreModelLoader(io.ComfyNode):
         keep_blocks: int = 0,
         workers: None = None,
     ) -> list[tuple[str, int]]:
-        return fingerprint(*_paths(high, low)) if high else []
+        return fingerprint(*_paths(high, low)) if high is not None else []
 
     @classmethod
     def execute(
@@ -177,21 +181,22 @@ class WanCoreModelLoader(io.ComfyNode):
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
 
 
-def _paths(high: str, low: str) -> list[Path]:
+def _paths(high: str, low: str | None) -> list[Path]:
     paths = [locate("diffusion_models", high, embedded_expert("high"))]
-    return paths if low in ("", ALONE) else [*paths, locate("diffusion_models", low, embedded_expert("low"))]
+    return paths if low in (None, ALONE) else [*paths, locate("diffusion_models", low, embedded_expert("low"))]
 
 
-def _check(precision: str, keep_blocks: int, attention: str, dit: DiTConfig | None) -> None:
+def _check(precision: str | None, keep_blocks: int, attention: str | None, dit: DiTConfig | None) -> None:
     """Raise OptionError or AttentionError for what this device or, if it is known, the model does not allow."""
     device = host.device()
-    if precision:
+    if precision is not None:
         check_choice("precision", precision, PRECISIONS)
         quantization = find_quantization(precision, device, keep_blocks)
         if dit is not None:
             check_quantization(quantization, dit)
-    if attention != "auto":
-        resolve_attention(attention, device, compute_dtype(precision, device), None if dit is None else dit.head_dim)
+    if attention not in (None, "auto"):
+        dtype = compute_dtype(precision or "checkpoint", device)
+        resolve_attention(attention, device, dtype, None if dit is None else dit.head_dim)
 
 
 def _computing(settings: ModelSettings) -> str:
@@ -211,6 +216,7 @@ def _info(settings: ModelSettings) -> str:
         f"{task.name}: {kind}, {dit.num_layers} blocks of width {dit.dim}, attention {settings.attention}"
         + (", compiled" if settings.compile != "off" else ""),
         *([f"{task.name}: {settings.found.why}"] if settings.found.why else []),
+        *(f"warning: {note}" for note in settings.found.notes),
         *(f"{expert}: {words}" if "low" in parts else words for expert, words in said.items()),
         f"its own settings: {task.steps} steps, shift {task.shift:g}, boundary {task.boundary:g}, guidance "
         f"{task.guidance_high:g} high and {task.guidance_low:g} low, {task.width}x{task.height}, {task.frames} frames",

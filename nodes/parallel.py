@@ -9,7 +9,6 @@ from comfy_api.latest import io, ui
 from wan_core.workers.options import ALLOW_CPU, WorkerOptions, parse_devices
 
 from . import host
-from .files import refusal
 from .workers import WORKERS, WorkersSocket
 
 
@@ -60,10 +59,17 @@ class WanCoreLauncher(io.ComfyNode):
 
     @classmethod
     def validate_inputs(
-        cls, devices: str = "", mesh: str = "auto", start_timeout: int = 300, step_timeout: int = 600
-    ) -> bool | str:
-        """Empty is what another node will say."""
-        return not devices or refusal(lambda: cls._options(devices, mesh, start_timeout, step_timeout))
+        cls,
+        devices: str | None = None,
+        mesh: str | None = None,
+        start_timeout: int | None = None,
+        step_timeout: int | None = None,
+    ) -> bool:
+        """None comes through a link, and is checked when the node runs. Raises (see `refusal`)."""
+        if devices is not None:
+            seconds = (300 if start_timeout is None else start_timeout, 600 if step_timeout is None else step_timeout)
+            cls._options(devices, "auto" if mesh is None else mesh, *seconds)
+        return True
 
     @classmethod
     def execute(cls, devices: str, mesh: str, start_timeout: int, step_timeout: int) -> io.NodeOutput:

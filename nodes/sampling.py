@@ -11,6 +11,8 @@ from wan_core.config import GUIDANCE_MODES, SkipOptions
 from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.execution.report import Phase, Report
 from wan_core.media.drawing import clock
+from wan_core.pipeline.comfy_conditioning import join
+from wan_core.pipeline.loras import notes_of
 from wan_core.pipeline.pipeline import sample_latents
 from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
@@ -23,7 +25,7 @@ from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.sparsity.schedule import with_costs
 
 from . import host
-from .conditioning import join
+from .conditioning import on_device
 from .files import name_of
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 
@@ -202,7 +204,8 @@ class WanCoreSampler(io.ComfyNode):
     ) -> io.NodeOutput:
         image = "noise_mask" in latent
         plan = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver, skipping, image, preset)
-        conditioning, text_seconds = join(positive, negative, latent, model.experts, plan)
+        plan, conditioning, text_seconds, text_notes = join(positive, negative, latent, model.experts, plan)
+        conditioning = on_device(conditioning)
         shape = tuple(latent["samples"].shape)
         tokens = model.experts.dit.tokens(*shape[2:])
         plan = with_costs(plan, model.experts.dit, tokens)
@@ -217,6 +220,9 @@ class WanCoreSampler(io.ComfyNode):
             settings["skipping"] = skip_words(skipping)
         report = Report(host.device(), settings)
         report.notes.append(f"guidance: {'batched' if batched else 'sequential'} ({why})")
+        if model.workers is None:  # they say the same when they load
+            report.notes += [*model.experts.notes, *notes_of(model.loras)]
+        report.notes += text_notes
         report.phases["text"] = Phase(text_seconds)
         watcher = _Watcher(model, len(plan.steps))
         videos = shape[0] * tokens * (1 + batched)

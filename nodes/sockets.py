@@ -144,7 +144,8 @@ class TextSocket:
         self.cache = PromptCache()
 
     def encode(self, prompts: Sequence[str]) -> list[CONDITIONING]:
-        """Each prompt as CONDITIONING. `wancore_seconds` in it is what encoding took, 0 if it was known."""
+        """Each prompt as CONDITIONING. `wancore_seconds` in it is what encoding took, 0 if it was known, and
+        `wancore_notes` is what the user should know of how the prompt was read."""
         ran: list[float] = []
 
         def encoder() -> TextEncoder:
@@ -154,7 +155,13 @@ class TextSocket:
         rows = self.cache.encode(prompts, encoder)
         seconds = time.perf_counter() - ran[0] if ran else 0.0
         host.log.info("WanCore encoded the text in %.2f s" if ran else "WanCore knew the text (%.0f s)", seconds)
-        return [[[row, {"pooled_output": None, "wancore_seconds": seconds}]] for row in rows]
+        made: list[CONDITIONING] = []
+        for prompt, row in zip(prompts, rows, strict=True):
+            notes = self.cache.notes(prompt)
+            for note in notes:
+                host.log.warning("WanCore: %s", note)
+            made.append([[row, {"pooled_output": None, "wancore_seconds": seconds, "wancore_notes": notes}]])
+        return made
 
     def encoder(self) -> TextEncoder:
         """On its device."""

@@ -48,14 +48,19 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, text_encoder: str = "") -> bool | str:
-        return not text_encoder or refusal(lambda: cls._part(text_encoder))
+    def validate_inputs(cls, text_encoder: str | None = None) -> bool | str:
+        """None comes through a link, and is checked when the node runs."""
+        return text_encoder is None or refusal(lambda: cls._part(text_encoder))
 
     @classmethod
     def fingerprint_inputs(
-        cls, text_encoder: str = "", precision: str = "", workers: None = None
+        cls, text_encoder: str | None = None, precision: str = "", workers: None = None
     ) -> list[tuple[str, int]]:
-        return fingerprint(locate("text_encoders", text_encoder, embedded("text_encoder"))) if text_encoder else []
+        return (
+            fingerprint(locate("text_encoders", text_encoder, embedded("text_encoder")))
+            if text_encoder is not None
+            else []
+        )
 
     @classmethod
     def execute(cls, text_encoder: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:

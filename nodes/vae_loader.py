@@ -48,12 +48,15 @@ class WanCoreVAELoader(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, vae: str = "") -> bool | str:
-        return not vae or refusal(lambda: cls._part(vae))
+    def validate_inputs(cls, vae: str | None = None) -> bool | str:
+        """None comes through a link, and is checked when the node runs."""
+        return vae is None or refusal(lambda: cls._part(vae))
 
     @classmethod
-    def fingerprint_inputs(cls, vae: str = "", precision: str = "", workers: None = None) -> list[tuple[str, int]]:
-        return fingerprint(locate("vae", vae, embedded("vae"))) if vae else []
+    def fingerprint_inputs(
+        cls, vae: str | None = None, precision: str = "", workers: None = None
+    ) -> list[tuple[str, int]]:
+        return fingerprint(locate("vae", vae, embedded("vae"))) if vae is not None else []
 
     @classmethod
     def execute(cls, vae: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:

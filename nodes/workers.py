@@ -13,6 +13,7 @@ from torch import Tensor
 
 from wan_core.config import LoraOptions
 from wan_core.execution.report import Report
+from wan_core.models.text.notes import TokenCount
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.pipeline.memory_planning import decode_bytes
 from wan_core.sampling.conditioning import Conditioning
@@ -124,11 +125,11 @@ class RemoteText(TextSocket):
 
     def encoder(self) -> Any:
         """As far as `PromptCache` needs one."""
-        lengths: dict[str, int] = {}
+        known: dict[str, TokenCount] = {}
 
         def encode(prompts: Sequence[str]) -> Tensor:
-            rows = remote.encode_text(self.workers.ready(0), self.spec, prompts, poll=host.check_interruption)
-            lengths.update((prompt, len(row)) for prompt, row in zip(prompts, rows, strict=True))
+            rows, counts = remote.encode_text(self.workers.ready(0), self.spec, prompts, poll=host.check_interruption)
+            known.update(zip(prompts, counts, strict=True))
             return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-        return SimpleNamespace(encode=encode, tokenizer=SimpleNamespace(encode=lambda text: range(lengths[text])))
+        return SimpleNamespace(encode=encode, tokenizer=SimpleNamespace(count=known.__getitem__))

@@ -23,6 +23,9 @@ LOOK = """
 import json
 import sys
 
+def count_attached(content):
+    return sum(getattr(module, "lora_up", None) is not None for module in content.modules())
+
 class Look:
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
     @classmethod
@@ -36,7 +39,7 @@ class Look:
         facts = {
             "sum": float(latent["samples"].double().abs().sum()),
             "modules": [id(content) for content in contents],
-            "attached": [content and sum(hasattr(m, "lora_up") for m in content.modules()) for content in contents],
+            "attached": [content and count_attached(content) for content in contents],
             "resident_blocks": model.held["high"].resident_blocks,
         }
         return (json.dumps(facts),)

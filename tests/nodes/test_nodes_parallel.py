@@ -148,6 +148,7 @@ def test_bad_input_is_refused_at_the_launcher(comfy: ComfyUI, changed: dict[str,
         comfy.queue(on_workers(small(), **changed))
     assert set(refused.value.errors) == {"launcher"}
     assert words in json.dumps(refused.value.errors["launcher"]["errors"])
+    assert len(refused.value.errors["launcher"]["errors"]) == 1
 
 
 def test_workers_on_the_cpu_only_where_the_owner_allows_them(tmp_path_factory: pytest.TempPathFactory) -> None:

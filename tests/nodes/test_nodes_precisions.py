@@ -42,7 +42,7 @@ class Look:
             "told": sum(one.model_size() for one in held),
             "loaded": sum(one.loaded_size() for one in held),
             "bytes": sum(tensor.nbytes for tensor in tensors),
-            "units": sum(sum(one.units) for one in held),
+            "units": sum(sum(one.part.units) for one in held),
             "fp8": sum(tensor.numel() for tensor in tensors if "float8" in str(tensor.dtype)),
             "graphs": compilations(),
         }
@@ -169,6 +169,7 @@ def test_what_cannot_be_is_refused_at_the_loader(comfy: ComfyUI, inputs: dict[st
         comfy.queue(with_loader(small(), **inputs))
     assert set(refused.value.errors) == {"model"}
     assert words in json.dumps(refused.value.errors["model"]["errors"])
+    assert len(refused.value.errors["model"]["errors"]) == 1
 
 
 def test_only_the_transformer_is_quantised(comfy: ComfyUI) -> None:

@@ -102,6 +102,18 @@ def test_image_to_video(files: Path, residency: str) -> None:
     torch.testing.assert_close(batched.latents, result.latents, rtol=1e-3, atol=1e-3)
 
 
+def test_clip_sees_the_whole_image(files: Path) -> None:
+    clip, image = str(files / "clip_vision_h.safetensors"), files / "large.png"
+    pixels = np.random.default_rng(1).integers(0, 255, (80, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(image)
+    pipe = Pipeline.load(options(files / "wan2.1_i2v_480p_14B.safetensors", clip_vision=clip))
+    found = pipe.image_features(pipe.prepare(Request(prompt="a red circle", image=str(image), **SMALL)))
+    whole = torch.from_numpy(pixels).movedim(-1, 0)[None] / 127.5 - 1
+    assert found is not None
+    with torch.no_grad():
+        torch.testing.assert_close(found, pipe.models.clip_vision()(whole))
+
+
 def test_the_vision_encoder_is_asked_for_and_refused(files: Path) -> None:
     with pytest.raises(OptionError, match=r"--clip-vision FILE, clip_vision_h\.safetensors"):
         find_models(options(files / "wan2.1_i2v_480p_14B.safetensors"))

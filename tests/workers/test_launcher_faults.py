@@ -172,7 +172,7 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     text = {"path": str(TINY_FILES / "text_encoder.safetensors"), "precision": "fp32"}
     cache = PromptCache()
     for row, known in zip(
-        remote.encode_text(workers, text, prompts), cache.encode(prompts, lambda: encoder), strict=True
+        remote.encode_text(workers, text, prompts)[0], cache.encode(prompts, lambda: encoder), strict=True
     ):
         torch.testing.assert_close(row[None], known, atol=1e-5, rtol=0)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wan_core.models.text.notes import TokenCount
 from wan_core.parallel.mesh import RankMesh
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,3 +33,11 @@ def rows_of_all(ranks: RankMesh | None, rows: Tensor | None) -> Tensor:
     rows = rows.contiguous()
     dist.broadcast(rows, source, group=ranks.world.process)
     return rows
+
+
+def counts_of_all(ranks: RankMesh | None, counts: Sequence[TokenCount] | None, prompts: int) -> list[TokenCount]:
+    """Token counts of so many prompts on every rank. counts: on the rank with the text encoder, None on the others."""
+    numbers = torch.tensor([(0, 0)] * prompts if counts is None else counts)
+    if ranks is not None and ranks.world.process is not None:
+        dist.broadcast(numbers, text_rank(ranks), group=ranks.control)
+    return [TokenCount(given, read) for given, read in numbers.tolist()]

@@ -7,6 +7,7 @@ model is loaded.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,10 +37,12 @@ from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.loading import load_parts
-from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, merging
+from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, merging, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
 from wan_core.pipeline.settings import ModelSettings, PartToLoad, choose_device, compute_dtype, resolve_settings
 from wan_core.pipeline.sources import TINY, Experts, Parts, recognise
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,10 @@ def load_models(
         residency.add(name, finish(model, settings, device, graphs=graphs, ranks=ranks))
         del model
     report.notes += residency.notes
+    for note in (*found.notes, *notes_of(settings.loras)):
+        report.notes.append(note)
+        if ranks is None or ranks.rank == 0:
+            log.warning("%s", note)
     if found.why:
         report.notes.append(f"task: {found.task.name} ({found.why})")
     report.settings |= settings.describe()

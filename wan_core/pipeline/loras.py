@@ -19,9 +19,8 @@ Either way parameters keep their names, and taking a LoRA away leaves every bit 
 
 from __future__ import annotations
 
-import re
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -45,14 +44,7 @@ from wan_core.ops.kernels.formats import Quantized
 from wan_core.ops.quant.linear import LowRank, QuantLinear
 from wan_core.ops.quant.lora import attach, detach, move_attached
 from wan_core.ops.quant.packed import PackedLinear
-
-EXPERTS = ("high", "low")
-# In capitals anywhere; otherwise before such a word, or at the end but for versions and precisions: not "high_detail".
-_EXPERT = re.compile(
-    r"(?<![A-Za-z])(?:(HIGH|LOW)(?![A-Za-z])|((?i:high|low))[ ._-]*(?:(?i:noise|expert|model|lora)"
-    r"|(?:[ ._-]*(?i:v|b?fp?|rank|epoch|e|step|s)?\d+)*$))"
-)
-
+from wan_core.pipeline.expert_names import EXPERTS, ExpertFile, lora_notes, told_by_name
 
 # ------------------------------------------------------------------------------------------------------------ which one
 
@@ -64,6 +56,7 @@ class Wanted:
     lora: Lora
     strength: float
     key: tuple[str, int, int]
+    told: ExpertFile | None = None  # which expert its file is for
 
     def words(self, how: str) -> str:
         """The line for the report: what was applied, what was ignored and why."""
@@ -74,10 +67,17 @@ def expert_of(options: LoraOptions, metadata: Mapping[str, str]) -> str | None:
     """The expert that a LoRA is for; None: both. A user's word counts before metadata, and metadata before the name."""
     if options.expert != "auto":
         return options.expert
+    return told_file(Path(options.path), metadata).told
+
+
+def told_file(path: Path, metadata: Mapping[str, str], tensors: Collection[str] = ()) -> ExpertFile:
+    """Which expert a LoRA's file is for, by its metadata, its own name, or the names of its tensors."""
     if metadata.get("expert") in EXPERTS:
-        return metadata["expert"]
-    named = {(match[1] or match[2]).lower() for match in _EXPERT.finditer(Path(options.path).stem)}
-    return named.pop() if len(named) == 1 else None
+        return ExpertFile(path, metadata["expert"], "metadata")
+    named = told_experts(tensors)
+    if named:
+        return ExpertFile(path, named[0] if len(named) == 1 else None, "tensors")
+    return ExpertFile(path, told_by_name(path.stem))
 
 
 def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: bool) -> dict[str, list[Wanted]]:
@@ -93,6 +93,7 @@ def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: boo
             raise OptionError(f"{path.name} is given for the low-noise expert, and this model has one transformer only")
         checkpoint = open_checkpoint(path)
         meant = expert_of(options, checkpoint.metadata)
+        told = told_file(path, checkpoint.metadata, checkpoint.tensors)
         if options.expert == "auto" and told_experts(checkpoint.tensors) == ("low",):
             meant = "low"
         for expert, wanted in found.items():
@@ -100,8 +101,14 @@ def read_loras(loras: Sequence[LoraOptions], config: DiTConfig, two_experts: boo
                 continue
             lora = read_lora(checkpoint, shapes, expert if two_experts else None)
             stat = path.stat()
-            wanted.append(Wanted(lora, options.strength, (str(path), stat.st_mtime_ns, stat.st_size)))
+            wanted.append(Wanted(lora, options.strength, (str(path), stat.st_mtime_ns, stat.st_size), told))
     return found
+
+
+def notes_of(loras: Mapping[str, Sequence[Wanted]]) -> list[str]:
+    """What the user should know of the LoRAs of each expert: files for the other one, and half of a pair."""
+    used = {name: [one.told for one in wanted if one.strength and one.told] for name, wanted in loras.items()}
+    return lora_notes(used) if set(EXPERTS) <= used.keys() else []
 
 
 def lora_files(loras: Iterable[LoraOptions]) -> tuple[Path, ...]:

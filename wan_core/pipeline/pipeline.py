@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +25,13 @@ from wan_core.execution.graphs import GraphedBlocks
 from wan_core.execution.optimize import begin_run
 from wan_core.execution.report import Report, StepClock
 from wan_core.media.video import load_image
+from wan_core.models.text.notes import TokenCount, prompt_notes
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import denormalise
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
-from wan_core.parallel.conditioning import rows_of_all, text_rank
+from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.parallel.guidance import SplitBranches
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.builder import Models, load_models
@@ -158,35 +159,48 @@ class Pipeline:
     @torch.no_grad()
     def encode(self, job: Job) -> Conditioning:
         """Text, and the image if there is one, to what the denoising loop needs."""
-        ranks, rows = self.models.ranks, None
+        ranks, rows, counts = self.models.ranks, None, None
         prompts = [job.request.prompt, job.negative_prompt] if job.plan.guided else [job.request.prompt]
 
-        def encode() -> Tensor:
+        def encode() -> tuple[Tensor, list[TokenCount]]:
             encoder = self.fetch("text encoder", self.models.text_encoder)
             with self.report.phase("text"):
-                return encoder.encode(prompts)
+                return encoder.encode(prompts), [encoder.tokenizer.count(prompt) for prompt in prompts]
 
         if ranks is None or ranks.rank == text_rank(ranks):
-            rows = retried(encode, lambda: self.relieve("text_encoder"))
+            rows, counts = retried(encode, lambda: self.relieve("text_encoder"))
         with self.report.phase("text"):
             rows = rows_of_all(ranks, rows)
+            self.note_prompts(prompts, counts_of_all(ranks, counts, len(prompts)))
             cond, uncond = rows[:1], rows[1:] if job.plan.guided else None
         if job.request.image is None and job.request.last_image is None:
             return Conditioning(cond=cond, uncond=uncond)
         features = self.image_features(job)
         vae = self.fetch("vae", self.models.vae)
         with self.report.phase("encode image"):
-            first, last = (self._image(path, job) for path in (job.request.image, job.request.last_image))
+            size = (job.width, job.height)
+            first, last = (self._image(path, size) for path in (job.request.image, job.request.last_image))
             inputs = family_of(job.task).image_inputs(job.task, vae, first, last, job.frames)
         return Conditioning(cond=cond, uncond=uncond, image_features=features, **inputs)
 
+    def note_prompts(self, prompts: Sequence[str], counts: Sequence[TokenCount]) -> None:
+        """Say what was cut, or is not read as it may be meant."""
+        for name, text, count in zip(("prompt", "negative prompt"), prompts, counts, strict=False):
+            for note in prompt_notes(name, text, count):
+                self.report.notes.append(note)
+                if self.models.ranks is None or self.models.ranks.rank == 0:
+                    log.warning("%s", note)
+
     def image_features(self, job: Job) -> Tensor | None:
-        """What CLIP sees in the first frame, or in the last where only that is known; None for tasks without it."""
+        """What CLIP sees in the first image, or in the last where only that is known; None for tasks without it.
+
+        It sees the whole image, not resized to the video, as in the reference (Wan2.1/wan/image2video.py) and ComfyUI.
+        """
         if job.task.image_dim is None:
             return None
         encoder = self.fetch("CLIP vision encoder", self.models.clip_vision)
         with self.report.phase("encode image"):
-            frame = self._image(job.request.image or job.request.last_image, job)
+            frame = self._image(job.request.image or job.request.last_image)
             assert frame is not None
             return encoder(frame[:, :, 0])
 
@@ -197,11 +211,11 @@ class Pipeline:
         with self.report.phase(f"fetch {name}"):
             return use()
 
-    def _image(self, path: str | None, job: Job) -> Tensor | None:
-        """[1, 3, 1, H, W] in -1..1 on the device, resized and cropped to the job's size."""
+    def _image(self, path: str | None, size: tuple[int, int] | None = None) -> Tensor | None:
+        """[1, 3, 1, H, W] in -1..1 on the device, resized and cropped to `size` (width, height) if it is given."""
         if path is None:
             return None
-        pixels = torch.tensor(load_image(path, (job.width, job.height)))  # [H, W, 3]
+        pixels = torch.tensor(load_image(path, size))  # [H, W, 3]
         return pixels_to_video(pixels[None]).to(self.models.device)
 
     @torch.no_grad()

@@ -35,6 +35,7 @@ from wan_core.models.wan.tasks import TASKS, Task, find_task
 from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
+from wan_core.pipeline.expert_names import ExpertFile, difference, transformer_notes
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 TINY_LORAS = {expert: TINY / "lora" / f"t2v_4step_lora_{expert}_noise.safetensors" for expert in ("high", "low")}
@@ -117,6 +118,11 @@ class Parts:
     @property
     def low_path(self) -> Path | None:
         return self.of["low"].path if "low" in self.of else None
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the transformers' files: swapped, or one for both."""
+        return expert_notes(self.of, self.task)
 
     @property
     def text(self) -> TextConfig:
@@ -238,6 +244,11 @@ class Experts:
         return {"high": self.high} if self.low is None else {"high": self.high, "low": self.low}
 
     @property
+    def notes(self) -> list[str]:
+        """As of `Parts`."""
+        return expert_notes(self.of, self.task)
+
+    @property
     def dit(self) -> DiTConfig:
         return cast(DiTConfig, self.high.config)
 
@@ -248,7 +259,7 @@ def find_experts(high: str | Path, low: str | Path | None = None) -> Experts:
     second = None if low is None else recognise(Path(low), "dit", load_dit)
     dit = cast(DiTConfig, first.config)
     if second is not None and second.config != dit:
-        raise OptionError(f"the experts differ: high is {dit}, low is {second.config}. Use the two files of one model.")
+        raise different_experts(first, second)
     if Path(high).parent == TINY:
         task, why = embedded_task(dit), ""
         vae = cast(VAEConfig, recognise(TINY / "vae.safetensors", "vae", load_vae).config)
@@ -377,12 +388,26 @@ def random_part(config: Config, seed: int) -> Part:
     return Part("random weights", config, torch.bfloat16, parameters, load)
 
 
+def different_experts(high: Part, low: Part) -> OptionError:
+    numbers = difference(cast(DiTConfig, high.config), cast(DiTConfig, low.config))
+    return OptionError(
+        f"the experts differ: {numbers} (high is {high.source}, low is {low.source}). Use the two files of one model."
+    )
+
+
+def expert_notes(of: Mapping[str, Part], task: Task) -> list[str]:
+    """What the user should know of the transformers' files."""
+    high, low = (ExpertFile.of(of[name].path, of[name].metadata) if name in of else None for name in ("high", "low"))
+    assert high is not None
+    return transformer_notes(high, low, task.two_experts or TASKS[task.name].two_experts)
+
+
 def check_fit(parts: Parts) -> None:
     """Raise OptionError unless the parts belong together: equal experts, text width, latent channels."""
     dit, text, vae = parts.dit, parts.text, parts.vae
     low = parts.of.get("low")
     if low is not None and low.config != dit:
-        raise OptionError(f"the experts differ: high is {dit}, low is {low.config}. Use the two files of one model.")
+        raise different_experts(parts.of["high"], low)
     if text.dim != dit.text_dim:
         raise OptionError(
             f"the text encoder gives rows of {text.dim}, the transformer takes {dit.text_dim}: not of one model"

@@ -27,6 +27,18 @@ class Conditioning:
     concat: Tensor | None = None  # [1 or B, 4 + C, T, Y, X]: mask and image latents after the noise channels (I2V)
     known: Tensor | None = None  # [1 or B, C, 1, Y, X]: the first latent frame, held fixed at timestep 0 (TI2V)
     image_features: Tensor | None = None  # [1 or B, N, image_dim]: of CLIP, for transformers that attend to them
+    later_cond: Tensor | None = None  # [N, S, text_dim]: texts 1 to N of the prompt, for steps whose `texts` say so
+    later_uncond: Tensor | None = None  # [N, S, text_dim]: of the negative prompt
+
+    def text(self, branch: str, number: int) -> Tensor:
+        """Text rows [1 or B, S, text_dim] of a branch, "cond" or "uncond"; several only where a text changes."""
+        first, later = (self.cond, self.later_cond) if branch == "cond" else (self.uncond, self.later_uncond)
+        if first is None:
+            raise ValueError("the plan guides with a negative prompt, but none was encoded")
+        if number == 0:
+            return first
+        assert later is not None, "the plan has a text that the conditioning lacks"
+        return later[number - 1 : number]
 
 
 def empty_latents(config: VAEConfig, width: int, height: int, frames: int) -> Tensor:

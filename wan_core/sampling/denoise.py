@@ -34,6 +34,7 @@ from wan_core.sampling.sparsity.run import sparse_attention
 BATCHED_TOKENS = 1024
 
 
+BOTH: tuple[Branch, ...] = ("cond", "uncond")
 Made = TypeVar("Made")
 
 RunBranches = Callable[
@@ -111,6 +112,7 @@ def denoise(
             prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, run_branches, pace)
             guided = retried(prepare, again)
             for step in phase:
+                retried(partial(guided.use_texts, step.texts), again)
                 if ahead is not None and following is not None and step.index == last[0]:
                     ahead(expert, following[0].expert, last[1])
                 velocity, forwards = retried(partial(guided.velocity, x, timesteps[step.index], step), again)
@@ -173,20 +175,31 @@ class Guided:
         self.run_branches = run_branches
         self.batched = batched and run_branches is None
         self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
-        rows = [conditioning.cond]
-        if any("uncond" in step.branches for step in phase):
-            if conditioning.uncond is None:
-                raise ValueError("the plan guides with a negative prompt, but none was encoded")
-            rows.append(conditioning.uncond)
-        features = stack_features(conditioning.image_features, batch, len(rows))
-        self.both = model.prepare_text(stack_text(rows, batch), features)  # cond before uncond along the batch
-        self.text = {"cond": self.both.rows(0, batch), "uncond": self.both.rows(batch, 2 * batch)}
+        self.batch = batch
+        self.named: tuple[Branch, ...] = BOTH if any("uncond" in step.branches for step in phase) else ("cond",)
+        self.prepared: tuple[int, int] | None = None
+        self.use_texts(phase[0].texts)
         adaptive = plan.adaptive is not None and any(step.action == "adaptive" for step in phase)
         self.adaptive = (
             Adaptive(plan.adaptive, len(plan.steps), self.both.keys_values[0][0].device)
             if adaptive and plan.adaptive
             else None
         )
+
+    def use_texts(self, numbers: tuple[int, int]) -> None:
+        """Prepare these texts of the prompt and the negative prompt, unless they are: once for a phase, and again where
+        a text changes."""
+        if numbers == self.prepared:
+            return
+        if self.prepared is not None:
+            del self.both, self.text  # keys and values of all blocks: make room for the next
+            self.prepared = None
+        rows = [self.conditioning.text(branch, number) for branch, number in zip(self.named, numbers, strict=False)]
+        features = stack_features(self.conditioning.image_features, self.batch, len(rows))
+        # cond before uncond along the batch
+        self.both = self.model.prepare_text(stack_text(rows, self.batch), features)
+        self.text = {"cond": self.both.rows(0, self.batch), "uncond": self.both.rows(self.batch, 2 * self.batch)}
+        self.prepared = numbers
 
     def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
         """float32 [B, C, T, Y, X], and how many forwards ran; guidance arithmetic in float32, because it amplifies a

@@ -45,17 +45,25 @@ class Step:
     delta: bool = False  # only the conditional branch runs; the last difference of the branches is reused
     sparsity: float = 0.0  # share of the key blocks that attention does not read
     cost: float = 1.0  # estimated time of a forward, relative to one with dense attention
+    texts: tuple[int, int] = (0, 0)  # which text of the prompt and of the negative prompt, where they change in a run
 
     @property
     def forwards(self) -> int:
         """Number of branches whose blocks run; for adaptive steps the upper limit."""
         return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings; `texts` only where they change in a run."""
+        texts = {"texts": list(self.texts)} if any(self.texts) else {}
+        fields = {name: value for name, value in asdict(self).items() if name != "texts"}
+        return {**fields, "branches": list(self.branches), "skipped": list(self.skipped), **texts}
+
     def words(self) -> str:
         """The step's action as text: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
         skipped = f" {'+'.join(self.skipped)}" if self.skipped not in ((), self.branches) else ""
         keys = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
-        return f"{self.action}{skipped}{', last guidance' if self.delta else ''}{keys}"
+        texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
+        return f"{self.action}{skipped}{', last guidance' if self.delta else ''}{keys}{texts}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +139,7 @@ class Plan:
             "sparse": None if self.sparse is None else asdict(self.sparse),
             "keeps": {expert: list(keeps) for expert, keeps in self.keeps},
             "notes": list(self.notes),
-            "steps": [{**asdict(s), "branches": list(s.branches), "skipped": list(s.skipped)} for s in self.steps],
+            "steps": [s.as_dict() for s in self.steps],
         }
 
     def table(self) -> str:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from wan_core.config import LoadOptions, Request
 from wan_core.execution.report import Report
+from wan_core.models.text.notes import TokenCount
 from wan_core.sampling.plan import Plan, Step
 from wan_core.workers.launcher import Workers
 from wan_core.workers.wire import plan_from, report_from
@@ -184,12 +184,12 @@ def encode_text(
     prompts: Sequence[str],
     *,
     poll: Callable[[], None] = lambda: None,
-) -> list[Tensor]:
-    """Text rows [L, dim] of each prompt, without padding. text_encoder: path and precision."""
+) -> tuple[list[Tensor], list[TokenCount]]:
+    """Text rows [L, dim] of each prompt, without padding, and its tokens. text_encoder: path and precision."""
     fields = {"text_encoder": dict(text_encoder), "prompts": list(prompts)}
-    rows = workers.call("text", fields, poll=poll)[1]["rows"]
-    lengths = (rows != 0).any(-1).long() * torch.arange(1, rows.shape[1] + 1)
-    return [row[:length] for row, length in zip(rows, lengths.amax(1).tolist(), strict=True)]
+    found, tensors = workers.call("text", fields, poll=poll)
+    counts = [TokenCount(*count) for count in found["counts"]]
+    return [row[: count.read] for row, count in zip(tensors["rows"], counts, strict=True)], counts
 
 
 def add_report(report: Report, data: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import BACKENDS, resolve_attention
-from wan_core.parallel.conditioning import rows_of_all, text_rank
+from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
 from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.parallel.sequence import check_mesh, reads_parts
@@ -204,7 +204,7 @@ class Jobs:
 
     def text(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Prompts to rows [B, L, dim], zeros at the end. One rank has the encoder."""
-        spec, device, rows = header["text_encoder"], self.rank.device, None
+        spec, device, rows, counts = header["text_encoder"], self.rank.device, None, None
         self.phase("text")
         if self.rank.rank == text_rank(self.everyone):
             dtype = compute_dtype(spec["precision"], device)
@@ -218,9 +218,13 @@ class Jobs:
                 return residency
 
             residency = self.hold("text encoder", spec, load)
-            rows = cast(TextEncoder, residency.use("text encoder")).encode(header["prompts"])
+            encoder = cast(TextEncoder, residency.use("text encoder"))
+            rows = encoder.encode(header["prompts"])
+            counts = [encoder.tokenizer.count(prompt) for prompt in header["prompts"]]
             residency.release("text encoder")
-        return {}, {"rows": rows_of_all(self.everyone, rows).cpu()}
+        rows = rows_of_all(self.everyone, rows)
+        counts = counts_of_all(self.everyone, counts, len(header["prompts"]))
+        return {"counts": counts}, {"rows": rows.cpu()}
 
     # ------------------------------------------------------------------------------------------------------- the mesh
 

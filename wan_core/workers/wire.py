@@ -36,7 +36,14 @@ SKIPS = {
 def plan_from(data: Mapping[str, Any]) -> Plan:
     """The inverse of `dataclasses.asdict`, after JSON turned tuples into lists."""
     steps = tuple(
-        Step(**{**step, "branches": tuple(step["branches"]), "skipped": tuple(step["skipped"])})
+        Step(
+            **{
+                **step,
+                "branches": tuple(step["branches"]),
+                "skipped": tuple(step["skipped"]),
+                "texts": tuple(step["texts"]),
+            }
+        )
         for step in data["steps"]
     )
     adaptive = None if data["adaptive"] is None else AdaptiveOptions(**data["adaptive"])

@@ -11,6 +11,8 @@ import os
 import re
 from pathlib import Path
 
+from wan_core.models.text.notes import TokenCount
+
 
 class Tokenizer:
     """Text -> ids.
@@ -62,9 +64,17 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` after `clean`, at most `max_length`, the last one the end token."""
+        return [*self._pieces(text)[: self.max_length - 1], self.eos_id]
+
+    def count(self, text: str) -> TokenCount:
+        """How many ids `text` has, and how many of them `encode` gives."""
+        given = len(self._pieces(text)) + 1
+        return TokenCount(given, min(given, self.max_length))
+
+    def _pieces(self, text: str) -> list[int]:
         # A lone surrogate (half of an emoji in broken JSON) has no UTF-8; it becomes a question mark.
         readable = clean(text).encode("utf-8", "replace").decode("utf-8")
-        return [*self._processor.EncodeAsIds(readable)[: self.max_length - 1], self.eos_id]
+        return self._processor.EncodeAsIds(readable)
 
 
 def clean(text: str) -> str:

@@ -1,0 +1,78 @@
+"""A prompt that was cut, and weights that are read as text, are said: in the report, in the log, on the node."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from wan_core.checkpoint import load_text_encoder
+from wan_core.config import LoadOptions, Request
+from wan_core.models.text.cache import PromptCache
+from wan_core.models.text.notes import TokenCount, prompt_notes
+from wan_core.models.text.umt5 import TextEncoder
+from wan_core.parallel.conditioning import counts_of_all
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY
+
+SENTENCE = "a red circle moving right on a blue background"
+
+
+@pytest.fixture(scope="module")
+def encoder() -> TextEncoder:
+    return load_text_encoder(TINY / "text_encoder.safetensors", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "weight"),
+    [
+        ("a (red:1.4) circle", "(red:1.4)"),
+        ("((very) red: .5 ) circle", None),
+        ("a (deep red: 2) circle", "(deep red: 2)"),
+        ("(blurry:-1)", "(blurry:-1)"),
+        ("at (12:30 pm) in (Paris)", None),
+        ("a (red) circle", None),
+        ("smile :) and 1:2", None),
+    ],
+)
+def test_weights_are_text(text: str, weight: str | None) -> None:
+    notes = prompt_notes("prompt", text, TokenCount(9, 9))
+    assert [f"{weight}: it is read as text" in note for note in notes] == ([True] if weight else [])
+
+
+def test_the_tokens_that_are_not_read(encoder: TextEncoder) -> None:
+    tokenizer = encoder.tokenizer
+    most = tokenizer.max_length
+    for text in ("", SENTENCE, SENTENCE * 100):
+        count = tokenizer.count(text)
+        assert count.read == len(tokenizer.encode(text)) == min(count.given, most)
+    pieces = [n for n in range(1, 4 * most) if tokenizer.count("red " * n).given == most]
+    assert pieces and prompt_notes("prompt", "red " * pieces[-1], tokenizer.count("red " * pieces[-1])) == []
+    (note,) = prompt_notes("prompt", "red " * 4 * most, tokenizer.count("red " * 4 * most))
+    assert f"and {most} are read: its end was cut" in note
+    assert counts_of_all(None, [TokenCount(3, 3)], 1) == [TokenCount(3, 3)]
+
+
+def test_a_cache_remembers_how_a_prompt_was_read(encoder: TextEncoder) -> None:
+    cache, long = PromptCache(limit=2), "red " * 2000
+    for _ in range(2):
+        cache.encode([SENTENCE, long], lambda: encoder)
+        assert cache.notes(SENTENCE) == [] and "was cut" in cache.notes(long)[0]
+    cache.encode(["a (red:1.4) circle", "one"], lambda: encoder)
+    assert len(cache._notes) == 2 and "(red:1.4)" in cache.notes("a (red:1.4) circle")[0]
+
+
+def test_the_report_and_the_log_say_it(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, negative = f"{SENTENCE} (red:1.4)", "dark (blurry:2)"
+    request = Request(prompt=prompt, negative_prompt=negative, steps=1, frames=1, width=32, height=32, preset="none")
+    pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"), request=request)
+    monkeypatch.setattr(pipe.models.text_encoder().tokenizer, "max_length", 16)
+    job = pipe.prepare(request)
+    with caplog.at_level(logging.WARNING):
+        pipe.encode(job)
+    said = [note for note in pipe.report.notes if note.startswith(("the prompt", "the negative prompt"))]
+    assert len(said) == 3 and all(note in caplog.text for note in said)
+    assert (
+        "16 are read" in said[0] and "(red:1.4)" in said[1] and said[2].startswith("the negative prompt has a weight")
+    )

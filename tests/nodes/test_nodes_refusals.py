@@ -1,0 +1,87 @@
+"""In a running ComfyUI: texts with ranges, and what a node says or refuses because it would have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.comfyui import ComfyUI, Graph, Run, find_comfyui, make_base
+from tests.nodes.test_nodes_comfy import CAPTION, TINY_I2V, image_to_video, node, small
+
+pytestmark = pytest.mark.comfy
+
+OTHER = "a green star moving up on a white background"
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    base = make_base(tmp_path_factory.mktemp("comfyui"))
+    folder = base / "models" / "diffusion_models"
+    folder.mkdir(parents=True)
+    tiny = base / "custom_nodes" / "wancore" / "wan_core" / "assets" / "tiny"
+    for expert in ("high", "low"):  # links, as users have them
+        (folder / f"{expert}_noise.safetensors").symlink_to(tiny / f"t2v_{expert}.safetensors")
+    Image.fromarray(np.full((48, 48, 3), 90, np.uint8)).save(base / "input" / "first.png")
+    server = ComfyUI(find_comfyui(), base)
+    yield server
+    server.stop()
+
+
+def texts(*ranges: tuple[float, float], **sampling: Any) -> Graph:
+    """Two prompts, each for a range of the run, combined; nothing is guided."""
+    made = small(**{"steps": 4, "guidance_high": 1.0, "guidance_low": 1.0, "solver": "euler", **sampling})
+    for n, (start, end) in enumerate(ranges):
+        made[f"text{n}"] = node("CLIPTextEncode", clip=["encoder", 0], text=(CAPTION, OTHER)[n])
+        made[f"range{n}"] = node("ConditioningSetTimestepRange", conditioning=[f"text{n}", 0], start=start, end=end)
+    made["sum"] = node("ConditioningCombine", conditioning_1=["range0", 0], conditioning_2=["range1", 0])
+    made["sampler"]["inputs"]["positive"] = ["sum", 0]
+    return made
+
+
+def refused(run: Run, where: str = "sampler") -> str:
+    error = run.message("execution_error")
+    assert error["node_id"] == where
+    return error["exception_message"]
+
+
+def test_texts_for_ranges_of_the_run(comfy: ComfyUI) -> None:
+    assert comfy.run(texts((0.0, 0.5), (0.5, 1.0))).ok
+    assert "has 2 texts for step" in refused(comfy.run(texts((0.0, 0.7), (0.2, 1.0))))
+    assert "has no text for step" in refused(comfy.run(texts((0.0, 0.1), (0.9, 1.0))))
+
+
+def test_a_video_on_the_latent_input(comfy: ComfyUI) -> None:
+    made = small()
+    made["second"] = {**made["sampler"], "inputs": {**made["sampler"]["inputs"], "latent": ["sampler", 0], "seed": 5}}
+    made["decode"]["inputs"]["latent"] = ["second", 0]
+    assert "`latent` holds a video" in refused(comfy.run(made), "second")
+
+
+def test_strengths_and_several_first_frames(comfy: ComfyUI) -> None:
+    made = small()
+    made["weaker"] = node("ConditioningSetAreaStrength", conditioning=["text", 0], strength=0.5)
+    made["sampler"]["inputs"]["positive"] = ["weaker", 0]
+    assert "`positive` carries strength" in refused(comfy.run(made))
+    made = image_to_video()
+    made["model"]["inputs"] |= {"high": TINY_I2V, "low": TINY_I2V}
+    made["three"] = node("RepeatImageBatch", image=["picture", 0], amount=3)
+    made["size"]["inputs"]["first_image"] = ["three", 0]
+    assert "3 pictures given as first_image" in refused(comfy.run(made), "size")
+
+
+def test_swapped_experts_and_weights_are_said_on_the_node(comfy: ComfyUI) -> None:
+    made = small()
+    made["model"]["inputs"] |= {"high": "low_noise.safetensors", "low": "high_noise.safetensors"}
+    made["text"]["inputs"]["positive"] = "a (red:1.4) circle"
+    made["report"] = node("WanCoreReport", report=["sampler", 1])
+    made["words"] = node("PreviewAny", source=["report", 1])
+    run = comfy.run(made)
+    assert run.ok, run.status
+    assert "warning: the experts are swapped" in run.outputs["model"]["text"][0]
+    assert "(red:1.4): it is read as text" in run.outputs["text"]["text"][0]
+    words = run.outputs["words"]["text"][0]
+    assert "the experts are swapped" in words and "(red:1.4): it is read as text" in words

@@ -1,0 +1,251 @@
+"""ComfyUI's CONDITIONING and LATENT: texts with ranges, and what is refused because it would have no effect."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
+from wan_core.models.vae.config import VAE_22
+from wan_core.pipeline.comfy_conditioning import join
+from wan_core.pipeline.sources import TINY, Experts, find_experts
+from wan_core.sampling.cache.skipping import leave_out
+from wan_core.sampling.conditioning import draw_noise
+from wan_core.sampling.denoise import denoise
+from wan_core.sampling.plan import Plan, make_plan
+from wan_core.sampling.texts import WHOLE, TextRange, assign_texts, sigma_at
+from wan_core.workers.wire import plan_from
+
+LATENT = {"samples": torch.zeros(1, 16, 2, 4, 6)}
+SHAPE = (1, 16, 2, 4, 6)
+
+
+@pytest.fixture(scope="module")
+def experts() -> Experts:
+    return find_experts(TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors")
+
+
+def text(seed: int, experts: Experts, rows: int = 5, **extras: Any) -> list[Any]:
+    return [draw_noise(seed, (1, rows, experts.dit.text_dim)), {"pooled_output": None, **extras}]
+
+
+def ranged(seed: int, experts: Experts, start: float, end: float, **extras: Any) -> list[Any]:
+    return text(seed, experts, start_percent=start, end_percent=end, **extras)
+
+
+def plan_of(steps: int = 6, **numbers: Any) -> Plan:
+    return make_plan(task="t2v-tiny", steps=steps, **numbers)
+
+
+# ---------------------------------------------------------------------------------------------------------- the plan
+
+
+def test_a_share_of_the_run_is_comfyui_s_sigma() -> None:
+    """ModelSamplingDiscreteFlow.percent_to_sigma: time_snr_shift(shift, 1 - percent)."""
+    assert sigma_at(0, 5) == 1 and sigma_at(1, 5) == 0 and sigma_at(-1, 5) == 1 and sigma_at(2, 5) == 0
+    assert sigma_at(0.25, 5) == pytest.approx(5 * 0.75 / (1 + 4 * 0.75))
+    assert sigma_at(0.3, 1) == pytest.approx(0.7)
+
+
+@given(
+    st.integers(1, 30),
+    st.floats(1, 15),
+    st.lists(st.floats(0.01, 0.99), max_size=3, unique_by=lambda x: round(x, 2)),
+    st.sampled_from([0.0, 1e-5]),
+    st.sampled_from(["unipc", "euler"]),
+)
+def test_ranges_that_follow_one_another_give_every_step_one_text(
+    steps: int, shift: float, cuts: list[float], gap: float, solver: str
+) -> None:
+    """Also with the gaps that ComfyUI's conditioning_set_values_with_timestep_range leaves; as ComfyUI chooses it."""
+    borders = [0.0, *sorted(cuts), 1.0]
+    ranges = [TextRange(a + gap * (a > 0), b - gap * (b < 1)) for a, b in pairwise(borders)]
+    plan = make_plan(task="t2v-tiny", steps=steps, shift=shift, solver=solver)
+    made = assign_texts(plan, ranges, [WHOLE])
+    numbers = [step.texts[0] for step in made.steps]
+    assert numbers == sorted(numbers) and all(step.texts[1] == 0 for step in made.steps)
+    for step, n in zip(plan.steps, numbers, strict=True):
+        slack = 1e-3
+        assert sigma_at(ranges[n].end, shift) - slack <= step.sigma <= sigma_at(ranges[n].start, shift) + slack
+    assert [replace(step, texts=(0, 0)) for step in made.steps] == list(plan.steps)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "words"),
+    [
+        ([(0.0, 0.6), (0.4, 1.0)], "has 2 texts for step"),
+        ([(0.0, 0.4), (0.6, 1.0)], "has no text for step"),
+        ([(0.2, 1.0)], "has no text for step 0"),
+        ([(0.0, 0.5)], "has no text for step"),
+        ([(0.0, 1.0), (0.5, 1.0)], "has 2 texts for step"),
+    ],
+)
+def test_gaps_and_overlaps_are_refused(ranges: list[tuple[float, float]], words: str) -> None:
+    plan = plan_of(20)
+    with pytest.raises(OptionError, match=words) as fault:
+        assign_texts(plan, [TextRange(*one) for one in ranges], [WHOLE])
+    assert "positive" in str(fault.value) and "not averaged" in str(fault.value)
+    with pytest.raises(OptionError, match="`negative`"):
+        assign_texts(plan, [WHOLE], [TextRange(*one) for one in ranges])
+
+
+def test_what_was_kept_of_one_text_is_not_used_for_another() -> None:
+    plan = plan_of(20)
+    skipping = leave_out(plan, SkipOptions(taylorseer=TaylorSeerOptions(interval=2)), None)
+    with pytest.raises(OptionError, match="leave out step caching"):
+        assign_texts(skipping, [TextRange(0, 0.1), TextRange(0.1, 1)], [WHOLE])
+    assert assign_texts(skipping, [WHOLE], [WHOLE]) == skipping
+
+
+def test_texts_travel_to_workers_and_are_shown() -> None:
+    plan = assign_texts(plan_of(), [TextRange(0, 0.5), TextRange(0.5, 1)], [WHOLE])
+    assert plan_from(json.loads(json.dumps(asdict(plan)))) == plan
+    assert "text 2, negative 1" in plan.table() and '"texts": [1, 0]' in json.dumps(plan.as_dict())
+    assert "texts" not in json.dumps(plan_of().as_dict()) and "text" not in plan_of().table()
+
+
+# --------------------------------------------------------------------------------------------------------------- runs
+
+
+def run(experts: Experts, positive: list[Any], negative: list[Any], plan: Plan) -> torch.Tensor:
+    joined = join(positive, negative, LATENT, experts, plan)
+    models = {name: part.load(torch.device("cpu"), torch.float32, None) for name, part in experts.of.items()}
+    return denoise(joined.plan, models.__getitem__, joined.conditioning, draw_noise(7, SHAPE))  # type: ignore[arg-type]
+
+
+def test_every_step_attends_to_the_text_of_its_range(experts: Experts) -> None:
+    """Against runs with one text, of which each gives some of the steps; texts of several lengths."""
+    plan, negative = plan_of(solver="euler"), [text(9, experts)]
+    one, two = text(1, experts), text(2, experts, rows=9)
+    both = [[one[0], {"start_percent": 0.0, "end_percent": 0.5}], [two[0], {"start_percent": 0.5, "end_percent": 1.0}]]
+    joined = join(both, negative, LATENT, experts, plan)
+    first = sum(step.texts[0] == 0 for step in joined.plan.steps)
+    assert 0 < first < len(plan.steps)
+    models = {name: part.load(torch.device("cpu"), torch.float32, None) for name, part in experts.of.items()}
+    walk = partial(denoise, acquire=models.__getitem__)
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, positive in (("one", [one]), ("both", both), ("two", [two])):
+        made = join(positive, negative, LATENT, experts, plan)
+        note = seen.setdefault(name, [])
+        walk(
+            made.plan,
+            conditioning=made.conditioning,
+            noise=draw_noise(7, SHAPE),
+            on_step=lambda p, n=note: n.append(p.latents),
+        )
+    for step in range(first):
+        assert torch.equal(seen["both"][step], seen["one"][step])
+    assert not torch.equal(seen["both"][first], seen["one"][first])
+    # The second half is that of a run which begins where the first one ended.
+    rest = replace(plan, steps=plan.steps[first:])
+    alone = join([two], negative, LATENT, experts, plan)
+    x, history = seen["both"][first - 1], []
+    for step in rest.steps:
+        model = models[step.expert]
+        time = torch.tensor([step.timestep])
+        cond = model(x, time, alone.conditioning.cond)
+        assert alone.conditioning.uncond is not None
+        uncond = model(x, time, alone.conditioning.uncond)
+        x = x + (step.sigma_next - step.sigma) * (uncond + step.guidance * (cond - uncond))
+        history.append(x)
+    for mine, theirs in zip(seen["both"][first:], history, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-3)
+
+
+def test_one_text_is_what_it_was(experts: Experts) -> None:
+    """A range over the whole run, and the same text in two ranges, change no bit."""
+    plan, negative = plan_of(4), [text(9, experts)]
+    exact = run(experts, [text(1, experts)], negative, plan)
+    assert torch.equal(run(experts, [ranged(1, experts, 0.0, 1.0)], negative, plan), exact)
+    halves = [ranged(1, experts, 0.0, 0.5), ranged(1, experts, 0.5, 1.0)]
+    assert torch.equal(run(experts, halves, negative, plan), exact)
+    assert join([text(1, experts)], negative, LATENT, experts, plan).plan == plan
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"vace_frames": [torch.zeros(1)]},
+        {"mask": torch.ones(1, 4, 4)},
+        {"area": (1, 1, 0, 0)},
+        {"strength": 0.5},
+        {"reference_latents": [torch.zeros(1)]},
+        {"control": object()},
+        {"hooks": object()},
+        {"clip_start_percent": 0.0},
+        {"camera_conditions": torch.zeros(1)},
+    ],
+)
+def test_what_the_model_would_not_see_is_refused_by_name(experts: Experts, extras: dict[str, Any]) -> None:
+    plan = plan_of()
+    for pair in (
+        ([text(1, experts, **extras)], [text(2, experts)]),
+        ([text(1, experts)], [text(2, experts, **extras)]),
+    ):
+        with pytest.raises(OptionError, match=next(iter(extras))):
+            join(*pair, LATENT, experts, plan)
+
+
+def test_what_has_no_effect_passes(experts: Experts) -> None:
+    neutral = {"strength": 1.0, "set_area_to_bounds": False, "wancore_seconds": 2.0, "attention_mask": torch.ones(1, 5)}
+    joined = join(
+        [text(1, experts, **neutral)], [text(2, experts, guidance=3.5, mask=None)], LATENT, experts, plan_of()
+    )
+    assert joined.seconds == 2.0 and joined.notes == []
+
+
+def test_texts_that_cannot_be_one_run_are_refused(experts: Experts) -> None:
+    plan, negative = plan_of(), [text(2, experts)]
+    cases = [
+        ([text(1, experts), text(3, experts)], "2 texts are combined in `positive`"),
+        ([], "`positive` has no text"),
+        ([text(1, experts, rows=experts.dit.text_len + 1)], "shorten the text"),
+        ([[torch.zeros(1, 3, 7), {}]], "encode it with the text encoder"),
+        (
+            [ranged(1, experts, 0, 0.5, concat_mask=torch.ones(1)), ranged(1, experts, 0.5, 1)],
+            "different values of concat_mask",
+        ),
+    ]
+    for positive, words in cases:
+        with pytest.raises(OptionError, match=words):
+            join(positive, negative, LATENT, experts, plan)
+    image = {"concat_latent_image": torch.zeros(SHAPE)}
+    other = {"concat_latent_image": torch.ones(SHAPE)}
+    with pytest.raises(OptionError, match="`positive` and `negative` carry different values of concat_latent_image"):
+        join([text(1, experts, **image)], [text(2, experts, **other)], LATENT, experts, plan)
+
+
+def test_latents_that_hold_a_video_are_refused(experts: Experts) -> None:
+    """Empty are zeros, and the mean of each channel, which Wan22ImageToVideoLatent gives."""
+    plan, positive, negative = plan_of(), [text(1, experts)], [text(2, experts)]
+    with pytest.raises(OptionError, match="holds a video"):
+        join(positive, negative, {"samples": torch.randn(SHAPE)}, experts, plan)
+    means = torch.tensor(VAE_22.latents_mean[:16]).view(1, -1, 1, 1, 1).expand(SHAPE)
+    join(positive, negative, {"samples": means}, experts, plan)
+    unknown = torch.ones(1, 1, *SHAPE[2:])
+    with pytest.raises(OptionError, match="holds a video"):
+        join(positive, negative, {"samples": torch.randn(SHAPE), "noise_mask": unknown}, experts, plan)
+
+
+def test_a_known_first_frame_is_no_video(experts: Experts) -> None:
+    """TI2V's image conditioning; the experts are only asked for their shapes here."""
+    wide = replace(experts, task=replace(experts.task, image="first frame"))
+    samples, unknown = torch.zeros(SHAPE), torch.ones(1, 1, *SHAPE[2:])
+    samples[:, :, 0], unknown[:, :, 0] = torch.randn(16, 4, 6), 0
+    plan, positive, negative = plan_of(), [text(1, experts)], [text(2, experts)]
+    assert (
+        join(positive, negative, {"samples": samples, "noise_mask": unknown}, wide, plan).conditioning.known is not None
+    )
+    with pytest.raises(OptionError, match="holds a video"):
+        join(positive, negative, {"samples": torch.randn(SHAPE), "noise_mask": unknown}, wide, plan)

@@ -1,0 +1,152 @@
+"""ComfyUI's CONDITIONING and LATENT as the engine's `Conditioning` and plan. What would have no effect is refused.
+
+Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan_core.config import OptionError
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import NEUTRAL, TIMES, check_keys, family_of
+from wan_core.pipeline.sources import Experts
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.plan import Plan
+from wan_core.sampling.texts import WHOLE, TextRange, assign_texts
+
+CONDITIONING: TypeAlias = "list[list[Any]]"
+"""[[rows [1, S, text_dim], {...}], ...]"""
+
+
+class Joined(NamedTuple):
+    """What sockets carry, for a run. `plan`: the one given, with the text of each step. `seconds`: that encoding the
+    text took. `notes`: for the report."""
+
+    plan: Plan
+    conditioning: Conditioning
+    seconds: float
+    notes: list[str]
+
+
+class Texts(NamedTuple):
+    """One CONDITIONING: its texts, where in the run each is used, and what else it carries."""
+
+    rows: list[Tensor]
+    ranges: list[TextRange]
+    extras: Mapping[str, Any]
+    seconds: float
+    notes: list[str]
+
+
+def join(
+    positive: CONDITIONING, negative: CONDITIONING, latent: Mapping[str, Any], experts: Experts, plan: Plan
+) -> Joined:
+    """What the sampler needs of its sockets. Raises OptionError for what does not fit the model, and for what it would
+    not see."""
+    task, dit = experts.task, experts.dit
+    family = family_of(task)
+    check_channels(latent["samples"], dit, task.name)
+    for given, name in ((positive, "positive"), (negative, "negative")):
+        for _, extras in given:
+            check_keys(family, name, extras)
+    cond, uncond = read_texts(positive, "positive", dit), read_texts(negative, "negative", dit)
+    for key in sorted(family.conditioning_keys):
+        check_same(key, [cond.extras.get(key), uncond.extras.get(key)], "`positive` and `negative`")
+    inputs = family.read_conditioning(task, experts.vae, cond.extras, latent)
+    check_empty(latent["samples"], known=1 if "known" in inputs else 0)
+    conditioning = Conditioning(
+        cond=cond.rows[0],
+        uncond=uncond.rows[0] if plan.guided else None,
+        later_cond=stack_rows(cond.rows[1:]),
+        later_uncond=stack_rows(uncond.rows[1:]) if plan.guided else None,
+        **inputs,
+    )
+    if (cond.ranges, uncond.ranges) != ([WHOLE], [WHOLE]):
+        plan = assign_texts(plan, cond.ranges, uncond.ranges)
+    notes = [*cond.notes, *(uncond.notes if plan.guided else ())]
+    return Joined(plan, conditioning, cond.seconds or uncond.seconds, notes)
+
+
+def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig) -> Texts:
+    """The texts of a CONDITIONING called `name`. Raises OptionError."""
+    if not conditioning:
+        raise OptionError(f"`{name}` has no text: connect a text encode node, an empty text is allowed")
+    rows, everything = [one[0] for one in conditioning], [one[1] for one in conditioning]
+    for one in rows:
+        if one.ndim != 3 or one.shape[2] != dit.text_dim or one.shape[1] > dit.text_len:
+            raise OptionError(
+                f"`{name}` has text of {list(one.shape)}; this model takes [1, up to {dit.text_len}, {dit.text_dim}]: "
+                "shorten the text, or encode it with the text encoder that belongs to the model (UMT5)"
+            )
+    ranges = [TextRange(e.get("start_percent") or 0.0, _or(e.get("end_percent"), 1.0)) for e in everything]
+    if len(rows) > 1:
+        if any(len(one) != 1 for one in rows):
+            raise OptionError(
+                f"`{name}` changes its text during the run, and has several texts at once: encode one each"
+            )
+        if ranges.count(WHOLE) > 1:
+            raise OptionError(
+                f"{len(rows)} texts are combined in `{name}`, and Wan takes one at a time: encode one text, or give "
+                "each a range with ConditioningSetTimestepRange"
+            )
+    for key in sorted({key for extras in everything for key in extras} - {*NEUTRAL, *TIMES}):
+        check_same(key, [extras.get(key) for extras in everything], f"the texts of `{name}`", missing=True)
+    seconds = max((e.get("wancore_seconds") or 0.0 for e in everything), default=0.0)
+    notes = [note for e in everything for note in e.get("wancore_notes") or ()]
+    return Texts(rows, ranges, everything[0], seconds, list(dict.fromkeys(notes)))
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def check_same(key: str, values: Sequence[Any], where: str, missing: bool = False) -> None:
+    """Raise OptionError where the values of a key differ. missing: whether a value that is not there differs."""
+    found = values if missing else [value for value in values if value is not None]
+    for value in found[1:]:
+        if not _equal(found[0], value):
+            raise OptionError(
+                f"{where} carry different values of {key}; a run takes one: add it to all of them, or none"
+            )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (one.shape == other.shape and bool(torch.equal(one, other.to(one))))
+    if isinstance(one, bool | int | float | str) and isinstance(other, bool | int | float | str):
+        return one == other
+    return one is other
+
+
+def stack_rows(rows: Sequence[Tensor]) -> Tensor | None:
+    """[N, S, text_dim] of rows [1, S_i, text_dim], zero rows at the end, as the model itself pads; None for none."""
+    if not rows:
+        return None
+    longest = max(one.shape[1] for one in rows)
+    return torch.cat([F.pad(one, (0, 0, 0, longest - one.shape[1])) for one in rows])
+
+
+def check_channels(samples: Tensor, dit: DiTConfig, task: str) -> None:
+    """Raise OptionError unless these are latents of the model's channels."""
+    if samples.ndim != 5 or samples.shape[1] != dit.out_channels:
+        raise OptionError(
+            f"latents of {list(samples.shape)} given; {task} needs [batch, {dit.out_channels}, frames, rows, columns]: "
+            "choose the latent type and the VAE that belong to the model"
+        )
+
+
+def check_empty(samples: Tensor, known: int) -> None:
+    """Raise OptionError unless latents are empty after their first `known` frames: 0, or in ComfyUI's
+    Wan22ImageToVideoLatent the mean of each channel."""
+    rest = samples[:, :, known:]
+    if rest.numel() and not bool((rest == rest[:, :, :1, :1, :1]).all()):
+        raise OptionError(
+            "`latent` holds a video, and the sampler starts from noise alone: connect an empty latent (WanCore Empty "
+            "Latent), or WanCore Image to Video to start from an image"
+        )

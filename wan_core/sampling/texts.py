@@ -1,0 +1,74 @@
+"""Texts that change during a run: which step attends to which, as numbers in the plan.
+
+A text may be for a range of the run, in shares from 0 (the start, all noise) to 1 (the end). A share is a sigma as in
+ComfyUI (`ModelSamplingDiscreteFlow.percent_to_sigma`): the sigma that the schedule has at 1 - share before the shift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from wan_core.config import OptionError
+from wan_core.sampling.plan import Plan, Step
+
+NEAR = 1e-4  # ranges that end and begin so near to each other follow one another without a gap
+
+
+class TextRange(NamedTuple):
+    """Where in a run a text is used, in shares of it."""
+
+    start: float = 0.0
+    end: float = 1.0
+
+
+WHOLE = TextRange()
+
+
+def sigma_at(share: float, shift: float) -> float:
+    """The sigma at a share of the run: 1 at its start, 0 at its end."""
+    left = min(1.0, max(0.0, 1.0 - share))
+    return shift * left / (1 + (shift - 1) * left)
+
+
+def assign_texts(plan: Plan, positive: Sequence[TextRange], negative: Sequence[TextRange]) -> Plan:
+    """`plan` in which every step says which of the prompt's and of the negative prompt's texts it attends to.
+
+    At a step on the border of two ranges the later one counts. Raises OptionError where a step has no text or several,
+    and where forwards are skipped while a text changes: what is kept of a forward belongs to its text.
+    """
+    steps: list[Step] = []
+    for phase in plan.phases:
+        guided = any("uncond" in step.branches for step in phase)
+        for step in phase:
+            uncond = _text_of(step, plan.shift, negative, "negative") if guided else 0
+            steps.append(replace(step, texts=(_text_of(step, plan.shift, positive, "positive"), uncond)))
+    assigned = replace(plan, steps=tuple(steps))
+    for phase in assigned.phases:
+        changes = len({step.texts for step in phase}) > 1
+        if changes and any(step.skipped or step.delta for step in phase):
+            raise OptionError(
+                f"the text changes during the steps of the {phase[0].expert}-noise expert, and some of them reuse what "
+                "was computed for the text before: leave out step caching and the guidance schedule, or use one text"
+            )
+    return assigned
+
+
+def _text_of(step: Step, shift: float, ranges: Sequence[TextRange], name: str) -> int:
+    """Which of `ranges` a step is in. Raises OptionError unless it is one."""
+
+    def at(share: float) -> float:
+        return sigma_at(share, shift)
+
+    inside = [n for n, (start, end) in enumerate(ranges) if at(end + NEAR) <= step.sigma <= at(start - NEAR)]
+    if len(inside) > 1:
+        inside = [n for n in inside if step.sigma > at(ranges[n].end - NEAR)]
+    if len(inside) != 1:
+        count = f"{len(inside)} texts" if inside else "no text"
+        given = ", ".join(f"{start:g} to {end:g}" for start, end in ranges)
+        raise OptionError(
+            f"`{name}` has {count} for step {step.index} (sigma {step.sigma:.4f}); its ranges are {given}. A step "
+            "takes one text, and texts are not averaged: give ranges that follow one another from 0 to 1, or one text"
+        )
+    return inside[0]
