@@ -3,10 +3,11 @@
     python tools/make_workflows.py              write the files
     python tools/make_workflows.py --check      exit 1, naming the files, if they are not what this would write
     python tools/make_workflows.py --native http://127.0.0.1:8188
-                                                first learn ComfyUI's own nodes from a running one
+                                                first learn those of ComfyUI's own nodes that are not described yet
 
 Inputs, their order and defaults come from tests/nodes/node_schemas.json and tools/native_nodes.json, the text of the
-notes from tools/notes/.
+notes from tools/notes/. ComfyUI's own nodes stay described as the oldest ComfyUI has them: newer ones add inputs and
+outputs, and take a graph without them.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ NOTES = ROOT / "tools" / "notes"
 TINY, TINY_I2V = "tiny (embedded)", "tiny i2v (embedded)"
 SIZE = {"width": 96, "height": 96, "frames": 17}  # what the embedded model was trained at
 FPS = 8.0
-NATIVE = ("CLIPTextEncode", "CreateVideo", "EmptyHunyuanLatentVideo", "EmptyImage", "ImageCompositeMasked")
-NATIVE += ("ImageFromBatch", "PreviewAny", "PreviewImage", "SaveVideo", "VAEDecode", "WanImageToVideo")
+NATIVE = ("CLIPTextEncode", "CLIPVisionEncode", "CLIPVisionLoader", "CreateVideo", "EmptyHunyuanLatentVideo")
+NATIVE += ("EmptyImage", "ImageCompositeMasked", "ImageFromBatch", "LoadImage", "PreviewAny", "PreviewImage")
+NATIVE += ("SaveVideo", "VAEDecode", "WanImageToVideo")
 WIDE, NARROW = 360, 300  # columns
 STEP = WIDE + 60
+BELOW = 1180  # the second row of columns
 
 # ---------------------------------------------------------------------------------------------------------- workflows
 
@@ -72,6 +75,34 @@ def image_to_video(flow: Workflow) -> None:
     _save(flow, decode["image"], "WanCore/image_to_video")
 
 
+def image_to_video_wan21(flow: Workflow) -> None:
+    _note(flow, 520)
+    flow.column("Models", 0, WIDE)
+    model = flow.add("WanCoreModelLoader", high="wan2.1_i2v_480p_14B_fp16.safetensors", low="none", space=180)
+    clip = flow.add("WanCoreTextEncoderLoader", text_encoder="umt5_xxl_fp16.safetensors", space=60)
+    vae = flow.add("WanCoreVAELoader", vae="wan_2.1_vae.safetensors", space=60)
+    flow.column("First frame", -500, 460, y=560)
+    picture = flow.add("LoadImage", image="example.png", space=330)
+    flow.column("What is in it", 0, WIDE, y=1020)
+    vision = flow.add("CLIPVisionLoader", clip_name="clip_vision_h.safetensors")
+    seen = flow.add("CLIPVisionEncode", clip_vision=vision["CLIP_VISION"], image=picture["IMAGE"], crop="none")
+    flow.column("What to show", STEP, WIDE)
+    text = flow.add("WanCoreTextEncode", clip=clip["clip"], positive="the camera moves slowly towards it")
+    known = flow.add(
+        "WanCoreImageToVideo",
+        positive=text["positive"],
+        negative=text["negative"],
+        vae=vae["vae"],
+        first_image=picture["IMAGE"],
+        clip_vision_output=seen["CLIP_VISION_OUTPUT"],
+    )
+    flow.column("Sampling", 2 * STEP, WIDE)
+    sampler = _sampler(flow, model, known["positive"], known["negative"], known["latent"], seed=1)
+    flow.column("Video", 3 * STEP, NARROW)
+    decode = _decode(flow, vae, sampler)
+    _save(flow, decode["image"], "WanCore/image_to_video_wan21", fps=16.0)
+
+
 def embedded_demo(flow: Workflow) -> None:
     _note(flow, 470)
     model, clip, vae = _loaders(flow, 0, TINY)
@@ -84,10 +115,10 @@ def embedded_demo(flow: Workflow) -> None:
     decode = _decode(flow, vae, sampler)
     _save(flow, decode["image"], "WanCore/demo_text")
     flow.column("Plan and report", 3 * STEP + NARROW + 60, WIDE)
-    flow.add("WanCorePlanPreview", model=model["model"], space=270)
+    flow.add("WanCorePlanPreview", model=model["model"], space=310)
     flow.add("WanCoreReport", report=decode["report"], space=300)
 
-    below = 1020
+    below = BELOW
     flow.column("2  Image to video", STEP, WIDE, y=below)
     last = flow.add("ImageFromBatch", image=decode["image"], batch_index=SIZE["frames"] - 1, length=1)
     back = _prompt(flow, clip, "a red circle moving left on a blue background")
@@ -127,7 +158,7 @@ def mixed_with_native_nodes(flow: Workflow) -> None:
     decode = flow.add("VAEDecode", samples=sampler["latent"], vae=vae["vae"])
     _save(flow, decode["IMAGE"], "WanCore/mixed_text")
 
-    below = 1020
+    below = BELOW
     flow.column("Its model", 0, WIDE, y=below)
     second = flow.add("WanCoreModelLoader", high=TINY_I2V, low=TINY_I2V, space=180)
     flow.column("Its first frame", -500, 460, y=below)
@@ -170,9 +201,9 @@ def fewer_forwards(flow: Workflow) -> None:
     decode = _decode(flow, vae, full)
     _save(flow, decode["image"], "WanCore/full")
     flow.column("What is skipped", 3 * STEP + NARROW + 60, WIDE)
-    flow.add("WanCorePlanPreview", **numbers, skipping=cache["skipping"], space=270)
+    flow.add("WanCorePlanPreview", **numbers, skipping=cache["skipping"], space=310)
 
-    below = 1020
+    below = BELOW
     flow.column("With fewer forwards", 2 * STEP, WIDE, y=below)
     fewer = flow.add("WanCoreSampler", **numbers, **encoded, skipping=cache["skipping"], space=300)
     flow.column("Its video", 3 * STEP, NARROW, y=below)
@@ -202,7 +233,7 @@ def four_steps(flow: Workflow) -> None:
     decode = _decode(flow, vae, sampler)
     _save(flow, decode["image"], "WanCore/four_steps")
     flow.column("The steps", 3 * STEP + NARROW + 60, WIDE)
-    flow.add("WanCorePlanPreview", model=lora["model"], space=270)
+    flow.add("WanCorePlanPreview", model=lora["model"], space=310)
 
 
 def multi_gpu(flow: Workflow) -> None:
@@ -225,6 +256,7 @@ def multi_gpu(flow: Workflow) -> None:
 DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
     text_to_video,
     image_to_video,
+    image_to_video_wan21,
     embedded_demo,
     mixed_with_native_nodes,
     fewer_forwards,
@@ -268,8 +300,8 @@ def _decode(flow: Workflow, vae: Node, sampler: Node) -> Node:
     return flow.add("WanCoreVAEDecode", vae=vae["vae"], latent=sampler["latent"], report=sampler["report"], space=40)
 
 
-def _save(flow: Workflow, images: Output, prefix: str) -> None:
-    video = flow.add("CreateVideo", images=images, fps=FPS)
+def _save(flow: Workflow, images: Output, prefix: str, fps: float = FPS) -> None:
+    video = flow.add("CreateVideo", images=images, fps=fps, space=24)  # newer ones have a widget more
     flow.add("SaveVideo", video=video["VIDEO"], filename_prefix=prefix, space=290)
 
 
@@ -302,11 +334,13 @@ def make() -> dict[Path, str]:
 
 
 def learn(address: str) -> None:
-    """Ask a running ComfyUI for the schemas of its own nodes."""
+    """Ask a running ComfyUI for the schemas of those of its own nodes that are not described yet."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"{address.rstrip('/')}/object_info", timeout=60) as answer:
         info: dict[str, Any] = json.load(answer)
-    rows = [f" {json.dumps(name)}: {json.dumps(native_schema(info[name]))}" for name in sorted(NATIVE)]
+    known = json.loads(NATIVE_SCHEMAS.read_text())
+    schemas = {name: known.get(name) or native_schema(info[name]) for name in sorted(NATIVE)}
+    rows = [f" {json.dumps(name)}: {json.dumps(schema)}" for name, schema in schemas.items()]
     NATIVE_SCHEMAS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
 
 

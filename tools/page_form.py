@@ -18,9 +18,12 @@ ROOT = Path(__file__).resolve().parents[1]
 OWN_SCHEMAS = ROOT / "tests" / "nodes" / "node_schemas.json"
 NATIVE_SCHEMAS = ROOT / "tools" / "native_nodes.json"
 WIDGETS = ("COMBO", "INT", "FLOAT", "STRING", "BOOLEAN")  # anything else is a socket
+DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"  # a COMBO whose values bring further widgets
+FILE_LISTS = ("clip_name",)  # inputs of ComfyUI's own nodes that list the files of one machine
 NOTE = "MarkdownNote"  # exists in the page only
 TITLE, SLOT, WIDGET, GAP, MARGIN = 30, 20, 24, 30, 16  # pixels of the page
 LINES = 88  # of a text field
+FOOTER = 24  # where Nodes 2.0 writes the name of a node's pack
 
 Schema = dict[str, Any]
 
@@ -42,11 +45,36 @@ def native_schema(info: dict[str, Any]) -> Schema:
             entry: dict[str, Any] = {"name": name, "type": "COMBO" if isinstance(kind, list) else kind}
             entry["optional"] = group == "optional"
             entry |= {key: given[key] for key in ("default", "multiline", "image_upload") if key in given}
-            if options is not None and not given.get("image_upload"):  # those are files of one machine
+            of_one_machine = name in FILE_LISTS or given.get("image_upload")
+            if options is not None and not of_one_machine:
                 entry["options"] = options
             inputs.append(entry)
     outputs = [{"name": name, "type": kind} for name, kind in zip(info["output_name"], info["output"], strict=True)]
     return {"inputs": inputs, "outputs": outputs}
+
+
+def incompatibilities(described: Schema, running: Schema) -> list[str]:
+    """What keeps a graph made for the node `described` from running in a ComfyUI where it is `running`, in words."""
+    names = [entry["name"] for entry in described["inputs"]]
+    now = {entry["name"]: entry for entry in running["inputs"]}
+    found = [f"input {name} is gone" for name in names if name not in now]
+    found += [f"input {name} is new and needed" for name, entry in now.items()
+              if name not in names and not entry["optional"]]  # fmt: skip
+    if [name for name in now if name in names] != [name for name in names if name in now]:
+        found.append(f"the order of the inputs is {list(now)} instead of {names}")
+    for entry in described["inputs"]:
+        found += _changes(entry, now[entry["name"]]) if entry["name"] in now else []
+    if running["outputs"][: len(described["outputs"])] != described["outputs"]:
+        found.append(f"the outputs are {running['outputs']} instead of {described['outputs']}")
+    return found
+
+
+def _changes(entry: Schema, now: Schema) -> list[str]:
+    name, kind = entry["name"], now["type"]
+    if kind != entry["type"] and (entry["type"], kind) != ("COMBO", DYNAMIC_COMBO):
+        return [f"input {name} is {kind} instead of {entry['type']}"]
+    options = [option["key"] if kind == DYNAMIC_COMBO else option for option in now.get("options", [])]
+    return [f"input {name} has no option {option!r}" for option in entry.get("options", []) if option not in options]
 
 
 @dataclass(frozen=True)
@@ -215,7 +243,7 @@ class Workflow:
 
 def _height(node: Node, lines: int) -> int:
     rows = max(len(node.sockets), len(node.schema["outputs"]))
-    height = rows * SLOT + 16
+    height = rows * SLOT + 16 + (FOOTER if node.kind.startswith("WanCore") else 0)
     for entry in node.widgets:
         height += lines if is_text_field(node.kind, entry) else WIDGET
         height += WIDGET * len(extra_values(entry))

@@ -17,7 +17,7 @@ from wan_core.cli import main
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.formats import FP8, quantize_reference
-from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear, encode_blocks
+from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear, Fp8WeightLinear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TECurrentLinear
@@ -45,7 +45,7 @@ def scaled(granularity: str, spelling: str, prefix: str = "") -> tuple[dict[str,
             state[prefix + name], meant[name] = value, value.float()
             continue
         if granularity == "block":
-            data, scale = encode_blocks(value).values()
+            data, scale = Fp8BlockLinear.encode(value).values()
             wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: data.shape[0], : data.shape[1]]
         else:
             data, scale = quantize_reference(value, "tensor" if granularity in ("number", "one") else "row")

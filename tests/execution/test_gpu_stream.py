@@ -23,7 +23,7 @@ from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import find_quantization
-from wan_core.sampling.cache.curves import published_curves
+from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import denoise
@@ -102,7 +102,7 @@ def run(use, plan, *, batched=False, prefetch=None, on_step=None):
 def test_streamed_is_resident_bit_for_bit(precision, skipping):
     plan = make_plan(steps=12)
     if SKIPPING[skipping] is not None:
-        plan = leave_out(plan, SKIPPING[skipping], published_curves()["t2v-A14B"])
+        plan = leave_out(plan, SKIPPING[skipping], find_curve(None, "t2v-A14B"))
     plain, residency = experts(precision, CUDA), streaming(precision, None)  # locking memory takes the time here
     exacts = {batched: run(plain.__getitem__, plan, batched=batched) for batched in (False, True)}
     for resident in (None, 0, 3, 5):

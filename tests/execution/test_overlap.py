@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from wan_core.execution.process_settings import uncollected
+from wan_core.execution.graphs import uncollected
 
 
 @pytest.mark.parametrize("enabled", [False, True])

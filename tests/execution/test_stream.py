@@ -146,10 +146,10 @@ def test_what_stays_is_handed_over_behind_the_last_run():
 def test_a_skipped_step_moves_nothing():
     plan = make_plan(steps=10)
     options = SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=2, retention=0.2))
-    from wan_core.sampling.cache.curves import published_curves
+    from wan_core.sampling.cache.curves import find_curve
     from wan_core.sampling.cache.skipping import leave_out
 
-    skipping = leave_out(plan, options, published_curves()["t2v-A14B"])
+    skipping = leave_out(plan, options, find_curve(None, "t2v-A14B"))
     residency, plain = streaming(None, 0), experts()
     stage, loads, seen = next(iter(residency.stages.values())), [], []
     load = stage._load
@@ -401,11 +401,11 @@ def test_models_are_let_go_with_their_residency():
 @pytest.mark.parametrize("at", [3, 5])
 def test_out_of_memory_between_skipped_steps(at):
     """What a cache keeps, and that it stands around the blocks, outlives the change of plans."""
-    from wan_core.sampling.cache.curves import published_curves
+    from wan_core.sampling.cache.curves import find_curve
     from wan_core.sampling.cache.skipping import leave_out
 
     options = SkipOptions(magcache=MagCacheOptions(threshold=10, max_skips=2, retention=0.2))
-    plan = leave_out(make_plan(steps=12), options, published_curves()["t2v-A14B"])
+    plan = leave_out(make_plan(steps=12), options, find_curve(None, "t2v-A14B"))
     exact, forwards = run(experts().__getitem__, plan), []
     residency = Residency(CPU, "resident")
     for name, model in experts().items():

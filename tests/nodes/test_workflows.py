@@ -16,13 +16,24 @@ import torch
 
 from tests.comfyui import ComfyUI, find_comfyui, make_base, python_of
 from tools.make_workflows import DESCRIPTIONS, NATIVE, main
-from tools.page_form import NATIVE_SCHEMAS, NOTE, WIDGETS, Workflow, native_schema, read_schemas
+from tools.page_form import (
+    NATIVE_SCHEMAS,
+    NOTE,
+    WIDGETS,
+    Workflow,
+    extra_values,
+    incompatibilities,
+    native_schema,
+    read_schemas,
+)
 from wan_core.media.metrics import judge
 from wan_core.media.video import read_video
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 HEADLESS = (WORKFLOWS.parent / "docs" / "headless.md").read_text(encoding="utf-8")
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
+NEED_FILES = ["image_to_video_wan21"]  # run in test_nodes_wan21.py
+EMBEDDED = [name for name in NAMES if name not in NEED_FILES]
 SCHEMAS = read_schemas()
 KINDS: dict[str, type | tuple[type, ...]] = {"INT": int, "FLOAT": (int, float), "STRING": str, "BOOLEAN": bool}
 CONTROLS = ("fixed", "increment", "decrement", "randomize")
@@ -37,13 +48,16 @@ def api_form(name: str) -> dict[str, Any]:
 
 
 def widget_values(node: dict[str, Any]) -> dict[str, Any]:
-    """What the page reads out of `widgets_values`, by position; a seed is followed by what to do with it next."""
+    """What the page reads out of `widgets_values`, by position; after a seed stands what to do with it next, after an
+    image to upload its kind."""
     values, found = list(node["widgets_values"]), {}
     for entry in SCHEMAS[node["type"]]["inputs"]:
         if entry["type"] in WIDGETS:
             found[entry["name"]] = values.pop(0)
             if entry.get("control_after_generate"):
                 assert values.pop(0) in CONTROLS
+            else:
+                assert all(values.pop(0) == value for value in extra_values(entry))
     assert not values, f"{node['type']} {node['id']} has values left over: {values}"
     return found
 
@@ -96,8 +110,10 @@ def test_nodes_inputs_and_values_exist(name: str) -> None:
         ]
         values = widget_values(node)
         for entry in schema["inputs"]:
-            if entry["type"] == "COMBO":
-                assert values[entry["name"]] in entry["options"], f"{node['type']}.{entry['name']}"
+            if entry["type"] == "COMBO" and "options" in entry:
+                value, is_a_file = values[entry["name"]], str(values[entry["name"]]).endswith(".safetensors")
+                listed = value in entry["options"] or (is_a_file and name in NEED_FILES)
+                assert listed, f"{node['type']}.{entry['name']}"
             elif entry["type"] in KINDS:
                 assert isinstance(values[entry["name"]], KINDS[entry["type"]]), f"{node['type']}.{entry['name']}"
 
@@ -143,13 +159,20 @@ def test_nothing_lies_on_anything_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_groups_are_apart(name: str) -> None:
+    boxes = [group["bounding"] for group in page_form(name)["groups"]]
+    for index, (x, y, width, height) in enumerate(boxes):
+        for left, top, wide, high in boxes[:index]:
+            assert x >= left + wide or left >= x + width or y >= top + high or top >= y + height
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_note_says_which_files_go_where_and_the_video_is_saved(name: str) -> None:
     page = page_form(name)
     notes = " ".join(node["widgets_values"][0] for node in page["nodes"] if node["type"] == NOTE)
     assert "embedded" in notes
-    assert name == "embedded_demo" or all(
-        folder in notes for folder in ("diffusion_models", "text_encoders", "vae", "high_noise", "umt5")
-    )
+    needed = ["diffusion_models", "text_encoders", "vae", "umt5", "clip_vision" if "wan21" in name else "high_noise"]
+    assert name == "embedded_demo" or all(folder in notes for folder in needed)
     saved = [node for node in page["nodes"] if node["type"] == "SaveVideo"]
     assert saved and sum(node["type"] == "CreateVideo" for node in page["nodes"]) == len(saved)
 
@@ -163,6 +186,29 @@ def test_mistakes_in_a_description_are_told() -> None:
         flow.add("VAEDecode")
     with pytest.raises(KeyError, match="no output"):
         flow.add("EmptyImage")["LATENT"]
+
+
+def test_what_a_newer_comfyui_changed_is_told() -> None:
+    def schema(*inputs: tuple[Any, ...]) -> dict[str, Any]:
+        names = ("name", "type", "optional", "options")
+        return {"inputs": [dict(zip(names, entry, strict=False)) for entry in inputs], "outputs": []}
+
+    old = schema(("video", "VIDEO", False), ("codec", "COMBO", False, ["auto", "h264"]))
+    dynamic = ("codec", "COMFY_DYNAMICCOMBO_V3", False, [{"key": "auto"}, {"key": "h264"}])
+    more = {"name": "audio", "type": "AUDIO", "optional": True}
+    newer = schema(("video", "VIDEO", False), dynamic)
+    assert incompatibilities(old, old) == []
+    newer["inputs"].append(more)
+    newer["outputs"].append({"name": "video", "type": "VIDEO"})
+    assert incompatibilities(old, newer) == []
+    more["optional"] = False
+    assert incompatibilities(old, newer) == ["input audio is new and needed"]
+    assert incompatibilities(old, schema(("video", "IMAGE", False), ("codec", "COMBO", False, ["auto"]))) == [
+        "input video is IMAGE instead of VIDEO",
+        "input codec has no option 'h264'",
+    ]
+    assert incompatibilities(old, schema(("video", "VIDEO", False))) == ["input codec is gone"]
+    assert "order" in incompatibilities(old, schema(dynamic, ("video", "VIDEO", False)))[0]
 
 
 def test_the_page_on_headless_use_names_nodes_and_files_that_exist() -> None:
@@ -184,7 +230,7 @@ def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
 
 
 @pytest.mark.comfy
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EMBEDDED)
 def test_it_runs_and_every_caption_comes_true(comfy: ComfyUI, name: str) -> None:
     prompt = api_form(name)
     run = comfy.run(prompt)
@@ -199,9 +245,12 @@ def test_it_runs_and_every_caption_comes_true(comfy: ComfyUI, name: str) -> None
 
 
 @pytest.mark.comfy
-def test_comfyuis_own_nodes_are_as_described(comfy: ComfyUI) -> None:
-    info = comfy.get("/object_info")
-    assert {name: native_schema(info[name]) for name in NATIVE} == json.loads(NATIVE_SCHEMAS.read_text())
+def test_comfyuis_own_nodes_take_what_the_workflows_give_them(comfy: ComfyUI) -> None:
+    info, described = comfy.get("/object_info"), json.loads(NATIVE_SCHEMAS.read_text())
+    assert set(described) == set(NATIVE)
+    assert {name: incompatibilities(described[name], native_schema(info[name])) for name in NATIVE} == {
+        name: [] for name in NATIVE
+    }
 
 
 @pytest.mark.comfy

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wan_core.ops.kernels import fused
-from wan_core.ops.kernels.formats import Quantized
+from wan_core.ops.kernels.formats import Quantized, spread_scale
 from wan_core.ops.quant.transformer_engine import DelayedState, TEBlockLinear, TECurrentLinear, TEDelayedLinear, why_not
 
 CUDA = torch.device("cuda", 0)
@@ -79,7 +79,7 @@ def test_the_product_is_that_of_the_numbers_stored(kind):
     layer.bias.zero_()
     x = random(256, 1024) * torch.logspace(-2, 2, 1024, device=CUDA)
     quantized = layer.quantize(x * torch.logspace(-2, 2, 256, device=CUDA)[:, None])
-    stored = Quantized(layer.weight, layer.spread_scale()).dequantize(torch.float64)
+    stored = Quantized(layer.weight, spread_scale(layer.weight_scale, layer.weight.shape)).dequantize(torch.float64)
     assert error(layer(quantized), quantized.dequantize(torch.float64), stored) < 3e-3
 
 

@@ -121,16 +121,20 @@ def run(experts: Experts, positive: list[Any], negative: list[Any], plan: Plan) 
     return denoise(joined.plan, models.__getitem__, joined.conditioning, draw_noise(7, SHAPE))  # type: ignore[arg-type]
 
 
-def test_every_step_attends_to_the_text_of_its_range(experts: Experts) -> None:
+@pytest.mark.parametrize(("cut", "inside"), [(0.15, True), (0.8, True), (0.5, False)])
+@pytest.mark.parametrize("batched", [False, True])
+def test_every_step_attends_to_the_text_of_its_range(experts: Experts, cut: float, inside: bool, batched: bool) -> None:
     """Against runs with one text, of which each gives some of the steps; texts of several lengths."""
     plan, negative = plan_of(solver="euler"), [text(9, experts)]
     one, two = text(1, experts), text(2, experts, rows=9)
-    both = [[one[0], {"start_percent": 0.0, "end_percent": 0.5}], [two[0], {"start_percent": 0.5, "end_percent": 1.0}]]
+    both = [[one[0], {"start_percent": 0.0, "end_percent": cut}], [two[0], {"start_percent": cut, "end_percent": 1.0}]]
     joined = join(both, negative, LATENT, experts, plan)
     first = sum(step.texts[0] == 0 for step in joined.plan.steps)
     assert 0 < first < len(plan.steps)
+    changes = plan.steps[first - 1].expert == plan.steps[first].expert
+    assert changes == inside, "also during the steps of one expert"
     models = {name: part.load(torch.device("cpu"), torch.float32, None) for name, part in experts.of.items()}
-    walk = partial(denoise, acquire=models.__getitem__)
+    walk = partial(denoise, acquire=models.__getitem__, batched=batched)
     seen: dict[str, list[torch.Tensor]] = {}
     for name, positive in (("one", [one]), ("both", both), ("two", [two])):
         made = join(positive, negative, LATENT, experts, plan)

@@ -23,7 +23,7 @@ from wan_core.pipeline.evaluate.pictures import draw_curve, draw_quality, preset
 from wan_core.pipeline.evaluate.samples import choose_samples
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.curves import published_curves, read_curve
+from wan_core.sampling.cache.curves import find_curve, read_curve
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.plan import make_plan
 
@@ -239,10 +239,10 @@ def test_nothing_beats_the_front_and_all_else_is_beaten(points):
 
 
 def test_pictures():
-    curve = published_curves()["t2v-A14B"]
+    curve = find_curve(None, "t2v-A14B")
     plans = preset_plans(make_plan(), curve)
     assert draw_curve(curve, plans).size == (960, 540) and draw_curve(curve, {}).size == (960, 540)
-    single = published_curves()["ti2v-5B"]
+    single = find_curve(None, "ti2v-5B")
     assert draw_curve(single, preset_plans(make_plan(task="ti2v-5B"), single)).size == (960, 540)
     rows = [{"name": "a", "saved": 0.0, "psnr": 99.0, "psnr_worst": 99.0}]
     rows += [{"name": f"magcache:{n}", "saved": n / 20, "psnr": 40.0 - n, "psnr_worst": 30.0 - n} for n in range(8)]

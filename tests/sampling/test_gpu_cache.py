@@ -21,7 +21,7 @@ from wan_core.execution.optimize import optimize
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.sampling.cache.curves import published_curves
+from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
@@ -30,7 +30,7 @@ from wan_core.sampling.plan import make_plan
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
-CURVE = published_curves()["t2v-A14B"]
+CURVE = find_curve(None, "t2v-A14B")
 MAG = MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1)
 SETTINGS = {
     "magcache": SkipOptions(magcache=MAG),

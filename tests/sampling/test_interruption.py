@@ -14,7 +14,7 @@ from wan_core.execution.optimize import begin_run
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TEDelayedLinear
-from wan_core.sampling.cache.curves import published_curves
+from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import denoise
@@ -22,7 +22,7 @@ from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 
 CPU = torch.device("cpu")
-CURVE = published_curves()["t2v-A14B"]
+CURVE = find_curve(None, "t2v-A14B")
 FULL = make_plan(steps=4)
 PLANS = {
     "full": FULL,

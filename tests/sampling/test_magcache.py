@@ -24,11 +24,11 @@ from wan_core.config import (
 )
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.curves import (
+    PUBLISHED,
     Curve,
     curve_path,
     find_curve,
     nearest,
-    published_curves,
     read_curve,
     write_curve,
 )
@@ -37,7 +37,7 @@ from wan_core.sampling.cache.residual import residual_program
 from wan_core.sampling.cache.skipping import leave_out, looks_distilled, skip_forwards
 from wan_core.sampling.plan import make_plan
 
-CURVES = published_curves()
+CURVES = {path.stem: read_curve(path) for path in sorted(PUBLISHED.glob("*.json"))}
 
 
 # ----------------------------------------------------------------------------------------------- the published rule

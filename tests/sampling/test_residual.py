@@ -14,7 +14,7 @@ from wan_core.config import AdaptiveOptions, GuidanceOptions, MagCacheOptions, S
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo, Place, RunnerChain
 from wan_core.sampling.cache.adaptive_run import Adaptive
-from wan_core.sampling.cache.curves import published_curves
+from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import residual_program, residuals, weights
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
@@ -23,7 +23,7 @@ from wan_core.sampling.plan import make_plan
 from wan_core.sampling.solvers import SOLVERS, History
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 
-CURVE = published_curves()["t2v-A14B"]
+CURVE = find_curve(None, "t2v-A14B")
 MAG = {"threshold": 0.24, "max_skips": 2, "retention": 0.1}
 SETTINGS = {
     "magcache": SkipOptions(magcache=MagCacheOptions(**MAG)),

@@ -479,7 +479,7 @@ def test_fp8_goes_from_the_projection_to_the_kernel_in_whole_blocks(
         return whole_block_kernel(q, k, v, route, block)
 
     found_kernel = SparseKernel("whole blocks", "", lambda: kernel, fp8=True, any_block=True, counts=False)
-    monkeypatch.setattr(sparsity_run, "find_kernel", lambda *_, **__: found_kernel)
+    monkeypatch.setattr(sparsity_run, "resolve_kernel", lambda *_, **__: found_kernel)
     text = model.prepare_text(conditioned(model.config).cond)
     x, time = torch.randn(1, 16, 3, 10, 14, generator=torch.Generator().manual_seed(5)), torch.tensor([900.0])
     dense = optimize(model, attend=BACKENDS["math-fp8"].load())(x, time, text)
@@ -516,16 +516,13 @@ def test_single_forwards_can_be_sparse(experts: dict[str, WanModel]) -> None:
 def test_coverage_of_the_embedded_model(experts: dict[str, WanModel]) -> None:
     plan = make_plan(task="t2v-tiny", steps=4)
     noise = torch.randn(1, 16, 3, 10, 14, generator=torch.Generator().manual_seed(2))
-    seen: list[int] = []
     with torch.no_grad():
         found = measure_coverage(
             plan,
             experts.__getitem__,  # type: ignore[arg-type]
             [(conditioned(experts["high"].config), noise)] * 2,
             source="test",
-            on_step=seen.append,
         )
-    assert seen == list(range(1, 9))
     assert set(found) == {"high", "low"}
     for coverage in found.values():
         assert len(coverage.mass) == experts["high"].config.num_layers

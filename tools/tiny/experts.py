@@ -22,7 +22,7 @@ from tools.tiny.words import DROPPED_ROWS, TEXT_LEN, token_table, train_tokenize
 from wan_core.checkpoint import load_text_encoder, load_vae
 from wan_core.models.text.config import TextConfig
 from wan_core.models.text.tokenizer import Tokenizer
-from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.models.text.umt5 import Attention, FeedForward, RelativePosition, TextEncoder, UMT5Encoder
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.layers import PLAIN_PARTS, BlockParts
 from wan_core.models.wan.model import WanModel
@@ -81,13 +81,34 @@ class Training:
     compile: bool
 
 
+@torch.no_grad()
+def initialise_text(module: nn.Module) -> None:
+    """T5's initialisation; the query weights include the factor 1 / sqrt(D) that its attention omits."""
+    if isinstance(module, UMT5Encoder):
+        nn.init.normal_(module.token_embedding.weight)
+    elif isinstance(module, Attention):
+        inner, dim = module.q.weight.shape
+        nn.init.normal_(module.q.weight, std=(dim * inner / module.heads) ** -0.5)
+        nn.init.normal_(module.k.weight, std=dim**-0.5)
+        nn.init.normal_(module.v.weight, std=dim**-0.5)
+        nn.init.normal_(module.o.weight, std=inner**-0.5)
+    elif isinstance(module, FeedForward):
+        dim, inner = module.fc2.weight.shape
+        for linear in (module.gate[0], module.fc1):
+            assert isinstance(linear, nn.Linear)
+            nn.init.normal_(linear.weight, std=dim**-0.5)
+        nn.init.normal_(module.fc2.weight, std=inner**-0.5)
+    elif isinstance(module, RelativePosition):
+        nn.init.normal_(module.embedding.weight, std=(2 * module.embedding.weight.numel()) ** -0.5)
+
+
 def train_t2v(run: Training) -> None:
     """Text encoder and both text-to-video experts together -> text_encoder, t2v_high and t2v_low."""
     tokenizer = Tokenizer(train_tokenizer(), TEXT_LEN)
     config = TextConfig(
         vocab_size=len(tokenizer), dim=TEXT_DIM, dim_attn=TEXT_DIM, dim_ffn=160, num_heads=2, num_layers=2
     )
-    text = UMT5Encoder(config).to(run.device)
+    text = UMT5Encoder(config).apply(initialise_text).to(run.device)
     ids, mask = (t.to(run.device) for t in token_table(tokenizer, [scene.caption for scene in TRAINED]))
 
     def context(row: Tensor) -> Tensor:

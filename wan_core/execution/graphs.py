@@ -8,6 +8,8 @@ graph would only cost memory; below that, the host is the bottleneck, and a grap
 from __future__ import annotations
 
 import functools
+import gc
+import threading
 import weakref
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -15,13 +17,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from wan_core.execution.process_settings import uncollected
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import RESIDENT, BlockInputs, Place, Run
 
-GRAPHED_TOKENS = (
-    4096  # of all samples of a forward together: where an A14B forward takes the GPU what it takes the host
-)
+# Of all samples of a forward together: where an A14B forward takes the GPU what it takes the host.
+GRAPHED_TOKENS = 4096
 
 
 @dataclass
@@ -32,6 +32,30 @@ class Captured:
     tokens: Tensor
     modulation: Tensor
     out: Tensor
+
+
+class Uncollected:
+    """No garbage is looked for while any thread is inside. The first turns collection off, the last turns it on again:
+    if each put back what it had found, the second would leave it off for good."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.enabled = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if self.inside == 0:
+                self.enabled = gc.isenabled()
+                gc.disable()
+            self.inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0 and self.enabled:
+                gc.enable()
+
+
+uncollected = Uncollected()
 
 
 class GraphedBlocks:

@@ -23,10 +23,11 @@ from wan_core.models.wan.layers import PLAIN_PARTS, BlockParts
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.attention.protocol import Attention
+from wan_core.ops.custom_ops import allow_variants
 from wan_core.ops.kernels import fused
 from wan_core.ops.quant.transformer_engine import DelayedState
 from wan_core.parallel.mesh import RankMesh
-from wan_core.parallel.sequence import ShardedTokens, shard_tokens, unshard
+from wan_core.parallel.sequence import ShardedTokens, shard_tokens
 from wan_core.parallel.vae import split_pictures
 
 VARIANTS = 64  # of a compiled block in one process
@@ -49,7 +50,7 @@ def optimize(
     never exist side by side.
     """
     device = model.patch_embedding.weight.device if device is None else device
-    unshard(model)
+    model.runners.remove(ShardedTokens)
     model.runners.remove(GraphedBlocks)  # what it holds was captured with the old options
     set_attention(model, attend)
     state = DelayedState.install(model, device)
@@ -90,19 +91,13 @@ def set_attention(model: WanModel, attend: Attention) -> None:
         block.self_attn.attend = attend
 
 
-def why_not_compile(device: torch.device) -> str | None:
-    """Why blocks cannot be compiled for `device`; None where they can."""
-    if device.type == "cuda":
-        reason = fused.why_not(device)
-        return None if reason is None else f"torch compiles for GPUs with Triton. {reason}"
-    if not any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++", "clang++", "cl")):
-        return "torch compiles for a CPU with a C++ compiler, and none is found: install g++ or clang, or set CXX"
-    return None
-
-
 def check_compile(compile: str, device: torch.device) -> None:
     """Raise OptionError where `compile` asks for what cannot be done on `device`."""
-    reason = why_not_compile(device) if compile != "off" else None
+    reason = None
+    if compile != "off" and device.type == "cuda":
+        reason = (why := fused.why_not(device)) and f"torch compiles for GPUs with Triton. {why}"
+    elif compile != "off" and not any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++", "cl"))):
+        reason = "torch compiles for a CPU with a C++ compiler, and none is found: install g++ or clang, or set CXX"
     if reason is not None:
         raise OptionError(
             f"compile {compile!r} cannot run on {device}: {reason}. Leave it off: it saves launches only."
@@ -116,14 +111,8 @@ def compile_blocks(model: WanModel, device: torch.device, backend: str = "induct
     The blocks are the same code with other weights, and weights are inputs of what is compiled. `fullgraph`: what would
     break the graph raises.
     """
-    import torch._dynamo  # a second to import
-
     fused.prepare(device)
-    # Precisions, batch sizes and families of models are variants of the same code to torch, which stops after 8. The
-    # limit is the process's: others get more variants too before they stop.
-    limits = torch._dynamo.config
-    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # the latter up to torch 2.6
-    setattr(limits, name, max(getattr(limits, name), VARIANTS))
+    allow_variants(VARIANTS)  # precisions, batch sizes and families of models are variants of the same code
     parts = compiled_parts(backend)
     for block in model.blocks:
         # Ranks exchange scales in the part before attention: that stays as it is too.

@@ -7,7 +7,8 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,7 @@ class Report:
 
     def branch(self) -> Report:
         """A copy to which phases can be added without changing this report."""
-        phases = {name: replace(phase) for name, phase in self.phases.items()}
-        return Report(self.device, dict(self.settings), phases, list(self.notes), self.workers)
+        return deepcopy(self)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:

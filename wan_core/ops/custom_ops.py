@@ -21,18 +21,35 @@ _strides = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_strid
 _tags = (torch.Tag.pt2_compliant_tag, _strides)
 
 
-def operator(name: str, *, mutates_args: Iterable[str] = (), device_type: str | None = None) -> Callable[[F], F]:
-    """Make the decorated function the operator `wancore::name`, on devices of `device_type` (None: of all). Annotations
-    of its arguments and results are the schema; nothing that comes back shares memory with an argument."""
+def operator(
+    name: str, shapes: Callable[..., Any] = lambda *_: None, *, mutates_args: Iterable[str] = ()
+) -> Callable[[F], F]:
+    """Make the decorated function the operator `wancore::name`. Annotations of its arguments and results are the
+    schema; nothing that comes back shares memory with an argument.
+
+    shapes: from the same arguments, tensors of the shapes, dtypes and strides of the results, whatever is in them. The
+    default is for an operator that returns nothing.
+    """
 
     def define(function: F) -> F:
         schema = torch.library.infer_schema(function, mutates_args=tuple(mutates_args))
         _library.define(name + schema, tags=_tags)
-        key = "CompositeExplicitAutograd" if device_type is None else device_type.upper()
-        _library.impl(name, without_gradients(name, function), key)
-        return cast(F, getattr(getattr(torch.ops, NAMESPACE), name).default)
+        _library.impl(name, without_gradients(name, function), "CompositeExplicitAutograd")
+        operation = getattr(getattr(torch.ops, NAMESPACE), name).default
+        torch.library.register_fake(operation, shapes, lib=_library)
+        return cast(F, operation)
 
     return define
+
+
+def allow_variants(count: int) -> None:
+    """Let torch compile a function so often before it gives up and runs it uncompiled; by itself it stops after 8. The
+    limit is the process's: others get more variants too."""
+    import torch._dynamo  # a second to import
+
+    limits = torch._dynamo.config
+    name = "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"  # the latter up to torch 2.6
+    setattr(limits, name, max(getattr(limits, name), count))
 
 
 def without_gradients(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,14 +70,3 @@ def refuse_gradients(name: str, *arguments: object) -> None:
             f"{name} has no backward pass, and a gradient was asked for: run it under torch.no_grad(), or train with "
             'plain torch (`wan_core.ops.kernels.fused.use("torch")`, attention sdpa)'
         )
-
-
-def shapes_of(operation: Callable[..., object]) -> Callable[[F], F]:
-    """Make the decorated function say what `operation`, an operator of this module, gives: tensors of the right shapes,
-    dtypes and strides, whatever is in them."""
-
-    def register(function: F) -> F:
-        torch.library.register_fake(cast(torch._ops.OpOverload, operation), function, lib=_library)
-        return function
-
-    return register

@@ -1,15 +1,11 @@
-"""Chooses the mesh for a number of GPUs by an estimate from measured speeds.
+"""Chooses the mesh for a number of GPUs by an estimate from measured speeds (docs/parallel.md).
 
-The time of a step is estimated for every mesh of the given size, and `choose_mesh` takes the shortest. Among meshes
-within one percent it prefers splitting guidance, then heads (Ulysses), then the ring. If the best mesh would be slower
-than one GPU, it raises an error with the numbers. The model:
-
-- matmuls and memory passes are divided among shards; the ends of a forward (patches, head) are not;
-- attention is divided by the ring, and by Ulysses in whole heads: 40 heads on 3 ranks are 14, 13 and 13;
-- Ulysses sends q, k, v and the output, without overlap with computation;
-- a ring sends keys and values while attention with the previous ones runs, and has a cost for merging;
-- sparse attention reads fewer blocks, but a ring still sends all keys and values; in a ring it computes in bf16;
-- the host needs a fixed time to launch a block, so small videos are not faster on many GPUs.
+- Matmuls and memory passes are divided among shards; the ends of a forward (patches, head) are not.
+- Attention is divided by the ring, and by Ulysses in whole heads: 40 heads on 3 ranks are 14, 13 and 13.
+- Ulysses sends q, k, v and the output, without overlap with computation.
+- A ring sends keys and values while attention with the previous ones runs, and has a cost for merging.
+- Sparse attention reads fewer blocks, but a ring still sends all keys and values; in a ring it computes in bf16.
+- The host needs a fixed time to launch a block, so small videos are not faster on many GPUs.
 
 Legend: L tokens, C channels, N channels of the feed-forward, H heads, R ring, U ulysses.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -66,22 +66,11 @@ class Mesh:
         words = " x ".join(f"{name} {count}" for name, count in parts if count > 1)
         return f"{self.size} GPU{'s' if self.size > 1 else ''}{': ' + words if words else ''}"
 
-    def place(self, rank: int) -> tuple[int, int, int]:
-        """(cfg, ring, ulysses) of a rank."""
-        return rank // self.shards, rank // self.ulysses % self.ring, rank % self.ulysses
-
     def rows(self) -> dict[str, list[list[int]]]:
         """The ranks of every group, by dimension. "sequence" is ring and ulysses together."""
-        ranks = range(self.size)
-        places = {rank: self.place(rank) for rank in ranks}
-
-        def grouped(keep: tuple[int, ...]) -> list[list[int]]:
-            groups: dict[tuple[int, ...], list[int]] = {}
-            for rank in ranks:
-                groups.setdefault(tuple(places[rank][axis] for axis in keep), []).append(rank)
-            return list(groups.values())
-
-        return {"cfg": grouped((1, 2)), "ring": grouped((0, 2)), "ulysses": grouped((0, 1)), "sequence": grouped((0,))}
+        grid = torch.arange(self.size).view(self.cfg, self.ring, self.ulysses)
+        axes = {"cfg": grid.permute(1, 2, 0), "ring": grid.mT, "ulysses": grid, "sequence": grid.flatten(1)}
+        return {name: ranks.flatten(0, -2).tolist() for name, ranks in axes.items()}
 
 
 def even_parts(total: int, parts: int) -> list[int]:
@@ -120,7 +109,6 @@ class RankMesh:
     world: Group
     host: Group
     control: ProcessGroup | None
-    made: dict[Any, Any] = field(default_factory=dict, repr=False)  # objects shared by all models of these ranks
 
     @property
     def shard(self) -> int:

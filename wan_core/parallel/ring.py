@@ -1,17 +1,9 @@
 """Ring attention: keys and values go around while every rank attends with its own queries to those it has.
 
-A rank sends the keys and values that it holds to its neighbour before it attends to them, so that the next arrive
-meanwhile. What it found with each part is an output and the logarithm of its denominator (log-sum-exp); the parts are
-merged in float32, as numerators over one common maximum and one denominator, and divided once.
-
-Two ways around:
-
-- one way: everything moves to the next rank and wraps around. R - 1 hops, each of one part, each behind the attention
-  of one part.
-- both ways: one stream to the next rank and one to the previous, neither wraps. Also R - 1 hops, and a rank in the
-  middle of the line has everything after half of them. It sends no more in all, but over both directions of its links
-  at once, which pays where a link is a cable to a neighbour. Behind a switch (NVLink of one host) there is no
-  neighbour, and it only makes the exchange uneven. What it does there: docs/parallel.md.
+A rank sends what it holds to its neighbour before it attends to it, so that the next arrive meanwhile. The outputs of
+the parts are merged by their log-sum-exps in float32, and divided once. One way, everything moves to the next rank and
+wraps around: R - 1 hops, each of one part. Both ways, one stream goes to the next rank and one to the previous, neither
+wraps: also R - 1 hops, no more bytes, over both directions of a link (docs/parallel.md says where that pays).
 
 Legend: B batch, N tokens of this rank, h heads of this rank, D head dim, R ranks of the ring.
 Source: Ring Attention, arXiv 2310.01889.

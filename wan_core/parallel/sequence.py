@@ -35,19 +35,11 @@ FINE = 64  # shards of a video with a timestep for each frame are cut at units o
 
 def shard_tokens(model: WanModel, ranks: RankMesh, attend: Attention) -> None:
     """Make the forward of `model` one of all ranks of a sequence, in place; again, with another backend, too."""
-    unshard(model)
-    if ranks.sequence.size == 1:
-        return
     check_lse(attend.gives_lse, "this backend", ranks.mesh)
     sharded = ShardedAttention(ranks, attend, attend)
     for block in model.blocks:
         block.self_attn.attend = sharded
     model.runners.add(ShardedTokens(ranks))
-
-
-def unshard(model: WanModel) -> None:
-    """Take the sharding of tokens out of `model`; its attention is the caller's to choose."""
-    model.runners.remove(ShardedTokens)
 
 
 def check_lse(gives_lse: bool, name: str, mesh: Mesh) -> None:

@@ -1,14 +1,9 @@
 """Loads weights on many ranks and reads every byte of a file once per host.
 
-`shared_checkpoint` wraps a file for a loader. Each rank of a host reads a part of every tensor, copies it to its device
-and gathers the other parts over NVLink, which takes a tenth of the reading time. All ranks must read the same tensors
-in the same order; loaders follow the order of the file. Each rank then converts a value itself (to another dtype or
-FP8).
-
-A loader with reader threads (`checkpoint.staged`) gets this rank's part from `Checkpoint.readers`, reads the parts of
-many tensors ahead, and gathers each when it is requested. Every rank reads small tensors itself, from the page cache.
-Otherwise, and on a CPU, files are mapped: `read` then reads this rank's part of the mapping. Small tensors, or all if
-parts cannot be gathered, are read by one rank and broadcast.
+Each rank of a host reads a part of every tensor, copies it to its device and gathers the other parts over NVLink. All
+ranks must read the same tensors in the same order, which is that of the file; each converts a value itself. A loader
+with reader threads (`checkpoint.staged`) reads the parts of many tensors ahead; otherwise, and on a CPU, files are
+mapped. Small tensors, or all if parts cannot be gathered, are read by one rank and broadcast.
 """
 
 from __future__ import annotations

@@ -37,10 +37,7 @@ BATCHED_TOKENS = 1024
 BOTH: tuple[Branch, ...] = ("cond", "uncond")
 Made = TypeVar("Made")
 
-RunBranches = Callable[
-    [Sequence[Branch], Callable[[Branch], Tensor], tuple[int, ...]],
-    dict[Branch, Tensor],
-]
+RunBranches = Callable[[Sequence[Branch], Callable[[Branch], Tensor], tuple[int, ...]], dict[Branch, Tensor]]
 """(branches, forward of a branch, shape of a velocity) -> the velocity of every branch, float32."""
 
 
@@ -60,8 +57,8 @@ class Progress:
     forwards: int  # runs of all blocks in this step
 
     def left(self, seconds: float) -> float:
-        """Seconds that the rest of the run takes, at so many for one forward that reads everything."""
-        return seconds * sum(step.forwards * step.cost for step in self.plan.steps[self.step.index + 1 :])
+        """As `Plan.left`."""
+        return self.plan.left(self.step, seconds)
 
     def preview(self) -> Tensor:
         """The video the model sees behind the remaining noise: normalised latents [B, C, T, Y, X]."""
@@ -101,10 +98,8 @@ def denoise(
     image = conditioning.concat is not None or conditioning.known is not None
     pace = None if on_block is None else Pace(x.device, on_block)
     for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
-        expert, last = (
-            phase[0].expert,
-            last_runs(phase, batched or run_branches is not None),
-        )  # each rank runs one branch
+        expert = phase[0].expert
+        last = last_runs(phase, batched or run_branches is not None)  # each rank runs one branch
         again = None if relieve is None else partial(relieve, expert)
         model = retried(partial(acquire, expert), again)
         # Sparse attention orders the tokens around everything else; residuals are kept in that order.
@@ -179,12 +174,9 @@ class Guided:
         self.named: tuple[Branch, ...] = BOTH if any("uncond" in step.branches for step in phase) else ("cond",)
         self.prepared: tuple[int, int] | None = None
         self.use_texts(phase[0].texts)
-        adaptive = plan.adaptive is not None and any(step.action == "adaptive" for step in phase)
-        self.adaptive = (
-            Adaptive(plan.adaptive, len(plan.steps), self.both.keys_values[0][0].device)
-            if adaptive and plan.adaptive
-            else None
-        )
+        self.adaptive = None
+        if plan.adaptive is not None and any(step.action == "adaptive" for step in phase):
+            self.adaptive = Adaptive(plan.adaptive, len(plan.steps), self.both.keys_values[0][0].device)
 
     def use_texts(self, numbers: tuple[int, int]) -> None:
         """Prepare these texts of the prompt and the negative prompt, unless they are: once for a phase, and again where
@@ -195,7 +187,9 @@ class Guided:
             del self.both, self.text  # keys and values of all blocks: make room for the next
             self.prepared = None
         rows = [self.conditioning.text(branch, number) for branch, number in zip(self.named, numbers, strict=False)]
-        features = stack_features(self.conditioning.image_features, self.batch, len(rows))
+        features = self.conditioning.image_features  # [1 or B, N, D]; both branches see the image
+        if features is not None:
+            features = features.expand(self.batch, -1, -1).repeat(len(rows), 1, 1)
         # cond before uncond along the batch
         self.both = self.model.prepare_text(stack_text(rows, self.batch), features)
         self.text = {"cond": self.both.rows(0, self.batch), "uncond": self.both.rows(self.batch, 2 * self.batch)}
@@ -249,11 +243,6 @@ def stack_text(rows: list[Tensor], batch: int) -> Tensor:
     itself pads."""
     longest = max(r.shape[1] for r in rows)
     return torch.cat([F.pad(r, (0, 0, 0, longest - r.shape[1])).expand(batch, -1, -1) for r in rows])
-
-
-def stack_features(features: Tensor | None, batch: int, branches: int) -> Tensor | None:
-    """CLIP features [1 or B, N, D] -> [branches * B, N, D]: both branches see the image."""
-    return None if features is None else features.expand(batch, -1, -1).repeat(branches, 1, 1)
 
 
 def model_inputs(x: Tensor, timestep: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:

@@ -125,6 +125,10 @@ class Plan:
             return None
         return sum(s.forwards * s.cost * seconds[s.expert] for s in self.steps)
 
+    def left(self, step: Step, seconds: float) -> float:
+        """Seconds that the rest of the run takes after `step`, at so many for one forward that reads everything."""
+        return seconds * sum(after.forwards * after.cost for after in self.steps[step.index + 1 :])
+
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, as `plan --json` prints them."""
         return {

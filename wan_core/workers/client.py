@@ -36,8 +36,8 @@ class RemoteProgress:
         return len(self.plan.steps)
 
     def left(self, seconds: float) -> float:
-        """Seconds that the remaining steps take. seconds: of one forward that reads all keys."""
-        return seconds * sum(step.forwards * step.cost for step in self.plan.steps[self.step.index + 1 :])
+        """As `Plan.left`."""
+        return self.plan.left(self.step, seconds)
 
     def preview(self) -> Tensor:
         """Normalised latents [1, C, 1, Y, X]."""

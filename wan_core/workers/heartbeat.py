@@ -1,12 +1,9 @@
 """The thread of each rank that publishes where the rank is, and reads what the other ranks publish.
 
-Twice a second a rank writes its phase, its step and a counter into the rendezvous store. Rank 0 reads the entries of
-all ranks and sends them to the program, which so finds and names a rank that hangs.
-
-A rank that fails alone publishes its failure in the same store, under `FAILED`. Every other rank sees it with its next
-heartbeat and ends with that failure as its own reason. Without it the others would wait in an exchange until its
-timeout: the launcher ends the ranks of one host, but not those of the other hosts, and NCCL does not notice a peer
-that has ended.
+Twice a second a rank writes its phase, its step and a counter into the rendezvous store. Rank 0 sends the entries of
+all ranks to the program, which so finds and names a rank that hangs. A rank that fails alone publishes its failure
+under `FAILED`, and every other rank ends with it: the launcher ends the ranks of one host only, and NCCL does not
+notice a peer that has ended.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from wan_core.workers.control import Channel, ChannelError
+from wan_core.workers.explain import place
 from wan_core.workers.faults import EXIT_FAILED, EXIT_ORPHANED, describe_fault, write_error_file
 
 log = logging.getLogger(__name__)
@@ -85,8 +83,7 @@ class Heartbeat:
     @property
     def where(self) -> str:
         """`denoise, step 3 of 20`."""
-        status = self.status
-        return f"{status['phase']}, step {status['step']} of {status['of']}" if status["of"] else status["phase"]
+        return place(self.status)
 
     def run(self) -> None:
         """The thread. Ends the process when the program or the store is gone, or when another rank has failed."""
@@ -130,19 +127,12 @@ class Heartbeat:
             entry = self._read(store, str(rank), ENTRY)
             if entry is not None:
                 last = self._seen.get(rank)
-                same_heartbeat = last is not None and entry["heartbeat"] == last.entry["heartbeat"]
-                same_progress = last is not None and entry["count"] == last.entry["count"]
-                self._seen[rank] = Seen(
-                    entry,
-                    last.heartbeat if last is not None and same_heartbeat else now,
-                    last.progress if last is not None and same_progress else now,
-                )
+                heartbeat = last.heartbeat if last and entry["heartbeat"] == last.entry["heartbeat"] else now
+                progress = last.progress if last and entry["count"] == last.entry["count"] else now
+                self._seen[rank] = Seen(entry, heartbeat, progress)
         return [
-            {
-                **seen.entry,
-                "since_heartbeat": round(now - seen.heartbeat, 2),
-                "since_progress": round(now - seen.progress, 2),
-            }
+            seen.entry
+            | {"since_heartbeat": round(now - seen.heartbeat, 2), "since_progress": round(now - seen.progress, 2)}
             for seen in self._seen.values()
         ]
 

@@ -1,14 +1,9 @@
 """A worker process: one rank on one device, `python -m wan_core.workers.worker`, started by torch's elastic launcher.
 
 Rank 0 is on the program's host and is the only one that talks to the program (`control.py`). It hands every request to
-all ranks, all ranks do the same work (`jobs.py`), and rank 0 sends the result.
-
-- Requests and interruptions travel over a gloo group on the CPU. All ranks agree in every step whether to stop, so they
-  stop at the same step and none waits for another.
-- Every rank publishes a heartbeat with its phase and step (`heartbeat.py`).
-- If one rank fails alone, it reports why and ends, and so do all other ranks. If all ranks fail at the same request (a
-  bad option, a video too large for every GPU), they stay alive for the next request.
-- No rank outlives the program: the kernel kills it with the supervisor, and rank 0 ends with the control channel.
+all ranks over a gloo group, all do the same work (`jobs.py`), and rank 0 sends the result. If one rank fails alone, it
+reports why and ends, and so do all others. If all fail at the same request (a bad option, a video too large for every
+GPU), they stay alive for the next. No rank outlives the program: docs/parallel.md, "Processes".
 """
 
 from __future__ import annotations

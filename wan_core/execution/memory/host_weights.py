@@ -62,9 +62,8 @@ class Unit:
         places, end, text_bytes = [], 0, 0
         for name, tensor in pairs:
             stride = tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
-            nbytes = tensor.numel() * tensor.element_size()
-            places.append(Place(end, nbytes, tuple(tensor.shape), tuple(stride), tensor.dtype))
-            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            places.append(Place(end, tensor.nbytes, tuple(tensor.shape), tuple(stride), tensor.dtype))
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
             text_bytes = end if _TEXT.match(name) else text_bytes
         self.layout = Layout(tuple(places), end, text_bytes)
         self.memory: PinnedMemory | None = None  # None: the tensors stay where they were

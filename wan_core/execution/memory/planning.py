@@ -10,18 +10,20 @@ Legend: L tokens of one forward, C channels of the transformer, GiB 1024^3 bytes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from wan_core.checkpoint.detect import empty_module
 from wan_core.config import OptionError
 from wan_core.execution.memory.residency import Policy
-from wan_core.execution.memory.streaming import SLOTS, spread
+from wan_core.execution.memory.streaming import SLOTS, stage_bytes
+from wan_core.execution.report import GIB
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.linears import quantized_names
 
-GIB = 1024**3
 # Bytes of activations over 2 L C. benchmarks/results/single-*.json, activation_gib less the prompt's keys and values.
 FACTORS = {"fused": 5.05, "compiled": 6.06, "engine": 5.66, "torch": 10.05}
 DECODE = {False: 11.5, True: 15.5}  # of a VAE's widest layer at full size, 2.1 and 2.2, measured likewise
@@ -145,28 +147,20 @@ class MemoryPlan:
 # ---------------------------------------------------------------------------------------------------- what phases take
 
 
-def block_parameters(config: DiTConfig) -> tuple[int, int]:
-    """Of one block: those of its matrices, and all others."""
-    C, N = config.dim, config.ffn_dim
-    image = 0 if config.image_dim is None else 3 * C  # biases of k_img and v_img, norm_k_img
-    return config.block_matrices, 8 * C + N + C + 4 * C + 2 * C + 6 * C + image
-
-
 def unit_bytes(config: DiTConfig, itemsize: int, quantized: bool, keep_blocks: int = 0) -> tuple[int, ...]:
     """Of a transformer's units: the rest, then every block. Of quantised matrices, scales are one for an output
     channel."""
-    C, F = config.dim, config.freq_dim
-    patch = config.patch_size[0] * config.patch_size[1] * config.patch_size[2]
-    matrices, others = block_parameters(config)
-    rest = C * (config.in_channels * patch + 1) + (config.text_dim + C + 2) * C + (F + C + 2) * C
-    rest += 6 * C * (C + 1) + config.out_channels * patch * (C + 1) + 2 * C
-    if config.image_dim is not None:
-        D = config.image_dim
-        rest += 2 * D + D * (D + 1) + C * (D + 1) + 2 * C
-    channels = 9 * C + config.ffn_dim + (0 if config.image_dim is None else 2 * C)
-    plain, encoded = (matrices + others) * itemsize, matrices + others * itemsize + 4 * channels
+    one = replace(config, num_layers=1)
+    model = empty_module(one)
+    everything, block = (
+        sum(p.numel() for n, p in model.named_parameters() if n.startswith(start)) for start in ("", "blocks.")
+    )
+    shapes = [model.get_parameter(f"{name}.weight").shape for name in quantized_names(one)]
+    matrices, channels = sum(n * k for n, k in shapes), sum(n for n, _ in shapes)
+    plain, encoded = block * itemsize, matrices + (block - matrices) * itemsize + 4 * channels
     inner = range(keep_blocks, config.num_layers - keep_blocks)
-    return rest * itemsize, *(encoded if quantized and i in inner else plain for i in range(config.num_layers))
+    blocks = (encoded if quantized and i in inner else plain for i in range(config.num_layers))
+    return (everything - block) * itemsize, *blocks
 
 
 def factor(config: DiTConfig, *, itemsize: int, device: str, compile: str, precision: str) -> float:
@@ -263,70 +257,53 @@ def plan_memory(
         raise OptionError(f"{resident_blocks} resident blocks given; the transformer has {blocks}, so 0 to {blocks}")
     reserve = int(RESERVE[0] + RESERVE[1] * available)
     room = available - reserve
-    says = f"weights {sizes.all / GIB:.1f}, beside them {beside.most / GIB:.1f} GiB, {room / GIB:.1f} GiB usable"
-
-    def build(policy: Policy, resident: int, why: str) -> MemoryPlan:
-        return _build(
-            sizes,
-            beside,
-            policy,
-            resident,
-            room,
-            reserve,
-            why,
-            together=mode != "swap" if together is None else together,
-        )
-
-    if mode == "stream" or (resident_blocks is not None and mode == "auto"):
-        count = _fitting_blocks(sizes, beside, room) if resident_blocks is None else resident_blocks
-        return build("stream", count, "asked for")
-    if mode == "resident":
-        return build("resident", blocks, "asked for")
-    if mode == "swap":
-        return build("swap", blocks, "asked for")
-    if sizes.all + beside.most <= room:
-        return build("resident", blocks, says)
-    if sizes.expert + beside.denoise <= room:
-        return build("swap", blocks, says)
-    return build("stream", _fitting_blocks(sizes, beside, room), says)
+    together = mode != "swap" if together is None else together
+    why = "asked for"
+    if mode != "auto":
+        policy = mode
+    elif resident_blocks is not None:
+        policy = "stream"
+    else:
+        swaps = sizes.expert + beside.denoise <= room
+        policy = "resident" if sizes.all + beside.most <= room else "swap" if swaps else "stream"
+        why = f"weights {sizes.all / GIB:.1f}, beside them {beside.most / GIB:.1f} GiB, {room / GIB:.1f} GiB usable"
+    resident = blocks
+    if policy == "stream":
+        resident = _fitting_blocks(sizes, beside, room) if resident_blocks is None else resident_blocks
+    named = {"text_encoder": beside.text, "clip_vision": beside.text, "vae": max(beside.decode, beside.image)}
+    return MemoryPlan(
+        policy=policy,
+        resident_blocks=resident,
+        blocks=blocks,
+        room=room,
+        reserve=reserve,
+        host=0 if policy == "resident" else sizes.all,
+        together=together,
+        phases=tuple(_phases(sizes, beside, policy, resident, room if together else 0)),
+        beside=named | dict.fromkeys(("high", "low"), beside.denoise),
+        why=why,
+    )
 
 
 def _fitting_blocks(sizes: Sizes, beside: Beside, room: int) -> int:
     """As many resident blocks as fit; at least `LEAST_STREAMED` stream."""
     blocks = len(sizes.units) - 1
     for resident in range(max(0, blocks - LEAST_STREAMED), 0, -1):
-        if _stage(sizes, resident) + beside.denoise <= room:
+        if stage_bytes(sizes.units, resident) + beside.denoise <= room:
             return resident
     return 0
 
 
-def _stage(sizes: Sizes, resident: int) -> int:
-    rest, blocks = sizes.units[0], sizes.units[1:]
-    streamed = spread(len(blocks), resident)
-    kept = sum(nbytes for i, nbytes in enumerate(blocks) if i not in streamed)
-    return rest + kept + SLOTS * max((blocks[i] for i in streamed), default=0)
-
-
-def _build(
-    sizes: Sizes,
-    beside: Beside,
-    policy: Policy,
-    resident: int,
-    room: int,
-    reserve: int,
-    why: str,
-    together: bool,
-) -> MemoryPlan:
-    blocks = len(sizes.units) - 1
-    stage = sizes.expert if policy != "stream" else _stage(sizes, resident)
+def _phases(sizes: Sizes, beside: Beside, policy: Policy, resident: int, room: int) -> list[Phase]:
+    """room: for models beside the one that runs; 0: it is alone."""
+    stage = stage_bytes(sizes.units, resident)
 
     def phase(name: str, own: int, run: int, what: str, others: tuple[int, ...]) -> Phase:
         """The others, in the order in which they leave, stay as far as there is room."""
-        held = list(others) if together else []
+        held = list(others)
         while held and own + run + sum(held) > room:
             held.pop(0)
-        kept = own + sum(held)
-        return Phase(name, kept, run, what)
+        return Phase(name, own + sum(held), run, what) if policy != "resident" else Phase(name, sizes.all, run, what)
 
     text, vae = sizes.text_encoder, sizes.vae
     phases = [phase("text", text, beside.text, "the text encoder", ())]
@@ -338,20 +315,4 @@ def _build(
     words = f"one transformer; {prompts:.2f} of prompts" + (f", {kept:.2f} of residuals" if kept else "")
     phases.append(phase("denoise", stage, beside.denoise, words, (text, *image)))
     phases.append(phase("decode", vae, beside.decode, "the VAE; latents stay", (text, stage)))
-    if policy == "resident":
-        phases = [Phase(p.name, sizes.all, p.beside, p.what) for p in phases]
-    named = {"text_encoder": beside.text, "clip_vision": beside.text, "vae": max(beside.decode, beside.image)}
-    named |= dict.fromkeys(("high", "low"), beside.denoise)
-    host = 0 if policy == "resident" else sizes.all
-    return MemoryPlan(
-        policy=policy,
-        resident_blocks=resident if policy == "stream" else blocks,
-        blocks=blocks,
-        room=room,
-        reserve=reserve,
-        host=host,
-        together=together,
-        phases=tuple(phases),
-        beside=named,
-        why=why,
-    )
+    return phases

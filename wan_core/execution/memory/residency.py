@@ -18,13 +18,13 @@ from torch import nn
 from wan_core.execution.memory.host_weights import HostWeights, Layout, tensors_of
 from wan_core.execution.memory.pinned_memory import available_bytes
 from wan_core.execution.memory.streaming import Stage
+from wan_core.execution.report import GIB
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.lora import is_attached
 
-__all__ = ["GIB", "Policy", "Residency", "tensors_of"]
+__all__ = ["Policy", "Residency", "tensors_of"]
 
 Policy = Literal["resident", "swap", "stream"]
-GIB = 1024**3
 KEPT_FREE = 0.1  # of the host's available memory that pinned weights leave to others
 
 
@@ -155,7 +155,7 @@ class Residency:
         """Bytes of weights that are there now, attached LoRAs included."""
         distinct = {id(model): model for model in self.models.values()}.values()
         stay = sum(
-            tensor.numel() * tensor.element_size()
+            tensor.nbytes
             for model in distinct
             for tensor_name, tensor in tensors_of(model).items()
             if self.policy == "resident" or is_attached(tensor_name)
@@ -167,7 +167,7 @@ class Residency:
         if same is not None:
             self.host_weights[name] = self.host_weights[same]
             return
-        needed = sum(t.numel() * t.element_size() for t in tensors_of(model).values())
+        needed = sum(t.nbytes for t in tensors_of(model).values())
         available = available_bytes()
         copy = available is None or needed < available * (1 - KEPT_FREE)
         if not copy:

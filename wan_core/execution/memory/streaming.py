@@ -1,23 +1,17 @@
 """Device memory in which models take turns, and blocks that stream through it.
 
 A `Stage` holds what a transformer needs on the device: its rest and so many blocks stay, the others come through two
-slots, one copied while the other computes. A block's weights are one copy from locked host memory: at 55 GB/s, 13 ms
-for an A14B block in bf16, where the block computes for 55 ms at 480p. With all blocks resident, a stage is where
-experts take turns: while one runs for the last time, each block makes room for the same block of the next.
-
-    stage = Stage(device, resident=10)
-    stage.use(weights)          # the model's weights are on the device, or will be when they are needed
-    model.runners.weights = stage
-    model(...)                  # the loop over the blocks tells the stage which one comes next
-
-On a CPU the same happens with plain copies and without waiting.
+slots, one copied while the other computes: at 55 GB/s, 13 ms for an A14B block in bf16, which computes for 55 ms at
+480p. With all blocks resident, experts take turns: while one runs for the last time, each block makes room for the same
+block of the next. The loop over the blocks tells `model.runners.weights`, the stage, which one comes next. On a CPU the
+same happens with plain copies and without waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,7 +50,7 @@ class Handover:
 
     heir: HostWeights
     runs: int
-    now: bool = field(default=False)  # the last of them is running
+    now: bool = False  # the last of them is running
 
 
 def spread(blocks: int, resident: int) -> list[int]:
@@ -65,9 +59,9 @@ def spread(blocks: int, resident: int) -> list[int]:
     return [(2 * i + 1) * blocks // (2 * streamed) for i in range(streamed)]
 
 
-def stage_bytes(shelf_layout: list[int], resident: int | None) -> int:
+def stage_bytes(units: Sequence[int], resident: int | None) -> int:
     """Device memory of a stage for units of so many bytes, the rest first; resident None: all blocks stay."""
-    rest, blocks = shelf_layout[0], shelf_layout[1:]
+    rest, *blocks = units
     streamed = spread(len(blocks), len(blocks) if resident is None else resident)
     kept = rest + sum(nbytes for i, nbytes in enumerate(blocks) if i not in streamed)
     return kept + SLOTS * max((blocks[i] for i in streamed), default=0)

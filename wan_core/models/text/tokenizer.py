@@ -17,13 +17,9 @@ from wan_core.models.text.notes import TokenCount
 class Tokenizer:
     """Text -> ids.
 
-    Args:
-        proto: a serialised SentencePiece model (the bytes of `spiece.model`). Kept as `.proto`, so that it can be
-            stored in the encoder's file: a uint8 tensor `spiece_model`, as in ComfyUI's files.
-        max_length: the most ids of a prompt, end token included; longer prompts are truncated.
-
-    Raises:
-        ValueError: `proto` is not such a model, or its end token is not id 1.
+    proto: a serialised SentencePiece model (the bytes of `spiece.model`). Kept as `.proto`, so that it can be stored in
+    the encoder's file: a uint8 tensor `spiece_model`, as in ComfyUI's files. max_length: the most ids of a prompt, end
+    token included; longer prompts are truncated. Raises ValueError for another `proto`, or an end token that is not 1.
     """
 
     pad_id = 0

@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class UMT5Encoder(nn.Module):
-    """Token ids -> features. Built from a `TextConfig`, initialised for training as in T5."""
+    """Token ids -> features. Built from a `TextConfig`."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
@@ -105,18 +105,10 @@ class UMT5Encoder(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.eps)
-        self.apply(_initialise)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Encode a batch; never synchronises with the device.
-
-        Args:
-            ids: int64 [B, L], each below `config.vocab_size`; padding ids have no effect.
-            mask: bool [B, L], True for tokens, False for padding, which is never attended to.
-
-        Returns:
-            [B, L, dim] in the dtype of the weights; rows of padding have no meaning.
-        """
+        """ids int64 [B, L] below `config.vocab_size`, mask bool [B, L], False for padding (never attended to) ->
+        [B, L, dim] in the dtype of the weights; rows of padding have no meaning. Never synchronises with the device."""
         buckets = distance_buckets(ids.shape[1], self.config.num_buckets, self.thresholds, ids.device)
         padding = ~mask[:, None, None]
         x = self.token_embedding(ids)
@@ -151,27 +143,6 @@ def distance_buckets(length: int, num_buckets: int, thresholds: tuple[int, ...],
     for threshold in thresholds:
         bucket = bucket + (distance.abs() >= threshold)
     return ahead + bucket
-
-
-@torch.no_grad()
-def _initialise(module: nn.Module) -> None:
-    """T5's initialisation; the query weights include the factor 1 / sqrt(D) that its attention omits."""
-    if isinstance(module, UMT5Encoder):
-        nn.init.normal_(module.token_embedding.weight)
-    elif isinstance(module, Attention):
-        inner, dim = module.q.weight.shape
-        nn.init.normal_(module.q.weight, std=(dim * inner / module.heads) ** -0.5)
-        nn.init.normal_(module.k.weight, std=dim**-0.5)
-        nn.init.normal_(module.v.weight, std=dim**-0.5)
-        nn.init.normal_(module.o.weight, std=inner**-0.5)
-    elif isinstance(module, FeedForward):
-        dim, inner = module.fc2.weight.shape
-        for linear in (module.gate[0], module.fc1):
-            assert isinstance(linear, nn.Linear)
-            nn.init.normal_(linear.weight, std=dim**-0.5)
-        nn.init.normal_(module.fc2.weight, std=inner**-0.5)
-    elif isinstance(module, RelativePosition):
-        nn.init.normal_(module.embedding.weight, std=(2 * module.embedding.weight.numel()) ** -0.5)
 
 
 class TextEncoder(nn.Module):

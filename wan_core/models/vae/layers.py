@@ -37,30 +37,20 @@ class Chunk:
 
 
 class PictureStrip(Protocol):
-    """A strip of a picture that several ranks compute together, with access to the other ranks' strips."""
+    """A strip of a picture that several ranks compute together: see `wan_core.parallel.vae.Strip`."""
 
     axis: int  # the axis of [B, C, T, Y, X] that is divided: 3 or 4
 
-    def widen(self, x: Tensor, before: int, after: int) -> Tensor:
-        """x with `before` and `after` more positions along the axis: the neighbours', or zeros at an edge."""
-        ...
-
-    def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]:
-        """A convolution's padding, with 0 for the axis."""
-        ...
-
-    def keys(self, x: Tensor) -> Tensor:
-        """[P, positions, C] of this strip -> those of all strips."""
-        ...
+    def widen(self, x: Tensor, before: int, after: int) -> Tensor: ...
+    def padding(self, padding: tuple[int, ...]) -> tuple[int, ...]: ...
+    def keys(self, x: Tensor) -> Tensor: ...
 
 
 class CausalConv3d(nn.Conv3d):
     """Convolution whose output frame depends only on its own and earlier input frames. Zero padding in space.
 
-    Args:
-        kernel: `(time, rows, columns)`, the last two odd.
-        time_stride: number of input frames per output frame. The layer needs `lead = kernel[0] - time_stride` earlier
-            frames.
+    kernel: (time, rows, columns), the last two odd. time_stride: number of input frames per output frame. The layer
+    needs `lead = kernel[0] - time_stride` earlier frames.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel: tuple[int, int, int], time_stride: int = 1) -> None:
@@ -90,10 +80,7 @@ class CausalConv3d(nn.Conv3d):
         return x
 
     def convolve(self, extended: Tensor, chunk: Chunk) -> Tensor:
-        """Apply the kernel to the result of `extend`.
-
-        A separate function, so that a caller can free `x` before the output is allocated.
-        """
+        """Apply the kernel to the result of `extend`. Apart, so that a caller can free `x` before that."""
         weight = self.weight[:, :, -extended.shape[2] :]
         padding = cast("tuple[int, ...]", self.padding)
         if chunk.strip is not None:

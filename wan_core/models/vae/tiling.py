@@ -94,23 +94,14 @@ def axis_weights(starts: list[int], tile: int, length: int, scale: int) -> Tenso
 
 
 def plan_tiles(rows: int, columns: int, spec: TileSpec, scale: int) -> list[Tile]:
-    """The tiles of a grid of `rows` x `columns` latent cells, row by row.
-
-    Args:
-        scale: results per cell and axis: the VAE's spatial stride to decode (pixels), 1 to encode (latent cells).
-    """
+    """The tiles of a grid of `rows` x `columns` latent cells, row by row. scale: results per cell and axis: the VAE's
+    spatial stride to decode (pixels), 1 to encode (latent cells)."""
     tops, lefts = tile_starts(rows, spec.height, spec.overlap), tile_starts(columns, spec.width, spec.overlap)
     row_weights = axis_weights(tops, spec.height, rows, scale)
     column_weights = axis_weights(lefts, spec.width, columns, scale)
+    size = {"height": min(spec.height, rows), "width": min(spec.width, columns)}
     return [
-        Tile(
-            top=top,
-            left=left,
-            height=min(spec.height, rows),
-            width=min(spec.width, columns),
-            row_weights=row_weights[i],
-            column_weights=column_weights[j],
-        )
+        Tile(top=top, left=left, **size, row_weights=row_weights[i], column_weights=column_weights[j])
         for i, top in enumerate(tops)
         for j, left in enumerate(lefts)
     ]

@@ -199,17 +199,8 @@ class VideoVAE(nn.Module):
     # ---------------------------------------------------------------------------------------------------- encode
 
     def encode(self, video: Tensor, *, chunk: int | None = 1, tile: TileSpec | None = None) -> Tensor:
-        """The mean of the posterior, un-normalised.
-
-        Args:
-            video: [B, 3, F, H, W] in -1..1, F = 4n + 1, H and W multiples of `config.spatial_stride`.
-
-        Returns:
-            [B, z, T, Y, X], T = n + 1.
-
-        Raises:
-            OptionError: for an impossible size or `chunk`.
-        """
+        """The mean of the posterior, un-normalised: video [B, 3, F, H, W] in -1..1, F = 4n + 1, H and W multiples of
+        `config.spatial_stride` -> [B, z, T, Y, X], T = n + 1. Raises OptionError for an impossible size or `chunk`."""
         return self.encode_moments(video, chunk=chunk, tile=tile)[0]
 
     def encode_moments(
@@ -255,24 +246,10 @@ class VideoVAE(nn.Module):
     ) -> Tensor:
         """The video [B, 3, F, H, W] in -1..1 of un-normalised latents [B, z, T, Y, X], F = 4 (T - 1) + 1.
 
-        With `tile`, tiles are decoded one after the other, each in full: layers store the history of one tile, and the
-        whole video is in memory in fp32. `decode_stream` decodes all tiles in parallel instead.
-
-        Args:
-            clamp: limit to -1..1. Training turns it off: a clamped pixel has no gradient.
-
-        Raises:
-            OptionError: for an impossible size or `chunk`.
+        clamp: limit to -1..1. Training turns it off: a clamped pixel has no gradient. Raises OptionError for an
+        impossible size or `chunk`.
         """
-        if tile is None:
-            return torch.cat(list(self.decode_stream(latents, chunk=chunk, clamp=clamp)), dim=2)
-        spans = self._decode_spans(latents, chunk)
-        canvas = self._canvas(latents, (0, latents.shape[2]))
-        for part in self._plan_decode_tiles(latents, tile):
-            crop = part.crop(latents, 1)
-            for (start, stop), frames in zip(spans, self._decode_chunks(crop, spans), strict=True):
-                part.add_to(canvas[:, :, self._frame(start) : self._frame(stop)], frames, self.config.spatial_stride)
-        return self._finish(canvas, clamp)
+        return torch.cat(list(self.decode_stream(latents, chunk=chunk, tile=tile, clamp=clamp)), dim=2)
 
     def decode_stream(
         self, latents: Tensor, *, chunk: int | None = 1, tile: TileSpec | None = None, clamp: bool = True
@@ -282,17 +259,25 @@ class VideoVAE(nn.Module):
         With `tile`, all tiles advance together: layers store the history of every tile, but only one chunk of frames is
         in memory. Arguments are checked at the call, before the first frame is requested.
         """
-        spans = self._decode_spans(latents, chunk)
+        if latents.ndim != 5 or latents.shape[1] != self.config.z_dim or 0 in latents.shape:
+            raise OptionError(
+                f"the latents have the shape {list(latents.shape)}; "
+                f"this VAE decodes [batch, {self.config.z_dim}, frames, rows, columns]"
+            )
+        spans = _chunk_spans(latents.shape[2], chunk)
         if tile is None:
             return (self._finish(frames, clamp) for frames in self._decode_chunks(latents, spans))
-        return self._decode_stream_tiles(latents, spans, self._plan_decode_tiles(latents, tile), clamp)
+        tiles = plan_tiles(latents.shape[3], latents.shape[4], tile, scale=self.config.spatial_stride)
+        return self._decode_tiles(latents, spans, tiles, clamp)
 
-    def _decode_stream_tiles(
+    def _decode_tiles(
         self, latents: Tensor, spans: list[tuple[int, int]], tiles: list[Tile], clamp: bool
     ) -> Iterator[Tensor]:
         streams = [self._decode_chunks(tile.crop(latents, 1), spans) for tile in tiles]
+        size, device = [n * self.config.spatial_stride for n in latents.shape[3:]], self.conv2.weight.device
         for span in spans:
-            canvas = self._canvas(latents, span)
+            # fp32: blending in bf16 would cause visible steps in smooth areas
+            canvas = torch.zeros(latents.shape[0], 3, self._frame(span[1]) - self._frame(span[0]), *size, device=device)
             for tile, stream in zip(tiles, streams, strict=True):
                 tile.add_to(canvas, next(stream), self.config.spatial_stride)
             yield self._finish(canvas, clamp)
@@ -306,23 +291,6 @@ class VideoVAE(nn.Module):
             patches = self.decoder(self.conv2(self._to_own(latents[:, :, start:stop]), chunk), chunk)
             frames = unfold_patches(patches, self.config.patch)
             yield frames if strip is None else strip.join(frames, self.config.spatial_stride)
-
-    def _decode_spans(self, latents: Tensor, chunk: int | None) -> list[tuple[int, int]]:
-        if latents.ndim != 5 or latents.shape[1] != self.config.z_dim or 0 in latents.shape:
-            raise OptionError(
-                f"the latents have the shape {list(latents.shape)}; "
-                f"this VAE decodes [batch, {self.config.z_dim}, frames, rows, columns]"
-            )
-        return _chunk_spans(latents.shape[2], chunk)
-
-    def _plan_decode_tiles(self, latents: Tensor, spec: TileSpec) -> list[Tile]:
-        return plan_tiles(latents.shape[3], latents.shape[4], spec, scale=self.config.spatial_stride)
-
-    def _canvas(self, latents: Tensor, span: tuple[int, int]) -> Tensor:
-        """Zeros for the frames of `span`, fp32: blending in bf16 would cause visible steps in smooth areas."""
-        frames = self._frame(span[1]) - self._frame(span[0])
-        size = [n * self.config.spatial_stride for n in latents.shape[3:]]
-        return torch.zeros(latents.shape[0], 3, frames, *size, device=self.conv2.weight.device)
 
     def _finish(self, frames: Tensor, clamp: bool) -> Tensor:
         frames = frames.to(self.conv2.weight.dtype)

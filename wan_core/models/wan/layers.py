@@ -42,12 +42,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
 
-class SelfAttention(nn.Module):
-    """Attention of all video tokens to all video tokens, in two parts: `project`, then `attended`.
-
-    `attend` is a seam: any `Attention` (backends, sparse attention, attention over several ranks). It says whether it
-    takes FP8 and in which layout; `project` writes queries, keys and values so.
-    """
+class AttentionLayer(nn.Module):
+    """The parameters of self- and cross-attention. `attend` is a seam: any `Attention` (backends, sparse attention,
+    attention over several ranks)."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -59,6 +56,13 @@ class SelfAttention(nn.Module):
         self.norm_q = RMSNorm(config.dim, config.eps)  # over all heads at once, before they are split
         self.norm_k = RMSNorm(config.dim, config.eps)
         self.attend: Attention = SDPA
+
+
+class SelfAttention(AttentionLayer):
+    """Attention of all video tokens to all video tokens, in two parts: `project`, then `attended`.
+
+    `attend` says whether it takes FP8 and in which layout; `project` writes queries, keys and values so.
+    """
 
     def project(self, x: Tensor, mul: Tensor, add: Tensor, eps: float, rope: Tensor) -> QKV:
         """Queries, keys and values [B, L, H, D] of x [B, L, C] after its norm (`fused.norm` by mul and add), queries
@@ -101,19 +105,8 @@ class SelfAttention(nn.Module):
         return self.o(joined if takes_fp8 else joined.dequantize(dtype))
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(AttentionLayer):
     """Attention of video tokens to text rows. Keys and values do not depend on the step: `kv` runs once per prompt."""
-
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__()
-        self.heads = config.num_heads
-        self.q = Linear(config.dim, config.dim)
-        self.k = Linear(config.dim, config.dim)
-        self.v = Linear(config.dim, config.dim)
-        self.o = Linear(config.dim, config.dim)
-        self.norm_q = RMSNorm(config.dim, config.eps)
-        self.norm_k = RMSNorm(config.dim, config.eps)
-        self.attend: Attention = SDPA
 
     def kv(self, text: Tensor) -> tuple[Tensor, ...]:
         """Keys and values [B, S, H, D] of embedded text [B, S, C]."""
@@ -133,8 +126,7 @@ class Block(nn.Module):
     """Self-attention, cross-attention and feed-forward; the first and last shifted, scaled and gated by the timestep.
 
     Between the matrix products stand fused passes over memory (`wan_core.ops.kernels.fused`), which hand the next
-    product
-    its input in the format that it multiplies.
+    product its input in the format that it multiplies.
     """
 
     def __init__(self, config: DiTConfig) -> None:
@@ -150,12 +142,7 @@ class Block(nn.Module):
         self.parts = PLAIN_PARTS
 
     def forward(
-        self,
-        x: Tensor,
-        modulation: Tensor,
-        rope: Tensor,
-        kv: tuple[Tensor, ...],
-        call: AttentionCall = SINGLE,
+        self, x: Tensor, modulation: Tensor, rope: Tensor, kv: tuple[Tensor, ...], call: AttentionCall = SINGLE
     ) -> Tensor:
         """x [B, L, C], which may be overwritten; modulation float32 [B, F, 6, C]; rope [L, 1, D/2, 2]; kv two of
         [B, S, H, D]; call: which call of attention this is -> [B, L, C].
@@ -185,7 +172,7 @@ class Block(nn.Module):
         """x + gate * the feed-forward of its norm h. In two halves where there are many tokens: the hidden layer is the
         largest tensor of a forward, and half of it still fills the device. Not in a compiled block, where a limit would
         be a reason to compile again."""
-        split = x.shape[:1] == gate.shape[:1] == (1,) and gate.shape[1] == 1 and fused.overwrites(x)
+        split = x.shape[:1] == gate.shape[:1] == (1,) and gate.shape[1] == 1 and fused.runs_kernel(x)
         if torch.compiler.is_compiling() or not split or x.shape[1] < HALVED_TOKENS:
             return fused.residual(x, self.hidden(h), gate)
         first = x.shape[1] // 32 * 16  # products want their scales to begin at a multiple of 16 bytes

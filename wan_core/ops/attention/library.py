@@ -18,16 +18,7 @@ import torch
 # What importing a library that does not fit this machine has been seen to raise: a missing symbol (ImportError), a
 # missing .so (OSError), an operator registered twice or a CUDA mismatch (RuntimeError), a torch that lacks a name
 # (AttributeError), another numpy (ValueError, TypeError), a Python too old for the syntax, a check of its own.
-IMPORT_FAULTS = (
-    ImportError,
-    OSError,
-    RuntimeError,
-    AttributeError,
-    ValueError,
-    TypeError,
-    SyntaxError,
-    AssertionError,
-)
+IMPORT_FAULTS = (ImportError, OSError, RuntimeError, AttributeError, ValueError, TypeError, SyntaxError, AssertionError)
 
 
 @dataclass(frozen=True)

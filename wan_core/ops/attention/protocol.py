@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.kernels.formats import Quantized
+from wan_core.ops.kernels.fused import Agree
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B, L, H, D], k and v [B, S, H, D] -> [B, L, H, D]; any strides with D contiguous."""
@@ -23,17 +24,12 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttendLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """The same with the log-sum-exp: float32 [B, H, L], natural logarithm of the sum of exponentials of scaled scores."""
 
-Agree = Callable[[Tensor, str], Tensor]
-"""float32 x of every rank -> their "mean" or "max"."""
-
 
 class SparseState(Protocol):
     """What sparse attention reads in one forward (`wan_core.ops.attention.sparse.forward.SparseForward`)."""
 
     @property
-    def block(self) -> int:
-        """Tokens of a block: shards of the tokens are cut at multiples of it."""
-        ...
+    def block(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -53,28 +49,16 @@ SINGLE = AttentionCall()
 
 
 class Ring(Protocol):
-    """The ranks of a ring, as `wan_core.parallel.ring` makes it. lengths: tokens of each rank."""
+    """The ranks of a ring: see `wan_core.parallel.ring.Ring`."""
 
     @property
     def index(self) -> int: ...
     @property
     def lengths(self) -> Sequence[int]: ...
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention to the keys of all ranks, with the backend of dense steps."""
-        ...
-
-    def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """The index of every rank, and its k and v."""
-        ...
-
-    def gather(self, x: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
-        """x of all ranks joined along `dim`, along which each has its length."""
-        ...
-
-    def merge(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Outputs and log-sum-exps over parts of the keys -> over all keys. A part with log-sum-exp -inf has no
-        weight."""
-        ...
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]: ...
+    def gather(self, x: Tensor, lengths: Sequence[int], dim: int) -> Tensor: ...
+    def merge(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]: ...
 
 
 class Attention:
@@ -132,14 +116,14 @@ class Attention:
 
 
 class Dense(Attention):
-    """A kernel that reads all keys, as a plain function."""
+    """A kernel that reads all keys, as one or two plain functions."""
 
-    def __init__(self, attend: Attend, attend_lse: AttendLse | None = None) -> None:
+    def __init__(self, attend: Attend | None, attend_lse: AttendLse | None = None) -> None:
         self.attend, self.attend_lse = attend, attend_lse
         self.gives_lse = attend_lse is not None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
-        return self.attend(q, k, v)
+        return self.with_lse(q, k, v)[0] if self.attend is None else self.attend(q, k, v)
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.attend_lse is None:

@@ -11,6 +11,7 @@ import importlib
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -71,39 +72,43 @@ def _range(values: Collection[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Backend:
-    """One row of the table. `load` imports what it needs; `missing` says which library does not work here.
-
-    gives_lse: the log-sum-exp too, by which attention to parts of the keys is merged (a ring of ranks).
-    exact: computes in the precision of its inputs. The others round to FP8 or int8, and are taken only by name.
-    """
+class Implementation:
+    """One row of a table of kernels. `load` imports what it needs; `missing` says which library does not work here."""
 
     name: str
     summary: str
-    load: Callable[[], Attention]
-    gives_lse: bool = True
+    load: Callable[[], Any]
     needs: Needs = Needs()
     missing: Callable[[], str | None] = lambda: None
-    exact: bool = True
 
     def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int | None = None) -> str | None:
-        """None where the backend runs, else the reason and what to do. Never raises."""
+        """None where it runs, else the reason and what to do. Never raises."""
         return self.needs.why_not(capability(device), dtype, head_dim) or self.missing()
 
 
-def _dense(module: str, attend: str, attend_lse: str | None = None) -> Callable[[], Attention]:
-    """A loader that imports `module` of this package and wraps its functions of these names."""
+@dataclass(frozen=True)
+class Backend(Implementation):
+    """gives_lse: the log-sum-exp too, by which attention to parts of the keys is merged (a ring of ranks).
+    exact: computes in the precision of its inputs. The others round to FP8 or int8, and are taken only by name.
+    """
 
-    def load() -> Attention:
-        found = importlib.import_module(f"wan_core.ops.attention.{module}")
-        return Dense(getattr(found, attend), None if attend_lse is None else getattr(found, attend_lse))
+    gives_lse: bool = True
+    exact: bool = True
 
-    return load
+
+def imported(module: str, name: str) -> Any:
+    """`name` of `module` of this package."""
+    return getattr(importlib.import_module(f"wan_core.ops.attention.{module}"), name)
+
+
+def _dense(module: str, *names: str | None) -> Callable[[], Attention]:
+    """A loader of functions of `module`: attention, and with the log-sum-exp; without the first the second serves."""
+    return lambda: Dense(*(None if name is None else imported(module, name) for name in names))  # type: ignore[arg-type]
 
 
 def _made(module: str, make: str) -> Callable[[], Attention]:
-    """A loader that imports `module` of this package and calls its function `make`."""
-    return lambda: getattr(importlib.import_module(f"wan_core.ops.attention.{module}"), make)()
+    """A loader that calls the function `make` of `module`."""
+    return lambda: imported(module, make)()
 
 
 def _torch_cudnn() -> str | None:
@@ -124,17 +129,11 @@ FLASH3 = Library(
     "compile the folder `hopper` of github.com/Dao-AILab/flash-attention",
 )
 FLASH2 = Library(
-    "flash-attn",
-    "flash_attn.flash_attn_interface",
-    "flash_attn_func",
-    "pip install --no-build-isolation flash-attn",
+    "flash-attn", "flash_attn.flash_attn_interface", "flash_attn_func", "pip install --no-build-isolation flash-attn"
 )
 SAGE = Library("sageattention", "sageattention", "sageattn", "see github.com/thu-ml/SageAttention")
 CUDNN_FRONTEND = Library(
-    "nvidia-cudnn-frontend",
-    "cudnn",
-    "pygraph.sdpa_fp8",
-    "pip install nvidia-cudnn-frontend, or 'wancore[attention]'",
+    "nvidia-cudnn-frontend", "cudnn", "pygraph.sdpa_fp8", "pip install nvidia-cudnn-frontend, or 'wancore[attention]'"
 )
 TRANSFORMER_ENGINE = Library(
     "transformer-engine",
@@ -147,78 +146,28 @@ TRANSFORMER_ENGINE = Library(
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend(
-            "sdpa",
-            "torch's scaled_dot_product_attention, torch chooses the kernel",
-            load=_dense("sdpa", "sdpa", "sdpa_lse"),
-        ),
-        Backend(
-            "cudnn",
-            "cuDNN's fused attention through torch",
-            load=_dense("sdpa", "cudnn", "cudnn_lse"),
-            needs=Needs(since=AMPERE, dtypes=HALF, head_dims=range(8, 129, 8)),
-            missing=_torch_cudnn,
-        ),
-        Backend(
-            "flash4",
-            "FlashAttention 4, CuTe DSL kernels for Hopper and Blackwell",
-            load=_dense("flash4", "flash4", "flash4_lse"),
-            needs=Needs(since=HOPPER, until=12, dtypes=HALF, head_dims=range(8, 129, 8)),
-            missing=FLASH4.why_not,
-        ),
-        Backend(
-            "flash3",
-            "FlashAttention 3, compiled for Hopper",
-            load=_dense("flash3", "flash3", "flash3_lse"),
-            needs=Needs(since=HOPPER, until=9, dtypes=HALF, head_dims=range(8, 257, 8)),
-            missing=FLASH3.why_not,
-        ),
-        Backend(
-            "flash2",
-            "FlashAttention 2",
-            load=_dense("flash2", "flash2", "flash2_lse"),
-            needs=Needs(since=AMPERE, dtypes=HALF, head_dims=range(8, 257, 8)),
-            missing=FLASH2.why_not,
-        ),
-        Backend(
-            "sage",
-            "SageAttention, queries and keys in int8",
-            load=_dense("sage", "sage"),
-            gives_lse=False,
-            needs=Needs(since=AMPERE, dtypes=HALF, head_dims=(64, 96, 128)),
-            missing=SAGE.why_not,
-            exact=False,
-        ),
-        Backend(
-            "cudnn-fp8",
-            "cuDNN's FP8 graph, K's mean removed",
-            load=_made("cudnn_fp8", "attention"),
-            needs=Needs(since=HOPPER, dtypes=HALF, head_dims=range(16, 129, 16)),
-            missing=CUDNN_FRONTEND.why_not,
-            exact=False,
-        ),
-        Backend(
-            "te-fp8",
-            "Transformer Engine's FP8 attention, K's mean removed",
-            load=_made("te_fp8", "attention"),
-            gives_lse=False,
-            needs=Needs(since=HOPPER, until=10, dtypes=HALF, head_dims=range(16, 129, 16)),
-            missing=TRANSFORMER_ENGINE.why_not,
-            exact=False,
-        ),
-        Backend(
-            "math",
-            "the formula in float32, the whole matrix in memory: for tests",
-            load=_dense("sdpa", "math_reference", "math_lse"),
-        ),
-        Backend(
-            "math-fp8",
-            "the same on q, k, v and output rounded to FP8: for tests",
-            load=_made("fp8", "math_fp8"),
-            exact=False,
-        ),
+        Backend("sdpa", "torch's scaled_dot_product_attention, torch chooses the kernel",
+                _dense("sdpa", "sdpa", "sdpa_lse")),
+        Backend("cudnn", "cuDNN's fused attention through torch", _dense("sdpa", "cudnn", "cudnn_lse"),
+                Needs(AMPERE, dtypes=HALF, head_dims=range(8, 129, 8)), _torch_cudnn),
+        Backend("flash4", "FlashAttention 4, CuTe DSL kernels for Hopper and Blackwell",
+                _dense("flash4", "flash4", "flash4_lse"), Needs(HOPPER, 12, HALF, range(8, 129, 8)), FLASH4.why_not),
+        Backend("flash3", "FlashAttention 3, compiled for Hopper", _dense("flash", None, "flash3"),
+                Needs(HOPPER, 9, HALF, range(8, 257, 8)), FLASH3.why_not),
+        Backend("flash2", "FlashAttention 2", _dense("flash", None, "flash2"),
+                Needs(AMPERE, dtypes=HALF, head_dims=range(8, 257, 8)), FLASH2.why_not),
+        Backend("sage", "SageAttention, queries and keys in int8", _dense("sage", "sage"),
+                Needs(AMPERE, dtypes=HALF, head_dims=(64, 96, 128)), SAGE.why_not, gives_lse=False, exact=False),
+        Backend("cudnn-fp8", "cuDNN's FP8 graph, K's mean removed", _made("cudnn_fp8", "attention"),
+                Needs(HOPPER, dtypes=HALF, head_dims=range(16, 129, 16)), CUDNN_FRONTEND.why_not, exact=False),
+        Backend("te-fp8", "Transformer Engine's FP8 attention, K's mean removed", _made("te_fp8", "attention"),
+                Needs(HOPPER, 10, HALF, range(16, 129, 16)), TRANSFORMER_ENGINE.why_not, gives_lse=False, exact=False),
+        Backend("math", "the formula in float32, the whole matrix in memory: for tests",
+                _dense("sdpa", "math_reference", "math_lse")),
+        Backend("math-fp8", "the same on q, k, v and output rounded to FP8: for tests", _made("fp8", "math_fp8"),
+                exact=False),
     )
-}
+}  # fmt: skip
 
 # What `auto` tries, by compute capability (major). Only exact backends; `sdpa` runs everywhere and ends every row.
 AUTO: dict[int, tuple[str, ...]] = {

@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.kernels import fused, reference
-from wan_core.ops.kernels.block_layout import (
-    Blocked,
-    Pooled,
-    channels_first,
-    heads_first,
-    padded,
-    sizes_of,
-)
+from wan_core.ops.kernels.block_layout import Blocked, Pooled, channels_first, heads_first, padded, sizes_of
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
 
@@ -46,7 +39,7 @@ def quantize_values(x: Tensor, heads: int, block: int) -> Blocked:
 def pool(x: Tensor, block: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(mean, variance), float32 [B, H, n, D] each, of every block of x [B, L, H, D] times `scale` [1]. The last block
     may be shorter; its statistics are over its own tokens."""
-    if x.is_cuda and fused.uses_kernels() and fused.why_not(x.device) is None:
+    if x.is_cuda and fused.triton_runs(x.device):
         from wan_core.ops.kernels import triton_blocked
 
         mean, variance = triton_blocked.pool(x, block)
@@ -92,7 +85,7 @@ def finish(
     [B, H, r] have read. pooled: add unselected blocks by their means, for queries q [B, L, H, D] (times q_scale [1]).
     scale: [1], quantise the result to FP8 with this scale. May overwrite `out`. -> contiguous [B, L, H, D].
     """
-    if out.is_cuda and fused.uses_kernels() and fused.why_not(out.device) is None:
+    if out.is_cuda and fused.triton_runs(out.device):
         from wan_core.ops.kernels import triton_blocked
 
         return triton_blocked.finish(out, lse, q, block, q_scale, pads, tail, pooled, scale)

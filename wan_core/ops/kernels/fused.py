@@ -80,8 +80,9 @@ def _test_kernels(device: torch.device) -> str | None:
     return None
 
 
-def _fast(x: Tensor, fmt: Format | None = None) -> bool:
-    """Whether a kernel processes x [..., C] and can write its result as `fmt`."""
+def runs_kernel(x: Tensor, fmt: Format | None = None) -> bool:
+    """Whether a kernel processes x [..., C] and can write its result as `fmt`. `residual` and `residual_norm` then
+    overwrite x."""
     if _Choice.kernels != "triton" or x.dtype != torch.bfloat16 or not x.is_cuda or not 32 <= x.shape[-1] <= MAX_ROW:
         return False
     if x.device not in _Choice.devices:
@@ -91,32 +92,15 @@ def _fast(x: Tensor, fmt: Format | None = None) -> bool:
     return _Choice.devices[x.device] is None and (fmt != "block" or x.shape[-1] >= 2 * BLOCK)
 
 
-def uses_kernels() -> bool:
-    """Whether kernels are enabled (see `use`)."""
-    return _Choice.kernels == "triton"
-
-
-def runs_kernel(x: Tensor, fmt: Format | None = None) -> bool:
-    """As `_fast`, for kernels in other modules."""
-    return _fast(x, fmt)
-
-
 def triton_runs(device: torch.device) -> bool:
     """Whether kernels are enabled and run on `device`, for kernels in other modules."""
-    if device not in _Choice.devices:
-        prepare(device)
-    return _Choice.kernels == "triton" and _Choice.devices[device] is None
-
-
-def overwrites(x: Tensor) -> bool:
-    """Whether `residual` and `residual_norm` overwrite x."""
-    return _fast(x)
+    return _Choice.kernels == "triton" and why_not(device) is None
 
 
 def norm(x: Tensor, mul: Tensor, add: Tensor, eps: float, fmt: Format | None = None) -> Tensor | Quantized:
     """LayerNorm without affine, then * mul + add: x [B, L, C], float32 mul and add [1 or B, F, C] -> [B, L, C] in x's
     dtype, or quantised."""
-    if fmt != "tensor" and _fast(x, fmt):
+    if fmt != "tensor" and runs_kernel(x, fmt):
         from wan_core.ops.kernels import triton_ops
 
         return triton_ops.norm(x, mul, add, eps, fmt)
@@ -127,7 +111,7 @@ def residual_norm(
     x: Tensor, update: Tensor, gate: Tensor | None, mul: Tensor, add: Tensor, eps: float, fmt: Format | None = None
 ) -> tuple[Tensor, Tensor | Quantized]:
     """(x + update * gate, its `norm`). May overwrite x. gate: float32 [B, F, C], or None for 1."""
-    if fmt != "tensor" and _fast(x, fmt):
+    if fmt != "tensor" and runs_kernel(x, fmt):
         from wan_core.ops.kernels import triton_ops
 
         return triton_ops.residual_norm(x, update, gate, mul, add, eps, fmt)
@@ -137,7 +121,7 @@ def residual_norm(
 
 def residual(x: Tensor, update: Tensor, gate: Tensor | None) -> Tensor:
     """x + update * gate. May overwrite x."""
-    if _fast(x):
+    if runs_kernel(x):
         from wan_core.ops.kernels import triton_ops
 
         return triton_ops.residual(x, update, gate)
@@ -149,7 +133,7 @@ def head_norm(x: Tensor, weight: Tensor, heads: int, eps: float, rope: Tensor | 
 
     x [B, L, C] -> [B, L, H, D].
     """
-    if _fast(x) and _splits(x, heads):
+    if runs_kernel(x) and _splits(x, heads):
         from wan_core.ops.kernels import triton_ops
 
         return triton_ops.head_norm(x, weight, eps, rope, heads)
@@ -180,7 +164,7 @@ def head_norm_fp8(
         sample = x[:, ::K_MEAN_EVERY]
         mean = head_norm(sample.clone(), weight, heads, eps, rope[::K_MEAN_EVERY]).float().mean((0, 1)).flatten()  # [C]
         mean = mean if agree is None else agree(mean, "mean")
-    if _fast(x, "tensor") and _splits(x, heads):
+    if runs_kernel(x, "tensor") and _splits(x, heads):
         from wan_core.ops.kernels import triton_ops
 
         return triton_ops.head_norm_fp8(x, weight, eps, rope, heads, mean, block)
@@ -195,7 +179,7 @@ def head_norm_fp8(
 
 def gelu(x: Tensor, fmt: Format | None = None) -> Tensor | Quantized:
     """GELU (tanh approximation) of x [..., C], in x's dtype or quantised. May overwrite x."""
-    if fmt != "tensor" and _fast(x, fmt):
+    if fmt != "tensor" and runs_kernel(x, fmt):
         from wan_core.ops.kernels import triton_ops
 
         return triton_ops.gelu(x, fmt)
@@ -206,7 +190,7 @@ def quantize(x: Tensor, fmt: Format, agree: Agree | None = None) -> Quantized:
     """x [..., C] in FP8, scaled by its largest values. agree: one scale for all ranks if x is a shard ("tensor")."""
     assert agree is None or fmt == "tensor"
     amax = None if agree is None else agree(torch.linalg.vector_norm(x, float("inf")).float().reshape(1), "max")
-    if _fast(x, fmt):
+    if runs_kernel(x, fmt):
         from wan_core.ops.kernels import triton_ops
 
         return triton_ops.quantize(x, fmt, amax)

@@ -17,7 +17,7 @@ import functools
 import torch
 from torch import Tensor
 
-from wan_core.ops.custom_ops import operator, shapes_of
+from wan_core.ops.custom_ops import operator
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.formats import BlockFormat
 
@@ -189,23 +189,18 @@ FORMATS: dict[str, BlockFormat] = {
 # -------------------------------------------------------------------------------------------------------- the operation
 
 
+def _unpacked(data: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    fmt = FORMATS[name]
+    return data.new_empty((*data.shape[:-1], data.shape[-1] // fmt.bytes * fmt.numbers), dtype=dtype)
+
+
+@operator("gguf_unpack", _unpacked)
 def unpack(data: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """[..., row bytes] uint8 in the format `name` -> [..., K] numbers in `dtype`, by Triton if it runs, else torch."""
-    return torch.ops.wancore.gguf_unpack(data, name, dtype)
-
-
-@operator("gguf_unpack")
-def _unpack(data: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """A custom op, so that torch.compile does not trace the bit operations into the graph of every block."""
+    """[..., row bytes] uint8 in the format `name` -> [..., K] numbers in `dtype`, by Triton if it runs, else torch. A
+    custom op, so that torch.compile does not trace the bit operations into the graph of every block."""
     if data.is_cuda and fused.triton_runs(data.device):
         from wan_core.ops.kernels import gguf_triton
 
         if name in gguf_triton.NAMES:
             return gguf_triton.unpack(data, FORMATS[name], dtype)
     return unpack_reference(data, name, dtype)
-
-
-@shapes_of(_unpack)
-def _(data: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    fmt = FORMATS[name]
-    return data.new_empty((*data.shape[:-1], data.shape[-1] // fmt.bytes * fmt.numbers), dtype=dtype)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from wan_core.ops.custom_ops import operator, shapes_of
+from wan_core.ops.custom_ops import operator
 from wan_core.ops.kernels.block_layout import Pooled, sizes_of
 from wan_core.ops.kernels.formats import FP8, FP8_MAX
 from wan_core.ops.kernels.triton_ops import on_device_of
@@ -37,24 +37,22 @@ def _values_kernel(x, out, amax, scale, tokens, size, C, D: tl.constexpr, ROWS: 
     tl.store(target, transposed, mask=(rows < size)[None, :])
 
 
-@operator("quantize_values")
+def _empty_values(x: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
+    out = x.new_empty((x.shape[0], heads, x.shape[2] // heads, size), dtype=FP8)
+    return out, x.new_empty(1, dtype=torch.float32)
+
+
+@operator("quantize_values", _empty_values)
 def quantize_values(x: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
     """bf16 [B, L, C] -> FP8 [B, H, D, size], its scale [1]."""
     batch, tokens, C = x.shape
-    out = torch.empty((batch, heads, C // heads, size), dtype=FP8, device=x.device)
-    scale = torch.empty(1, dtype=torch.float32, device=x.device)
+    out, scale = _empty_values(x, heads, size)
     amax = torch.linalg.vector_norm(x, float("inf"))
     with on_device_of(x):
         _values_kernel[(triton.cdiv(size, ROWS), heads, batch)](
             x, out, amax, scale, tokens, size, C, D=C // heads, ROWS=ROWS, LIMIT=FP8_MAX, num_warps=8
         )
     return out, scale
-
-
-@shapes_of(quantize_values)
-def _(x: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
-    out = x.new_empty((x.shape[0], heads, x.shape[2] // heads, size), dtype=FP8)
-    return out, x.new_empty(1, dtype=torch.float32)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from wan_core.ops.custom_ops import operator, shapes_of
+from wan_core.ops.custom_ops import operator
 from wan_core.ops.kernels.block_layout import Blocked, padded
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized
 from wan_core.ops.kernels.triton_rows import activate_kernel, head_norm_kernel, residual_norm_kernel, scale_kernel
@@ -77,12 +77,12 @@ def _vector(values: Tensor | None, none: Tensor) -> Tensor:
     return none if values is None else values.float().contiguous()
 
 
-@operator("norm")
+@operator("norm", lambda x, mul, add, eps, fmt: _outputs(x, fmt))
 def _norm(x: Tensor, mul: Tensor, add: Tensor, eps: float, fmt: str) -> tuple[Tensor, Tensor]:
     return _launch_residual_norm(x, None, None, mul, add, eps, fmt)
 
 
-@operator("residual_norm", mutates_args=("x",))
+@operator("residual_norm", lambda x, update, gate, mul, add, eps, fmt: _outputs(x, fmt), mutates_args=("x",))
 def _residual_norm(
     x: Tensor, update: Tensor, gate: Tensor | None, mul: Tensor, add: Tensor, eps: float, fmt: str
 ) -> tuple[Tensor, Tensor]:
@@ -92,23 +92,6 @@ def _residual_norm(
 @operator("residual", mutates_args=("x",))
 def _residual(x: Tensor, update: Tensor, gate: Tensor | None) -> None:
     _launch_residual_norm(x, update, gate, None, None, 0.0, "")
-
-
-@shapes_of(_norm)
-def _(x: Tensor, mul: Tensor, add: Tensor, eps: float, fmt: str) -> tuple[Tensor, Tensor]:
-    return _outputs(x, fmt)
-
-
-@shapes_of(_residual_norm)
-def _(
-    x: Tensor, update: Tensor, gate: Tensor | None, mul: Tensor, add: Tensor, eps: float, fmt: str
-) -> tuple[Tensor, Tensor]:
-    return _outputs(x, fmt)
-
-
-@shapes_of(_residual)
-def _(x: Tensor, update: Tensor, gate: Tensor | None) -> None:
-    return None
 
 
 def _launch_head_norm(
@@ -142,41 +125,22 @@ def _head_norm(x: Tensor, weight: Tensor, eps: float, rope: Tensor | None) -> No
     _launch_head_norm(x, x, weight, eps, rope, None, 0.0)
 
 
-@shapes_of(_head_norm)
-def _(x: Tensor, weight: Tensor, eps: float, rope: Tensor | None) -> None:
-    return None
+def _one_scale(x: Tensor, head: int = 0, size: int = 0) -> tuple[Tensor, Tensor]:
+    """Empty FP8 of x's shape [B, L, C], or with a head dim [B, H, size, D], and one scale."""
+    shape = (x.shape[0], x.shape[2] // head, size, head) if head else x.shape
+    return x.new_empty(shape, dtype=FP8), x.new_empty(1, dtype=torch.float32)
 
 
-@operator("head_norm_fp8")
-def _head_norm_fp8(x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor]:
-    out = torch.empty(x.shape, dtype=FP8, device=x.device)
+@operator("head_norm_fp8", lambda x, weight, eps, rope, mean, head, size: _one_scale(x, head, size))
+def _head_norm_fp8(
+    x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None, head: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """In the layout of `_one_scale`, zeros after the tokens."""
+    out, _ = _one_scale(x, head, size)
+    if head:
+        out[:, :, x.shape[1] :].view(torch.uint8).zero_()
     factor = (1.0 if mean is None else 2.0) * math.sqrt(x.shape[-1]) / FP8_MAX
-    return out, _launch_head_norm(x, out, weight, eps, rope, mean, factor)
-
-
-@shapes_of(_head_norm_fp8)
-def _(x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=FP8), x.new_empty(1, dtype=torch.float32)
-
-
-@operator("head_norm_fp8_blocks")
-def _head_norm_fp8_blocks(
-    x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None, head: int, padded: int
-) -> tuple[Tensor, Tensor]:
-    """FP8 [B, H, padded, D], zeros after the tokens."""
-    batch, tokens, C = x.shape
-    out = torch.empty((batch, C // head, padded, head), dtype=FP8, device=x.device)
-    out[:, :, tokens:].view(torch.uint8).zero_()
-    factor = (1.0 if mean is None else 2.0) * math.sqrt(C) / FP8_MAX
     return out, _launch_head_norm(x, out, weight, eps, rope, mean, factor, head)
-
-
-@shapes_of(_head_norm_fp8_blocks)
-def _(
-    x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None, head: int, padded: int
-) -> tuple[Tensor, Tensor]:
-    out = x.new_empty((x.shape[0], x.shape[2] // head, padded, head), dtype=FP8)
-    return out, x.new_empty(1, dtype=torch.float32)
 
 
 def _launch_activate(x: Tensor, out: Tensor, scales: Tensor, fmt: str, gelu: bool) -> None:
@@ -192,24 +156,14 @@ def _gelu(x: Tensor) -> None:
     _launch_activate(x, x, x.new_empty(0, dtype=torch.float32), "", True)
 
 
-@shapes_of(_gelu)
-def _(x: Tensor) -> None:
-    return None
-
-
-@operator("activate")
+@operator("activate", lambda x, fmt, gelu: _outputs(x, fmt))
 def _activate(x: Tensor, fmt: str, gelu: bool) -> tuple[Tensor, Tensor]:
     out, scales = _outputs(x, fmt)
     _launch_activate(x, out, scales, fmt, gelu)
     return out, scales
 
 
-@shapes_of(_activate)
-def _(x: Tensor, fmt: str, gelu: bool) -> tuple[Tensor, Tensor]:
-    return _outputs(x, fmt)
-
-
-@operator("quantize_tensor")
+@operator("quantize_tensor", lambda x, amax: (x.new_empty(x.shape, dtype=FP8), x.new_empty(1, dtype=torch.float32)))
 def _quantize_tensor(x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
     amax = torch.linalg.vector_norm(x, float("inf")) if amax is None else amax.to(x.dtype)
     out = torch.empty(x.shape, dtype=FP8, device=x.device)
@@ -219,11 +173,6 @@ def _quantize_tensor(x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
             x, out, amax, scale, x.numel(), WIDTH=8192, LIMIT=FP8_MAX, num_warps=8
         )
     return out, scale
-
-
-@shapes_of(_quantize_tensor)
-def _(x: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=FP8), x.new_empty(1, dtype=torch.float32)
 
 
 # ------------------------------------------------------------- functions of `fused` with the same name and meaning
@@ -258,9 +207,9 @@ def head_norm_fp8(
 ) -> Quantized | Blocked:
     if block:
         size = padded(x.shape[1], block)
-        memory, scale = _head_norm_fp8_blocks(x.contiguous(), weight, eps, rope, mean, x.shape[-1] // heads, size)
+        memory, scale = _head_norm_fp8(x.contiguous(), weight, eps, rope, mean, x.shape[-1] // heads, size)
         return Blocked(memory, scale, x.shape[1])
-    data, scale = _head_norm_fp8(x.contiguous(), weight, eps, rope, mean)
+    data, scale = _head_norm_fp8(x.contiguous(), weight, eps, rope, mean, 0, 0)
     return Quantized(data.unflatten(-1, (heads, -1)), scale)
 
 

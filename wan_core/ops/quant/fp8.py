@@ -1,17 +1,7 @@
-"""FP8 linears on torch's own scaled matrix product.
+"""FP8 linears on torch's own scaled matrix product, E4M3 with current scaling (a scale fits the very numbers that it
+scales). On a CPU they compute the same arithmetic in float32: exact enough to judge the error of FP8 without a GPU.
 
 Legend: M rows of activations, K inputs, N outputs.
-
-Three granularities of scale, all E4M3 with current scaling (a scale fits the very numbers that it scales):
-
-| class | activations | weights | |
-|---|---|---|---|
-| Fp8RowLinear | one a row | one an output channel | the default: its input comes quantised out of a fused kernel |
-| Fp8TensorLinear | one | one | the fastest product, but finding the largest number is a pass of its own |
-| Fp8BlockLinear | one for 128 inputs | one for 128 x 128 | the GPU product is Transformer Engine's (`te-block`) |
-
-`Fp8WeightLinear` only stores FP8 and multiplies in bf16: for memory, and for cards that cannot multiply FP8. On a CPU,
-all of them compute the same arithmetic in float32: slow, and exact enough to judge the error of FP8 without a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.ops.kernels import fused
-from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, quantize_reference
+from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, quantize_reference, spread_scale
 from wan_core.ops.quant.linear import QuantLinear
 
 
@@ -31,6 +21,11 @@ class Fp8Linear(QuantLinear):
     """What the three granularities share."""
 
     activations: ClassVar[Format]
+
+    @classmethod
+    def encode(cls, weight: Tensor) -> dict[str, Tensor]:
+        data, scale = quantize_reference(weight, cls.activations)
+        return {"weight": data, "weight_scale": scale}
 
     def quantize(self, x: Tensor) -> Quantized:
         return fused.quantize(x, self.activations)
@@ -42,7 +37,7 @@ class Fp8Linear(QuantLinear):
         if data.is_cuda:
             out = self.multiply(data, x.scale)
         else:
-            weight = Quantized(self.weight, self.spread_scale()).dequantize()
+            weight = self.weight.float() * spread_scale(self.weight_scale, self.weight.shape)
             bias = None if self.bias is None else self.bias.float()
             out = F.linear(x.dequantize().flatten(0, -2), weight, bias).to(self.dtype)
         return out.unflatten(0, x.data.shape[:-1])
@@ -51,13 +46,10 @@ class Fp8Linear(QuantLinear):
         """[M, K] FP8 -> [M, N], with `scale` as in `Quantized`."""
         raise NotImplementedError
 
-    def spread_scale(self) -> Tensor:
-        """`weight_scale` so that it broadcasts over the weight."""
-        return self.weight_scale
-
 
 class Fp8RowLinear(Fp8Linear):
-    """A scale for every row of activations and every output channel."""
+    """A scale for every row of activations and every output channel. The default: its input comes quantised out of a
+    fused kernel."""
 
     activations = "row"
     fmt = "row"
@@ -66,11 +58,6 @@ class Fp8RowLinear(Fp8Linear):
     @classmethod
     def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:
         return (n, 1)
-
-    @classmethod
-    def encode(cls, weight: Tensor) -> dict[str, Tensor]:
-        data, scale = quantize_reference(weight, "row")
-        return {"weight": data, "weight_scale": scale}
 
     @classmethod
     def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
@@ -89,7 +76,8 @@ class Fp8RowLinear(Fp8Linear):
 
 
 class Fp8TensorLinear(Fp8Linear):
-    """One scale for all activations and one for the weight."""
+    """One scale for all activations and one for the weight: the fastest product, but finding the largest number is a
+    pass of its own."""
 
     activations = "tensor"
     takes_fp8 = True
@@ -97,11 +85,6 @@ class Fp8TensorLinear(Fp8Linear):
     @classmethod
     def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:
         return (1,)
-
-    @classmethod
-    def encode(cls, weight: Tensor) -> dict[str, Tensor]:
-        data, scale = quantize_reference(weight, "tensor")
-        return {"weight": data, "weight_scale": scale}
 
     @classmethod
     def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
@@ -116,7 +99,8 @@ class Fp8TensorLinear(Fp8Linear):
 
 
 class Fp8BlockLinear(Fp8Linear):
-    """A scale for every 128 inputs of a row of activations and every 128 x 128 weights."""
+    """A scale for every 128 inputs of a row of activations and every 128 x 128 weights. The GPU product is Transformer
+    Engine's (`te-block`)."""
 
     activations = "block"
     fmt = "block"
@@ -127,17 +111,19 @@ class Fp8BlockLinear(Fp8Linear):
 
     @classmethod
     def encode(cls, weight: Tensor) -> dict[str, Tensor]:
-        return encode_blocks(weight)
+        """Blocks at the edges may be smaller."""
+        n, k = weight.shape
+        whole = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
+        blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N/128, 128, K/128, 128]
+        scale = blocks.abs().amax((1, 3)).clamp(min=1e-12) / FP8_MAX
+        data = (blocks / scale[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+        return {"weight": data.flatten(2, 3).flatten(0, 1)[:n, :k].contiguous(), "weight_scale": scale}
 
     @classmethod
     def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
         if stored.scale.shape != cls.scale_shape(*stored.data.shape):
             return None
         return {"weight": stored.data, "weight_scale": stored.scale}
-
-    def spread_scale(self) -> Tensor:
-        n, k = self.weight.shape
-        return self.weight_scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
 
     @classmethod
     def why_not_shape(cls, n: int, k: int) -> str | None:
@@ -154,30 +140,11 @@ def padded(t: Tensor, multiple: int, dim: int) -> Tensor:
     return F.pad(raw, (0, lacking) if dim == 1 else (0, 0, 0, lacking)).view(t.dtype)
 
 
-def encode_blocks(weight: Tensor) -> dict[str, Tensor]:
-    """`weight` [N, K] with a scale for every 128 x 128 of it; blocks at the edges may be smaller."""
-    n, k = weight.shape
-    padded = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N/128, 128, K/128, 128]
-    scale = blocks.abs().amax((1, 3)).clamp(min=1e-12) / FP8_MAX
-    data = (blocks / scale[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    return {"weight": data.flatten(2, 3).flatten(0, 1)[:n, :k].contiguous(), "weight_scale": scale}
+class Fp8WeightLinear(Fp8RowLinear):
+    """FP8 in memory, stored as by `Fp8RowLinear`; bf16 in the product: for memory, and for cards without FP8 units."""
 
-
-class Fp8WeightLinear(QuantLinear):
-    """FP8 in memory, bf16 in the product: a scale for every output channel."""
-
-    @classmethod
-    def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:
-        return (n, 1)
-
-    @classmethod
-    def encode(cls, weight: Tensor) -> dict[str, Tensor]:
-        return Fp8RowLinear.encode(weight)
-
-    @classmethod
-    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
-        return Fp8RowLinear.adopt(stored)
+    fmt = None
+    takes_fp8 = False
 
     def quantize(self, x: Tensor) -> Tensor:
         return x

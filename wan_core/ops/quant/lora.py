@@ -1,14 +1,12 @@
 """LoRAs attached to linears: the product goes on as it was, and a product of low rank is added to it.
 
-Legend: M rows of activations, K inputs, N outputs, R the ranks of all attached LoRAs together.
-
     out = linear(x) + (x @ down^T * strength) @ up^T
 
-Every linear of a transformer takes one, plain or quantised (`wan_core.ops.quant.linear.LowRank`), and keeps its
-parameters, their names and its input format. Several LoRAs share a pair of products.
+Legend: M rows of activations, K inputs, N outputs, R the ranks of all attached LoRAs together.
 
-The strengths are a tensor [R] that the products read: changing its numbers compiles nothing again, and captured graphs
-see it. Linears with the same ranks share it.
+Every linear of a transformer takes one (`wan_core.ops.quant.linear.LowRank`). The strengths are a tensor [R] that the
+products read: changing its numbers compiles nothing again, and captured graphs see it. Linears with the same ranks
+share it.
 """
 
 from __future__ import annotations

@@ -12,28 +12,23 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from wan_core.ops.custom_ops import operator, shapes_of
+from wan_core.ops.custom_ops import operator
 from wan_core.ops.kernels import microscaling
 from wan_core.ops.kernels.formats import FP8, FP8_MAX
 
 
+def _unpacked(weight: Tensor, scales: Tensor, scale: Tensor | None, fmt: str, dtype: torch.dtype) -> Tensor:
+    return weight.new_empty((weight.shape[0], weight.shape[1] * (2 if fmt == "nvfp4" else 1)), dtype=dtype)
+
+
+@operator("mx_unpack", _unpacked)
 def unpack(weight: Tensor, scales: Tensor, scale: Tensor | None, fmt: str, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] dequantised to `dtype`; scales and scale as in `microscaling`."""
-    return torch.ops.wancore.mx_unpack(weight, scales, scale, fmt, dtype)
-
-
-@operator("mx_unpack")
-def _unpack(weight: Tensor, scales: Tensor, scale: Tensor | None, fmt: str, dtype: torch.dtype) -> Tensor:
-    """A custom op, so that torch.compile does not trace the bit operations."""
+    """The weight [N, K] dequantised to `dtype`; scales and scale as in `microscaling`. A custom op, so that
+    torch.compile does not trace the bit operations."""
     if fmt == "mxfp8":
         return microscaling.decode_mxfp8(weight, scales).to(dtype)
     assert scale is not None
     return microscaling.decode_nvfp4(weight, scales, scale).to(dtype)
-
-
-@shapes_of(_unpack)
-def _(weight: Tensor, scales: Tensor, scale: Tensor | None, fmt: str, dtype: torch.dtype) -> Tensor:
-    return weight.new_empty((weight.shape[0], weight.shape[1] * (2 if fmt == "nvfp4" else 1)), dtype=dtype)
 
 
 def why_not_multiply(device: torch.device) -> str | None:

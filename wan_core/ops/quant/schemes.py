@@ -5,9 +5,11 @@ A name resolves once, when a model is set up; nothing falls back afterwards.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,31 +29,21 @@ class Scheme:
     load: Callable[[], type[QuantLinear]]
 
 
-def _native(name: str) -> Callable[[], type[QuantLinear]]:
-    def load() -> type[QuantLinear]:
-        from wan_core.ops.quant import fp8
-
-        return getattr(fp8, name)
-
-    return load
+def _imported(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"wan_core.ops.quant.{module}"), name)
 
 
-def _engine(name: str) -> Callable[[], type[QuantLinear]]:
-    def load() -> type[QuantLinear]:
-        from wan_core.ops.quant import transformer_engine
-
-        return getattr(transformer_engine, name)
-
-    return load
+def _native(name: str, summary: str, why_not: Callable[[torch.device], str | None], linear: str) -> Scheme:
+    return Scheme(name, summary, why_not, lambda: _imported("fp8", linear))
 
 
-def _engine_why_not(name: str) -> Callable[[torch.device], str | None]:
+def _engine(name: str, summary: str, linear: str) -> Scheme:
+    """Of Transformer Engine."""
+
     def why_not(device: torch.device) -> str | None:
-        from wan_core.ops.quant import transformer_engine
+        return _imported("transformer_engine", "why_not")(device, name)
 
-        return transformer_engine.why_not(device, name)
-
-    return why_not
+    return Scheme(name, f"Transformer Engine, {summary}", why_not, lambda: _imported("transformer_engine", linear))
 
 
 def multiplies_fp8(device: torch.device) -> str | None:
@@ -78,35 +70,16 @@ def _cuda() -> tuple[int, ...]:
     return tuple(map(int, (torch.version.cuda or "0.0").split(".")))
 
 
-def _anywhere(device: torch.device) -> str | None:
-    return None
-
-
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
-        Scheme("fp8", "FP8 with a scale for every row", _rows_why_not, _native("Fp8RowLinear")),
-        Scheme("fp8-tensor", "FP8 with one scale for a tensor", multiplies_fp8, _native("Fp8TensorLinear")),
-        Scheme("fp8-block", "an old name that runs as fp8", _rows_why_not, _native("Fp8RowLinear")),
-        Scheme("fp8-weights", "FP8 in memory, bf16 products", _anywhere, _native("Fp8WeightLinear")),
-        Scheme(
-            "te-delayed",
-            "Transformer Engine, scales from the amax history",
-            _engine_why_not("te-delayed"),
-            _engine("TEDelayedLinear"),
-        ),
-        Scheme(
-            "te-current",
-            "Transformer Engine, one scale for a tensor",
-            _engine_why_not("te-current"),
-            _engine("TECurrentLinear"),
-        ),
-        Scheme(
-            "te-block",
-            "Transformer Engine, scales for blocks of 128",
-            _engine_why_not("te-block"),
-            _engine("TEBlockLinear"),
-        ),
+        _native("fp8", "FP8 with a scale for every row", _rows_why_not, "Fp8RowLinear"),
+        _native("fp8-tensor", "FP8 with one scale for a tensor", multiplies_fp8, "Fp8TensorLinear"),
+        _native("fp8-block", "an old name that runs as fp8", _rows_why_not, "Fp8RowLinear"),
+        _native("fp8-weights", "FP8 in memory, bf16 products", lambda device: None, "Fp8WeightLinear"),
+        _engine("te-delayed", "scales from the amax history", "TEDelayedLinear"),
+        _engine("te-current", "one scale for a tensor", "TECurrentLinear"),
+        _engine("te-block", "scales for blocks of 128", "TEBlockLinear"),
     )
 }
 assert tuple(SCHEMES) == QUANTIZED

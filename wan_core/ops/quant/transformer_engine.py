@@ -2,18 +2,10 @@
 
 Legend: M rows of activations, K inputs, N outputs. "amax" is the largest magnitude in a tensor.
 
-| class | recipe | scale of the activations | scales of the weight |
-|---|---|---|---|
-| TEDelayedLinear | DelayedScaling, history 16, max, margin 0 | from the amax of the last forwards: one pass | one |
-| TECurrentLinear | Float8CurrentScaling | from this tensor's amax: two passes | one |
-| TEBlockLinear | Float8BlockScaling | one for 128 inputs of a row: one pass | one for 128 x 128 |
-
-All are E4M3. Weights and scales are stored as by the native linears in `fp8`, so quantised checkpoints are exchanged
-freely; on a CPU these classes compute what the native ones do. The custom ops below take and return plain tensors:
-`torch.compile` sees no object of the library, and nothing but the FP8 weight is kept. Everything that depends on the
-library's Python interface is in `Engine`.
-
-Block scales are full float32 numbers, not powers of two as is the recipe's default: nothing is lost to a loose scale.
+All are E4M3. Weights and scales are stored as by the native linears in `fp8`; on a CPU these classes compute what those
+do. The custom ops take and return plain tensors, so nothing but the FP8 weight is kept. Everything that depends on the
+library's Python interface is in `Engine`. Block scales are full float32 numbers, not powers of two as is the recipe's
+default: nothing is lost to a loose scale.
 
 Source: github.com/NVIDIA/TransformerEngine, transformer_engine/pytorch (tensor, cpp_extensions/gemm.py).
 """
@@ -29,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.ops.attention.library import IMPORT_FAULTS, Library, load_torchs_cudnn
-from wan_core.ops.custom_ops import operator, shapes_of
+from wan_core.ops.custom_ops import operator
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Quantized
 from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8TensorLinear, padded
 
@@ -181,29 +173,11 @@ def engine() -> Engine:
 # ------------------------------------------------------------------------------------------------------------------ ops
 
 
-@operator("te_quantize_current", device_type="cuda")
-def _quantize_current(x: Tensor) -> tuple[Tensor, Tensor]:
-    with torch.cuda.device(x.device):  # the library allocates and launches on the current device
-        return engine().quantize_current(x)
-
-
-@shapes_of(_quantize_current)
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
+def _one_scale(x: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=FP8), x.new_empty(1, dtype=torch.float32)
 
 
-@operator("te_quantize_block", device_type="cuda")
-def _quantize_block(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales [..., K / 128], those of a group together. The padding of the rows to a multiple of 4 that follows each
-    group stays in here: a compiler that saw it would compile sizes without it apart."""
-    with torch.cuda.device(x.device):
-        data, scales = engine().quantize_block(x)
-    rows = x.numel() // x.shape[-1]
-    return data, scales.narrow(1, 0, rows).t().unflatten(0, x.shape[:-1])
-
-
-@shapes_of(_quantize_block)
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
+def _block_scales(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = -(-x.shape[-1] // BLOCK)
     lead = (x.numel() // x.shape[-1] + 3) // 4 * 4
     strides = [1]
@@ -213,7 +187,23 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=FP8), scales
 
 
-@operator("te_quantize_delayed", mutates_args=("scale", "amax", "used"))
+@operator("te_quantize_current", _one_scale)
+def _quantize_current(x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.cuda.device(x.device):  # the library allocates and launches on the current device
+        return engine().quantize_current(x)
+
+
+@operator("te_quantize_block", _block_scales)
+def _quantize_block(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales [..., K / 128], those of a group together. The padding of the rows to a multiple of 4 that follows each
+    group stays in here: a compiler that saw it would compile sizes without it apart."""
+    with torch.cuda.device(x.device):
+        data, scales = engine().quantize_block(x)
+    rows = x.numel() // x.shape[-1]
+    return data, scales.narrow(1, 0, rows).t().unflatten(0, x.shape[:-1])
+
+
+@operator("te_quantize_delayed", _one_scale, mutates_args=("scale", "amax", "used"))
 def _quantize_delayed(x: Tensor, scale: Tensor, amax: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     """The tensors of a `Slot`. The first use sets `scale` from x itself; any use raises `amax`."""
     if not used.item():  # in host memory: no wait for the device
@@ -228,12 +218,9 @@ def _quantize_delayed(x: Tensor, scale: Tensor, amax: Tensor, used: Tensor) -> t
         return engine().quantize_delayed(x, scale, amax)
 
 
-@shapes_of(_quantize_delayed)
-def _(x: Tensor, scale: Tensor, amax: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=FP8), x.new_empty(1, dtype=torch.float32)
-
-
-@operator("te_gemm", device_type="cuda")
+@operator(
+    "te_gemm", lambda data, scale, weight, *rest: data.new_empty((data.shape[0], weight.shape[0]), dtype=rest[-1])
+)
 def _gemm(
     data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -250,13 +237,6 @@ def _gemm(
         raise ValueError(f"input with scales {tuple(scale.shape)} given; this recipe multiplies {tuple(expected)}")
     with torch.cuda.device(data.device):
         return engine().multiply(data, scale, weight, weight_scale, bias, dtype)
-
-
-@shapes_of(_gemm)
-def _(
-    data: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    return data.new_empty((data.shape[0], weight.shape[0]), dtype=dtype)
 
 
 # -------------------------------------------------------------------------------------------------------------- linears
@@ -285,7 +265,8 @@ class TEBlockLinear(Fp8BlockLinear):
 
 
 class TEDelayedLinear(TECurrentLinear):
-    """DelayedScaling: the scale of the activations comes from forwards before this one, so one pass quantises.
+    """DelayedScaling, history 16, max, margin 0: the scale of the activations comes from forwards before this one, so
+    one pass quantises.
 
     It belongs to a `DelayedState`, which the model must have before its first forward. Inputs that share one
     quantisation (q, k, v) share the state of the linear whose `quantize` made it.

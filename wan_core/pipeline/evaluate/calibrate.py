@@ -20,7 +20,7 @@ from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.sampling.cache.curves import Curve, curve_name
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress, denoise
-from wan_core.sampling.plan import Branch, Expert, Plan, Step
+from wan_core.sampling.plan import Branch, Expert, Plan
 
 
 class Recorder:
@@ -38,14 +38,10 @@ class Recorder:
         before = inputs.tokens.clone()  # blocks may overwrite tokens
         after = inner(inputs)
         (branch,) = cast("tuple[Branch, ...]", inputs.info.branches)
-        self.note(inputs.info.step, branch, torch.linalg.vector_norm((after - before).float(), dim=-1))
-        return after
-
-    def note(self, step: int, branch: Branch, norm: Tensor) -> None:
-        """Record `norm` [B, L] of a forward's residual."""
-        last = self.norms.get(branch)
-        self.ratios[step, branch] = norm.new_ones(()) if last is None else (norm / last).mean()
+        norm, last = torch.linalg.vector_norm((after - before).float(), dim=-1), self.norms.get(branch)  # [B, L]
+        self.ratios[inputs.info.step, branch] = norm.new_ones(()) if last is None else (norm / last).mean()
         self.norms[branch] = norm
+        return after
 
 
 @torch.no_grad()
@@ -54,7 +50,7 @@ def record(
     acquire: Callable[[Expert], WanModel],
     conditioning: Conditioning,
     noise: Tensor,
-    on_step: Callable[[Step], None] = lambda _: None,
+    on_step: Callable[[Progress], None] | None = None,
     on_block: Callable[[], None] = lambda: None,
 ) -> dict[tuple[int, Branch], float]:
     """Run `plan` in full and return the ratio of every step and branch; arguments as of `denoise`."""
@@ -68,10 +64,7 @@ def record(
             seams.enter_context(model.runners.adding(recorder))
             return model
 
-        def note(progress: Progress) -> None:
-            on_step(progress.step)
-
-        denoise(plan, watched, conditioning, noise, on_step=note, on_block=on_block)
+        denoise(plan, watched, conditioning, noise, on_step=on_step, on_block=on_block)
     return {key: float(ratio) for key, ratio in recorder.ratios.items()}
 
 
@@ -121,7 +114,7 @@ def measure(
     """
     full, runs, counts, done, image = plain(plan), [], [], 0, False
 
-    def note(_: Step) -> None:
+    def note(_: Progress) -> None:
         nonlocal done
         done += 1
         on_step(done)

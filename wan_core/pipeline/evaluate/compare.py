@@ -7,9 +7,9 @@ clearly visible (Xue et al., "Gradient Magnitude Similarity Deviation", 2014).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -62,17 +62,13 @@ def summary(videos: Sequence[Comparison]) -> dict[str, Any]:
     """Means over videos, the worst PSNR, and the share of videos that show their caption."""
     truths = [c.truth for c in videos if c.truth is not None]
     return {
-        "psnr": round(_mean([c.psnr for c in videos]), 2),
+        "psnr": round(fmean([c.psnr for c in videos]), 2),
         "psnr_worst": round(min(c.psnr for c in videos), 2),
-        "ssim": round(_mean([c.ssim for c in videos]), 4),
-        "perceptual": round(_mean([c.perceptual for c in videos]), 4),
-        "flicker": round(_mean([c.flicker for c in videos]), 5),
-        **({"truth": round(_mean(list(map(float, truths))), 4)} if truths else {}),
+        "ssim": round(fmean([c.ssim for c in videos]), 4),
+        "perceptual": round(fmean([c.perceptual for c in videos]), 4),
+        "flicker": round(fmean([c.flicker for c in videos]), 5),
+        **({"truth": round(fmean(map(float, truths)), 4)} if truths else {}),
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:

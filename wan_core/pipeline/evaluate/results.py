@@ -50,11 +50,7 @@ def commit(folder: Path = Path(__file__).parent) -> str | None:
     """The commit of the checkout that contains `folder` (by default, this one); None outside a git checkout."""
     try:
         return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=folder,
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=folder
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

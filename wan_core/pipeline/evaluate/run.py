@@ -20,7 +20,7 @@ from wan_core.execution.report import Report
 from wan_core.media.pictures import save_picture
 from wan_core.media.video import write_mp4
 from wan_core.pipeline.evaluate.calibrate import measure, plain
-from wan_core.pipeline.evaluate.compare import Comparison, Distance, compare, find_perceptual, pareto, summary, truth
+from wan_core.pipeline.evaluate.compare import Comparison, compare, find_perceptual, pareto, summary, truth
 from wan_core.pipeline.evaluate.pictures import draw_curve, draw_quality, preset_plans, side_by_side
 from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
 from wan_core.pipeline.evaluate.samples import Batch, Sample, batches, choose_samples, one_by_one
@@ -29,7 +29,7 @@ from wan_core.pipeline.evaluate.sparsity import words as coverage_words
 from wan_core.pipeline.images import decode_images
 from wan_core.pipeline.pipeline import Pipeline, sample_latents
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.curves import Curve, curve_path, is_embedded, write_curve
+from wan_core.sampling.cache.curves import curve_path, is_embedded, write_curve
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Expert, Plan
@@ -52,9 +52,11 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
         place = beside(models.checkpoint, models.task.name, image=base.image is not None)
         out = outputs.add("the curve", place, overwrite=True)
     samples = chosen(options, pipe)
-    curve = measure_curve(pipe, base, samples, options.batch)
+    plan, videos = pipe.prepare(base).plan, shown(pipe, base, samples, options.batch)
+    with torch.no_grad():
+        curve = measure(plan, pipe.models.expert, videos, source=source(pipe))
     replace_curve(out, options.overwrite, lambda: write_curve(curve, out))
-    plans = preset_plans(pipe.prepare(base).plan, curve)
+    plans = preset_plans(plan, curve)
     for name, plan in plans.items():
         print(f"{name:<10} {plan.forward_words()}")
     if options.plot is not None:
@@ -85,16 +87,10 @@ def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Reques
         named = {e: coverage_path(path, models.task.name, e) for e in experts if (path := files[e]) is not None}
         places = {e: outputs.add(f"the coverage ({e})", path, overwrite=True) for e, path in named.items()}
     samples = chosen(options, pipe)
-    plan = plain(first_plan(pipe, base, samples))
-    name = "the embedded model" if models.task.name.endswith("-tiny") else pipe.report.settings["models"]["high"]
-
-    def videos() -> Iterator[tuple[Conditioning, Tensor]]:
-        for n, batch in enumerate(batches(pipe, base, samples, options.batch)):
-            show(f"calibrate: {n * options.batch + len(batch.samples)} of {len(samples)} videos")
-            yield batch.conditioning, batch.noise
-
+    plan = plain(next(batches(pipe, base, samples[:1], 1)).job.plan)  # of all: they differ in caption and seed
     with torch.no_grad():
-        found = measure_coverage(plan, acquirer(pipe), videos(), source=f"measured on {name}")
+        videos = shown(pipe, base, samples, options.batch)
+        found = measure_coverage(plan, pipe.models.expert, videos, source=source(pipe))
     for expert, coverage in found.items():
         if expert in places:
             print(replace_curve(places[expert], options.overwrite, partial(write_coverage, coverage, places[expert])))
@@ -104,9 +100,16 @@ def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Reques
     return 0
 
 
-def first_plan(pipe: Pipeline, base: Request, samples: Sequence[Sample]) -> Plan:
-    """The plan of all samples, which differ only in caption and seed."""
-    return next(iter(batches(pipe, base, samples[:1], 1))).job.plan
+def source(pipe: Pipeline) -> str:
+    embedded = pipe.models.task.name.endswith("-tiny")
+    return f"measured on {'the embedded model' if embedded else pipe.report.settings['models']['high']}"
+
+
+def shown(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int) -> Iterator[tuple[Conditioning, Tensor]]:
+    """Conditioning and noise of `samples` in batches of `size`; says how far it is."""
+    for n, batch in enumerate(batches(pipe, base, samples, size)):
+        show(f"calibrate: {n * size + len(batch.samples)} of {len(samples)} videos")
+        yield batch.conditioning, batch.noise
 
 
 def beside(checkpoint: Path | None, task: str, *, image: bool) -> Path:
@@ -116,19 +119,6 @@ def beside(checkpoint: Path | None, task: str, *, image: bool) -> Path:
     if is_embedded(checkpoint):
         raise OptionError("the curve of the embedded model cannot be replaced: give another path with --out")
     return curve_path(checkpoint, task, image=image)
-
-
-@torch.no_grad()
-def measure_curve(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int) -> Curve:
-    """The curve of the model in `pipe` over `samples`, in batches of `size`."""
-    name = "the embedded model" if pipe.models.task.name.endswith("-tiny") else pipe.report.settings["models"]["high"]
-
-    def videos() -> Iterator[tuple[Conditioning, Tensor]]:
-        for n, batch in enumerate(batches(pipe, base, samples, size)):
-            show(f"calibrate: {n * size + len(batch.samples)} of {len(samples)} videos")
-            yield batch.conditioning, batch.noise
-
-    return measure(pipe.prepare(base).plan, acquirer(pipe), videos(), source=f"measured on {name}")
 
 
 # ------------------------------------------------------------------------------------------------------------- quality
@@ -245,12 +235,13 @@ def measure_quality(
                 parts = one_by_one(batch) if setting in found.alone else [batch]
                 frames = found.add(setting, [make(pipe, part, skipping(pipe, batch, plan, options)) for part in parts])
             found.first.setdefault(setting, frames[0])
-            found.comparisons[setting] += compared(frames, exact, batch.samples, perceptual)
+            trios = zip(frames, exact, batch.samples, strict=True)
+            found.comparisons[setting] += [compare(video, full, s.caption, perceptual) for video, full, s in trios]
             newest = summary(found.comparisons[setting])
             show(f"{setting}: {len(found.comparisons[setting])} of {len(samples)} videos, {newest['psnr']} dB so far")
         found.full["size"] = f"{batch.job.width}x{batch.job.height}x{batch.job.frames}"
     known = [t for t in told if t is not None]
-    found.full |= {"seconds": round(found.seconds[FULL] / len(samples), 4)}
+    found.full["seconds"] = round(found.seconds[FULL] / len(samples), 4)
     found.full |= {"truth": round(sum(known) / len(known), 4)} if known else {}
     return found
 
@@ -280,7 +271,7 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
     begin = time.perf_counter()
     latents = sample_latents(
         plan,
-        acquirer(pipe),
+        models.expert,
         batch.conditioning,
         batch.noise,
         models.vae_config,
@@ -293,19 +284,7 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
     return Run(images.unflatten(0, (len(batch.samples), -1)), seconds, forwards)
 
 
-def compared(frames: Tensor, exact: Tensor, samples: Sequence[Sample], perceptual: Distance) -> list[Comparison]:
-    trios = zip(frames, exact, samples, strict=True)
-    return [compare(video, full, sample.caption, perceptual) for video, full, sample in trios]
-
-
 # ------------------------------------------------------------------------------------------------------------- shared
-
-
-def acquirer(pipe: Pipeline) -> Any:
-    def acquire(expert: Expert) -> Any:
-        return pipe.models.expert(expert)
-
-    return acquire
 
 
 def chosen(options: argparse.Namespace, pipe: Pipeline) -> list[Sample]:

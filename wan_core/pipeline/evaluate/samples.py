@@ -32,6 +32,8 @@ PROMPTS = (
     "a bowl of lemons on a wooden table, morning light, dust in the air",
 )
 
+ROWS = ("cond", "concat", "known", "image_features")  # fields of `Conditioning` with a row for each video
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -81,19 +83,9 @@ def batches(pipe: Pipeline, base: Request, samples: Sequence[Sample], size: int)
 
 def one_by_one(batch: Batch) -> Iterator[Batch]:
     """The videos of a batch, each as a batch of one."""
-
-    def row(rows: Tensor | None, n: int) -> Tensor | None:
-        return None if rows is None else rows[n : n + 1]
-
+    given = {name: rows for name in ROWS if (rows := getattr(batch.conditioning, name)) is not None}
     for n, sample in enumerate(batch.samples):
-        c = batch.conditioning
-        part = replace(
-            c,
-            cond=c.cond[n : n + 1],
-            concat=row(c.concat, n),
-            known=row(c.known, n),
-            image_features=row(c.image_features, n),
-        )
+        part = replace(batch.conditioning, **{name: rows[n : n + 1] for name, rows in given.items()})
         yield replace(batch, samples=[sample], conditioning=part, noise=batch.noise[n : n + 1])
 
 
@@ -119,5 +111,5 @@ def joined(parts: Sequence[Conditioning]) -> Conditioning:
         return torch.cat(tensors) if tensors else None
 
     cond = stack_text([part.cond for part in parts], 1)
-    inputs = {name: rows(name) for name in ("concat", "known", "image_features")}
+    inputs = {name: rows(name) for name in ROWS if name != "cond"}
     return Conditioning(cond=cond, uncond=parts[0].uncond, **inputs)

@@ -27,19 +27,11 @@ MEASURED = 4  # number of evenly spaced steps of each expert that are measured
 
 
 def measure_coverage(
-    plan: Plan,
-    acquire: Callable[[Expert], WanModel],
-    videos: Iterable[tuple[Conditioning, Tensor]],
-    *,
-    source: str,
-    on_step: Callable[[int], None] = lambda done: None,
+    plan: Plan, acquire: Callable[[Expert], WanModel], videos: Iterable[tuple[Conditioning, Tensor]], *, source: str
 ) -> dict[Expert, Coverage]:
-    """The coverage of each expert over `videos`, (conditioning, noise) of each. `plan` must not skip anything.
-
-    on_step(done) is called with the number of steps of all videos so far; it may raise to interrupt."""
+    """The coverage of each expert over `videos`, (conditioning, noise) of each. `plan` must not skip anything."""
     watchers: dict[Expert, Watcher] = {}
     looked = {step.index for phase in plan.phases for step in some(phase)}
-    done = 0
     for conditioning, noise in videos:
         image = conditioning.concat is not None or conditioning.known is not None
         with ExitStack() as held:
@@ -54,11 +46,8 @@ def measure_coverage(
                 return model
 
             def note(progress: Progress) -> None:
-                nonlocal done
-                done += 1
                 for watcher in watchers.values():
                     watcher.looks = progress.step.index + 1 in looked
-                on_step(done)
 
             denoise(plan, watched, conditioning, noise, on_step=note, on_block=lambda: None)
     return {expert: watcher.result(plan.task, source, expert) for expert, watcher in watchers.items()}

@@ -1,10 +1,9 @@
-"""The adaptive cache: which steps it may skip. It reads tensors during the run, so the plan cannot know more.
+"""The adaptive cache: which steps it may skip. It reads tensors during the run, so the plan cannot know more;
+`wan_core.sampling.cache.adaptive_run` decides in the run.
 
 The relative change of the velocity between two computed steps a and b, per unit of sigma, is measured on the device:
 rate = ||v_a - v_b|| / (||v_b|| * |sigma_a - sigma_b|). A step at sigma may reuse the last residual while the estimated
 change since the last computed step a, rate * |sigma_a - sigma|, stays below `threshold`.
-
-This module marks the steps that may be skipped; `wan_core.sampling.cache.adaptive_run` decides in the run.
 
 After Zhou et al., "Less is Enough: Training-Free Video Diffusion Acceleration via Runtime-Adaptive Caching"
 (EasyCache), 2025, arXiv:2507.02860, whose rule reads a norm back to the host at every step.

@@ -6,6 +6,8 @@ Every command that makes a plan has them.
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from wan_core.config import (
     MAGCACHE_RULES,
@@ -18,6 +20,10 @@ from wan_core.config import (
 from wan_core.sampling.cache.magcache import PRESETS, parse_magcache
 from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
 from wan_core.sampling.sparsity.schedule import parse_sparse
+
+Cache = TypeVar("Cache", TaylorSeerOptions, AdaptiveOptions)
+SEER_FORM = "interval/order/retention such as 2/1/0.2"
+ADAPTIVE_FORM = "threshold/skips in a row/retention such as 0.1/3/0.2"
 
 
 def add_skip_options(parser: argparse.ArgumentParser) -> None:
@@ -71,30 +77,27 @@ def skip_options(options: argparse.Namespace) -> SkipOptions | None:
     magcache, seer, adaptive = options.magcache, options.taylorseer, options.adaptive  # "" is given, and an error
     skipping = SkipOptions(
         magcache=None if magcache is None else parse_magcache(magcache, rule=rule or "joint", order=order),
-        taylorseer=None if seer is None else parse_taylorseer(seer),
-        adaptive=None if adaptive is None else parse_adaptive(adaptive),
+        taylorseer=None if seer is None else _parse(seer, TaylorSeerOptions, "taylorseer", SEER_FORM),
+        adaptive=None if adaptive is None else _parse(adaptive, AdaptiveOptions, "adaptive", ADAPTIVE_FORM),
         guidance=guidance,
         sparse=None if options.sparse is None else parse_sparse(options.sparse),
     )
     return None if skipping == SkipOptions() else skipping
 
 
-def parse_taylorseer(text: str) -> TaylorSeerOptions:
-    """`interval[/order[/retention]]`. Raises OptionError."""
+def _parse(text: str, kind: type[Cache], name: str, form: str) -> Cache:
+    """The fields of `kind` in their order, between slashes; the last ones may be missing. Raises OptionError."""
+    parts, known = text.split("/"), fields(kind)
     try:
-        interval, order, retention = _split(text, ("", "1", "0.2"))
-        return TaylorSeerOptions(interval=int(interval), order=int(order), retention=float(retention))
+        if len(parts) > len(known):
+            raise ValueError(text)
+        pairs = zip(known, parts)  # noqa: B905
+        given: dict[str, Any] = {f.name: (int if f.type == "int" else float)(part) for f, part in pairs}
+        return kind(**given)
+    except OptionError:
+        raise
     except ValueError as fault:
-        raise _invalid(fault, "taylorseer", text, "interval/order/retention such as 2/1/0.2") from fault
-
-
-def parse_adaptive(text: str) -> AdaptiveOptions:
-    """`threshold[/skips in a row[/retention]]`. Raises OptionError."""
-    try:
-        threshold, skips, retention = _split(text, ("", "3", "0.2"))
-        return AdaptiveOptions(threshold=float(threshold), max_skips=int(skips), retention=float(retention))
-    except ValueError as fault:
-        raise _invalid(fault, "adaptive", text, "threshold/skips in a row/retention such as 0.1/3/0.2") from fault
+        raise OptionError(f"{name} {text!r} given; write {form}") from fault
 
 
 def parse_setting(text: str) -> SkipOptions | None:
@@ -149,15 +152,3 @@ def _interval(text: str) -> tuple[float, float]:
         return float(low), float(high)
     except ValueError:
         raise OptionError(f"guidance interval {text!r} given; write two sigmas from 0 to 1: 0.2-0.95") from None
-
-
-def _split(text: str, default: tuple[str, str, str]) -> list[str]:
-    """The parts of `text` between slashes; missing ones are taken from `default`."""
-    parts = text.split("/")
-    if len(parts) > len(default):
-        raise ValueError(text)
-    return [*parts, *default[len(parts) :]]
-
-
-def _invalid(fault: ValueError, name: str, text: str, form: str) -> OptionError:
-    return fault if isinstance(fault, OptionError) else OptionError(f"{name} {text!r} given; write {form}")

@@ -172,7 +172,3 @@ def find_curve(checkpoint: Path | None, task: str, *, image: bool = False) -> Cu
                 )
             return curve
     return None
-
-
-def published_curves() -> Mapping[str, Curve]:
-    return {path.stem: read_curve(path) for path in sorted(PUBLISHED.glob("*.json"))}

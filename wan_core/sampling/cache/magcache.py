@@ -2,15 +2,8 @@
 
 A reused residual is too large or too small by the product of the ratios since it was computed. A step may be skipped
 while the sum of |1 - product| over the steps since then stays below `threshold`, and at most `max_skips` steps are
-skipped in a row. There are two rules:
-
-joint       (default) One decision for both guidance branches: a step is skipped if both allow it. The state is reset
-            at the change of expert. The first `retention` share of each expert's steps (at least one step) and the last
-            step of the video are computed. Curves are resampled to other step counts within each expert.
-published   The rule that settings such as E012K2R20 were published with, for comparison. Each branch decides
-            separately, errors continue over the boundary, retention counts forwards, image-to-video computes all
-            high-noise steps, and the last step may be skipped. One difference to the publication: a branch without a
-            residual of the running expert is computed.
+skipped in a row. By the rule `joint` (default) a step is skipped if both guidance branches allow it; `published` is the
+rule that settings such as E012K2R20 were published with.
 
 Source: Ma et al., "MagCache: Fast Video Generation with Magnitude-Aware Cache", 2025, arXiv:2506.09045, and
 MagCache4Wan2.2.
@@ -117,7 +110,8 @@ class Drift:
 
 
 def joint_rule(plan: Plan, options: MagCacheOptions, ratios: Ratios) -> list[tuple[Branch, ...]]:
-    """The branches that each step skips by the rule `joint`: all of them or none."""
+    """The branches that each step skips by the rule `joint`: all of them or none. The first `retention` share of each
+    expert's steps (at least one) and the last step of the video are computed; the state is reset between experts."""
     skipped: list[tuple[Branch, ...]] = []
     for phase in plan.phases:
         drifts: dict[Branch, Drift] = {}  # for branches with a residual of this expert
@@ -133,11 +127,10 @@ def joint_rule(plan: Plan, options: MagCacheOptions, ratios: Ratios) -> list[tup
 
 
 def published_rule(plan: Plan, options: MagCacheOptions, curve: Curve) -> list[tuple[Branch, ...]]:
-    """The branches that each step skips by the rule `published`. Forwards are counted as in the publication:
-    conditional, unconditional, conditional, ...
-
-    Where a guidance schedule removes a branch from a step, its residual ages by that step. (The publication has no
-    guidance schedule.)
+    """The branches that each step skips by the rule `published`: each branch decides separately, errors continue over
+    the boundary, retention counts forwards (conditional, unconditional, ...), image-to-video computes all high-noise
+    steps, and the last step may be skipped. Differences to the publication: a branch without a residual of the running
+    expert is computed; where a guidance schedule removes a branch from a step, its residual ages by that step.
     """
     same = curve.steps == len(plan.steps)
     ratios = {b: getattr(curve, b) if same else nearest(getattr(curve, b), len(plan.steps)) for b in BRANCHES}

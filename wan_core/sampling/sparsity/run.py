@@ -16,7 +16,6 @@ from torch import Tensor
 from wan_core.config import SparseOptions
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
-from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sparse.forward import (
     Observer,
@@ -25,7 +24,7 @@ from wan_core.ops.attention.sparse.forward import (
     SparseForward,
     SparseFp8Attention,
 )
-from wan_core.ops.attention.sparse.kernels import SparseKernel, block_length, resolve_kernel
+from wan_core.ops.attention.sparse.kernels import block_length, resolve_kernel
 from wan_core.ops.attention.sparse.routing import Route, Rule
 from wan_core.ops.attention.sparse.tiles import Grid, Tiles, make_tiles
 from wan_core.sampling.plan import Plan, Step
@@ -62,8 +61,10 @@ class SparseTiles:
         ring = self.around[0].ring_size > 1
         assert not ring or observe is None, "what is measured must see all keys"
         weight, tokens = model.patch_embedding.weight, grid[0] * grid[1] * grid[2]
-        head_dim = model.config.head_dim
-        self.kernel = find_kernel(options, self.dense[0], weight.device, weight.dtype, head_dim, tokens, ring=ring)
+        self.kernel = resolve_kernel(
+            options.kernel, weight.device, weight.dtype, model.config.head_dim, tokens,
+            fp8=self.dense[0].takes_fp8, counts=ring or options.mass is not None,
+        )  # fmt: skip
         self.block = block_length(self.kernel, tokens)
         if self.kernel.fp8 and observe is None:  # an observer wants plain numbers
             sparse = SparseFp8Attention(self.block)
@@ -125,22 +126,6 @@ class SparseTiles:
         return self.table[2]
 
 
-def find_kernel(
-    options: SparseOptions,
-    dense: Attention,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    tokens: int,
-    *,
-    ring: bool = False,
-) -> SparseKernel:
-    """The kernel that `options` means here. ring: keys come by in parts, of which a row may read different numbers of
-    blocks. Raises AttentionError."""
-    fp8, counts = dense.takes_fp8, ring or options.mass is not None
-    return resolve_kernel(options.kernel, device, dtype, head_dim, tokens, fp8=fp8, counts=counts)
-
-
 def check_kernel(options: SparseOptions, attention: str, device: torch.device, head_dim: int, tokens: int) -> None:
     """Raise AttentionError now where a kernel that was asked for by name cannot run beside the backend `attention`:
     before there is any work to lose."""
@@ -154,10 +139,9 @@ def ring_note(options: SparseOptions, attention: str, device: torch.device, head
     where it changes nothing."""
     if options.kernel != "auto":
         return ""
+    half, fp8 = torch.bfloat16, not BACKENDS[attention].exact
     alone, ring = (
-        resolve_kernel(
-            "auto", device, torch.bfloat16, head_dim, tokens, fp8=not BACKENDS[attention].exact, counts=counts
-        ).name
+        resolve_kernel("auto", device, half, head_dim, tokens, fp8=fp8, counts=counts).name
         for counts in (options.mass is not None, True)
     )
     if alone == ring:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.ops.attention.sparse.routing import Route
+from wan_core.ops.custom_ops import allow_variants
 
 VARIANTS = 64  # lengths of queries and of keys in one process; the parts of a ring are up to three lengths of a video
 
@@ -78,14 +79,7 @@ def _flex(device: str) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     if device == "cuda":
-        import torch._dynamo
-
-        # torch gives up compiling after 8 variants and would run it uncompiled, which reads more than the route says.
-        limits = torch._dynamo.config
-        name = (
-            "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit"
-        )  # the latter to torch 2.6
-        setattr(limits, name, max(getattr(limits, name), VARIANTS))
+        allow_variants(VARIANTS)  # uncompiled it reads more than the route says
     # Sizes are fixed when it is compiled: a few lengths of video are seen, and kernels for any length are slower.
     return torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.attention.library import Library
-from wan_core.ops.attention.registry import AMPERE, HALF, HOPPER, AttentionError, Needs, capability
+from wan_core.ops.attention.registry import AMPERE, HALF, HOPPER, AttentionError, Implementation, Needs, imported
 from wan_core.ops.attention.sparse.routing import Route
 
 Run = Callable[[Any, Any, Any, Route, int], tuple[Tensor, Tensor]]
@@ -28,84 +28,37 @@ CUDNN_SPARSE = Library(
 
 
 @dataclass(frozen=True)
-class SparseKernel:
-    """One row of the table. fp8: takes q, k and v as `Quantized`, laid out by heads in whole blocks, and its output
-    goes through `finish`. any_block: takes blocks of any length; else 128. counts: rows may keep different numbers."""
+class SparseKernel(Implementation):
+    """fp8: takes q, k and v as `Quantized`, laid out by heads in whole blocks, and its output goes through `finish`.
+    any_block: takes blocks of any length; else 128. counts: rows may keep different numbers."""
 
-    name: str
-    summary: str
-    load: Callable[[], Run]
-    needs: Needs = Needs()  # noqa: RUF009, frozen
-    missing: Callable[[], str | None] = lambda: None
     fp8: bool = False
     any_block: bool = False
     counts: bool = True
 
-    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int | None = None) -> str | None:
-        """None where it runs, else the reason and what to do. Never raises."""
-        return self.needs.why_not(capability(device), dtype, head_dim) or self.missing()
 
-
-def _reference() -> Run:
-    from wan_core.ops.attention.sparse.reference import sparse_reference
-
-    return sparse_reference
-
-
-def _flex() -> Run:
-    from wan_core.ops.attention.sparse.flex import sparse_flex
-
-    return sparse_flex
-
-
-def _cudnn() -> Run:
-    from wan_core.ops.attention.sparse.cudnn import sparse_bf16
-
-    return sparse_bf16
-
-
-def _cudnn_fp8() -> Run:
-    from wan_core.ops.attention.sparse.cudnn import sparse_fp8
-
-    return sparse_fp8
+def _function(name: str) -> Callable[[], Run]:
+    module, _, function = name.partition(".")
+    return lambda: imported(f"sparse.{module}", function)
 
 
 def _why_not_fp8() -> str | None:
-    from wan_core.ops.attention.sparse.cudnn import why_not_fp8
-
-    return CUDNN_SPARSE.why_not() or why_not_fp8()
+    return CUDNN_SPARSE.why_not() or imported("sparse.cudnn", "why_not_fp8")()
 
 
 KERNELS: dict[str, SparseKernel] = {
     kernel.name: kernel
     for kernel in (
-        SparseKernel(
-            "cudnn-fp8",
-            "cuDNN frontend, FP8, blocks of 128",
-            _cudnn_fp8,
-            Needs(since=HOPPER, until=9, dtypes=HALF, head_dims=(128,)),
-            _why_not_fp8,
-            fp8=True,
-            counts=False,
-        ),
-        SparseKernel(
-            "cudnn",
-            "cuDNN frontend, bf16, blocks of 128",
-            _cudnn,
-            Needs(since=HOPPER, until=12, dtypes=HALF, head_dims=(64, 128)),
-            CUDNN_SPARSE.why_not,
-        ),
-        SparseKernel(
-            "flex",
-            "torch's FlexAttention, blocks of 128",
-            _flex,
-            Needs(since=AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)),
-        ),
-        SparseKernel(
-            "math", "the formula, blocks of any length: for tests and small videos", _reference, any_block=True
-        ),
+        SparseKernel("cudnn-fp8", "cuDNN frontend, FP8, blocks of 128", _function("cudnn.sparse_fp8"),
+                     Needs(HOPPER, 9, HALF, (128,)), _why_not_fp8, fp8=True, counts=False),
+        SparseKernel("cudnn", "cuDNN frontend, bf16, blocks of 128", _function("cudnn.sparse_bf16"),
+                     Needs(HOPPER, 12, HALF, (64, 128)), CUDNN_SPARSE.why_not),
+        SparseKernel("flex", "torch's FlexAttention, blocks of 128", _function("flex.sparse_flex"),
+                     Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128))),
+        SparseKernel("math", "the formula, blocks of any length: for tests and small videos",
+                     _function("reference.sparse_reference"), any_block=True),
     )
-}
+}  # fmt: skip
 AUTO = ("cudnn", "flex", "math")
 
 
@@ -148,6 +101,4 @@ def block_length(kernel: SparseKernel, tokens: int) -> int:
 
 def expected_block(name: str, tokens: int) -> int:
     """The block length of the kernel that `name` stands for, whatever runs here."""
-    return block_length(
-        KERNELS["math" if name == "auto" else name], tokens
-    )  # auto: as `math`, also where there are many
+    return block_length(KERNELS["math" if name == "auto" else name], tokens)  # auto: also where there are many

@@ -11,12 +11,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.family import Family, Inputs, Task
+from wan_core.models.wan.families.family import Family, Inputs
 from wan_core.models.wan.families.wan.keys import diffusers_modules, diffusers_names, official_names, parameter_names
 from wan_core.models.wan.families.wan.recognise import choose, read_config
 from wan_core.models.wan.families.wan.tasks import TASKS
@@ -35,16 +35,9 @@ def _model_class(config: DiTConfig) -> type[WanModel]:
     return ImageWanModel
 
 
-def _image_inputs(*given: Any) -> Inputs:
-    from wan_core.models.wan.families.wan.inputs import image_inputs
-
-    return image_inputs(*given)
-
-
-def _read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
-    from wan_core.models.wan.families.wan.inputs import read_conditioning
-
-    return read_conditioning(task, vae, extras, latent)
+def _inputs(name: str) -> Callable[..., Inputs]:
+    """The function `name` of `inputs`, which imports torch, imported when it is called."""
+    return lambda *given: getattr(import_module("wan_core.models.wan.families.wan.inputs"), name)(*given)
 
 
 WAN = Family(
@@ -56,7 +49,7 @@ WAN = Family(
     config=read_config,
     choose=choose,
     model_class=_model_class,
-    image_inputs=_image_inputs,
+    image_inputs=_inputs("image_inputs"),
     conditioning_keys=frozenset({"concat_latent_image", "concat_mask", "clip_vision_output"}),
-    read_conditioning=_read_conditioning,
+    read_conditioning=_inputs("read_conditioning"),
 )

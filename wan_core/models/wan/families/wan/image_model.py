@@ -24,11 +24,7 @@ class ImageEmbedding(nn.Module):
     def __init__(self, image_dim: int, dim: int) -> None:
         super().__init__()
         self.proj = nn.Sequential(
-            nn.LayerNorm(image_dim),
-            Linear(image_dim, image_dim),
-            nn.GELU(),
-            Linear(image_dim, dim),
-            nn.LayerNorm(dim),
+            nn.LayerNorm(image_dim), Linear(image_dim, image_dim), nn.GELU(), Linear(image_dim, dim), nn.LayerNorm(dim)
         )
 
     def forward(self, features: Tensor) -> Tensor:

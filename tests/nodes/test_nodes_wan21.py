@@ -1,0 +1,145 @@
+"""Wan 2.1 image-to-video in a running ComfyUI, whose own nodes compute the CLIP features: the shared workflow, with
+files of random weights under the names that it gives."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.nodes.test_nodes_comfy import node
+from tests.nodes.test_workflows import api_form
+from tests.pipeline.test_wan21 import IMAGE_TO_VIDEO, written
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.config import LoadOptions, Request
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+SIZE = {"width": 48, "height": 32, "frames": 5}
+PLAN = {"steps": 2, "seed": 3}
+WIDTH, WIDE, LAYERS, TOKENS, PATCH = 1280, 5120, 32, 257, 14  # of the vision encoder: ComfyUI knows no other size
+LARGE = 2**20  # numbers; larger weights are zero, and a sparse file holds them
+
+
+def vision_shapes() -> dict[str, list[int]]:
+    """As `clip_vision_h.safetensors` has them."""
+    shapes = {
+        "embeddings.class_embedding": [WIDTH],
+        "embeddings.patch_embedding.weight": [WIDTH, 3, PATCH, PATCH],
+        "embeddings.position_embedding.weight": [TOKENS, WIDTH],
+        "post_layernorm.weight": [WIDTH],
+        "post_layernorm.bias": [WIDTH],
+        "pre_layrnorm.weight": [WIDTH],
+        "pre_layrnorm.bias": [WIDTH],
+    }
+    for layer in (f"encoder.layers.{n}" for n in range(LAYERS)):
+        for name in ("layer_norm1", "layer_norm2"):
+            shapes |= {f"{layer}.{name}.weight": [WIDTH], f"{layer}.{name}.bias": [WIDTH]}
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes |= {f"{layer}.self_attn.{name}.weight": [WIDTH, WIDTH], f"{layer}.self_attn.{name}.bias": [WIDTH]}
+        shapes |= {f"{layer}.mlp.fc1.weight": [WIDE, WIDTH], f"{layer}.mlp.fc1.bias": [WIDE]}
+        shapes |= {f"{layer}.mlp.fc2.weight": [WIDTH, WIDE], f"{layer}.mlp.fc2.bias": [WIDTH]}
+    named = {f"vision_model.{name}": shape for name, shape in shapes.items()}
+    return {**named, "visual_projection.weight": [1024, WIDTH]}
+
+
+def write_vision(path: Path) -> None:
+    """The whole encoder in fp16, 1.3 GB of which few are on the disk."""
+    shapes, header, end = vision_shapes(), {}, 0
+    for name, shape in shapes.items():
+        header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [end, end + 2 * math.prod(shape)]}
+        end += 2 * math.prod(shape)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    draw = np.random.default_rng(4)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, shape in shapes.items():
+            if math.prod(shape) < LARGE:
+                values = draw.normal(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.02, shape)
+                file.seek(8 + len(text) + header[name]["data_offsets"][0])
+                file.write(values.astype(np.float16).tobytes())
+        file.truncate(8 + len(text) + end)
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    base = make_base(tmp_path_factory.mktemp("comfyui"))
+    for folder in ("diffusion_models", "text_encoders", "vae", "clip_vision"):
+        (base / "models" / folder).mkdir()
+    written(IMAGE_TO_VIDEO, base / "models" / "diffusion_models" / "wan2.1_i2v_480p_14B_fp16.safetensors")
+    shutil.copy(TINY / "text_encoder.safetensors", base / "models" / "text_encoders" / "umt5_xxl_fp16.safetensors")
+    vae = load_file(TINY / "vae.safetensors")  # without its own statistics of latents: with Wan 2.1's
+    write_safetensors(vae, base / "models" / "vae" / "wan_2.1_vae.safetensors", {"format": "pt"})
+    write_vision(base / "models" / "clip_vision" / "clip_vision_h.safetensors")
+    for seed, name in enumerate(("example.png", "other.png")):
+        few = np.random.default_rng(seed).integers(0, 255, (2, 3, 3), dtype=np.uint8)
+        Image.fromarray(few).resize((300, 200), Image.Resampling.BICUBIC).save(base / "input" / name)
+    server = ComfyUI(find_comfyui(), base)
+    yield server
+    server.stop()
+
+
+def of_kind(graph: Graph, kind: str) -> dict[str, object]:
+    [found] = [one["inputs"] for one in graph.values() if one["class_type"] == kind]
+    return found
+
+
+def smaller(**changes: object) -> Graph:
+    graph = api_form("image_to_video_wan21")
+    of_kind(graph, "WanCoreImageToVideo").update(SIZE)
+    of_kind(graph, "WanCoreSampler").update(PLAN)
+    [sampler] = [key for key, one in graph.items() if one["class_type"] == "WanCoreSampler"]
+    return graph | {"kept": node("SaveLatent", samples=[sampler, 0], filename_prefix="kept")} | changes
+
+
+def latents_of(comfy: ComfyUI, graph: Graph) -> torch.Tensor:
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    [saved] = run.outputs["kept"]["latents"]
+    return load_file(comfy.base / saved["type"] / saved["subfolder"] / saved["filename"])["latent_tensor"]
+
+
+def test_the_workflow_makes_what_the_command_line_makes(comfy: ComfyUI) -> None:
+    graph = smaller()
+    theirs = latents_of(comfy, graph)
+    models = {folder.name: next(folder.iterdir()) for folder in (comfy.base / "models").iterdir()}
+    options = LoadOptions(
+        high=str(models["diffusion_models"]),
+        text_encoder=str(models["text_encoders"]),
+        vae=str(models["vae"]),
+        clip_vision=str(models["clip_vision"]),
+        device="cpu",
+    )
+    text = of_kind(graph, "WanCoreTextEncode")
+    image = str(comfy.base / "input" / "example.png")
+    prompts = {"prompt": str(text["positive"]), "negative_prompt": str(text["negative"])}
+    result = Pipeline.load(options).generate(Request(**prompts, image=image, **SIZE, **PLAN))
+    assert result.latents.shape == theirs.shape
+    error = (result.latents - theirs).norm() / theirs.norm()
+    assert error < 1e-3, f"{error}"  # ComfyUI resizes with antialiasing and rounds; the reference and the engine do not
+
+
+def test_the_features_of_another_picture_count(comfy: ComfyUI) -> None:
+    graph = smaller(other=node("LoadImage", image="other.png"))
+    one = latents_of(comfy, graph)
+    of_kind(graph, "CLIPVisionEncode")["image"] = ["other", 0]
+    assert not torch.equal(latents_of(comfy, graph), one)
+
+
+def test_without_features_it_says_what_to_connect(comfy: ComfyUI) -> None:
+    graph = smaller()
+    of_kind(graph, "WanCoreImageToVideo").pop("clip_vision_output")
+    run = comfy.run(graph)
+    assert not run.ok and "load clip_vision_h.safetensors with CLIPVisionLoader" in str(run.status)
