@@ -14,25 +14,29 @@ import struct
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from functools import cache
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
+from tools.hostile.changes import flipped
+from tools.hostile.checkpoints import (
+    HEADERS,
+    METADATA,
+    NAMES,
+    PROGRAMS,
+    base,
+    base_pickle,
+    joined,
+    repacked,
+    split,
+    weights,
+    with_header,
+)
 from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, load_vae, open_checkpoint
-from wan_core.checkpoint.save import write_safetensors
-from wan_core.models.text.config import TextConfig
-from wan_core.models.text.umt5 import UMT5Encoder
-from wan_core.models.vae.config import VAE_21, VAE_22
-from wan_core.models.vae.vae import VideoVAE
-from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.model import WanModel
 
 SECONDS = 5.0  # for one example; the slowest takes a tenth of it on an idle core
 HEADROOM = 768 * 2**20  # of address space, above what the process has already
@@ -56,52 +60,6 @@ def capped() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + HEADROOM, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-# ---------------------------------------------------------------------------------------------------------- sound files
-
-NAMES = ("dit", "text", "vae 2.1", "vae 2.2")
-DIT = DiTConfig(in_channels=2, out_channels=2, dim=8, ffn_dim=8, num_heads=2, num_layers=1, text_dim=4, freq_dim=4)
-TEXT = TextConfig(vocab_size=16, dim=4, dim_attn=4, dim_ffn=4, num_heads=2, num_layers=1)
-SMALL = {"dim_mult": (1, 1), "num_res_blocks": 1, "temporal_downsample": (True,)}
-METADATA = {"num_heads": "2", "format": "pt"}
-
-
-@cache
-def weights(name: str) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    modules: dict[str, Callable[[], nn.Module]] = {
-        "dit": lambda: WanModel(DIT),
-        "text": lambda: UMT5Encoder(TEXT),
-        "vae 2.1": lambda: VideoVAE(replace(VAE_21, encoder_dim=2, decoder_dim=2, **SMALL)),
-        "vae 2.2": lambda: VideoVAE(replace(VAE_22, encoder_dim=2, decoder_dim=2, **SMALL)),
-    }
-    state = {n: t.detach().to(torch.float16) for n, t in modules[name]().state_dict().items()}
-    return {**state, "spiece_model": torch.arange(20, dtype=torch.uint8)} if name == "text" else state
-
-
-@cache
-def base(name: str) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        write_safetensors(weights(name), Path(folder) / "x", METADATA)
-        return (Path(folder) / "x").read_bytes()
-
-
-@cache
-def base_pickle(name: str) -> bytes:
-    file = io.BytesIO()
-    torch.save(weights(name), file)
-    return file.getvalue()
-
-
-def split(content: bytes) -> tuple[dict, bytes]:
-    end = 8 + int.from_bytes(content[:8], "little")
-    return json.loads(content[8:end]), content[end:]
-
-
-def joined(header: object, values: bytes) -> bytes:
-    text = json.dumps(header).encode("utf-8", "surrogatepass")
-    return len(text).to_bytes(8, "little") + text + values
 
 
 # --------------------------------------------------------------------------------------------------------- the property
@@ -167,13 +125,6 @@ def test_truncated_pickle(name: str, data: st.DataObject) -> None:
 
 
 flips = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=6)
-
-
-def flipped(content: bytes, where: list[tuple[float, int]], begin: int, end: int) -> bytes:
-    changed = bytearray(content)
-    for place, mask in where:
-        changed[begin + int(place * (end - begin))] ^= mask
-    return bytes(changed)
 
 
 @settings(quick, max_examples=150)
@@ -254,22 +205,9 @@ def test_duplicated_names() -> None:
     assert survives(len(text).to_bytes(8, "little") + text.encode() + values) is None  # the second wins, as in JSON
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"{" + b'"a":[' * 5000,
-        b'{"a":' + b"[" * 100_000,
-        b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}',
-        b'{"a":{"dtype":"F32","shape":[' + b",".join([b"9" * 18] * 20_000) + b'],"data_offsets":[0,4]}}',
-        b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}',
-        b"{" + b",".join(b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}' % n for n in range(20_000)) + b"}",
-        b'{"\xff":1}',
-        b"{}",
-        b"{}" + b"\0" * 50,
-    ],
-)
+@pytest.mark.parametrize("header", HEADERS)
 def test_hostile_headers(header: bytes) -> None:
-    assert survives(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert survives(with_header(header))
 
 
 # --------------------------------------------------------------------------- files that are sound and say absurd things
@@ -351,16 +289,6 @@ def test_absurd_index(index: bytes) -> None:
 # ------------------------------------------------------------------------------------------------------ hostile pickles
 
 
-def repacked(program: Callable[[bytes], bytes], name: str = "dit") -> bytes:
-    """The archive of `name` with another pickle, its checksums right."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(base_pickle(name))) as old, zipfile.ZipFile(file, "w") as new:
-        for member in old.infolist():
-            content = old.read(member)
-            new.writestr(member.filename, program(content) if member.filename.endswith("data.pkl") else content)
-    return file.getvalue()
-
-
 @settings(quick, max_examples=150)
 @given(name=st.sampled_from(NAMES), where=flips)
 def test_flipped_pickle(name: str, where: list[tuple[float, int]]) -> None:
@@ -377,25 +305,7 @@ def test_spliced_pickle(at: float, new: bytes, cut: int) -> None:
     survives(repacked(splice), "model.pth")
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        b"\x80\x02cos\nsystem\nX\x02\0\0\0lsR\x85.",
-        b"\x80\x02r\xff\xff\xff\x7fN.",  # a memo index of two thousand million
-        b"\x80\x02X\xff\xff\xff\x7fabc.",  # a string of two gigabytes
-        b"\x80\x02\x8b\xff\xff\xff\x7f\x01.",  # an integer of two gigabytes
-        b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
-        b"\x80\x02ctorch\nSize\nJ\xff\xff\xff\x7f\x85R.",
-        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.",
-        b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\0\0\0itemsK\x01sb.",
-        b"\x80\x02ccollections\nOrderedDict\n)RX\x05\0\0\0modelccollections\nOrderedDict\n)R}X\x05\0\0\0itemsK\x01sbs.",
-        b"\x80\x02ctorch.storage\nUntypedStorage\n\x8a\x06\0\0\0\0\0\x10\x85R.",
-        b"\x80\x02ctorch._utils\n_rebuild_meta_tensor_no_storage\n)R.",
-        b"\x80\x02N.",
-        b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7fN.",
-        b"",
-    ],
-)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_hostile_pickles(program: bytes) -> None:
     assert survives(repacked(lambda _: program), "model.pth")
 

@@ -15,9 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint.test_checkpoint_fuzz import capped, flipped, flips, survives
+from tests.checkpoint.test_checkpoint_fuzz import capped, flips, survives
 from tests.gguf_files import llama_name, matrices, tokenizer_notes, write
 from tests.ops.test_mx import stored
+from tools.hostile.changes import flipped
 from wan_core.checkpoint import load_text_encoder
 from wan_core.checkpoint.gguf_file import open_gguf
 from wan_core.checkpoint.random import random_module

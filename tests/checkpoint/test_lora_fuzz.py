@@ -5,58 +5,22 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
+from tools.hostile.lora import LORA_MODEL, base_lora, lora_state
 from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.models.wan.config import DiTConfig
 
 CPU = torch.device("cpu")
-CONFIG = DiTConfig(in_channels=2, out_channels=2, dim=8, ffn_dim=16, num_heads=2, num_layers=2, text_dim=4, freq_dim=4)
-SHAPES = expected_shapes(CONFIG)
+SHAPES = expected_shapes(LORA_MODEL)
 quick = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@cache
-def sound() -> dict[str, Tensor]:
-    """A bit of everything."""
-    torch.manual_seed(0)
-
-    def pair(name: str, n: int, k: int) -> dict[str, Tensor]:
-        return {f"{name}.lora_down.weight": torch.randn(2, k), f"{name}.lora_up.weight": torch.randn(n, 2)}
-
-    return {
-        **pair("diffusion_model.blocks.0.self_attn.q", 8, 8),
-        "diffusion_model.blocks.0.self_attn.q.alpha": torch.tensor(2.0),
-        **pair("diffusion_model.blocks.1.ffn.0", 16, 8),
-        "diffusion_model.blocks.1.ffn.0.dora_scale": torch.rand(16, 1),
-        "diffusion_model.blocks.0.ffn.2.diff": torch.randn(8, 16),
-        "diffusion_model.blocks.0.ffn.2.diff_b": torch.randn(8),
-        "diffusion_model.blocks.1.diff_m": torch.randn(1, 6, 8),
-        "lora_unet_blocks_1_cross_attn_k.hada_w1_a": torch.randn(8, 1),
-        "lora_unet_blocks_1_cross_attn_k.hada_w1_b": torch.randn(1, 8),
-        "lora_unet_blocks_1_cross_attn_k.hada_w2_a": torch.randn(8, 2),
-        "lora_unet_blocks_1_cross_attn_k.hada_w2_b": torch.randn(2, 8),
-        "lora_unet_blocks_1_cross_attn_v.lokr_w1": torch.randn(2, 4),
-        "lora_unet_blocks_1_cross_attn_v.lokr_w2_a": torch.randn(4, 1),
-        "lora_unet_blocks_1_cross_attn_v.lokr_w2_b": torch.randn(1, 2),
-    }
-
-
-@cache
-def base() -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        write_safetensors(sound(), Path(folder) / "x", {"format": "pt"})
-        return (Path(folder) / "x").read_bytes()
 
 
 def survives(content: bytes) -> str | None:
@@ -86,32 +50,32 @@ def apply(lora) -> None:
 
 
 def test_the_file_is_sound():
-    assert survives(base()) is None
-    lora = read_lora(sound(), SHAPES)
+    assert survives(base_lora()) is None
+    lora = read_lora(lora_state(), SHAPES)
     assert not lora.ignored and len(lora.changes) == 7
 
 
 @settings(quick, max_examples=80)
 @given(st.data())
 def test_bytes_changed(data):
-    content = bytearray(base())
+    content = bytearray(base_lora())
     for _ in range(data.draw(st.integers(1, 6))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     survives(bytes(content))
 
 
 @settings(quick, max_examples=40)
-@given(st.integers(0, len(base()) - 1), st.binary(max_size=40))
+@given(st.integers(0, len(base_lora()) - 1), st.binary(max_size=40))
 def test_cut_short_and_appended(end, more):
-    content = base()[:end] + more
-    assert survives(content) is not None or len(content) == len(base())  # only values changed
+    content = base_lora()[:end] + more
+    assert survives(content) is not None or len(content) == len(base_lora())  # only values changed
 
 
 @settings(quick, max_examples=80)
 @given(st.data())
 def test_names_shapes_and_dtypes_mixed_up(data):
     """A sound container of the wrong tensors."""
-    state = dict(sound())
+    state = dict(lora_state())
     for _ in range(data.draw(st.integers(1, 5))):
         name = data.draw(st.sampled_from(sorted(state))) if state else ""
         what = data.draw(st.sampled_from(["drop", "rename", "shape", "dtype", "swap", "value"]))
@@ -145,8 +109,8 @@ def test_names_shapes_and_dtypes_mixed_up(data):
 @settings(quick, max_examples=30)
 @given(st.data())
 def test_headers_that_lie(data):
-    length = int.from_bytes(base()[:8], "little")
-    header, values = json.loads(base()[8 : 8 + length]), base()[8 + length :]
+    length = int.from_bytes(base_lora()[:8], "little")
+    header, values = json.loads(base_lora()[8 : 8 + length]), base_lora()[8 + length :]
     name = data.draw(st.sampled_from(sorted(n for n in header if n != "__metadata__")))
     numbers = st.sampled_from([-1, 0, 1, 2, 2**31, 2**63, 10**30, 1.5, None, "x", True])
     entry = header[name]

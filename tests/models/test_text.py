@@ -14,6 +14,8 @@ from transformers import UMT5EncoderModel
 
 from tests.reference_models import transformers_encoder
 from wan_core.checkpoint.layouts_text import expected_shapes, hf_text_names, text_config
+from wan_core.cli import doctor
+from wan_core.config.limits import MAX_TOKENIZER
 from wan_core.media.shapes import SCENES
 from wan_core.models.text.config import UMT5_XXL, TextConfig
 from wan_core.models.text.tokenizer import Tokenizer, clean
@@ -331,3 +333,26 @@ def test_too_many_buckets_are_refused():
     positions = {f"blocks.{i}.pos_embedding.embedding.weight": (65536, 4) for i in range(3)}
     with pytest.raises(ValueError, match="65536 position buckets"):
         text_config({**expected_shapes(SMALL), **positions}, {"relative_attention_max_distance": "99999"})
+
+
+@pytest.mark.parametrize(
+    ("version", "works"), [("0.2.3", True), ("0.3.0rc1", True), ("0.2.1", False), ("0.1.99", False)]
+)
+def test_an_old_sentencepiece_is_refused(proto, monkeypatch, version, works):
+    """Before 0.2.3, a damaged model ends the process."""
+    monkeypatch.setattr(sentencepiece, "__version__", version)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda _: version)
+    note = doctor.examine("cpu")["libraries"]["sentencepiece"]["note"]
+    if works:
+        assert len(Tokenizer(proto)) and note is None
+        return
+    with pytest.raises(ValueError, match=rf"sentencepiece {version} is installed.*pip install --upgrade") as refused:
+        Tokenizer(proto)
+    assert note == str(refused.value)
+
+
+def test_a_tokenizer_that_is_too_large_is_not_read(tmp_path):
+    with (tmp_path / "spiece.model").open("wb") as file:
+        file.truncate(MAX_TOKENIZER + 1)
+    with pytest.raises(ValueError, match=f"{MAX_TOKENIZER + 1} bytes, and at most {MAX_TOKENIZER}"):
+        Tokenizer.from_file(tmp_path / "spiece.model")

@@ -24,17 +24,16 @@ from torch import Tensor
 
 from wan_core.checkpoint import gguf_tokenizer
 from wan_core.checkpoint.errors import CheckpointError, listing
-from wan_core.checkpoint.opened import Checkpoint, TensorInfo, short_path
+from wan_core.checkpoint.opened import Checkpoint, TensorInfo, check_names, short_path
 from wan_core.checkpoint.safetensors_file import MAX_DIMENSIONS, map_file
+from wan_core.config.limits import MAX_HEADER, MAX_TENSORS
 from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.quant.packed import Packed
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_METADATA = 65_536
-MAX_TENSORS = 1_000_000
-MAX_STRING = 2**24
-MAX_ARRAY = 2**24  # a tokenizer has a quarter of a million pieces
+MAX_TEXTS = 2**19  # in all lists together: a tokenizer has a quarter of a million pieces
 ARRAY, STRING, BOOL = 9, 8, 7
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 PLAIN = {
@@ -72,6 +71,7 @@ class Cursor:
     data: mmap.mmap
     where: str
     at: int = 0
+    texts: int = 0  # in lists so far
 
     def fault(self, text: str) -> CheckpointError:
         return CheckpointError(f"damaged header ({text}). Download it again.", where=self.where)
@@ -84,6 +84,8 @@ class Cursor:
                 f"truncated: its header goes beyond the {len(self.data)} bytes of the file. Download it again.",
                 where=self.where,
             )
+        if self.at > MAX_HEADER:
+            raise self.fault(f"it has more than {MAX_HEADER} bytes")
         return begin
 
     def number(self, code: str) -> int:
@@ -92,8 +94,6 @@ class Cursor:
 
     def string(self) -> str:
         length = self.number("Q")
-        if length > MAX_STRING:
-            raise self.fault(f"a text of {length} bytes")
         begin = self.skip(length)
         try:
             return self.data[begin : begin + length].decode("utf-8")
@@ -109,8 +109,11 @@ class Cursor:
         if kind != ARRAY:
             raise self.fault(f"a metadata value of the unknown type {kind}")
         items, count = self.number("I"), self.number("Q")
-        if (items not in SCALARS and items != STRING) or count > MAX_ARRAY:
+        if items not in SCALARS and items != STRING:
             raise self.fault(f"a list of {count} values of type {items}")
+        self.texts += count if items == STRING else 0
+        if self.texts > MAX_TEXTS:
+            raise self.fault(f"lists of {self.texts} texts, and at most {MAX_TEXTS} are read")
         array = Array(items, count, self.at)
         if items == STRING:
             for _ in range(count):
@@ -189,7 +192,10 @@ def _header(cursor: Cursor) -> tuple[dict[str, object], list[Stored]]:
         )
     tensors, count = cursor.number("Q"), cursor.number("Q")
     if tensors > MAX_TENSORS or count > MAX_METADATA:
-        raise cursor.fault(f"it claims {tensors} tensors and {count} metadata entries")
+        raise cursor.fault(
+            f"it claims {tensors} tensors and {count} metadata entries, and at most {MAX_TENSORS} and {MAX_METADATA}"
+            " are read"
+        )
     metadata: dict[str, object] = {}
     for _ in range(count):
         name = cursor.string()
@@ -231,6 +237,7 @@ def _placed(stored: list[Stored], metadata: dict[str, object], cursor: Cursor, a
     found = [_sized(entry, metadata, cursor) for entry in stored]
     if not found:
         raise CheckpointError("a GGUF file without tensors. Download it again.", where=cursor.where)
+    check_names({entry.name for entry in found}, cursor.where)
     if len({entry.name for entry in found}) < len(found):
         raise cursor.fault("a tensor's name appears twice")
     end = 0

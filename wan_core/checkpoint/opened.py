@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint.errors import CheckpointError, listing
+from wan_core.config.limits import MAX_NAME, MAX_TENSORS
 from wan_core.ops.quant.packed import Packed
 
 
@@ -141,6 +142,18 @@ def short_path(path: Path) -> str:
     return "/".join(path.absolute().parts[-2:])
 
 
+def check_names(names: Collection[str], where: str) -> None:
+    """Raise CheckpointError for more tensors, or longer names, than any model has."""
+    if len(names) > MAX_TENSORS:
+        raise CheckpointError(f"it holds {len(names)} tensors, and at most {MAX_TENSORS} are read", where=where)
+    longest = max(names, key=len, default="")
+    if len(longest) > MAX_NAME:
+        raise CheckpointError(
+            f"a tensor's name has {len(longest)} characters ({longest[:60]}...), and at most {MAX_NAME} are allowed",
+            where=where,
+        )
+
+
 def from_state_dict(state: Mapping[str, Tensor], where: str, path: Path | None = None) -> Checkpoint:
     """A checkpoint over tensors that are already in memory. Every entry must be a plain tensor that owns its values."""
     odd = [
@@ -152,6 +165,7 @@ def from_state_dict(state: Mapping[str, Tensor], where: str, path: Path | None =
         raise CheckpointError(f"a state dict of named tensors was expected, but it holds {listing(odd)}", where=where)
     if not state:
         raise CheckpointError("it holds no tensors", where=where)
+    check_names(state, where)
     for name, value in state.items():
         _check_plain(name, value, where)
     tensors = {n: TensorInfo(tuple(t.shape), t.dtype, t.numel() * t.element_size()) for n, t in state.items()}
@@ -181,6 +195,7 @@ def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mappin
                     f"the tensor {name} is in two shards, {owner[name].describe()} and {shard.describe()}", where=where
                 )
             tensors[name], owner[name] = info, shard
+        check_names(tensors, where)
         places |= shard.places
         for key, value in shard.metadata.items():
             merged.setdefault(key, value)

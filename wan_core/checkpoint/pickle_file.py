@@ -1,11 +1,13 @@
 """Torch checkpoints (`.pth`, `.pt`, `.bin`): zip archives of a pickle and one stored member per tensor storage.
 
 torch reads them with `weights_only=True`, which runs no code. Its list of allowed names includes some that allocate any
-number of bytes (`UntypedStorage`, `bytearray`), so the pickle's size and names are checked before.
+number of bytes (`UntypedStorage`, `bytearray`), so the pickle's size, names and nesting are checked before.
 """
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import pickletools
 import struct
@@ -20,8 +22,10 @@ from torch import Tensor
 
 from wan_core.checkpoint.errors import CheckpointError, listing
 from wan_core.checkpoint.opened import Checkpoint, from_state_dict, short_path
+from wan_core.config.limits import MAX_DIRECTORY, MAX_PICKLE, MAX_TENSORS
 
-MAX_PICKLE = 64 * 1024 * 1024  # the pickle holds names and shapes only: 0.2 MB for the largest Wan checkpoint
+MAX_OPERATIONS = 25 * MAX_TENSORS  # torch.save writes about 25 for each tensor
+MAX_NESTING = 8  # tuples in tuples; torch.save writes 3
 _NESTED = ("state_dict", "model", "model_state_dict", "module")
 
 # Names that a state dict of ordinary tensors needs.
@@ -68,14 +72,31 @@ def open_pickle(path: Path) -> Checkpoint:
     return from_state_dict(_state_dict(loaded, where), where, path)
 
 
+class _Archive(io.BufferedReader):
+    """A file that refuses large reads: `zipfile` reads the list of members at once, and makes an object of each."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        wanted = size if size is not None and size >= 0 else os.fstat(self.fileno()).st_size - self.tell()
+        if wanted > MAX_DIRECTORY:
+            raise zipfile.BadZipFile(f"its list of members has {wanted} bytes, and at most {MAX_DIRECTORY} are read")
+        return super().read(size)
+
+
 def _program(path: Path, where: str) -> bytes:
     """The archive's one pickle, which must be small and uncompressed."""
-    with zipfile.ZipFile(path) as archive:
-        pickles = [member for member in archive.infolist() if member.filename.endswith("/data.pkl")]
-        if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE or pickles[0].compress_type != zipfile.ZIP_STORED:
+    with _Archive(io.FileIO(path)) as file, zipfile.ZipFile(file) as archive:
+        # torch finds the member whatever the case of its name.
+        pickles = [member for member in archive.infolist() if member.filename.lower().endswith("/data.pkl")]
+        if len(pickles) != 1 or pickles[0].compress_type != zipfile.ZIP_STORED:
             raise CheckpointError(
                 "a zip archive, but not one that torch.save wrote (it has no data.pkl, or a compressed one). If it is a"
                 " download, unpack it first.",
+                where=where,
+            )
+        if pickles[0].file_size > MAX_PICKLE:
+            raise CheckpointError(
+                f"its data.pkl has {pickles[0].file_size} bytes, and at most {MAX_PICKLE} are read. Save the state dict"
+                " alone, or use a safetensors file.",
                 where=where,
             )
         return archive.read(pickles[0])
@@ -84,18 +105,82 @@ def _program(path: Path, where: str) -> bytes:
 def _check_program(program: bytes, where: str) -> None:
     """The pickle may name tensors and containers, nothing else."""
     refused: set[str] = set()
-    for opcode, argument, _ in pickletools.genops(program):
+    nesting = _Nesting()
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(program)):
+        if count > MAX_OPERATIONS:
+            raise CheckpointError(
+                f"its pickle has more than {MAX_OPERATIONS} instructions, {MAX_TENSORS} tensors need fewer. Use a"
+                " safetensors file.",
+                where=where,
+            )
         if opcode.name == "GLOBAL":
             if argument not in _ALLOWED:
                 refused.add(str(argument).replace(" ", "."))
         elif opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"):
             refused.add(opcode.name)
+        if not nesting.follow(opcode, argument):
+            refused.add("tuples inside tuples")
+            break
     if refused:
         raise CheckpointError(
             f"refused: its pickle asks for {listing(sorted(refused))}. A checkpoint may hold tensors only:"
             " anything else can run code on this machine. Use a safetensors file.",
             where=where,
         )
+
+
+class _Nesting:
+    """Follows how deep tuples are nested in each value on the pickle's stack.
+
+    A tuple that is used as a key is hashed, part by part: one that contains the same tuple several times takes time
+    that doubles with each level, and a deep one overflows the stack.
+    """
+
+    _MARK = -1
+
+    def __init__(self) -> None:
+        self.stack: list[int] = []
+        self.memo: dict[int, int] = {}
+
+    def follow(self, opcode: pickletools.OpcodeInfo, argument: Any) -> bool:
+        """Apply one instruction. False: it nests tuples too deep, or takes a tuple a second time."""
+        name = opcode.name
+        if name == "MARK":
+            self.stack.append(self._MARK)
+        elif name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
+            slot = len(self.memo) if argument is None else int(argument)
+            self.memo[slot] = self.stack[-1] if self.stack else 0
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            self.stack.append(self.memo.get(int(argument), 0))
+            return self.stack[-1] <= 0
+        elif name.startswith("TUPLE"):
+            inside = self._popped(int(name[5:])) if name[5:] else self._popped_to_mark()
+            self.stack.append(1 + max(inside, default=0))
+            return self.stack[-1] <= MAX_NESTING
+        elif name in ("DUP", "POP", "POP_MARK"):  # torch.save writes none
+            return False
+        else:
+            self._other(opcode)
+        return True
+
+    def _other(self, opcode: pickletools.OpcodeInfo) -> None:
+        before = opcode.stack_before
+        if pickletools.markobject in before:
+            self._popped_to_mark()
+            before = before[: before.index(pickletools.markobject)]
+        self._popped(len(before))
+        self.stack += [0] * len(opcode.stack_after)
+
+    def _popped(self, count: int) -> list[int]:
+        found = self.stack[len(self.stack) - min(count, len(self.stack)) :]
+        del self.stack[len(self.stack) - len(found) :]
+        return found
+
+    def _popped_to_mark(self) -> list[int]:
+        found: list[int] = []
+        while self.stack and (value := self.stack.pop()) != self._MARK:
+            found.append(value)
+        return found
 
 
 def _state_dict(loaded: Any, where: str) -> Mapping[str, Tensor]:

@@ -21,7 +21,8 @@ from wan_core.checkpoint.gguf_file import MAGIC, open_gguf
 from wan_core.checkpoint.microscaled import with_packed
 from wan_core.checkpoint.opened import Checkpoint, TensorInfo, from_state_dict, merge, short_path
 from wan_core.checkpoint.pickle_file import open_pickle
-from wan_core.checkpoint.safetensors_file import MAX_HEADER, open_safetensors
+from wan_core.checkpoint.safetensors_file import open_safetensors
+from wan_core.config.limits import MAX_JSON
 
 __all__ = ["Checkpoint", "Source", "TensorInfo", "open_checkpoint"]
 
@@ -222,8 +223,12 @@ def _config_metadata(folder: Path) -> dict[str, str]:
 
 
 def _json(path: Path, where: str) -> Any:
-    if path.stat().st_size > MAX_HEADER:
-        raise CheckpointError(f"too large for a JSON file ({path.stat().st_size} bytes)", where=where)
+    if path.stat().st_size > MAX_JSON:
+        raise CheckpointError(
+            f"too large for this kind of JSON file: {path.stat().st_size} bytes, and at most {MAX_JSON} are read."
+            " Download it again.",
+            where=where,
+        )
     try:
         return json.loads(path.read_bytes().decode("utf-8"))
     except (ValueError, RecursionError) as fault:

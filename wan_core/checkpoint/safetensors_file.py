@@ -24,9 +24,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from wan_core.checkpoint.errors import CheckpointError
-from wan_core.checkpoint.opened import Checkpoint, TensorInfo, short_path
+from wan_core.checkpoint.opened import Checkpoint, TensorInfo, check_names, short_path
+from wan_core.config.limits import MAX_HEADER, MAX_TENSORS
 
-MAX_HEADER = 100_000_000  # the reference reader's limit
 MAX_DIMENSIONS = 8
 
 DTYPES: dict[str, torch.dtype] = {
@@ -55,6 +55,7 @@ def open_safetensors(path: Path) -> Checkpoint:
     with path.open("rb") as file:
         begin, header = _header(file, path, where)
         metadata = header.pop("__metadata__", None) or {}
+        check_names(header, where)
         tensors = {name: _info(name, entry, where) for name, entry in header.items()}
         if not tensors:
             raise CheckpointError("it holds no tensors", where=where)
@@ -72,7 +73,8 @@ def _header(file: BinaryIO, path: Path, where: str) -> tuple[int, dict[str, Any]
     size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
     if length > MAX_HEADER and size >= 8:
         raise CheckpointError(
-            f"damaged: its header claims {length} bytes, and at most {MAX_HEADER} are allowed. Download it again.",
+            f"its header has {length} bytes, and at most {MAX_HEADER} are read. Download it again, or save it without"
+            " its metadata.",
             where=where,
         )
     if size < 8 + max(length, 2):
@@ -80,10 +82,14 @@ def _header(file: BinaryIO, path: Path, where: str) -> tuple[int, dict[str, Any]
             f"truncated: its header needs {8 + max(length, 2)} bytes, the file has {size}. Download it again.",
             where=where,
         )
+    text = file.read(length)
+    claimed = text.count(b'"data_offsets"')
+    if claimed > MAX_TENSORS:
+        raise CheckpointError(f"it holds {claimed} tensors, and at most {MAX_TENSORS} are read", where=where)
     try:
         with safe_open(path, framework="np"):
             pass
-        return 8 + length, json.loads(file.read(length))
+        return 8 + length, json.loads(text)
     except (SafetensorError, ValueError, RecursionError) as fault:  # the last two from fields the library ignores
         raise CheckpointError(f"truncated or damaged ({str(fault)[:300]}). Download it again.", where=where) from None
 

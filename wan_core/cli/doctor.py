@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
+from wan_core.config.compile_cache import why_not_kept
+from wan_core.config.folders import cache_folder
 from wan_core.execution.report import GIB
+from wan_core.models.text.tokenizer import why_too_old
 from wan_core.ops.attention.library import IMPORT_FAULTS
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import BACKENDS, auto_choice, capability
@@ -55,7 +58,7 @@ WIDTH = 256  # rows and columns of the matrix that tests an FP8 linear: two bloc
 
 def examine(device: str = "auto") -> dict[str, Any]:
     """All findings as plain data: {"system", "libraries", "attention", "auto", "precisions", "packed", "kernels",
-    "video", "embedded model"}. Raises OptionError for a device that does not exist."""
+    "video", "compile cache", "embedded model"}. Raises OptionError for a device that does not exist."""
     resolved = choose_device(device)
     return {
         "system": _system(resolved),
@@ -69,6 +72,7 @@ def examine(device: str = "auto") -> dict[str, Any]:
         },
         "kernels": _kernels(resolved),
         "video": _video(),
+        "compile cache": {"folder": str(cache_folder()), "why_not": why_not_kept()},
         "embedded model": _assets(),
     }
 
@@ -98,7 +102,7 @@ def _library(name: str) -> dict[str, Any]:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return {"for": purpose, "version": None, "note": install or "required: pip install -r requirements.txt"}
-    return {"for": purpose, "version": version, "note": None}
+    return {"for": purpose, "version": version, "note": why_too_old(version) if name == "sentencepiece" else None}
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -270,6 +274,10 @@ def text(findings: dict[str, Any]) -> str:
     lines.append(f"fused kernels            {_state(findings['kernels'])}")
     video, assets = findings["video"], findings["embedded model"]
     lines.append(f"video                    {'H.264 through PyAV' if video['h264'] else video['why_not']}")
+    kept = findings["compile cache"]
+    lines.append(
+        f"compile cache            {kept['folder'] if kept['why_not'] is None else 'not used: ' + kept['why_not']}"
+    )
     lines.append(f"embedded model           {len(assets['files'])} files, {assets['megabytes']} MB")
     return "\n".join(lines)
 

@@ -13,6 +13,9 @@ from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.presets import preset_plan
 
+# Pixels of a frame, and of all frames, of the largest video that `check` compares: it takes 300 bytes for each.
+CHECK_FRAME, CHECK_VIDEO = 2**18, 2**22
+
 
 def run_quantize(options: argparse.Namespace) -> int:
     import torch
@@ -132,7 +135,8 @@ def run_check(options: argparse.Namespace) -> int:
         parse_caption(caption)
     except ValueError as fault:
         raise OptionError(str(fault)) from fault
-    verdict = judge(torch.from_numpy(read_video(options.video)), caption)
+    frames = read_video(options.video, max_frame=CHECK_FRAME, max_pixels=CHECK_VIDEO)
+    verdict = judge(torch.from_numpy(frames), caption)
     aspects = ("background", "colour", "shape", "motion")
     print(f"{caption!r}: " + ", ".join(f"{name} {'true' if getattr(verdict, name) else 'FALSE'}" for name in aspects))
     return 0 if verdict.all_true else 1

@@ -1,16 +1,23 @@
 """Libraries that compile (Inductor, Triton, flash-attn-4) keep their results in folders of our cache folder.
 
 They do so by themselves, and ask for the folder in environment variables. A variable that the user has set stays.
+
+What is kept there is executed by the next process. So the cache folder is used only if nobody else can write to it;
+otherwise results go to a private temporary folder, which this process removes at its end, and a warning says so.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
-from wan_core.config.folders import cache_folder
+from wan_core.config.folders import cache_folder, make_private, why_not_private
 
 log = logging.getLogger(__name__)
 INDUCTOR, FLASH_ATTENTION = "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
@@ -31,16 +38,44 @@ def set_flash_attention_cache() -> None:
     imported, and its import fails if it cannot make the folder."""
     _set_folder(FLASH_ATTENTION)
     try:
-        Path(os.environ[FLASH_ATTENTION]).mkdir(parents=True, exist_ok=True)
+        make_private(Path(os.environ[FLASH_ATTENTION]))
     except OSError as fault:
         log.info("flash-attn-4 compiles its kernels in each process: %s", fault)
         return
     os.environ.setdefault(FLASH_ATTENTION_ENABLED, "1")
 
 
+def why_not_kept() -> str | None:
+    """Why compiled kernels are not kept for the next process, and what to do; None if they are."""
+    reasons = (why_not_private(cache_folder() / name) for name in LIBRARY_CACHES.values())
+    return next((reason for reason in reasons if reason is not None), None)
+
+
 def _set_folder(variable: str) -> None:
     if not _is_set_by_user(variable):
-        os.environ[variable] = str(cache_folder() / LIBRARY_CACHES[variable])
+        os.environ[variable] = str(_root() / LIBRARY_CACHES[variable])
+
+
+def _root() -> Path:
+    """The cache folder if only this user can write to it and its folders, else a temporary one."""
+    folder = cache_folder().absolute()
+    reason = why_not_kept()
+    if reason is not None:
+        return _temporary(reason)
+    try:
+        make_private(folder)
+    except OSError as fault:
+        log.info("the cache folder cannot be made: %s", fault)  # each library does without, and says so
+    return folder.resolve()
+
+
+@functools.cache
+def _temporary(reason: str) -> Path:
+    """A new folder of this process that only this user can enter, removed at the end."""
+    log.warning("compiled kernels are not kept, because they would be executed later, and %s", reason)
+    folder = tempfile.mkdtemp(prefix="wancore-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _is_set_by_user(variable: str) -> bool:

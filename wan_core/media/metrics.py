@@ -34,6 +34,7 @@ MIN_CONTRAST = (
 MIN_OVERLAP = 0.6  # intersection over union of a mask and the best template below which it is no shape at all
 STILL_PIXELS, MOVING_PIXELS = 6.0, 12.0  # of a 96-pixel frame: the world moves 20-40
 FITTED_FRAMES = 9  # shapes are compared in at most this many frames, evenly spread
+BLURRED_AT_ONCE = 2**24  # numbers: taps of the blur times pixels
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,10 @@ def _blur(images: Tensor, sigma: float) -> Tensor:
     """Gaussian blur of [..., H, W] against noise and codec blocks; templates are blurred equally."""
     taps = _gaussian(max(1, round(2.5 * sigma)), sigma)
     reach = len(taps) // 2
-    x = F.pad(images.flatten(0, -3), (reach, reach, reach, reach), mode="replicate")
-    return _separable(x, taps).view_as(images)
+    flat = images.flatten(0, -3)
+    at_once = max(1, BLURRED_AT_ONCE // (len(taps) * flat.shape[-2] * flat.shape[-1]))
+    padded = (F.pad(part, (reach, reach, reach, reach), mode="replicate") for part in flat.split(at_once))
+    return torch.cat([_separable(part, taps) for part in padded]).view_as(images)
 
 
 def _gaussian(reach: int, sigma: float) -> list[float]:

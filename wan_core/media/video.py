@@ -14,14 +14,17 @@ from pathlib import Path
 
 import av
 import numpy as np
-from av.error import FFmpegError
 from av.video.reformatter import ColorRange, Colorspace
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from wan_core.config import OptionError
+from wan_core.config.limits import MAX_FRAME, MAX_FRAMES, MAX_JSON, MAX_VIDEO
 from wan_core.config.outputs import check_place, written_beside
+from wan_core.media.opening import open_picture, open_video
 
+STRIP = 256  # rows of a picture that are converted at once, so that the bytes of a large one never exist twice
+GROWTH = 8  # frames for which room is made at once while a video is read
 _BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
 
 
@@ -127,36 +130,64 @@ def _to_yuv(array: NDArray[np.uint8], index: int, rate: Fraction) -> av.VideoFra
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def read_video(path: str | os.PathLike[str], *, max_frames: int | None = None) -> NDArray[np.uint8]:
-    """The frames of a video file of any format that FFmpeg reads: uint8 [F, H, W, 3], at most `max_frames` of them.
+def read_video(
+    path: str | os.PathLike[str],
+    *,
+    max_frames: int | None = None,
+    max_frame: int = MAX_FRAME,
+    max_pixels: int = MAX_VIDEO,
+) -> NDArray[np.uint8]:
+    """The frames of an MP4, MOV, MKV, WebM, AVI or GIF file: uint8 [F, H, W, 3], at most `max_frames` of them.
 
-    Raises OptionError if the file is missing, not a video or damaged.
+    Raises OptionError if the file is missing, not a video, damaged, or has more than `max_frame` pixels in a frame or
+    `max_pixels` in all.
     """
     if max_frames is not None and max_frames < 1:
         raise OptionError(f"max_frames {max_frames} is not allowed; use 1 or more, or leave it out")
-    frames: list[NDArray[np.uint8]] = []
-    try:
-        with av.open(str(Path(path).absolute())) as container:
-            if not container.streams.video:
-                raise OptionError(f"{path} holds no video, only other streams")
-            for frame in container.decode(video=0):
-                frames.append(frame.to_ndarray(format="rgb24"))
-                if len(frames) == max_frames:
-                    break
-    except FFmpegError as error:
-        raise OptionError(f"cannot read {path} as a video ({error.strerror})") from error
-    if not frames:
+    video, count = np.empty((0, 0, 0, 3), np.uint8), 0
+    with open_video(path) as container:
+        if not container.streams.video:
+            raise OptionError(f"{path} holds no video, only other streams")
+        for frame in container.decode(video=0):
+            _check_amount(path, frame, count, video.shape, max_frame, max_pixels)
+            if count == len(video):  # grows in place, so that memory holds each frame once
+                video.resize((count + GROWTH, frame.height, frame.width, 3), refcheck=False)
+            video[count] = frame.to_ndarray(format="rgb24")
+            count += 1
+            if count == max_frames:
+                break
+    if not count:
         raise OptionError(f"cannot read {path} as a video (it holds no frames)")
-    return np.stack(frames)
+    video.resize((count, *video.shape[1:]), refcheck=False)
+    return video
+
+
+def _check_amount(
+    path: str | os.PathLike[str],
+    frame: av.VideoFrame,
+    count: int,
+    shape: tuple[int, ...],
+    max_frame: int,
+    max_pixels: int,
+) -> None:
+    """Raise OptionError where one more frame after `count` is too much, or differs in size from the first: [F, H, W, 3]
+    in `shape`."""
+    width, height = frame.width, frame.height
+    if not 0 < width * height <= max_frame:
+        raise OptionError(f"{path} has frames of {width}x{height} pixels: 1 to {max_frame} pixels can be read here")
+    if count and shape[1:3] != (height, width):
+        raise OptionError(f"{path}: frame {count} has {width}x{height} pixels, the first {shape[2]}x{shape[1]}")
+    allowed = min(MAX_FRAMES, max_pixels // (width * height))
+    if count >= allowed:
+        raise OptionError(f"{path} has more than {allowed} frames of {width}x{height} pixels: cut it first")
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     """The `metadata` that `write_mp4` stored; empty if another program wrote the file. Raises as `read_video` does."""
-    try:
-        with av.open(str(Path(path).absolute())) as container:
-            comment = container.metadata.get("comment", "")
-    except FFmpegError as error:
-        raise OptionError(f"cannot read {path} as a video ({error.strerror})") from error
+    with open_video(path) as container:
+        comment = container.metadata.get("comment", "")
+    if len(comment) > MAX_JSON:
+        return {}
     try:
         found = json.loads(comment)
     except (ValueError, RecursionError):  # a comment of another program
@@ -174,14 +205,16 @@ def load_image(path: str | os.PathLike[str], size: tuple[int, int] | None = None
     """
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise OptionError(f"size {size} is not allowed; use (width, height), both 1 or more")
-    try:
-        with Image.open(path) as file:
-            image = _to_rgb(ImageOps.exif_transpose(file))
-    except (UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise OptionError(f"cannot read {path} as a picture ({error})") from error
-    except OSError as error:
-        raise OptionError(f"cannot read {path} as a picture ({error.strerror or error})") from error
+    with open_picture(path) as file:
+        image = _to_rgb(file)
     return _to_pixels(image if size is None else ImageOps.fit(image, size, Image.Resampling.LANCZOS))
+
+
+def picture_size(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """(width, height) of the picture that `load_image` gives. Decodes it once, so that damage is found now. Raises as
+    `load_image` does."""
+    with open_picture(path) as file:
+        return _to_rgb(file).size
 
 
 def fit_image(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
@@ -193,15 +226,23 @@ def fit_image(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.
 
 
 def _to_pixels(image: Image.Image) -> NDArray[np.float32]:
-    pixels = np.asarray(image).astype(np.float32)
-    pixels /= 255
+    pixels = np.empty((image.height, image.width, 3), np.float32)
+    for top in range(0, image.height, STRIP):
+        strip = image.crop((0, top, image.width, min(top + STRIP, image.height)))
+        np.divide(np.asarray(strip), np.float32(255), out=pixels[top : top + STRIP], dtype=np.float32)
     return pixels
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
+    """The picture, turned as it was taken and without transparency. `image` is changed: memory has few copies of it."""
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16 bits of grey, which Pillow's own conversion would clip at 255
-        image = Image.fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
+        wide = np.asarray(image)
+        grey = np.empty(wide.shape, np.uint8)
+        for top in range(0, len(wide), STRIP):
+            grey[top : top + STRIP] = (wide[top : top + STRIP].clip(0, 65535) / 257).round()
+        image = Image.fromarray(grey)
     if image.has_transparency_data:
-        image = image.convert("RGBA")
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image).convert("RGB")
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -10,7 +10,7 @@ from typing import Any
 
 from wan_core.config import OptionError, Request, check_size
 from wan_core.execution.memory.planning import TRANSFER_TOKENS
-from wan_core.media.video import load_image
+from wan_core.media.video import picture_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.tasks import Task
@@ -102,7 +102,7 @@ def make_job(
     multiple = vae.spatial_stride * dit.patch_size[1]
     width, height = given(request.width, task.width), given(request.height, task.height)
     if request.width is None and request.image is not None:
-        rows, columns = load_image(request.image).shape[:2]
+        columns, rows = picture_size(request.image)
         fit = size_for_image if task.image == "channels" else best_size_for_image
         width, height = fit(columns, rows, task.width * task.height, multiple)
     frames = given(request.frames, task.frames)
@@ -141,4 +141,4 @@ def _check_images(request: Request, task: Task) -> None:
         raise OptionError(f"{task.name} takes a first frame only: leave --last-image out")
     for path in (request.image, request.last_image):
         if path is not None:
-            load_image(path)  # a picture that cannot be read is found now
+            picture_size(path)  # a picture that cannot be read is found now

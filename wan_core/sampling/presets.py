@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wan_core.config import check_choice
+from wan_core.config.limits import MAX_HEADER
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.cache.skipping import looks_distilled
 from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
@@ -80,7 +81,7 @@ def safetensors_metadata(file: Path) -> Mapping[str, str]:
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            if length > 2**26 or opened.read(1) != b"{":
+            if length > MAX_HEADER or opened.read(1) != b"{":
                 return {}
             metadata = json.loads(b"{" + opened.read(length - 1)).get("__metadata__", {})
     except (OSError, ValueError, RecursionError):

@@ -9,9 +9,13 @@ from __future__ import annotations
 import html
 import os
 import re
+import sys
 from pathlib import Path
 
+from wan_core.config.limits import MAX_TOKENIZER, check_file_size
 from wan_core.models.text.notes import TokenCount
+
+OLDEST_SENTENCEPIECE = (0, 2, 3)
 
 
 class Tokenizer:
@@ -19,18 +23,24 @@ class Tokenizer:
 
     proto: a serialised SentencePiece model (the bytes of `spiece.model`). Kept as `.proto`, so that it can be stored in
     the encoder's file: a uint8 tensor `spiece_model`, as in ComfyUI's files. max_length: the most ids of a prompt, end
-    token included; longer prompts are truncated. Raises ValueError for another `proto`, or an end token that is not 1.
+    token included; longer prompts are truncated. Raises ValueError for another `proto`, an end token that is not 1, or an
+    old sentencepiece.
     """
 
     pad_id = 0
     eos_id = 1
 
     def __init__(self, proto: bytes, max_length: int = 512) -> None:
-        from sentencepiece import SentencePieceProcessor
+        import sentencepiece
 
+        too_old = why_too_old(sentencepiece.__version__)
+        if too_old is not None:
+            raise ValueError(too_old)
+        if len(proto) > MAX_TOKENIZER:
+            raise ValueError(f"a SentencePiece model of {len(proto)} bytes; at most {MAX_TOKENIZER} are read")
         if max_length < 1:
             raise ValueError(f"max_length {max_length} leaves no room for the end token; at least 1 is needed")
-        self._processor = SentencePieceProcessor()
+        self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(proto)
         except RuntimeError as error:
@@ -50,6 +60,7 @@ class Tokenizer:
     def from_file(cls, path: str | os.PathLike[str], max_length: int = 512) -> Tokenizer:
         """From a `spiece.model`. Raises OSError if it cannot be read, ValueError naming the file if it is not one."""
         try:
+            check_file_size(path, MAX_TOKENIZER)
             return cls(Path(path).read_bytes(), max_length)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
@@ -71,6 +82,18 @@ class Tokenizer:
         # A lone surrogate (half of an emoji in broken JSON) has no UTF-8; it becomes a question mark.
         readable = clean(text).encode("utf-8", "replace").decode("utf-8")
         return self._processor.EncodeAsIds(readable)
+
+
+def why_too_old(version: str) -> str | None:
+    """Why this version of sentencepiece is not used, and what to do; None for 0.2.3 or newer."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if numbers >= OLDEST_SENTENCEPIECE:
+        return None
+    needed = ".".join(map(str, OLDEST_SENTENCEPIECE))
+    return (
+        f"sentencepiece {version} is installed, and {needed} or newer is needed: older versions crash on a damaged "
+        f'tokenizer. Run `"{sys.executable}" -m pip install --upgrade "sentencepiece>={needed}"` and start again.'
+    )
 
 
 def clean(text: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.config import OptionError
+from wan_core.config.limits import MAX_JSON, check_file_size
 from wan_core.config.outputs import write_text
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.plan import Branch, Expert, Plan
@@ -97,6 +98,7 @@ def write_curve(curve: Curve, path: Path) -> Path:
 def read_curve(path: Path) -> Curve:
     """Read a curve file. Raises OptionError if `path` is not one."""
     try:
+        check_file_size(path, MAX_JSON)
         fields = json.loads(path.read_text())
         if fields.pop("format", None) != FORMAT:
             raise OptionError(f"{path} is not a MagCache curve of the form {FORMAT}: calibrate it again")

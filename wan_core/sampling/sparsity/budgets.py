@@ -16,6 +16,7 @@ from math import isfinite
 from pathlib import Path
 
 from wan_core.config import OptionError, SparseOptions
+from wan_core.config.limits import MAX_JSON, check_file_size
 from wan_core.config.outputs import write_text
 from wan_core.sampling.plan import Expert, Plan
 
@@ -120,6 +121,7 @@ def write_coverage(coverage: Coverage, path: Path) -> Path:
 def read_coverage(path: Path) -> Coverage:
     """Read a coverage file. Raises OptionError if `path` is not one."""
     try:
+        check_file_size(path, MAX_JSON)
         fields = json.loads(path.read_text())
         if fields.pop("format", None) != FORMAT:
             raise OptionError(f"{path} is not a coverage of the form {FORMAT}: calibrate it again")

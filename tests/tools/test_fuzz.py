@@ -1,0 +1,62 @@
+"""A sample of the hostile files, and that `tools/fuzz.py` finds each kind of fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools import fuzz
+from tools.hostile.readers import READERS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_sample_has_no_fault() -> None:
+    """The costly first ones are left to the whole run, and to the tests of the limits."""
+    command = [sys.executable, "-m", "tools.fuzz", "--first", "30", "--cases", "40", "--seed", "7"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"| all | {40 * len(READERS)} |" in done.stdout and len(READERS) == 9
+
+
+def _grab() -> bytes:
+    return bytearray(2**34)  # pyright: ignore
+
+
+FAULTS = {
+    "crash": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "traceback": lambda _: {}["raw"],
+    "over memory": lambda _: _grab(),
+    "over time": lambda _: [time.process_time() for _ in iter(int, 1)],
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_each_fault_is_found_and_the_next_case_runs(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = READERS["LoRA"]
+    faulty = replace(reader, read=lambda path: FAULTS[what](path) if path.read_bytes() == b"bad" else reader.read(path))
+    faulty = replace(faulty, bombs=(lambda: b"bad",))
+    monkeypatch.setitem(fuzz.READERS, "LoRA", faulty)
+    monkeypatch.setattr(fuzz, "SECONDS", 0.5)
+    monkeypatch.setattr(fuzz, "warm_up", lambda _: None)
+    found = list(fuzz.run("LoRA", range(4), seed=0))
+    assert [outcome.number for outcome in found] == [0, 1, 2, 3]
+    assert found[0].what == what and not any(outcome.is_fault for outcome in found[1:]), found
+    assert "| LoRA | 4 |" in fuzz.table(found)
+
+
+def test_a_case_is_the_same_each_time() -> None:
+    for reader in READERS.values():
+        first = len(reader.bombs)
+        contents = [reader.case(number, seed=1) for number in range(first, first + 5)]
+        assert contents == [reader.case(number, seed=1) for number in range(first, first + 5)]
+        assert contents != [reader.case(number, seed=2) for number in range(first, first + 5)]

@@ -1,0 +1,51 @@
+"""The largest inputs that are read. Files come from strangers: each limit is checked before what it limits is parsed.
+
+Each is several times what any model or video of this kind needs, and small enough that refusing or reading a hostile
+file takes at most 5 CPU seconds and 1 GB of memory (`tools/fuzz.py` measures it).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from wan_core.config.checks import OptionError
+
+MIB = 2**20
+
+MAX_HEADER = 16 * MIB
+"""Bytes of the header of a safetensors or GGUF file. The largest Wan checkpoint has 0.2 MB, UMT5 as GGUF 6 MB."""
+MAX_TENSORS = 20_000
+"""Tensors in a file. A Wan transformer has 1,100, with scales 3,000."""
+MAX_NAME = 1024
+"""Characters in a tensor's name."""
+MAX_PICKLE = MIB
+"""Bytes of the pickle in a torch file, which has names and shapes only: 0.2 MB for the largest Wan checkpoint."""
+MAX_DIRECTORY = 4 * MIB
+"""Bytes of the list of members in a torch file's zip archive: about 80 for each tensor."""
+MAX_JSON = 4 * MIB
+"""Bytes of a JSON file (config, shard index, curve) and of JSON in metadata. The largest shard index has 0.2 MB."""
+MAX_TOKENIZER = 16 * MIB
+"""Bytes of a SentencePiece model. UMT5's has 4.5 MB."""
+MAX_LATENTS = 2**27
+"""Numbers in a file of latents. 81 frames at 1280x720 have 5 million."""
+
+MAX_PICTURE_FILE = 256 * MIB
+"""Bytes of a picture file."""
+MAX_PICTURE = 52_000_000
+"""Pixels of a picture: a camera of 50 megapixels."""
+MAX_VIDEO_FILE = 1024 * MIB
+"""Bytes of a video file."""
+MAX_FRAME = 4096 * 2304
+"""Pixels of a frame of a video that is read."""
+MAX_VIDEO = 200_000_000
+"""Pixels of all frames of a video that is read: 217 frames at 1280x720."""
+MAX_FRAMES = 10_000
+"""Frames of a video that is read."""
+
+
+def check_file_size(path: str | os.PathLike[str], limit: int) -> None:
+    """Raise OptionError if the file has more than `limit` bytes, OSError if there is none."""
+    size = Path(path).stat().st_size
+    if size > limit:
+        raise OptionError(f"{Path(path).name} has {size} bytes, and at most {limit} are read for a file of this kind")
