@@ -33,7 +33,7 @@ help:
 
 demo: .venv/.runtime
 	@mkdir -p $(dir $(DEMO))
-	$(BIN)/python -m wan_core generate --model tiny --prompt "$(PROMPT)" --out "$(DEMO)" --sheet "$(DEMO:.mp4=.png)"
+	$(BIN)/python -m wan_core generate --model tiny --prompt "$(PROMPT)" --out "$(DEMO)" --sheet "$(DEMO:.mp4=.png)" --overwrite
 	$(DEMO_CHECK)
 	@echo "The video is $(abspath $(DEMO)), its frames are in $(abspath $(DEMO:.mp4=.png))"
 

@@ -374,7 +374,7 @@ def test_the_second_of_two_videos_equals_that_of_a_fresh_process(tmp_path):
         prompt = f"a red circle moving {'right' if second else 'left'} on a blue background"
         keep = ["--out", str(tmp_path / "x.mp4"), "--save-latents", str(out), "--device", "cpu"]
         cache = ["--magcache", "10/2/0.2", "--magcache-order", "1"]
-        return ["generate", "--model", "tiny", *cache, *size, "--prompt", prompt, *keep]
+        return ["generate", "--model", "tiny", *cache, *size, "--prompt", prompt, *keep, "--overwrite"]
 
     fresh, row = tmp_path / "fresh.safetensors", tmp_path / "row.safetensors"
     threads = f"import torch; torch.set_num_threads({torch.get_num_threads()}); from wan_core.cli import main"

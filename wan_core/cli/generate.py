@@ -146,7 +146,8 @@ def write_video(path: Path, result: Any) -> Path:
             elsewhere = outputs.add("--out", Path(tempfile.gettempdir(), path.name))
             return write_mp4(elsewhere, result.frames, fps=result.fps, metadata=settings)
     except (OSError, OptionError) as fault:
-        raise OSError(f"{cause}; nor to {tempfile.gettempdir()}: {fault}") from fault
+        second = getattr(fault, "strerror", None) or fault
+        raise OSError(f"{cause}; nor to {tempfile.gettempdir()}: {second}") from fault
 
 
 def write_beside_video(result: Any, files: GeneratedFiles) -> list[str]:

@@ -285,8 +285,8 @@ class Jobs:
     def on_step(self, between: BetweenBlocks, preview: bool = False) -> OnStep:
         """For `sample_latents`, on every rank: says how far it is, and stops all ranks if the user wants that.
 
-        The host may be one step ahead of the GPU and not more: so an interruption takes effect within a step, and the
-        GPU never waits for the host.
+        The host may be one step ahead of the GPU and not more, so that what it says is true; between blocks it is
+        `BetweenBlocks` that stops. The GPU never waits for the host.
         """
         behind: list[Callable[[], None]] = []
 

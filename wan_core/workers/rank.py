@@ -27,7 +27,7 @@ from wan_core.workers.heartbeat import Heartbeat, publish_failure
 
 ALL_FAILED_SECONDS = 3.0  # a rank that failed waits so long for the other ranks to fail at the same request
 REQUEST_TIMEOUT = timedelta(days=365)  # between two requests
-BLOCKS_BETWEEN_CHECKS = 4  # an agreement takes 0.1 ms on one host
+BLOCKS_BETWEEN_CHECKS = 4  # an agreement takes 0.2 ms on one host
 EXCHANGE_MARGIN = 60.0  # seconds: the program, which can name the rank that hangs, gives up before an exchange does
 
 

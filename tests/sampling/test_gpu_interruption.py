@@ -1,0 +1,77 @@
+"""On a GPU: the host stays a few blocks ahead, an interruption ends the work within them, and nothing is slower."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from wan_core.checkpoint.random import random_module
+from wan_core.execution.optimize import optimize
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.denoise import denoise
+from wan_core.sampling.pace import BLOCKS_AHEAD
+from wan_core.sampling.plan import make_plan
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+LAYERS = 10  # a quarter of A14B
+A14B = DiTConfig(in_channels=16, out_channels=16, dim=5120, ffn_dim=13824, num_heads=40, num_layers=LAYERS)
+SHAPE = (1, 16, 21, 90, 160)  # 1280x720, 81 frames
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def model() -> WanModel:
+    found = random_module(A14B, device=CUDA, dtype=torch.bfloat16, seed=0)
+    assert isinstance(found, WanModel)
+    return optimize(found, attend=resolve_attention("auto", CUDA, torch.bfloat16, A14B.head_dim)[1])
+
+
+def run(model: WanModel, steps: int, on_block: Callable[[], None] | None) -> float:
+    """Seconds until the device has nothing left to do."""
+    plan = make_plan(steps=steps, guidance_high=1, guidance_low=1, boundary=0)
+    text, noise = draw_noise(1, (1, 5, A14B.text_dim)).to(CUDA, torch.bfloat16), draw_noise(7, SHAPE).to(CUDA)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    with torch.no_grad():
+        denoise(plan, lambda _: model, Conditioning(cond=text), noise, on_block=on_block)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def test_an_interruption_takes_four_blocks(model: WanModel) -> None:
+    run(model, 1, None)  # compiles kernels
+    block = run(model, 2, None) / (2 * LAYERS)
+    launched, stopped = 0, 0.0
+
+    def stop() -> None:
+        nonlocal launched, stopped
+        launched += 1
+        if launched == 15:
+            stopped = time.perf_counter()
+            raise Stop
+
+    with pytest.raises(Stop):
+        run(model, 4, stop)
+    torch.cuda.synchronize()
+    took = time.perf_counter() - stopped
+    assert took < (BLOCKS_AHEAD + 1) * block and took < 1, f"{took:.2f} s, a block takes {block:.3f} s"
+
+
+def test_pacing_costs_nothing(model: WanModel) -> None:
+    """In turns, the fastest of five each."""
+    run(model, 2, None)
+    free, paced = [], []
+    for _ in range(5):
+        free.append(run(model, 2, None))
+        paced.append(run(model, 2, lambda: None))
+    assert min(paced) < 1.005 * min(free), f"{min(paced):.3f} s with, {min(free):.3f} s without"
