@@ -23,8 +23,8 @@ class Tokenizer:
 
     proto: a serialised SentencePiece model (the bytes of `spiece.model`). Kept as `.proto`, so that it can be stored in
     the encoder's file: a uint8 tensor `spiece_model`, as in ComfyUI's files. max_length: the most ids of a prompt, end
-    token included; longer prompts are truncated. Raises ValueError for another `proto`, an end token that is not 1,
-    or a sentencepiece that is too old.
+    token included; longer prompts are truncated. Raises ValueError for another `proto`, an end token that is not 1, or
+    an old sentencepiece.
     """
 
     pad_id = 0
