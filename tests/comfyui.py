@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,14 +88,23 @@ class Refused(AssertionError):
 class ComfyUI:
     """A server that runs until `stop`."""
 
-    def __init__(self, checkout: Path, base: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, checkout: Path, base: Path, environment: Mapping[str, str] | None = None, arguments: Sequence[str] = ()
+    ) -> None:
         self.base = base
         self.log_path = base / "server.log"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         command = [python_of(checkout), "main.py", "--cpu", "--listen", "127.0.0.1", "--port", str(self.port)]
-        command += ["--disable-api-nodes", "--database-url", "sqlite:///:memory:", "--base-directory", str(base)]
+        command += [
+            "--disable-api-nodes",
+            "--database-url",
+            "sqlite:///:memory:",
+            "--base-directory",
+            str(base),
+            *arguments,
+        ]
         with self.log_path.open("w") as log:
             settings = {**os.environ, **QUIET, **(environment or {})}
             self.process = subprocess.Popen(command, cwd=checkout, stdout=log, stderr=subprocess.STDOUT, env=settings)

@@ -1,0 +1,335 @@
+"""Send many prompts to a ComfyUI, some of them wrong or interrupted, and look for what they leave behind.
+
+    python -m tools.soak                                     # 1,000 prompts, then 200 with two workers on the CPU
+    python -m tools.soak --prompts 30 --worker-prompts 0     # a short one
+
+The server is started from COMFYUI_PATH (see tests/comfyui.py) with --cache-classic: by default ComfyUI keeps the
+results of earlier prompts while memory is free. Its list of finished prompts is cleared, as it grows with every prompt.
+The exit code is 1 if memory changes, if a file, thread or process is left over, if an output cannot be read or if a
+prompt ends in another way than it must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.comfyui import Client, ComfyUI, Refused, Run, find_comfyui, make_base
+from tests.launched import below, ranks_below, wait_until_gone
+from tools.soak_prompts import Prompt, make_files, prompts
+from wan_core.media.video import read_video
+from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+WINDOW = 100  # prompts whose median memory is compared
+OUTCOMES = ("completed", "interrupted", "refused", "failed", "killed")
+MIB = 2**20
+
+
+@dataclass
+class State:
+    """What a server holds: open files by kind, and threads."""
+
+    files: Counter[str]
+    threads: int
+
+
+@dataclass
+class Soak:
+    """A server, and what was seen of it."""
+
+    server: ComfyUI
+    memory: list[int] = field(default_factory=list)  # bytes, after each prompt
+    seconds: list[float] = field(default_factory=list)  # of those that completed
+    outcomes: Counter[str] = field(default_factory=Counter)
+    outputs: list[tuple[Prompt, list[Path]]] = field(default_factory=list)
+    processes: set[int] = field(default_factory=set)  # every one that was seen below the server
+    violations: list[str] = field(default_factory=list)
+
+    def send(self, number: int, prompt: Prompt) -> None:
+        begun = time.monotonic()
+        try:
+            run = self._run(prompt)
+            outcome, error = outcome_of(run)
+            self.server.post("/history", {"delete": [run.id]})
+        except Refused as refused:
+            run, outcome, error = None, "refused", str(refused)
+        self.outcomes[outcome] += 1
+        wanted = "failed" if prompt.outcome == "killed" else prompt.outcome
+        if outcome != wanted or (outcome in ("refused", "failed") and prompt.words not in error):
+            self.violations.append(
+                f"prompt {number} ({prompt.kind}) {outcome} and not {wanted} {prompt.words}: {error[:600]}"
+            )
+        elif prompt.outcome == "killed":
+            self.outcomes["killed"] += 1
+            self.outcomes["failed"] -= 1
+        if run is not None and outcome == "completed":
+            self.seconds.append(time.monotonic() - begun)
+            count = len(run.outputs["save"].get("images", run.outputs["save"].get("latents", ())))
+            kind = "images" if "images" in run.outputs["save"] else "latents"
+            self.outputs.append((prompt, [output_file(self.server, run, kind, index) for index in range(count)]))
+        self.memory.append(resident(self.server.process.pid))
+
+    def _run(self, prompt: Prompt) -> Run:
+        if prompt.outcome not in ("interrupted", "killed"):
+            return self.server.run(prompt.graph)
+        client = Client(self.server.port)
+        identity = self.server.queue(prompt.graph, client.name)
+        node, step = prompt.stop_at
+        stopped = False
+        for event in client.events():
+            reached = event["type"] == "progress" and event["data"]["node"] == node and event["data"]["value"] >= step
+            if reached and not stopped:
+                stopped = True
+                self._stop(prompt)
+            if event["type"] in ("execution_interrupted", "execution_error", "execution_success"):
+                break
+        client.close()
+        return self.server.wait(identity)
+
+    def _stop(self, prompt: Prompt) -> None:
+        if prompt.outcome == "interrupted":
+            self.server.post("/interrupt", {})
+            return
+        ranks = ranks_below(self.server.process.pid)
+        self.processes |= below(self.server.process.pid)
+        os.kill(ranks[len(self.outputs) % len(ranks)], signal.SIGKILL)
+
+    def state(self, seconds: float = 5.0) -> State:
+        """Counts of an idle server: the least of several looks, as what ended takes a moment to go."""
+        looks = []
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            looks.append(look(self.server.process.pid))
+            time.sleep(0.25)
+        return min(looks, key=lambda one: (one.threads, one.files.total()))
+
+
+def outcome_of(run: Run) -> tuple[str, str]:
+    if run.ok:
+        return "completed", ""
+    kinds = {kind for kind, _ in run.status["messages"]}
+    if "execution_interrupted" in kinds:
+        return "interrupted", ""
+    return "failed", run.message("execution_error")["exception_message"]
+
+
+def output_file(server: ComfyUI, run: Run, kind: str, index: int) -> Path:
+    saved = run.outputs["save"][kind][index]
+    return server.base / saved["type"] / saved["subfolder"] / saved["filename"]
+
+
+def resident(pid: int) -> int:
+    """Resident memory in bytes, of mapped files too."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def look(pid: int) -> State:
+    files = Counter[str]()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(entry)
+        except OSError:
+            continue  # closed meanwhile
+        files[target.partition(":")[0] if ":[" in target else target] += 1
+    return State(files, len(list(Path(f"/proc/{pid}/task").iterdir())))
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+def check_memory(soak: Soak, window: int, tolerance: float) -> dict[str, Any]:
+    """Medians of the second and the last `window` prompts."""
+    early, late = (statistics.median(part) for part in (soak.memory[window : 2 * window], soak.memory[-window:]))
+    change = late / early - 1
+    if abs(change) > tolerance:
+        soak.violations.append(f"memory: {early / MIB:.1f} MiB, then {late / MIB:.1f} MiB")
+    medians = [statistics.median(soak.memory[at : at + window]) for at in range(0, len(soak.memory), window)]
+    return {
+        "window": window,
+        "early_mib": round(early / MIB, 1),
+        "late_mib": round(late / MIB, 1),
+        "change": round(change, 5),
+        "medians_mib": [round(median / MIB, 1) for median in medians],
+    }
+
+
+def check_state(soak: Soak, before: State) -> dict[str, Any]:
+    after = soak.state()
+    more = after.files - before.files
+    if after.files.total() > before.files.total():
+        soak.violations.append(f"open files left over: {dict(more)}")
+    if after.threads > before.threads:
+        soak.violations.append(f"threads: {before.threads}, then {after.threads}")
+    files = {"open_files_early": before.files.total(), "open_files_late": after.files.total()}
+    return files | {"threads_early": before.threads, "threads_late": after.threads}
+
+
+def check_outputs(soak: Soak) -> dict[str, Any]:
+    """Open every output; what lies in the folders besides them."""
+    unreadable = 0
+    for prompt, paths in soak.outputs:
+        try:
+            assert paths, "no output"
+            read_outputs(prompt, paths)
+        except (AssertionError, OSError, ValueError) as fault:
+            unreadable += 1
+            soak.violations.append(f"{prompt.kind}: {[path.name for path in paths]}: {fault}")
+    written = {path for _, paths in soak.outputs for path in paths}
+    found = {path for path in (soak.server.base / "output").rglob("*") if path.is_file()}
+    left = sorted(str(path.relative_to(soak.server.base)) for path in found - written)
+    left += sorted(str(path.relative_to(soak.server.base)) for path in hidden(soak.server.base) - found)
+    if left:
+        soak.violations.append(f"files left over: {left[:20]}")
+    return {"outputs": len(written), "unreadable": unreadable, "files_left": len(left)}
+
+
+def hidden(base: Path) -> set[Path]:
+    """Partial files and claims anywhere, and whatever is in the folder for temporary files."""
+    named = [path for name in ("*.part", "*.claim", "unfinished-*") for path in base.rglob(name)]
+    return {*named, *(path for path in (base / "tmp").rglob("*") if path.is_file() or path.is_socket())}
+
+
+def read_outputs(prompt: Prompt, paths: list[Path]) -> None:
+    """Raises AssertionError, or what reading raises."""
+    width, height, frames = prompt.size
+    if paths[0].suffix == ".latent":
+        latents = load_file(paths[0])["latent_tensor"]
+        assert latents.shape[2:] == ((frames + 3) // 4, height // 8, width // 8), tuple(latents.shape)
+        assert bool(torch.isfinite(latents).all()), "not finite"
+        return
+    read = read_video(paths[0]) if paths[0].suffix == ".mp4" else np.stack([np.asarray(Image.open(p)) for p in paths])
+    assert read.shape == (frames, height, width, 3), read.shape
+    assert read.std() > 0, "one colour"
+
+
+# ------------------------------------------------------------------------------------------------------------------ run
+
+
+def soak(name: str, count: int, options: argparse.Namespace, workers: bool) -> tuple[dict[str, Any], list[str]]:
+    """A row of the result, and what is wrong."""
+    window = min(WINDOW, count // 4)
+    with tempfile.TemporaryDirectory() as place:
+        base = make_base(Path(place, "base"))
+        make_files(base)
+        (base / "tmp").mkdir()
+        shared, begun = set(os.listdir("/dev/shm")), time.monotonic()
+        server = ComfyUI(find_comfyui(), base, {"TMPDIR": str(base / "tmp")}, ["--cache-classic"])
+        run, before = Soak(server), State(Counter(), 0)
+        try:
+            for number, prompt in enumerate(prompts(count, options.seed, workers), 1):
+                run.send(number, prompt)
+                if number == 2 * window:
+                    before = run.state()
+                if number % 50 == 0:
+                    print(f"{name}: {number} of {count}, {run.memory[-1] / MIB:.0f} MiB", file=sys.stderr, flush=True)
+            row: dict[str, Any] = {"name": name, "prompts": count, "seconds": round(statistics.median(run.seconds), 3)}
+            row |= {outcome: run.outcomes[outcome] for outcome in OUTCOMES}
+            row |= {"memory": check_memory(run, window, options.tolerance)} | check_state(run, before)
+            row |= {"processes_left": end_workers(run)}
+        finally:
+            server.stop()
+        left = set(os.listdir("/dev/shm")) - shared
+        if left:
+            run.violations.append(f"shared memory left over: {sorted(left)}")
+        row |= check_outputs(run)
+        row |= {"minutes": round((time.monotonic() - begun) / 60, 1), "violations": len(run.violations)}
+        if options.keep_log:
+            options.keep_log.with_suffix(f".{name.replace(' ', '-')}.log").write_text(server.log())
+    return row, run.violations
+
+
+def end_workers(run: Soak) -> int:
+    """Free the models, which ends the workers; how many processes stay."""
+    run.processes |= below(run.server.process.pid)
+    run.server.post("/free", {"unload_models": True, "free_memory": True})
+    try:
+        wait_until_gone(run.processes, 30)
+    except AssertionError as fault:
+        run.violations.append(f"processes left over: {fault}")
+    return len(run.processes & below(run.server.process.pid))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    columns = ("prompts", *OUTCOMES, "seconds")
+    head = [
+        "run",
+        *columns,
+        "MiB early",
+        "MiB late",
+        "change",
+        "open files",
+        "threads",
+        "outputs",
+        "unreadable",
+        "left",
+    ]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        memory = row["memory"]
+        cells = [row["name"], *(str(row[column]) for column in columns)]
+        cells += [str(memory["early_mib"]), str(memory["late_mib"]), f"{memory['change']:+.2%}"]
+        cells += [f"{row[f'{what}_early']}, {row[f'{what}_late']}" for what in ("open_files", "threads")]
+        cells += [str(row["outputs"]), str(row["unreadable"]), str(row["files_left"] + row["processes_left"])]
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=1000, help="prompts in ComfyUI's process; 0: none")
+    parser.add_argument("--worker-prompts", type=int, default=200, help="prompts with two workers; 0: none")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser.add_argument("--tolerance", type=float, default=0.01, help="the share by which memory may change")
+    parser.add_argument("--out", type=Path, default=None, help="folder or .json file of the result")
+    parser.add_argument("--keep-log", type=Path, default=None, help="copy the server's logs: FILE.<run>.log")
+    options = parser.parse_args(arguments)
+    for count in (options.prompts, options.worker_prompts):
+        if 0 < count < 20 or count < 0:
+            parser.error(f"{count} prompts given: 0, or at least 20 of a kind")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        find_comfyui()
+    except pytest.skip.Exception as absent:
+        sys.exit(f"tools.soak: {absent}")
+    rows, violations = [], []
+    for name, count, workers in (
+        ("one process", options.prompts, False),
+        ("two workers", options.worker_prompts, True),
+    ):
+        if count:
+            row, found = soak(name, count, options, workers)
+            rows.append(row)
+            violations += [f"{name}: {one}" for one in found]
+    print(table(rows))
+    for one in violations:
+        print(one)
+    if options.out:
+        device = torch.device("cpu")
+        result = envelope("soak", device, rows, program="tools.soak") | {"seed": options.seed, "violations": violations}
+        print(write_result(result, result_path(options.out, "soak", device)))
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""The prompts of `tools.soak`: nine workflows on the embedded model with drawn settings, and faults."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from tests.comfyui import Graph
+from tests.nodes.test_nodes_comfy import TINY_I2V, loaders, node, sampler
+from tests.nodes.test_nodes_lora import write_lora
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.media.shapes import COLOURS, MOTIONS, SHAPES, draw, parse_caption
+
+SIZES = ((48, 48, 5), (32, 32, 5), (64, 32, 5), (48, 48, 9), (96, 96, 17))  # width, height, frames
+LONG = 1000  # steps of a prompt that is stopped: it never ends by itself
+LAUNCHER = {"devices": "cpu,cpu", "mesh": "auto", "start_timeout": 60, "step_timeout": 60}
+TILES = {"tile_size": 512, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
+LATENT_21, LATENT_22 = "Wan 2.1 VAE (A14B, tiny)", "Wan 2.2 VAE (TI2V-5B)"
+CUSTOM_SPARSE = {"preset": "custom", "sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0, "dense_layers": 0, "mass": 0.0}
+CUSTOM_SPARSE |= {"pooled": True, "reuse": 1, "kernel": "auto"}
+
+
+@dataclass
+class Prompt:
+    """What is sent and what must come of it."""
+
+    kind: str
+    graph: Graph
+    size: tuple[int, int, int]
+    outcome: str = "completed"  # or interrupted, refused, failed, killed
+    words: str = ""  # that the error must contain
+    stop_at: tuple[str, int] = ("sampler", 1)  # the node and its step where it is interrupted or a worker is killed
+
+
+def make_files(base: Path) -> None:
+    """A picture, a damaged one, a LoRA, a file that is none, and a file that is no model."""
+    for folder in ("loras", "diffusion_models"):
+        (base / "models" / folder).mkdir(parents=True, exist_ok=True)
+    write_lora(base / "models" / "loras" / "style.safetensors", seed=1)
+    write_safetensors({"x.weight": torch.zeros(2)}, base / "models" / "loras" / "no_lora.safetensors", {})
+    (base / "models" / "diffusion_models" / "broken.safetensors").write_bytes(b"not a model at all")
+    first = draw([parse_caption("a red circle moving right on a blue background")], seed=3)[0, :, 0]
+    Image.fromarray(((first + 1) * 127.5).byte().permute(1, 2, 0).numpy()).save(base / "input" / "first.png")
+    whole = (base / "input" / "first.png").read_bytes()
+    (base / "input" / "damaged.png").write_bytes(whole[:100])
+
+
+# ----------------------------------------------------------------------------------------------------------- workflows
+
+
+def text_to_video(draw: random.Random, size: tuple[int, int, int]) -> Graph:
+    width, height, frames = size
+    shape, moving = draw.choice(SHAPES), draw.choice(MOTIONS)
+    front, back = draw.sample(COLOURS, 2)
+    graph = {
+        **loaders(),
+        "size": node("WanCoreEmptyLatent", width=width, height=height, frames=frames, latent_type=LATENT_21),
+        "sampler": sampler(steps=draw.randint(2, 8), seed=draw.getrandbits(32), solver=draw.choice(("unipc", "euler"))),
+        "decode": node("WanCoreVAEDecode", vae=["vae", 0], latent=["sampler", 0], tiling="auto", report=["sampler", 1]),
+    }
+    graph["text"]["inputs"]["positive"] = f"a {front} {shape} moving {moving} on a {back} background"
+    return graph
+
+
+def image_to_video(draw: random.Random, size: tuple[int, int, int]) -> Graph:
+    width, height, frames = size
+    graph = text_to_video(draw, size)
+    graph["model"] = loaders(TINY_I2V, TINY_I2V)["model"]
+    graph["picture"] = node("LoadImage", image="first.png")
+    links = {"positive": ["text", 0], "negative": ["text", 1], "vae": ["vae", 0], "first_image": ["picture", 0]}
+    graph["size"] = node("WanCoreImageToVideo", width=width, height=height, frames=frames, **links)
+    graph["sampler"]["inputs"] |= {"positive": ["size", 0], "negative": ["size", 1], "latent": ["size", 2]}
+    return graph
+
+
+def with_lora(graph: Graph, **inputs: Any) -> Graph:
+    graph["lora"] = node("WanCoreLoRA", model=["model", 0], **inputs)
+    graph["sampler"]["inputs"]["model"] = ["lora", 0]
+    return graph
+
+
+def four_steps(draw: random.Random, size: tuple[int, int, int]) -> Graph:
+    files = {"high": "tiny 4-step high (embedded)", "low": "tiny 4-step low (embedded)"}
+    graph = with_lora(text_to_video(draw, size), **files, strength_high=1.0, strength_low=1.0)
+    graph["sampler"]["inputs"] |= {"steps": 0, "preset": "auto"}
+    return graph
+
+
+def lora(draw: random.Random, size: tuple[int, int, int]) -> Graph:
+    strength = {"strength_high": draw.randint(0, 4) / 4, "strength_low": draw.randint(0, 4) / 4}
+    return with_lora(text_to_video(draw, size), high="style.safetensors", low="the file above", **strength)
+
+
+def step_caching(draw: random.Random, size: tuple[int, int, int]) -> Graph:
+    mag = {"preset": "custom", "threshold": 10.0, "max_skips": 2, "retention": 0.2, "rule": "joint", "order": 1}
+    policies = (
+        node("WanCoreMagCache", **mag),
+        node("WanCoreTaylorSeer", interval=2, order=2, retention=0.2),
+        node("WanCoreAdaptiveCache", threshold=5.0, max_skips=3, retention=0.2),
+    )
+    graph = text_to_video(draw, size) | {"caching": draw.choice(policies)}
+    graph["sampler"]["inputs"] |= {"steps": 12, "skipping": ["caching", 0]}
+    return graph
+
+
+def sparse(draw: random.Random, size: tuple[int, int, int]) -> Graph:
+    graph = text_to_video(draw, size) | {"sparse": node("WanCoreSparseAttention", **CUSTOM_SPARSE)}
+    graph["sampler"]["inputs"]["skipping"] = ["sparse", 0]
+    return graph
+
+
+def native_text_and_decode(draw: random.Random, size: tuple[int, int, int]) -> Graph:
+    graph = text_to_video(draw, size)
+    texts = (graph["text"]["inputs"]["positive"], "")
+    graph["text"], graph["negative"] = (node("CLIPTextEncode", clip=["encoder", 0], text=text) for text in texts)
+    graph["sampler"]["inputs"]["negative"] = ["negative", 0]
+    graph["decode"] = node("VAEDecode", vae=["vae", 0], samples=["sampler", 0])
+    return graph
+
+
+def native_image_and_tiles(draw: random.Random, size: tuple[int, int, int]) -> Graph:
+    graph, (width, height, frames) = image_to_video(draw, size), size
+    links = {"positive": ["text", 0], "negative": ["text", 1], "vae": ["vae", 0], "start_image": ["picture", 0]}
+    graph["size"] = node("WanImageToVideo", width=width, height=height, length=frames, batch_size=1, **links)
+    graph["decode"] = node("VAEDecodeTiled", vae=["vae", 0], samples=["sampler", 0], **TILES)
+    return graph
+
+
+def plan_and_report(draw: random.Random, size: tuple[int, int, int]) -> Graph:
+    graph = text_to_video(draw, size)
+    numbers = ("steps", "shift", "boundary", "guidance_high", "guidance_low", "solver")
+    settings = {name: graph["sampler"]["inputs"][name] for name in numbers}
+    graph["plan"] = node("WanCorePlanPreview", model=["model", 0], **settings, seconds_per_forward=0.5)
+    graph["report"] = node("WanCoreReport", report=["decode", 1])
+    graph["table"] = node("PreviewAny", source=["plan", 1])
+    return graph
+
+
+WORKFLOWS: dict[str, Callable[[random.Random, tuple[int, int, int]], Graph]] = {
+    "text to video": text_to_video,
+    "image to video": image_to_video,
+    "four steps": four_steps,
+    "step caching": step_caching,
+    "sparse": sparse,
+    "LoRA": lora,
+    "native text and decode": native_text_and_decode,
+    "native image and tiles": native_image_and_tiles,
+    "plan and report": plan_and_report,
+}
+
+
+def save(graph: Graph, draw: random.Random) -> None:
+    """As a video, as pictures or as latents."""
+    how = draw.choice(("video", "pictures", "latents"))
+    if how == "latents":
+        graph["save"] = node("SaveLatent", samples=["sampler", 0], filename_prefix="soak/latents")
+    if how == "pictures":
+        graph["save"] = node("SaveImage", images=["decode", 0], filename_prefix="soak/picture")
+    if how == "video":
+        graph["video"] = node("CreateVideo", images=["decode", 0], fps=8)
+        where = {"filename_prefix": "soak/video", "format": "auto", "codec": "auto"}
+        graph["save"] = node("SaveVideo", video=["video", 0], **where)
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+
+REFUSED = (  # the node, what is wrong there, what the error says
+    ("size", {"width": 100}, "The nearest is"),
+    ("size", {"frames": 18}, "4n + 1"),
+    ("model", {"high": "broken.safetensors"}, "broken.safetensors"),
+    ("model", {"low": "gone.safetensors"}, "gone.safetensors"),
+    ("model", {"high": "/etc/passwd"}, "is not a model in"),
+    ("vae", {"vae": "gone.safetensors"}, "gone.safetensors"),
+    ("sampler", {"steps": 5000}, "5000"),
+    ("sampler", {"solver": "ddim"}, "ddim"),
+)
+
+
+def refused(draw: random.Random, size: tuple[int, int, int]) -> Prompt:
+    graph = text_to_video(draw, size)
+    where, inputs, words = draw.choice(REFUSED)
+    graph[where]["inputs"] |= inputs
+    save(graph, draw)
+    return Prompt(f"{where}: {inputs}", graph, size, "refused", words)
+
+
+def failed(draw: random.Random, size: tuple[int, int, int]) -> Prompt:
+    """What shows only while the prompt runs."""
+    case = draw.randrange(4)
+    if case == 0:
+        graph, words = text_to_video(draw, size), "latents of [1, 48"
+        graph["size"]["inputs"] |= {"latent_type": LATENT_22, "width": 64, "height": 64}
+    elif case == 1:
+        graph, words = image_to_video(draw, size), "takes no image"
+        graph["model"] = loaders()["model"]
+    elif case == 2:
+        graph, words = lora(draw, size), "not a LoRA"
+        graph["lora"]["inputs"] |= {"high": "no_lora.safetensors", "strength_high": 1.0}
+    else:
+        graph, words = image_to_video(draw, size), ""
+        graph["picture"]["inputs"]["image"] = "damaged.png"
+    save(graph, draw)
+    return Prompt(f"failing: {words or 'damaged.png'}", graph, size, "failed", words)
+
+
+def stopped(draw: random.Random, size: tuple[int, int, int], outcome: str) -> Prompt:
+    """A long prompt, interrupted or with a killed worker."""
+    kind = draw.choice(("text to video", "image to video", "step caching", "LoRA", "native text and decode"))
+    graph = WORKFLOWS[kind](draw, size)
+    graph["sampler"]["inputs"] |= {"steps": LONG, "solver": "euler"}
+    save(graph, draw)
+    return Prompt(kind, graph, size, outcome, "SIGKILL", ("sampler", draw.randint(1, 20)))
+
+
+TURNS = ("interrupted", "refused", "interrupted", "failed")
+BROKEN = {"refused": refused, "failed": failed}
+
+
+def on_workers(graph: Graph) -> Graph:
+    graph["launcher"] = node("WanCoreLauncher", **LAUNCHER)
+    for loader in ("model", "encoder", "vae"):
+        graph[loader]["inputs"]["workers"] = ["launcher", 0]
+    return graph
+
+
+def prompts(count: int, seed: int, workers: bool) -> list[Prompt]:
+    """Every tenth is interrupted or wrong in turn; with workers, every twentieth loses one instead."""
+    draw, made, kinds = random.Random(seed), list[Prompt](), list(WORKFLOWS)
+    for number in range(1, count + 1):
+        size = draw.choice(SIZES)
+        if number % 10:
+            kind = kinds[number % len(kinds)] if number <= len(kinds) else draw.choice(kinds)
+            prompt = Prompt(kind, WORKFLOWS[kind](draw, size), size)
+            save(prompt.graph, draw)
+        elif workers and number % 20 == 0:
+            prompt = stopped(draw, size, "killed")
+        else:
+            turn = TURNS[number // (20 if workers else 10) % len(TURNS)]
+            prompt = stopped(draw, size, turn) if turn == "interrupted" else BROKEN[turn](draw, size)
+        if workers:
+            on_workers(prompt.graph)
+        made.append(prompt)
+    return made
