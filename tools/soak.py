@@ -1,4 +1,4 @@
-"""Send many prompts to a ComfyUI, some of them wrong or interrupted, and look for what they leave behind.
+"""Send many prompts to a ComfyUI, every tenth interrupted or wrong, and look for what they leave behind.
 
     python -m tools.soak                                     # 1,000 prompts, then 200 with two workers on the CPU
     python -m tools.soak --prompts 30 --worker-prompts 0     # a short one
@@ -60,6 +60,7 @@ class Soak:
     outputs: list[tuple[Prompt, list[Path]]] = field(default_factory=list)
     processes: set[int] = field(default_factory=set)  # every one that was seen below the server
     violations: list[str] = field(default_factory=list)
+    killed: int = 0  # workers
 
     def send(self, number: int, prompt: Prompt) -> None:
         begun = time.monotonic()
@@ -69,15 +70,16 @@ class Soak:
             self.server.post("/history", {"delete": [run.id]})
         except Refused as refused:
             run, outcome, error = None, "refused", str(refused)
+        if prompt.outcome == "killed":
+            allowed = ("killed", "completed") if prompt.step == 0 else ("killed",)
+            outcome = "killed" if outcome == "failed" else outcome
+        else:
+            allowed = (prompt.outcome,)
         self.outcomes[outcome] += 1
-        wanted = "failed" if prompt.outcome == "killed" else prompt.outcome
-        if outcome != wanted or (outcome in ("refused", "failed") and prompt.words not in error):
+        if outcome not in allowed or (outcome in ("refused", "failed", "killed") and prompt.words not in error):
             self.violations.append(
-                f"prompt {number} ({prompt.kind}) {outcome} and not {wanted} {prompt.words}: {error[:600]}"
+                f"prompt {number} ({prompt.kind}) {outcome} and not {allowed[0]} {prompt.words}: {error[:600]}"
             )
-        elif prompt.outcome == "killed":
-            self.outcomes["killed"] += 1
-            self.outcomes["failed"] -= 1
         if run is not None and outcome == "completed":
             self.seconds.append(time.monotonic() - begun)
             count = len(run.outputs["save"].get("images", run.outputs["save"].get("latents", ())))
@@ -86,15 +88,17 @@ class Soak:
         self.memory.append(resident(self.server.process.pid))
 
     def _run(self, prompt: Prompt) -> Run:
+        if prompt.outcome == "killed" and prompt.step == 0:
+            self._stop(prompt)
+            return self.server.run(prompt.graph)
         if prompt.outcome not in ("interrupted", "killed"):
             return self.server.run(prompt.graph)
         client = Client(self.server.port)
         identity = self.server.queue(prompt.graph, client.name)
-        node, step = prompt.stop_at
         stopped = False
         for event in client.events():
-            reached = event["type"] == "progress" and event["data"]["node"] == node and event["data"]["value"] >= step
-            if reached and not stopped:
+            sampling = event["type"] == "progress" and event["data"]["node"] == "sampler"
+            if sampling and event["data"]["value"] >= prompt.step and not stopped:
                 stopped = True
                 self._stop(prompt)
             if event["type"] in ("execution_interrupted", "execution_error", "execution_success"):
@@ -108,7 +112,8 @@ class Soak:
             return
         ranks = ranks_below(self.server.process.pid)
         self.processes |= below(self.server.process.pid)
-        os.kill(ranks[len(self.outputs) % len(ranks)], signal.SIGKILL)
+        os.kill(ranks[self.killed % len(ranks)], signal.SIGKILL)
+        self.killed += 1
 
     def state(self, seconds: float = 5.0) -> State:
         """Counts of an idle server: the least of several looks, as what ended takes a moment to go."""
@@ -231,18 +236,18 @@ def soak(name: str, count: int, options: argparse.Namespace, workers: bool) -> t
         (base / "tmp").mkdir()
         shared, begun = set(os.listdir("/dev/shm")), time.monotonic()
         server = ComfyUI(find_comfyui(), base, {"TMPDIR": str(base / "tmp")}, ["--cache-classic"])
-        run, before = Soak(server), State(Counter(), 0)
+        run, before = Soak(server), None
         try:
             for number, prompt in enumerate(prompts(count, options.seed, workers), 1):
                 run.send(number, prompt)
-                if number == 2 * window:
+                if before is None and number >= 2 * window and prompt.outcome != "killed":
                     before = run.state()
                 if number % 50 == 0:
                     print(f"{name}: {number} of {count}, {run.memory[-1] / MIB:.0f} MiB", file=sys.stderr, flush=True)
             row: dict[str, Any] = {"name": name, "prompts": count, "seconds": round(statistics.median(run.seconds), 3)}
             row |= {outcome: run.outcomes[outcome] for outcome in OUTCOMES}
             row |= {"memory": check_memory(run, window, options.tolerance)} | check_state(run, before)
-            row |= {"processes_left": end_workers(run)}
+            row |= {"workers_killed": run.killed, "processes_left": end_workers(run)}
         finally:
             server.stop()
         left = set(os.listdir("/dev/shm")) - shared

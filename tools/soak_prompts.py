@@ -35,7 +35,7 @@ class Prompt:
     size: tuple[int, int, int]
     outcome: str = "completed"  # or interrupted, refused, failed, killed
     words: str = ""  # that the error must contain
-    stop_at: tuple[str, int] = ("sampler", 1)  # the node and its step where it is interrupted or a worker is killed
+    step: int = 1  # of the sampler, when the prompt is interrupted or a worker is killed; 0: before the prompt is sent
 
 
 def make_files(base: Path) -> None:
@@ -155,9 +155,7 @@ WORKFLOWS: dict[str, Callable[[random.Random, tuple[int, int, int]], Graph]] = {
 }
 
 
-def save(graph: Graph, draw: random.Random) -> None:
-    """As a video, as pictures or as latents."""
-    how = draw.choice(("video", "pictures", "latents"))
+def save(graph: Graph, how: str) -> None:
     if how == "latents":
         graph["save"] = node("SaveLatent", samples=["sampler", 0], filename_prefix="soak/latents")
     if how == "pictures":
@@ -167,6 +165,8 @@ def save(graph: Graph, draw: random.Random) -> None:
         where = {"filename_prefix": "soak/video", "format": "auto", "codec": "auto"}
         graph["save"] = node("SaveVideo", video=["video", 0], **where)
 
+
+FORMS = ("video", "pictures", "latents")
 
 # --------------------------------------------------------------------------------------------------------------- faults
 
@@ -186,7 +186,7 @@ def refused(draw: random.Random, size: tuple[int, int, int]) -> Prompt:
     graph = text_to_video(draw, size)
     where, inputs, words = draw.choice(REFUSED)
     graph[where]["inputs"] |= inputs
-    save(graph, draw)
+    save(graph, "video")  # which needs every node
     return Prompt(f"{where}: {inputs}", graph, size, "refused", words)
 
 
@@ -205,7 +205,7 @@ def failed(draw: random.Random, size: tuple[int, int, int]) -> Prompt:
     else:
         graph, words = image_to_video(draw, size), ""
         graph["picture"]["inputs"]["image"] = "damaged.png"
-    save(graph, draw)
+    save(graph, draw.choice(FORMS))
     return Prompt(f"failing: {words or 'damaged.png'}", graph, size, "failed", words)
 
 
@@ -214,8 +214,8 @@ def stopped(draw: random.Random, size: tuple[int, int, int], outcome: str) -> Pr
     kind = draw.choice(("text to video", "image to video", "step caching", "LoRA", "native text and decode"))
     graph = WORKFLOWS[kind](draw, size)
     graph["sampler"]["inputs"] |= {"steps": LONG, "solver": "euler"}
-    save(graph, draw)
-    return Prompt(kind, graph, size, outcome, "SIGKILL", ("sampler", draw.randint(1, 20)))
+    save(graph, draw.choice(FORMS))
+    return Prompt(kind, graph, size, outcome, "SIGKILL", draw.randint(1, 20))
 
 
 TURNS = ("interrupted", "refused", "interrupted", "failed")
@@ -230,16 +230,19 @@ def on_workers(graph: Graph) -> Graph:
 
 
 def prompts(count: int, seed: int, workers: bool) -> list[Prompt]:
-    """Every tenth is interrupted or wrong in turn; with workers, every twentieth loses one instead."""
+    """Every tenth is interrupted or wrong in turn; with workers, every second of these loses a worker instead."""
     draw, made, kinds = random.Random(seed), list[Prompt](), list(WORKFLOWS)
     for number in range(1, count + 1):
         size = draw.choice(SIZES)
         if number % 10:
             kind = kinds[number % len(kinds)] if number <= len(kinds) else draw.choice(kinds)
             prompt = Prompt(kind, WORKFLOWS[kind](draw, size), size)
-            save(prompt.graph, draw)
-        elif workers and number % 20 == 0:
+            save(prompt.graph, draw.choice(FORMS))
+        elif workers and number % 40 == 10:
             prompt = stopped(draw, size, "killed")
+        elif workers and number % 40 == 30:
+            prompt = Prompt("worker killed between prompts", text_to_video(draw, size), size, "killed", "SIGKILL", 0)
+            save(prompt.graph, draw.choice(FORMS))
         else:
             turn = TURNS[number // (20 if workers else 10) % len(TURNS)]
             prompt = stopped(draw, size, turn) if turn == "interrupted" else BROKEN[turn](draw, size)
