@@ -30,7 +30,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.comfyui import Client, ComfyUI, Refused, Run, find_comfyui, make_base
-from tests.launched import below, ranks_below, wait_until_gone
+from tests.launched import below, parents, ranks_below, wait_until
 from tools.soak_prompts import Prompt, make_files, prompts
 from wan_core.media.video import read_video
 from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
@@ -59,6 +59,7 @@ class Soak:
     outcomes: Counter[str] = field(default_factory=Counter)
     outputs: list[tuple[Prompt, list[Path]]] = field(default_factory=list)
     processes: set[int] = field(default_factory=set)  # every one that was seen below the server
+    shared: set[Path] = field(default_factory=set)  # memory that these processes shared
     violations: list[str] = field(default_factory=list)
     killed: int = 0  # workers
 
@@ -111,9 +112,14 @@ class Soak:
             self.server.post("/interrupt", {})
             return
         ranks = ranks_below(self.server.process.pid)
-        self.processes |= below(self.server.process.pid)
+        self.note_processes()
         os.kill(ranks[self.killed % len(ranks)], signal.SIGKILL)
         self.killed += 1
+
+    def note_processes(self) -> None:
+        found = below(self.server.process.pid)
+        self.processes |= found
+        self.shared |= {path for pid in (self.server.process.pid, *found) for path in shared_memory(pid)}
 
     def state(self, seconds: float = 5.0) -> State:
         """Counts of an idle server: the least of several looks, as what ended takes a moment to go."""
@@ -143,6 +149,15 @@ def resident(pid: int) -> int:
     """Resident memory in bytes, of mapped files too."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def shared_memory(pid: int) -> set[Path]:
+    """Its files in /dev/shm."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it ended meanwhile
+        return set()
+    return {Path(line[line.index("/dev/shm/") :]) for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
 
 
 def look(pid: int) -> State:
@@ -200,6 +215,7 @@ def check_outputs(soak: Soak) -> dict[str, Any]:
     found = {path for path in (soak.server.base / "output").rglob("*") if path.is_file()}
     left = sorted(str(path.relative_to(soak.server.base)) for path in found - written)
     left += sorted(str(path.relative_to(soak.server.base)) for path in hidden(soak.server.base) - found)
+    left += sorted(str(path) for path in soak.shared if path.exists())
     if left:
         soak.violations.append(f"files left over: {left[:20]}")
     return {"outputs": len(written), "unreadable": unreadable, "files_left": len(left)}
@@ -234,7 +250,7 @@ def soak(name: str, count: int, options: argparse.Namespace, workers: bool) -> t
         base = make_base(Path(place, "base"))
         make_files(base)
         (base / "tmp").mkdir()
-        shared, begun = set(os.listdir("/dev/shm")), time.monotonic()
+        begun = time.monotonic()
         server = ComfyUI(find_comfyui(), base, {"TMPDIR": str(base / "tmp")}, ["--cache-classic"])
         run, before = Soak(server), None
         try:
@@ -250,9 +266,6 @@ def soak(name: str, count: int, options: argparse.Namespace, workers: bool) -> t
             row |= {"workers_killed": run.killed, "processes_left": end_workers(run)}
         finally:
             server.stop()
-        left = set(os.listdir("/dev/shm")) - shared
-        if left:
-            run.violations.append(f"shared memory left over: {sorted(left)}")
         row |= check_outputs(run)
         row |= {"minutes": round((time.monotonic() - begun) / 60, 1), "violations": len(run.violations)}
         if options.keep_log:
@@ -262,13 +275,17 @@ def soak(name: str, count: int, options: argparse.Namespace, workers: bool) -> t
 
 def end_workers(run: Soak) -> int:
     """Free the models, which ends the workers; how many processes stay."""
-    run.processes |= below(run.server.process.pid)
-    run.server.post("/free", {"unload_models": True, "free_memory": True})
+    run.note_processes()
+
+    def ended() -> bool:
+        run.server.post("/free", {"unload_models": True})  # again: it hears nothing while it cleans up after a prompt
+        return not parents().keys() & run.processes and not hidden(run.server.base)
+
     try:
-        wait_until_gone(run.processes, 30)
+        wait_until(ended, 30, "workers, or the folder of their logs")
     except AssertionError as fault:
-        run.violations.append(f"processes left over: {fault}")
-    return len(run.processes & below(run.server.process.pid))
+        run.violations.append(f"left over after /free: {fault}: {sorted(hidden(run.server.base))}")
+    return len(parents().keys() & run.processes)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -39,7 +39,7 @@ class Prompt:
 
 
 def make_files(base: Path) -> None:
-    """A picture, a damaged one, a LoRA, a file that is none, and a file that is no model."""
+    """A picture and a LoRA, and files that are called so and are none; a file that is no model."""
     for folder in ("loras", "diffusion_models"):
         (base / "models" / folder).mkdir(parents=True, exist_ok=True)
     write_lora(base / "models" / "loras" / "style.safetensors", seed=1)
@@ -47,8 +47,7 @@ def make_files(base: Path) -> None:
     (base / "models" / "diffusion_models" / "broken.safetensors").write_bytes(b"not a model at all")
     first = draw([parse_caption("a red circle moving right on a blue background")], seed=3)[0, :, 0]
     Image.fromarray(((first + 1) * 127.5).byte().permute(1, 2, 0).numpy()).save(base / "input" / "first.png")
-    whole = (base / "input" / "first.png").read_bytes()
-    (base / "input" / "damaged.png").write_bytes(whole[:100])
+    (base / "input" / "damaged.png").write_bytes(b"not a picture at all")
 
 
 # ----------------------------------------------------------------------------------------------------------- workflows
