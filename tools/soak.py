@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 
 from tests.comfyui import Client, ComfyUI, Refused, Run, find_comfyui, make_base
 from tests.launched import below, parents, ranks_below, wait_until
+from tools.process_state import State, hidden, look, mapped_memory, resident
 from tools.soak_prompts import Prompt, make_files, prompts
 from wan_core.media.video import read_video
 from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
@@ -42,15 +43,7 @@ MIB = 2**20
 
 
 @dataclass
-class State:
-    """What a server holds: open files by kind, and threads."""
-
-    files: Counter[str]
-    threads: int
-
-
-@dataclass
-class Soak:
+class Observed:
     """A server, and what was seen of it."""
 
     server: ComfyUI
@@ -83,9 +76,7 @@ class Soak:
             )
         if run is not None and outcome == "completed":
             self.seconds.append(time.monotonic() - begun)
-            count = len(run.outputs["save"].get("images", run.outputs["save"].get("latents", ())))
-            kind = "images" if "images" in run.outputs["save"] else "latents"
-            self.outputs.append((prompt, [output_file(self.server, run, kind, index) for index in range(count)]))
+            self.outputs.append((prompt, saved_files(self.server.base, run)))
         self.memory.append(resident(self.server.process.pid))
 
     def _run(self, prompt: Prompt) -> Run:
@@ -119,7 +110,7 @@ class Soak:
     def note_processes(self) -> None:
         found = below(self.server.process.pid)
         self.processes |= found
-        self.shared |= {path for pid in (self.server.process.pid, *found) for path in shared_memory(pid)}
+        self.shared |= {path for pid in (self.server.process.pid, *found) for path in mapped_memory(pid)}
 
     def state(self, seconds: float = 5.0) -> State:
         """Counts of an idle server: the least of several looks, as what ended takes a moment to go."""
@@ -140,47 +131,27 @@ def outcome_of(run: Run) -> tuple[str, str]:
     return "failed", run.message("execution_error")["exception_message"]
 
 
-def output_file(server: ComfyUI, run: Run, kind: str, index: int) -> Path:
-    saved = run.outputs["save"][kind][index]
-    return server.base / saved["type"] / saved["subfolder"] / saved["filename"]
-
-
-def resident(pid: int) -> int:
-    """Resident memory in bytes, of mapped files too."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
-
-
-def shared_memory(pid: int) -> set[Path]:
-    """Its files in /dev/shm."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:  # it ended meanwhile
-        return set()
-    return {Path(line[line.index("/dev/shm/") :]) for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
-
-
-def look(pid: int) -> State:
-    files = Counter[str]()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = os.readlink(entry)
-        except OSError:
-            continue  # closed meanwhile
-        files[target.partition(":")[0] if ":[" in target else target] += 1
-    return State(files, len(list(Path(f"/proc/{pid}/task").iterdir())))
+def saved_files(base: Path, run: Run) -> list[Path]:
+    """Of the node `save`: ComfyUI lists pictures and videos under one name, latents under another."""
+    saved = run.outputs["save"]
+    return [
+        base / one["type"] / one["subfolder"] / one["filename"]
+        for one in saved.get("images") or saved.get("latents", ())
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
 
 
-def check_memory(soak: Soak, window: int, tolerance: float) -> dict[str, Any]:
+def check_memory(observed: Observed, window: int, tolerance: float) -> dict[str, Any]:
     """Medians of the second and the last `window` prompts."""
-    early, late = (statistics.median(part) for part in (soak.memory[window : 2 * window], soak.memory[-window:]))
+    early, late = (
+        statistics.median(part) for part in (observed.memory[window : 2 * window], observed.memory[-window:])
+    )
     change = late / early - 1
     if abs(change) > tolerance:
-        soak.violations.append(f"memory: {early / MIB:.1f} MiB, then {late / MIB:.1f} MiB")
-    medians = [statistics.median(soak.memory[at : at + window]) for at in range(0, len(soak.memory), window)]
+        observed.violations.append(f"memory: {early / MIB:.1f} MiB, then {late / MIB:.1f} MiB")
+    medians = [statistics.median(observed.memory[at : at + window]) for at in range(0, len(observed.memory), window)]
     return {
         "window": window,
         "early_mib": round(early / MIB, 1),
@@ -190,41 +161,35 @@ def check_memory(soak: Soak, window: int, tolerance: float) -> dict[str, Any]:
     }
 
 
-def check_state(soak: Soak, before: State) -> dict[str, Any]:
-    after = soak.state()
+def check_state(observed: Observed, before: State) -> dict[str, Any]:
+    after = observed.state()
     more = after.files - before.files
     if after.files.total() > before.files.total():
-        soak.violations.append(f"open files left over: {dict(more)}")
+        observed.violations.append(f"open files left over: {dict(more)}")
     if after.threads > before.threads:
-        soak.violations.append(f"threads: {before.threads}, then {after.threads}")
+        observed.violations.append(f"threads: {before.threads}, then {after.threads}")
     files = {"open_files_early": before.files.total(), "open_files_late": after.files.total()}
     return files | {"threads_early": before.threads, "threads_late": after.threads}
 
 
-def check_outputs(soak: Soak) -> dict[str, Any]:
+def check_outputs(observed: Observed) -> dict[str, Any]:
     """Open every output; what lies in the folders besides them."""
     unreadable = 0
-    for prompt, paths in soak.outputs:
+    for prompt, paths in observed.outputs:
         try:
             assert paths, "no output"
             read_outputs(prompt, paths)
         except (AssertionError, OSError, ValueError) as fault:
             unreadable += 1
-            soak.violations.append(f"{prompt.kind}: {[path.name for path in paths]}: {fault}")
-    written = {path for _, paths in soak.outputs for path in paths}
-    found = {path for path in (soak.server.base / "output").rglob("*") if path.is_file()}
-    left = sorted(str(path.relative_to(soak.server.base)) for path in found - written)
-    left += sorted(str(path.relative_to(soak.server.base)) for path in hidden(soak.server.base) - found)
-    left += sorted(str(path) for path in soak.shared if path.exists())
+            observed.violations.append(f"{prompt.kind}: {[path.name for path in paths]}: {fault}")
+    written = {path for _, paths in observed.outputs for path in paths}
+    found = {path for path in (observed.server.base / "output").rglob("*") if path.is_file()}
+    left = sorted(str(path.relative_to(observed.server.base)) for path in found - written)
+    left += sorted(str(path.relative_to(observed.server.base)) for path in hidden(observed.server.base) - found)
+    left += sorted(str(path) for path in observed.shared if path.exists())
     if left:
-        soak.violations.append(f"files left over: {left[:20]}")
+        observed.violations.append(f"files left over: {left[:20]}")
     return {"outputs": len(written), "unreadable": unreadable, "files_left": len(left)}
-
-
-def hidden(base: Path) -> set[Path]:
-    """Partial files and claims anywhere, and whatever is in the folder for temporary files."""
-    named = [path for name in ("*.part", "*.claim", "unfinished-*") for path in base.rglob(name)]
-    return {*named, *(path for path in (base / "tmp").rglob("*") if path.is_file() or path.is_socket())}
 
 
 def read_outputs(prompt: Prompt, paths: list[Path]) -> None:
@@ -252,40 +217,44 @@ def soak(name: str, count: int, options: argparse.Namespace, workers: bool) -> t
         (base / "tmp").mkdir()
         begun = time.monotonic()
         server = ComfyUI(find_comfyui(), base, {"TMPDIR": str(base / "tmp")}, ["--cache-classic"])
-        run, before = Soak(server), None
+        observed, before = Observed(server), None
         try:
             for number, prompt in enumerate(prompts(count, options.seed, workers), 1):
-                run.send(number, prompt)
+                observed.send(number, prompt)
                 if before is None and number >= 2 * window and prompt.outcome != "killed":
-                    before = run.state()
+                    before = observed.state()
                 if number % 50 == 0:
-                    print(f"{name}: {number} of {count}, {run.memory[-1] / MIB:.0f} MiB", file=sys.stderr, flush=True)
-            row: dict[str, Any] = {"name": name, "prompts": count, "seconds": round(statistics.median(run.seconds), 3)}
-            row |= {outcome: run.outcomes[outcome] for outcome in OUTCOMES}
-            row |= {"memory": check_memory(run, window, options.tolerance)} | check_state(run, before)
-            row |= {"workers_killed": run.killed, "processes_left": end_workers(run)}
+                    now = observed.memory[-1] / MIB
+                    print(f"{name}: {number} of {count}, {now:.0f} MiB", file=sys.stderr, flush=True)
+            row: dict[str, Any] = {"name": name, "prompts": count}
+            row |= {"seconds": round(statistics.median(observed.seconds), 3)}
+            row |= {outcome: observed.outcomes[outcome] for outcome in OUTCOMES}
+            row |= {"memory": check_memory(observed, window, options.tolerance)} | check_state(observed, before)
+            row |= {"workers_killed": observed.killed, "processes_left": end_workers(observed)}
         finally:
             server.stop()
-        row |= check_outputs(run)
-        row |= {"minutes": round((time.monotonic() - begun) / 60, 1), "violations": len(run.violations)}
+        row |= check_outputs(observed)
+        row |= {"minutes": round((time.monotonic() - begun) / 60, 1), "violations": len(observed.violations)}
         if options.keep_log:
             options.keep_log.with_suffix(f".{name.replace(' ', '-')}.log").write_text(server.log())
-    return row, run.violations
+    return row, observed.violations
 
 
-def end_workers(run: Soak) -> int:
+def end_workers(observed: Observed) -> int:
     """Free the models, which ends the workers; how many processes stay."""
-    run.note_processes()
+    observed.note_processes()
 
     def ended() -> bool:
-        run.server.post("/free", {"unload_models": True})  # again: it hears nothing while it cleans up after a prompt
-        return not parents().keys() & run.processes and not hidden(run.server.base)
+        observed.server.post(
+            "/free", {"unload_models": True}
+        )  # again: it hears nothing while it cleans up after a prompt
+        return not parents().keys() & observed.processes and not hidden(observed.server.base)
 
     try:
         wait_until(ended, 30, "workers, or the folder of their logs")
     except AssertionError as fault:
-        run.violations.append(f"left over after /free: {fault}: {sorted(hidden(run.server.base))}")
-    return len(parents().keys() & run.processes)
+        observed.violations.append(f"left over after /free: {fault}: {sorted(hidden(observed.server.base))}")
+    return len(parents().keys() & observed.processes)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -1,0 +1,94 @@
+"""`tools.soak`: what it calls a violation, and a short run in a real ComfyUI."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections import Counter
+from multiprocessing import shared_memory
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.comfyui import find_comfyui
+from tools.process_state import State, look, mapped_memory
+from tools.soak import Observed, check_memory, check_outputs, check_state, main
+from tools.soak_prompts import TURNS, WORKFLOWS, Prompt, prompts
+
+
+def seen(base: Path, **given: Any) -> Observed:
+    (base / "tmp").mkdir(parents=True, exist_ok=True)
+    (base / "output").mkdir(exist_ok=True)
+    return Observed(SimpleNamespace(base=base), **given)  # type: ignore[arg-type]  # a server is only asked for its folder
+
+
+def test_every_tenth_prompt_is_interrupted_or_wrong_and_a_seed_gives_the_same_ones() -> None:
+    made = prompts(80, 3, workers=False)
+    assert made == prompts(80, 3, workers=False) != prompts(80, 4, workers=False)
+    assert {prompt.kind for prompt in made[:10]} >= WORKFLOWS.keys()
+    assert Counter(prompt.outcome for prompt in made) == {"completed": 72, "interrupted": 4, "refused": 2, "failed": 2}
+    assert [prompt.outcome for prompt in made[9::10]].count("interrupted") == 2 * TURNS.count("interrupted")
+    together = prompts(80, 3, workers=True)
+    assert [prompt.outcome for prompt in together].count("killed") == 4
+    assert all("launcher" in prompt.graph for prompt in together)
+
+
+@pytest.mark.parametrize(("last", "violations"), [(1009, 0), (1011, 1), (989, 1)])
+def test_memory_may_change_by_one_percent(tmp_path: Path, last: int, violations: int) -> None:
+    mib = 2**20
+    observed = seen(tmp_path, memory=[500 * mib] * 5 + [1000 * mib] * 5 + [1500 * mib] * 5 + [last * mib] * 5)
+    row = check_memory(observed, 5, 0.01)
+    assert len(observed.violations) == violations
+    assert row["medians_mib"] == [500, 1000, 1500, last] and row["change"] == pytest.approx(last / 1000 - 1)
+
+
+def test_more_files_or_threads_are_violations() -> None:
+    observed = Observed(SimpleNamespace(state=None))  # type: ignore[arg-type]
+    observed.state = lambda seconds=5.0: State(Counter(socket=3, pipe=2), 4)  # type: ignore[method-assign]
+    check_state(observed, State(Counter(socket=2, pipe=3), 4))
+    assert not observed.violations, "as many as before"
+    check_state(observed, State(Counter(socket=2, pipe=2), 3))
+    assert observed.violations == ["open files left over: {'socket': 1}", "threads: 3, then 4"]
+
+
+def test_files_and_threads_and_shared_memory_of_a_process() -> None:
+    before = look(os.getpid())
+    kept = shared_memory.SharedMemory(create=True, size=1 << 16)
+    with socket.socket(), tempfile.NamedTemporaryFile() as opened:
+        after = look(os.getpid())
+        more = after.files - before.files
+        assert more["socket"] == 1 and more[opened.name] == 1 and after.threads >= before.threads >= 1
+    assert Path("/dev/shm", kept.name) in mapped_memory(os.getpid())
+    kept.close()
+    kept.unlink()
+
+
+def test_outputs_that_cannot_be_read_and_files_that_nobody_named(tmp_path: Path) -> None:
+    pictures = [tmp_path / "output" / f"{n}.png" for n in range(2)]
+    observed = seen(tmp_path, outputs=[(Prompt("text to video", {}, (4, 2, 2)), pictures)])
+    for path in pictures:
+        picture = Image.new("RGB", (4, 2))
+        picture.putpixel((1, 1), (9, 9, 9))
+        picture.save(path)
+    assert check_outputs(observed) == {"outputs": 2, "unreadable": 0, "files_left": 0}
+    pictures[1].write_bytes(b"")
+    (tmp_path / "output" / ".x.mp4.1-2.part").touch()
+    (tmp_path / "tmp" / "log").touch()
+    assert check_outputs(observed) == {"outputs": 2, "unreadable": 1, "files_left": 2}
+    assert len(observed.violations) == 2 and ".part" in observed.violations[1] and "tmp/log" in observed.violations[1]
+
+
+@pytest.mark.comfy
+def test_a_short_run_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    find_comfyui()  # or skip
+    result = tmp_path / "result.json"
+    few = ["--prompts", "30", "--worker-prompts", "20", "--tolerance", "0.05", "--out", str(result)]
+    assert main(few) == 0, capsys.readouterr().out
+    alone, together = json.loads(result.read_text())["rows"]
+    assert alone["completed"] == 27 and alone["interrupted"] + alone["refused"] + alone["failed"] == 3
+    assert alone["outputs"] > 0 and together["workers_killed"] == 1 and together["processes_left"] == 0
