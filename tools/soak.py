@@ -36,7 +36,6 @@ from tools.soak_prompts import Prompt, make_files, prompts
 from wan_core.media.video import read_video
 from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
 
-RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 WINDOW = 100  # prompts whose median memory is compared
 OUTCOMES = ("completed", "interrupted", "refused", "failed", "killed")
 MIB = 2**20
@@ -226,6 +225,7 @@ def soak(name: str, count: int, options: argparse.Namespace, workers: bool) -> t
                 if number % 50 == 0:
                     now = observed.memory[-1] / MIB
                     print(f"{name}: {number} of {count}, {now:.0f} MiB", file=sys.stderr, flush=True)
+            assert before is not None, "more prompts follow"
             row: dict[str, Any] = {"name": name, "prompts": count}
             row |= {"seconds": round(statistics.median(observed.seconds), 3)}
             row |= {outcome: observed.outcomes[outcome] for outcome in OUTCOMES}
@@ -245,9 +245,8 @@ def end_workers(observed: Observed) -> int:
     observed.note_processes()
 
     def ended() -> bool:
-        observed.server.post(
-            "/free", {"unload_models": True}
-        )  # again: it hears nothing while it cleans up after a prompt
+        # Again: ComfyUI does not notice it while it cleans up after a prompt.
+        observed.server.post("/free", {"unload_models": True})
         return not parents().keys() & observed.processes and not hidden(observed.server.base)
 
     try:
@@ -259,18 +258,8 @@ def end_workers(observed: Observed) -> int:
 
 def table(rows: list[dict[str, Any]]) -> str:
     columns = ("prompts", *OUTCOMES, "seconds")
-    head = [
-        "run",
-        *columns,
-        "MiB early",
-        "MiB late",
-        "change",
-        "open files",
-        "threads",
-        "outputs",
-        "unreadable",
-        "left",
-    ]
+    memory_and_rest = ("MiB early", "MiB late", "change", "open files", "threads", "outputs", "unreadable", "left")
+    head = ["run", *columns, *memory_and_rest]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         memory = row["memory"]
