@@ -30,8 +30,8 @@ from wan_core.ops.kernels import fused
 from wan_core.pipeline.images import decode_images, encode_images
 from wan_core.pipeline.loras import Wanted, lora_bytes
 from wan_core.pipeline.memory_planning import decode_bytes, forward_bytes
+from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.settings import ModelSettings
-from wan_core.pipeline.sources import Experts
 from wan_core.sampling.plan import Expert
 
 from . import host

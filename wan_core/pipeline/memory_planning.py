@@ -24,9 +24,9 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.loras import lora_bytes
+from wan_core.pipeline.model_parts import Experts, Parts
 from wan_core.pipeline.resolved_request import Job
 from wan_core.pipeline.settings import ModelSettings
-from wan_core.pipeline.sources import Experts, Parts
 from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.plan import Plan
 
