@@ -100,7 +100,7 @@ class ModelSocket:
             now.residency.prefetch(now.name, then.name, runs)
 
     def memory(self, tokens: int) -> int:
-        """What a forward of so many tokens takes beside the weights, attached LoRAs included."""
+        """Activations of a forward of so many tokens in bytes, attached LoRAs included."""
         # Without fused kernels it takes what torch does.
         kind = "cuda" if fused.why_not(host.device()) is None else "cpu"
         loras = lora_bytes(one for wanted in self.loras.values() for one in wanted)

@@ -140,8 +140,8 @@ def model_sizes(settings: ModelSettings) -> Sizes:
 
 
 def beside_workload(found: Parts | Experts, workload: Workload | None, per_token: float, itemsize: int) -> Beside:
-    """What a run needs beside the weights. workload: None is the task's own size. Transformers alone encode and decode
-    nothing."""
+    """Device memory of a run besides weights. workload: None is the task's own size. Transformers alone encode and
+    decode nothing."""
     if workload is None:
         stride, task = found.vae.spatial_stride, found.task
         T, Y, X = (task.frames - 1) // found.vae.temporal_stride + 1, task.height // stride, task.width // stride
