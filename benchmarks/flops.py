@@ -2,8 +2,8 @@
 
 Counted are matrix products, two operations for each multiplication with its addition: linears, self-attention and
 cross-attention. Norms, rotations and activations are memory traffic, and leaving them out is the custom. What a prompt
-needs once (text embedding, cross-attention keys and values) belongs to no forward; whoever computes it in every step
-gets no credit for that.
+needs once (text embedding, cross-attention keys and values) belongs to no forward; a peer that computes it in every
+step gets no credit for that.
 
 Legend: L tokens, S text rows, C channels, N channels of the feed-forward.
 """

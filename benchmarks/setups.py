@@ -70,7 +70,7 @@ class Setup:
         return None
 
     def quantization(self, device: torch.device) -> Quantization | None:
-        """How the linears are to be held, for whoever makes the model; None where that is plainly."""
+        """How the linears are held, for the caller that makes the model; None for plain linears."""
         return None if self.precision == PLAIN else find_quantization(self.precision, device)
 
     def apply(self, model: WanModel, **shared: Any) -> WanModel:

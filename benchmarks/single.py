@@ -83,7 +83,7 @@ class Ladder:
                 yield from self._setup_rows(entry)
 
     def _plain_rows(self, entries: Sequence[Peer | Setup]) -> Iterator[Row]:
-        """Peers and REFERENCE, all on the parameters of one model. REFERENCE runs even if nobody asked for its row."""
+        """Peers and REFERENCE, all on the parameters of one model. REFERENCE runs even if its row was not asked for."""
         peers = sorted((e for e in entries if isinstance(e, Peer)), key=lambda peer: peer.name != RATIO_TO)
         model, stride = self.model(None)
         self.head_dim = model.config.head_dim

@@ -10,7 +10,7 @@ peak_gib          device memory at most, weights included, with both prompts pre
 planned_gib       the same as the memory plan said before, `plan_error` by how much it was off
 resident_blocks   that stayed on the device
 identical         whether the velocity is bit for bit that of "resident"
-host_gib          locked host memory of the expert
+host_gib          pinned host memory of the expert
 
 Then, per precision, rows of the change of experts: from the end of the last forward of one to the begin of the first
 forward of the other, its prompt prepared (`switch_ms`): handed over behind the last forward, or only asked for then.
@@ -81,7 +81,7 @@ def streaming_rows(
 
 
 class Streaming:
-    """One expert in one precision, its weights in locked host memory."""
+    """One expert in one precision, its weights in pinned host memory."""
 
     def __init__(
         self, name: str, sizes: list[str], device: torch.device, precision: str, layers: int | None, runs: int

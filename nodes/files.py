@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from wan_core.pipeline.sources import TINY, Part
+from wan_core.pipeline.model_parts import Part
+from wan_core.pipeline.sources import TINY
 
 from . import host
 

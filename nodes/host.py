@@ -263,7 +263,9 @@ class Held(ModelPatcher):
                 AppliedLoras.of(self.model.content, self.load_device).offload()
             else:
                 for tensor in tensors_of(self.model.content).values():
-                    tensor.data = tensor.new_empty(0)  # now, whoever still holds the module: a traceback, a cycle
+                    tensor.data = tensor.new_empty(
+                        0
+                    )  # now, although a traceback or a reference cycle may still hold the module
             self.model.content = None
             self.model.device = self.offload_device
             self.model.model_loaded_weight_memory = 0

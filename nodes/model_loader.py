@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from comfy_api.latest import io, ui
 
@@ -39,73 +40,14 @@ class WanCoreModelLoader(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        files = host.model_names("diffusion_models")
         return io.Schema(
             node_id="WanCoreModelLoader",
             display_name="WanCore Model Loader",
             category="WanCore",
             description="Recognises one or two Wan transformers by their contents. Weights are read when first used.",
             inputs=[
-                io.Combo.Input(
-                    "high",
-                    options=[*embedded_expert("high"), *files],
-                    default=TINY_T2V,
-                    tooltip="The high-noise expert's file in models/diffusion_models, or the only file of a model with "
-                    "one transformer. A folder of shards appears as one entry.",
-                ),
-                io.Combo.Input(
-                    "low",
-                    options=[ALONE, *embedded_expert("low"), *files],
-                    default=TINY_T2V,
-                    tooltip="The low-noise expert's file. 'none': the file above runs every step.",
-                ),
-                io.Combo.Input(
-                    "precision",
-                    options=list(PRECISIONS),
-                    default="checkpoint",
-                    tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and weights "
-                    "that the file packs (GGUF, NVFP4, MXFP8) stay packed in memory; fp16 is "
-                    "never used, because Wan's activations overflow in it. 'fp8' multiplies the blocks' matrices in "
-                    "FP8, faster and in half the memory, with a scale for every row ('-tensor', '-block': for those); "
-                    "it needs a GPU with FP8 units (Ada or newer, for '-block' Hopper). 'te-...' does so with the "
-                    "kernels of Transformer Engine, which must be installed. 'fp8-weights' only stores FP8: half the "
-                    "memory on any GPU, no faster.",
-                ),
-                io.Combo.Input(
-                    "attention",
-                    options=["auto", *BACKENDS],
-                    default="auto",
-                    tooltip="The attention kernel. 'auto' takes the fastest that runs here and changes no numbers; FP8 "
-                    "and int8 kernels ('cudnn-fp8', 'te-fp8', 'sage') only by name. One that cannot run is refused, "
-                    "never replaced silently.",
-                ),
-                io.Combo.Input(
-                    "residency",
-                    options=list(RESIDENCIES),
-                    default="auto",
-                    tooltip="'auto': ComfyUI's memory manager decides what leaves the device; an expert that does not "
-                    "fit has its blocks streamed from host memory. 'resident': both experts stay on the device "
-                    "together. 'swap': everything else leaves before an expert is loaded. 'stream': blocks always "
-                    "stream. 'shard', with workers: every GPU holds a part of each expert.",
-                ),
-                io.Combo.Input(
-                    "compile",
-                    options=list(COMPILES),
-                    default=COMPILES[0],
-                    optional=True,
-                    tooltip="'blocks' compiles one transformer block, once for both experts: faster steps for some "
-                    "seconds at the first use. Another size, length, prompt or seed compiles nothing again. Needs "
-                    "Triton on a GPU, a C++ compiler on a CPU.",
-                ),
-                io.Int.Input(
-                    "keep_blocks",
-                    default=0,
-                    min=0,
-                    max=MAX_KEPT,
-                    optional=True,
-                    tooltip="How many of the first and of the last blocks an FP8 'precision' leaves as they are, for "
-                    "more exact results. 0: every block is quantised.",
-                ),
+                *_file_inputs(),
+                *_run_inputs(),
                 workers_input(),
             ],
             outputs=[
@@ -179,6 +121,78 @@ class WanCoreModelLoader(io.ComfyNode):
         model = ModelSocket(options, settings, both, rgb, workers=workers)
         info = _info(settings)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
+
+
+def _file_inputs() -> list[Any]:
+    files = host.model_names("diffusion_models")
+    return [
+        io.Combo.Input(
+            "high",
+            options=[*embedded_expert("high"), *files],
+            default=TINY_T2V,
+            tooltip="The high-noise expert's file in models/diffusion_models, or the only file of a model with "
+            "one transformer. A folder of shards appears as one entry.",
+        ),
+        io.Combo.Input(
+            "low",
+            options=[ALONE, *embedded_expert("low"), *files],
+            default=TINY_T2V,
+            tooltip="The low-noise expert's file. 'none': the file above runs every step.",
+        ),
+    ]
+
+
+def _run_inputs() -> list[Any]:
+    """How the transformers are held and run."""
+    return [
+        io.Combo.Input(
+            "precision",
+            options=list(PRECISIONS),
+            default="checkpoint",
+            tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and weights "
+            "that the file packs (GGUF, NVFP4, MXFP8) stay packed in memory; fp16 is "
+            "never used, because Wan's activations overflow in it. 'fp8' multiplies the blocks' matrices in "
+            "FP8, faster and in half the memory, with a scale for every row ('-tensor', '-block': for those); "
+            "it needs a GPU with FP8 units (Ada or newer, for '-block' Hopper). 'te-...' does so with the "
+            "kernels of Transformer Engine, which must be installed. 'fp8-weights' only stores FP8: half the "
+            "memory on any GPU, no faster.",
+        ),
+        io.Combo.Input(
+            "attention",
+            options=["auto", *BACKENDS],
+            default="auto",
+            tooltip="The attention kernel. 'auto' takes the fastest that runs here and changes no numbers; FP8 "
+            "and int8 kernels ('cudnn-fp8', 'te-fp8', 'sage') only by name. One that cannot run is refused, "
+            "never replaced silently.",
+        ),
+        io.Combo.Input(
+            "residency",
+            options=list(RESIDENCIES),
+            default="auto",
+            tooltip="'auto': ComfyUI's memory manager decides what leaves the device; an expert that does not "
+            "fit has its blocks streamed from host memory. 'resident': both experts stay on the device "
+            "together. 'swap': everything else leaves before an expert is loaded. 'stream': blocks always "
+            "stream. 'shard', with workers: every GPU holds a part of each expert.",
+        ),
+        io.Combo.Input(
+            "compile",
+            options=list(COMPILES),
+            default=COMPILES[0],
+            optional=True,
+            tooltip="'blocks' compiles one transformer block, once for both experts: faster steps for some "
+            "seconds at the first use. Another size, length, prompt or seed compiles nothing again. Needs "
+            "Triton on a GPU, a C++ compiler on a CPU.",
+        ),
+        io.Int.Input(
+            "keep_blocks",
+            default=0,
+            min=0,
+            max=MAX_KEPT,
+            optional=True,
+            tooltip="How many of the first and of the last blocks an FP8 'precision' leaves as they are, for "
+            "more exact results. 0: every block is quantised.",
+        ),
+    ]
 
 
 def _paths(high: str, low: str | None) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from comfy_api.latest import io, ui
@@ -228,18 +229,6 @@ class WanCoreSampler(io.ComfyNode):
         videos = shape[0] * tokens * (1 + batched)
         if blocks is not None:
             report.notes.append(f"memory: {blocks} of {model.experts.dit.num_layers} blocks stay, the others stream")
-        relieved: list[str] = []
-
-        def relieve(expert: Expert) -> bool:
-            """Once in a run: make room and go on."""
-            words = None if relieved else model.relieve(expert, videos, kept)
-            if words is None:
-                return False
-            relieved.append(words)
-            host.log.warning("WanCore ran out of memory and goes on: %s", words)
-            report.notes.append(f"out of memory, going on with what takes less ({words}); finished steps stay")
-            return True
-
         if model.settings.compile != "off" and not model.pace:
             host.show("compiling in the first step ...")
         if model.workers is not None:
@@ -256,13 +245,30 @@ class WanCoreSampler(io.ComfyNode):
                 on_step=watcher,
                 checks=BlockChecks(host.check_interruption),
                 ahead=model.prefetch,
-                relieve=relieve,
+                relieve=_relieve_once(model, videos, kept, report),
             )
         model.pace.clear()
         for expert in plan.experts:
             model.pace[expert] = report.phases[f"denoise {expert}"].seconds / watcher.forwards[expert]
         words = f"{plan.table().splitlines()[0]}\ndone in {clock(report.total_seconds)}"
         return io.NodeOutput({"samples": host.to_intermediate(latents)}, report, ui=ui.PreviewText(words))
+
+
+def _relieve_once(model: ModelSocket, videos: int, kept: int, report: Report) -> Callable[[Expert], bool]:
+    """For `denoise`: after out of memory, make room once in a run, and say so. videos: tokens of a forward. kept: bytes
+    of residuals."""
+    relieved: list[str] = []
+
+    def relieve(expert: Expert) -> bool:
+        words = None if relieved else model.relieve(expert, videos, kept)
+        if words is None:
+            return False
+        relieved.append(words)
+        host.log.warning("WanCore ran out of memory and goes on: %s", words)
+        report.notes.append(f"out of memory, going on with what takes less ({words}); finished steps stay")
+        return True
+
+    return relieve
 
 
 class _Watcher:

@@ -30,8 +30,8 @@ from wan_core.ops.kernels import fused
 from wan_core.pipeline.images import decode_images, encode_images
 from wan_core.pipeline.loras import Wanted, lora_bytes
 from wan_core.pipeline.memory_planning import decode_bytes, forward_bytes
+from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.settings import ModelSettings
-from wan_core.pipeline.sources import Experts
 from wan_core.sampling.plan import Expert
 
 from . import host
@@ -100,7 +100,7 @@ class ModelSocket:
             now.residency.prefetch(now.name, then.name, runs)
 
     def memory(self, tokens: int) -> int:
-        """What a forward of so many tokens takes beside the weights, attached LoRAs included."""
+        """Activations of a forward of so many tokens in bytes, attached LoRAs included."""
         # Without fused kernels it takes what torch does.
         kind = "cuda" if fused.why_not(host.device()) is None else "cpu"
         loras = lora_bytes(one for wanted in self.loras.values() for one in wanted)

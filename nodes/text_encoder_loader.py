@@ -6,8 +6,9 @@ from comfy_api.latest import io, ui
 
 from wan_core.checkpoint import load_text_encoder
 from wan_core.config import PRECISIONS, QUANTIZED
+from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding
-from wan_core.pipeline.sources import Part, recognise
+from wan_core.pipeline.sources import recognise
 
 from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of

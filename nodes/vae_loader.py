@@ -8,8 +8,9 @@ from torch import nn
 from wan_core.checkpoint import load_vae
 from wan_core.execution.optimize import optimize_vae
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.settings import PartToLoad, compute_dtype
-from wan_core.pipeline.sources import Part, recognise
+from wan_core.pipeline.sources import recognise
 
 from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of

@@ -21,8 +21,9 @@ from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8RowLinear, Fp8TensorLinear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TECurrentLinear
+from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.settings import holding, precision_of
-from wan_core.pipeline.sources import TINY, Part, recognise
+from wan_core.pipeline.sources import TINY, recognise
 
 CPU = torch.device("cpu")
 KINDS = (Fp8RowLinear, Fp8TensorLinear, Fp8BlockLinear, Fp8WeightLinear, TECurrentLinear)

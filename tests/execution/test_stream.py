@@ -124,7 +124,7 @@ def test_what_stays_is_handed_over_behind_the_last_run():
     residency, plan = streaming(None, 2), make_plan(steps=4)
     stage, copied = next(iter(residency.stages.values())), []
     fill = stage._fill
-    stage._fill = lambda unit, shelf, *, lead: (copied.append((unit, shelf)), fill(unit, shelf, lead=lead))[1]
+    stage._fill = lambda unit, shelf, *, text: (copied.append((unit, shelf)), fill(unit, shelf, text=text))[1]
     marks = []
 
     def prefetch(name, other, runs):

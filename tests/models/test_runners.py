@@ -50,7 +50,7 @@ def run(chain: RunnerChain, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_runners_stand_in_the_order_of_their_places_whoever_comes_first(order: tuple[int, ...]) -> None:
+def test_runners_stand_in_the_order_of_their_places_in_any_order_of_adding(order: tuple[int, ...]) -> None:
     said: list[str] = []
     names = ((Place.RESIDUALS, "residuals"), (Place.TILES, "tiles"), (Place.SHARDS, "shards"))
     chain = RunnerChain()

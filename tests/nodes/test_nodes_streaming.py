@@ -167,7 +167,7 @@ def test_an_expert_that_streams_hands_its_memory_over(nodes: SimpleNamespace, st
         exact = latents(model)
         (stage,) = model.held["high"].residency.stages.values()
         copied, fill = [], stage._fill
-        stage._fill = lambda unit, weights, *, lead: (copied.append((unit, weights)), fill(unit, weights, lead=lead))[1]
+        stage._fill = lambda unit, weights, *, text: (copied.append((unit, weights)), fill(unit, weights, text=text))[1]
         marks: list[int] = []
         assert torch.equal(latents(model, lambda progress, _: marks.append(len(copied))), exact)
     finally:

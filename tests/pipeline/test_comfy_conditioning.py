@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.models.vae.config import VAE_22
 from wan_core.pipeline.comfy_conditioning import join
-from wan_core.pipeline.sources import TINY, Experts, find_experts
+from wan_core.pipeline.model_parts import Experts
+from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.denoise import denoise

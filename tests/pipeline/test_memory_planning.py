@@ -14,8 +14,9 @@ from wan_core.execution.report import Report
 from wan_core.pipeline import memory_planning
 from wan_core.pipeline.loras import lora_bytes
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, model_sizes
+from wan_core.pipeline.model_parts import Experts, Parts
 from wan_core.pipeline.settings import ModelSettings, resolve_settings
-from wan_core.pipeline.sources import TINY, TINY_LORAS, Experts, Parts, find_experts, find_models
+from wan_core.pipeline.sources import TINY, TINY_LORAS, find_experts, find_models
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.workers.client import RemoteProgress

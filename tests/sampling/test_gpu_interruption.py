@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def run(model: WanModel, steps: int, on_block: Callable[[], None] | None) -> flo
     return time.perf_counter() - begin
 
 
-def test_an_interruption_takes_four_blocks(model: WanModel) -> None:
+def test_an_interruption_takes_the_blocks_ahead(model: WanModel) -> None:
     run(model, 1, None)  # compiles kernels
     block = run(model, 2, None) / (2 * LAYERS)
     launched, stopped = 0, 0.0
@@ -68,10 +69,11 @@ def test_an_interruption_takes_four_blocks(model: WanModel) -> None:
 
 
 def test_pacing_costs_nothing(model: WanModel) -> None:
-    """In turns, the fastest of five each."""
-    run(model, 2, None)
+    """In turns, the median of five each: single runs differ by as much as the card's temperature changes."""
+    for _ in range(2):
+        run(model, 2, None)  # until the card is warm
     free, paced = [], []
     for _ in range(5):
         free.append(run(model, 2, None))
         paced.append(run(model, 2, lambda: None))
-    assert min(paced) < 1.005 * min(free), f"{min(paced):.3f} s with, {min(free):.3f} s without"
+    assert median(paced) < 1.005 * median(free), f"{median(paced):.3f} s with, {median(free):.3f} s without"

@@ -146,7 +146,7 @@ def _filled(
             stored = loras.apply(stored, names, found.names)
         stored = _widened(stored, checkpoint, found, names, packed, _Target(torch.device(device), work, dtype, out))
         values = _plain(stored) if quantization is None else encode_values(stored, quantization, names)
-        # What was widened or encoded elsewhere comes home now. Strict: detect has compared all names.
+        # What was dequantised or encoded on another device moves to its own now. Strict: detect has compared all names.
         held = {name: value.to(device) for name, value in values}
     module.load_state_dict(held, assign=True)
     for name, buffer in module.named_buffers():

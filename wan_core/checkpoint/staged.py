@@ -67,7 +67,7 @@ _reading: ContextVar[Reading | None] = ContextVar("reading", default=None)
 
 @contextmanager
 def reading(how: Reading) -> Iterator[None]:
-    """Load inside as `how` says: progress and interruption belong to whoever loads, not to a file."""
+    """Load inside as `how` says: progress and interruption belong to the caller, not to a file."""
     token = _reading.set(how)
     try:
         yield

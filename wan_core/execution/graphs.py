@@ -116,7 +116,7 @@ class GraphedBlocks:
 
     def capture(self, inputs: BlockInputs, inner: Run) -> Captured:
         """Other threads (ComfyUI's server) may go on using CUDA meanwhile. Garbage is not collected: this thread might
-        then free locked memory of a model that is gone, which ends a capture."""
+        then free pinned memory of a model that is gone, which ends a capture."""
         tokens, modulation = inputs.tokens.clone(), inputs.modulation.clone()
         # What waits for the device between blocks cannot be captured.
         info = replace(inputs.info, after_block=None)

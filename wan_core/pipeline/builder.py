@@ -39,8 +39,9 @@ from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.loading import load_parts
 from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, merging, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
+from wan_core.pipeline.model_parts import Experts, Parts
 from wan_core.pipeline.settings import ModelSettings, PartToLoad, choose_device, compute_dtype, resolve_settings
-from wan_core.pipeline.sources import TINY, Experts, Parts, recognise
+from wan_core.pipeline.sources import TINY, recognise
 
 log = logging.getLogger(__name__)
 

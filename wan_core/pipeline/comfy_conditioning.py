@@ -15,7 +15,7 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import NEUTRAL, TIMES, check_keys, family_of
-from wan_core.pipeline.sources import Experts
+from wan_core.pipeline.model_parts import Experts
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.texts import WHOLE, TextRange, assign_texts

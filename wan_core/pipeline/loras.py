@@ -3,7 +3,7 @@
 There are two ways.
 
 merge    summed into the weights, in float32 and before they are quantised: costs nothing while the model runs
-attach   beside the weights: each linear adds a product of low rank to its own (`wan_core.ops.quant.lora`). The
+attach   added to the result: each linear adds a product of low rank to its own (`wan_core.ops.quant.lora`). The
          strength is a number on the device, and changing it reads, compiles and captures nothing again. What is no
          product of low rank, or no linear that is called as one (norms, modulation, differences in full, DoRA), is
          summed into its parameter in place, and what was there is kept on the host

@@ -24,9 +24,9 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.loras import lora_bytes
+from wan_core.pipeline.model_parts import Experts, Parts
 from wan_core.pipeline.resolved_request import Job
 from wan_core.pipeline.settings import ModelSettings
-from wan_core.pipeline.sources import Experts, Parts
 from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.plan import Plan
 
@@ -140,8 +140,8 @@ def model_sizes(settings: ModelSettings) -> Sizes:
 
 
 def beside_workload(found: Parts | Experts, workload: Workload | None, per_token: float, itemsize: int) -> Beside:
-    """What a run needs beside the weights. workload: None is the task's own size. Transformers alone encode and decode
-    nothing."""
+    """Device memory of a run besides weights. workload: None is the task's own size. Transformers alone encode and
+    decode nothing."""
     if workload is None:
         stride, task = found.vae.spatial_stride, found.task
         T, Y, X = (task.frames - 1) // found.vae.temporal_stride + 1, task.height // stride, task.width // stride

@@ -38,9 +38,10 @@ from wan_core.pipeline.builder import Models, load_models
 from wan_core.pipeline.images import decode_latents, pixels_to_video
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
+from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.resolved_request import Job, make_job
 from wan_core.pipeline.settings import choose_device, compute_dtype
-from wan_core.pipeline.sources import Parts, find_models, own_loras
+from wan_core.pipeline.sources import find_models, own_loras
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import Progress, denoise, retried
 from wan_core.sampling.pace import BlockChecks

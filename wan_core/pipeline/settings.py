@@ -27,7 +27,7 @@ from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
 from wan_core.ops.quant.swap import Quantization, swap_linears
 from wan_core.pipeline.loras import Wanted, check_packed, choose_mode, read_loras
-from wan_core.pipeline.sources import Experts, Part, Parts, Share, is_packed
+from wan_core.pipeline.model_parts import Experts, Part, Parts, Share, is_packed
 
 
 @dataclass(frozen=True)

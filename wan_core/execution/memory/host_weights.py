@@ -152,7 +152,7 @@ class HostWeights:
     def nbytes(self) -> int:
         return sum(unit.layout.nbytes for unit in self.units)
 
-    def go_home(self) -> None:
+    def point_to_host(self) -> None:
         """Point every tensor to the host."""
         for unit in self.units:
             unit.bind(None)

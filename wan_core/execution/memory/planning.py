@@ -56,7 +56,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """Of each phase, what runs beside the weights, in bytes. `denoise` has `residuals` and `prompts` in it."""
+    """Activations of each phase, in bytes. `denoise` has `residuals` and `prompts` in it."""
 
     text: int
     denoise: int

@@ -35,20 +35,20 @@ class Slot:
 
 
 @dataclass(eq=False)
-class Kept:
-    """Memory of a unit that stays. `lead` and `body`: events after the copies of its two parts."""
+class ResidentUnit:
+    """Memory of a resident unit. `text` and `rest`: events after the copies of what a prompt needs, and of the rest."""
 
     memory: Tensor
-    lead: Any = None
-    body: Any = None
+    text: Any = None
+    rest: Any = None
     holds: HostWeights | None = None
 
 
 @dataclass
 class Handover:
-    """After `runs` more runs of the blocks, the model gives its place to `heir`."""
+    """After `runs` more runs of the blocks, the model gives its place to `successor`."""
 
-    heir: HostWeights
+    successor: HostWeights
     runs: int
     now: bool = False  # the last of them is running
 
@@ -78,7 +78,7 @@ class Stage(BlockWeights):
     def __init__(self, device: torch.device, resident: int | None = None) -> None:
         self.device, self.resident = device, resident
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.kept: dict[int, Kept] = {}
+        self.kept: dict[int, ResidentUnit] = {}
         self.slots: list[Slot] = []
         self.streamed: list[int] = []  # units
         self.latest: Slot | None = None  # the slot that was entered last
@@ -94,37 +94,37 @@ class Stage(BlockWeights):
         """Device memory that it has now."""
         return sum(len(one.memory) for one in (*self.kept.values(), *self.slots))
 
-    def nbytes(self, shelf: HostWeights) -> int:
-        """Device memory for `shelf`."""
-        return stage_bytes([unit.layout.nbytes for unit in shelf.units], self.resident)
+    def nbytes(self, weights: HostWeights) -> int:
+        """Device memory for `weights`."""
+        return stage_bytes([unit.layout.nbytes for unit in weights.units], self.resident)
 
-    def use(self, shelf: HostWeights) -> None:
-        """Make the model of `shelf` ready; another's leaves. Waits for nothing on the host. Raises what an allocation
+    def use(self, weights: HostWeights) -> None:
+        """Make the model of `weights` ready; another's leaves. Waits for nothing on the host. Raises what an allocation
         raises, with nothing left on the device."""
         with self._quietly():
-            if self.current is not None and self.current is not shelf:
-                self.current.go_home()
-            self.current, self.handover = shelf, None
+            if self.current is not None and self.current is not weights:
+                self.current.point_to_host()
+            self.current, self.handover = weights, None
             if self.is_empty:
                 try:
-                    self._allocate(shelf)
+                    self._allocate(weights)
                 except torch.cuda.OutOfMemoryError:
                     self.leave_device()
                     raise
             self._copies_wait(self._mark())
-            lacking = [unit for unit, kept in self.kept.items() if kept.holds is not shelf]
+            lacking = [unit for unit, kept in self.kept.items() if kept.holds is not weights]
             for unit in lacking:
-                self._fill(unit, shelf, lead=True)
+                self._fill(unit, weights, text=True)
             for unit in lacking:
-                self._fill(unit, shelf, lead=False)
+                self._fill(unit, weights, text=False)
             for unit, kept in self.kept.items():
-                shelf.units[unit].bind(kept.memory)
-            self._wait(self.kept[REST].body)
+                weights.units[unit].bind(kept.memory)
+            self._wait(self.kept[REST].rest)
 
-    def hand_over(self, heir: HostWeights, runs: int) -> None:
-        """The next `runs` runs of the blocks are the last before `heir` is used: copy its blocks behind them."""
-        if self.current is not None and heir.layout == self.current.layout:
-            self.handover = Handover(heir, runs)
+    def hand_over(self, successor: HostWeights, runs: int) -> None:
+        """The next `runs` runs of the blocks are the last before `successor` is used: copy its blocks behind them."""
+        if self.current is not None and successor.layout == self.current.layout:
+            self.handover = Handover(successor, runs)
 
     def leave_device(self) -> None:
         """Give all device memory back."""
@@ -132,7 +132,7 @@ class Stage(BlockWeights):
             if self.stream is not None:  # memory may be given to others only after the copies into it
                 torch.cuda.current_stream(self.device).wait_stream(self.stream)
             if self.current is not None:
-                self.current.go_home()
+                self.current.point_to_host()
             self.kept.clear()
             self.slots.clear()
             self.current = self.latest = self.handover = None
@@ -150,21 +150,21 @@ class Stage(BlockWeights):
 
     def enter(self, block: int, *, text: bool = False) -> None:
         """Have the weights of `block` there, or only those that a prompt needs, and have the next ones copied."""
-        shelf, unit = self.current, block + 1
-        assert shelf is not None, "blocks of a model that is not in use"
+        weights, unit = self.current, block + 1
+        assert weights is not None, "blocks of a model that is not in use"
         if unit in self.kept:
-            self._wait(self.kept[unit].lead)
+            self._wait(self.kept[unit].text)
             if not text:
-                self._wait(self.kept[unit].body)
+                self._wait(self.kept[unit].rest)
             return
         with self._quietly():
-            slot = self._find(shelf, unit, whole=not text) or self._load(shelf, unit, whole=not text)
+            slot = self._find(weights, unit, whole=not text) or self._load(weights, unit, whole=not text)
             self.latest = slot
             self._wait(slot.copied)
-            shelf.units[unit].bind(slot.memory)
+            weights.units[unit].bind(slot.memory)
             at = self.streamed.index(unit) + 1
             wraps = at == len(self.streamed)
-            owner = self.handover.heir if wraps and self.handover is not None and self.handover.now else shelf
+            owner = self.handover.successor if wraps and self.handover is not None and self.handover.now else weights
             following, whole = self.streamed[at % len(self.streamed)], wraps or not text
             if self._find(owner, following, whole) is None:
                 self._load(owner, following, whole)
@@ -179,43 +179,43 @@ class Stage(BlockWeights):
         elif self.handover is not None and self.handover.now:
             with self._quietly():
                 self._copies_wait(self._mark())
-                self._fill(unit, self.handover.heir, lead=True)
-                self._fill(unit, self.handover.heir, lead=False)
+                self._fill(unit, self.handover.successor, text=True)
+                self._fill(unit, self.handover.successor, text=False)
 
-    def _find(self, shelf: HostWeights, unit: int, whole: bool) -> Slot | None:
-        return next((s for s in self.slots if s.holds in ((shelf, unit, True), (shelf, unit, whole))), None)
+    def _find(self, weights: HostWeights, unit: int, whole: bool) -> Slot | None:
+        return next((s for s in self.slots if s.holds in ((weights, unit, True), (weights, unit, whole))), None)
 
-    def _load(self, shelf: HostWeights, unit: int, whole: bool) -> Slot:
+    def _load(self, weights: HostWeights, unit: int, whole: bool) -> Slot:
         """Copy a streamed block into the slot that was entered longest ago."""
         slot = next(slot for slot in self.slots if slot is not self.latest)
-        layout = shelf.units[unit].layout
+        layout = weights.units[unit].layout
         self._copies_wait(slot.used)
-        slot.holds = (shelf, unit, whole)
+        slot.holds = (weights, unit, whole)
         with self._on_stream():
-            shelf.units[unit].copy_to(slot.memory, 0, layout.nbytes if whole else layout.text_bytes)
+            weights.units[unit].copy_to(slot.memory, 0, layout.nbytes if whole else layout.text_bytes)
         slot.copied = self._mark(slot.copied, self.stream)
         return slot
 
-    def _fill(self, unit: int, shelf: HostWeights, *, lead: bool) -> None:
+    def _fill(self, unit: int, weights: HostWeights, *, text: bool) -> None:
         """Copy one part of a unit that stays."""
-        kept, layout = self.kept[unit], shelf.units[unit].layout
+        kept, layout = self.kept[unit], weights.units[unit].layout
         with self._on_stream():
-            start, stop = (0, layout.text_bytes) if lead else (layout.text_bytes, layout.nbytes)
-            shelf.units[unit].copy_to(kept.memory, start, stop)
-        if lead:
-            kept.holds, kept.lead = None, self._mark(kept.lead, self.stream)
+            start, stop = (0, layout.text_bytes) if text else (layout.text_bytes, layout.nbytes)
+            weights.units[unit].copy_to(kept.memory, start, stop)
+        if text:
+            kept.holds, kept.text = None, self._mark(kept.text, self.stream)
         else:
-            kept.holds, kept.body = shelf, self._mark(kept.body, self.stream)
+            kept.holds, kept.rest = weights, self._mark(kept.rest, self.stream)
 
-    def _allocate(self, shelf: HostWeights) -> None:
-        sizes = [unit.layout.nbytes for unit in shelf.units]
+    def _allocate(self, weights: HostWeights) -> None:
+        sizes = [unit.layout.nbytes for unit in weights.units]
         blocks = len(sizes) - 1
         resident = blocks if self.resident is None else min(self.resident, blocks)
         self.streamed = [i + 1 for i in spread(blocks, resident)]
         largest = max((sizes[unit] for unit in self.streamed), default=0)
         for unit, nbytes in enumerate(sizes):
             if unit not in self.streamed:
-                self.kept[unit] = Kept(self._empty(nbytes))
+                self.kept[unit] = ResidentUnit(self._empty(nbytes))
         self.slots = [Slot(self._empty(largest)) for _ in range(SLOTS if self.streamed else 0)]
 
     def _empty(self, nbytes: int) -> Tensor:

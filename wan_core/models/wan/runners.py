@@ -4,8 +4,8 @@ A runner is handed the inputs of the blocks and the rest of the chain, and retur
 
     print(model.runners)   # sparse tiles > sharded tokens > residual cache > blocks
 
-Runners stand in the order of `Place`, outermost first, whoever adds them. Below them is the plain loop, which tells
-`weights` which block comes next: weights that stream are copied to the device in time.
+Runners stand in the order of `Place`, outermost first, in whatever order they were added. Below them is the plain loop,
+which tells `weights` which block comes next: weights that stream are copied to the device in time.
 
 Legend: B batch, L tokens, C channels, D head dim, F modulation rows per sample.
 """

@@ -24,7 +24,7 @@ def attach(linear: LowRank, pairs: Sequence[tuple[Tensor, Tensor]], strength: Te
     """Add LoRAs to `linear`, in place of any that were attached before.
 
     pairs: (up [N, r], down [r, K]) each; strength: float32 [R], R the sum of r, on the device that computes, and kept:
-    whoever writes into it changes the strengths. dtype: of the two products, that of the activations.
+    writing into it changes the strengths. dtype: of the two products, that of the activations.
     """
     detach(linear)
     home = strength.device

@@ -44,8 +44,8 @@ class Route(NamedTuple):
 
     def part(self, first: int, count: int) -> tuple[Route, Tensor]:
         """What is read of `count` blocks from `first` on, numbered from 0, rising; and bool [B, H, r], the rows
-        that read none of them. Those are given block 0, because kernels want a block for every row: whoever uses what
-        they find there gives it no weight."""
+        that read none of them. Those are given block 0, because kernels need a block for every row; their
+        result has no weight."""
         there = self.valid() & (self.blocks >= first) & (self.blocks < first + count)
         blocks = (
             torch.where(there, self.blocks - first, count).sort(-1).values[..., : min(self.blocks.shape[-1], count)]

@@ -1,0 +1,145 @@
+"""The parts of a model as they were recognised, before they are loaded: what each is, where it comes from, its size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import nn
+
+from wan_core.checkpoint import Checkpoint
+from wan_core.checkpoint.detect import Config
+from wan_core.checkpoint.merge import Merge
+from wan_core.models.text.config import TextConfig
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.tasks import TASKS, Task
+from wan_core.ops.quant.packed import PackedLinear
+from wan_core.ops.quant.swap import Quantization
+from wan_core.pipeline.expert_names import ExpertFile, transformer_notes
+
+Share = Callable[[Checkpoint], Checkpoint]
+"""Puts something between a file and what is loaded from it: ranks that read it together."""
+
+
+class Loader(Protocol):
+    """Reads a part; a quantization and LoRAs to sum in are for transformers, `share` for ranks that read together."""
+
+    def __call__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+        loras: Merge | None = None,
+        share: Share | None = None,
+        /,
+    ) -> nn.Module: ...
+
+
+class PackedSize(NamedTuple):
+    """`fmt`: the format of most bytes, for people; `bytes` as they are stored and the `parameters` that these are."""
+
+    fmt: str
+    bytes: int
+    parameters: int
+
+
+def is_packed(quantization: Quantization | None) -> bool:
+    """Whether it keeps weights as their file packs them."""
+    return quantization is not None and issubclass(quantization.kind, PackedLinear)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One model before it is loaded: what it is, and how to get it."""
+
+    source: str
+    config: Config
+    stored: torch.dtype
+    parameters: int
+    load: Loader
+    scaled: bool = False  # stored in FP8 with scales
+    path: Path | None = None  # of its file or folder
+    metadata: Mapping[str, str] = field(default_factory=dict)  # of its file
+    packed: PackedSize | None = None  # of what may stay packed in memory, None if nothing is
+    fp8_parameters: int = 0  # of matrices of the blocks that are stored in FP8 with scales
+
+    def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
+        """Of its weights in memory."""
+        if is_packed(quantization):
+            size = self.packed or PackedSize("", 0, 0)
+            return size.bytes + (self.parameters - size.parameters) * dtype.itemsize
+        if quantization is None or not isinstance(self.config, DiTConfig):
+            return self.parameters * dtype.itemsize
+        blocks = self.config.num_layers - 2 * quantization.keep_blocks
+        encoded = blocks * self.config.block_matrices
+        if quantization.as_stored:
+            encoded = min(encoded, self.fp8_parameters)
+        return encoded + (self.parameters - encoded) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The models of a task by name: high, low (absent where one transformer runs every step), text_encoder, vae,
+    clip_vision (where the task needs it). why: what decided which task it is, where tensors do not."""
+
+    task: Task
+    of: Mapping[str, Part]
+    why: str = ""
+
+    @property
+    def dit(self) -> DiTConfig:
+        return cast(DiTConfig, self.of["high"].config)
+
+    @property
+    def low_path(self) -> Path | None:
+        return self.of["low"].path if "low" in self.of else None
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of the transformers' files: swapped, or one for both."""
+        return expert_notes(self.of, self.task)
+
+    @property
+    def text(self) -> TextConfig:
+        return cast(TextConfig, self.of["text_encoder"].config)
+
+    @property
+    def vae(self) -> VAEConfig:
+        return cast(VAEConfig, self.of["vae"].config)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The transformers of a task without its other parts. `low` is None where one transformer runs every step, and the
+    task's boundary is 0 then; `vae` is the architecture whose latents they work on."""
+
+    task: Task
+    high: Part
+    low: Part | None
+    vae: VAEConfig
+    why: str = ""  # as of `Parts`
+
+    @property
+    def of(self) -> Mapping[str, Part]:
+        """By name, as in `Parts`."""
+        return {"high": self.high} if self.low is None else {"high": self.high, "low": self.low}
+
+    @property
+    def notes(self) -> list[str]:
+        """As of `Parts`."""
+        return expert_notes(self.of, self.task)
+
+    @property
+    def dit(self) -> DiTConfig:
+        return cast(DiTConfig, self.high.config)
+
+
+def expert_notes(of: Mapping[str, Part], task: Task) -> list[str]:
+    """What the user should know of the transformers' files."""
+    high, low = (ExpertFile.of(of[name].path, of[name].metadata) if name in of else None for name in ("high", "low"))
+    assert high is not None
+    return transformer_notes(high, low, task.two_experts or TASKS[task.name].two_experts)
