@@ -42,9 +42,3 @@ def forward_flops(config: DiTConfig, tokens: int) -> Flops:
         cross_attention=2 * blocks * 2 * L * S * C,
         ends=2 * ends,
     )
-
-
-def text_flops(config: DiTConfig) -> int:
-    """Of one prompt: its embedding, and the keys and values of every block."""
-    C, S = config.dim, config.text_len
-    return 2 * S * (config.text_dim * C + C * C + config.num_layers * 2 * C * C)

@@ -40,9 +40,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["quantize", "x.safetensors", "x.safetensors"], "out would replace x.safetensors, which source reads"),
-        (["quantize", "x.safetensors", "hard.safetensors"], "which source reads"),
-        (["quantize", "model", "model/a.safetensors"], "which source reads"),
+        (
+            ["quantize", "x.safetensors", "x.safetensors"],
+            "the output would replace x.safetensors, which the source reads",
+        ),
+        (["quantize", "x.safetensors", "hard.safetensors"], "which the source reads"),
+        (["quantize", "model", "model/a.safetensors"], "which the source reads"),
         (["quantize", "x.safetensors", "model"], "ends in .safetensors"),
         (["quantize", "x.safetensors", "nowhere/y.safetensors"], "Create the folder"),
         (["quantize", "x.safetensors", "folder.safetensors"], "a folder has that name"),

@@ -30,7 +30,7 @@ def run_quantize(options: argparse.Namespace) -> int:
     if options.out.suffix.lower() != ".safetensors":
         raise OptionError(f"cannot write {options.out}: give the file a name that ends in .safetensors")
     with outputs_of(options) as outputs:
-        out = outputs.add("out", options.out)
+        out = outputs.add("the output", options.out)
         save(load_dit(options.source, device="cpu", dtype=torch.bfloat16, quantization=quantization), out)
     print(out)
     return 0

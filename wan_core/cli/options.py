@@ -180,7 +180,7 @@ def outputs_of(options: argparse.Namespace) -> Outputs:
     for name in INPUTS:
         given = getattr(options, name, None)
         if isinstance(given, (str, Path)) and given != "tiny":
-            inputs[f"--{name.replace('_', '-')}" if name not in ("latents", "source") else name] = given
+            inputs[f"the {name}" if name in ("latents", "source") else f"--{name.replace('_', '-')}"] = given
     for number, lora in enumerate(getattr(options, "loras", ())):
         inputs["--lora" if number == 0 else f"--lora (number {number + 1})"] = lora.path
     return Outputs(inputs, overwrite=options.overwrite, tell=lambda words: print(words, file=sys.stderr))

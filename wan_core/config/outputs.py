@@ -100,11 +100,13 @@ class Outputs:
     def _check_apart(self, option: str, path: Path) -> None:
         for other, taken in self.asked.items():
             if _same_name(path, taken) or _same_file(path, taken):
-                raise OptionError(f"{other} and {option} both write {path}: give one of them another name")
+                raise OptionError(f"{other} and {option} both write {path}: choose another name for one of them")
         for other, read in self.inputs.items():
             for file in model_files(read):
                 if _same_file(path, file):
-                    raise OptionError(f"{option} would replace {file}, which {other} reads: give {option} another name")
+                    raise OptionError(
+                        f"{option} would replace {file}, which {other} reads: choose another name for {option}"
+                    )
 
 
 def check_place(path: Path) -> None:
