@@ -368,7 +368,7 @@ def fields_of(asked: dict[str, Any], mesh: str) -> dict[str, Any]:
 
 def test_an_interruption_does_not_wait_for_the_step(workers: Workers) -> None:
     """One step that takes seconds: interrupted as it begins, it ends within a third of it."""
-    asked = {**SMALL, "steps": 2, "width": 256, "height": 256, "frames": 33}
+    asked = {**SMALL, "steps": 2, "width": 448, "height": 448, "frames": 33}
     times: list[float] = []
 
     def phase(name: str) -> None:
