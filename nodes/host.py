@@ -30,8 +30,9 @@ from wan_core.execution.memory.planning import CONTEXT
 from wan_core.execution.memory.residency import Residency, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.builder import apply_loras
+from wan_core.pipeline.builder import apply_loras, changes_weights
 from wan_core.pipeline.loras import AppliedLoras, Wanted
+from wan_core.pipeline.merged_loras import can_change, load_with_loras
 from wan_core.pipeline.settings import PartToLoad
 
 log = logging.getLogger("WanCore")
@@ -178,6 +179,7 @@ class Held(ModelPatcher):
         super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=part.bytes)
         self.name, self.part, self.finish, self.residency = name, part, finish, residency
         self.resident_blocks: int | None = None  # of a transformer whose blocks stream; None: it is loaded as a whole
+        self.loras: tuple[Wanted, ...] = ()  # of a transformer: those to sum in when it is read next
 
     @property
     def is_loaded(self) -> bool:
@@ -193,19 +195,35 @@ class Held(ModelPatcher):
         """Whether its weights are in host memory, from where they stream."""
         return self.residency is not None and self.name in self.residency.models
 
+    def expect(self, loras: Sequence[Wanted]) -> None:
+        """The LoRAs that `ready` will ask for: those that are summed in are, while weights are read. Weights that stay
+        packed are read again for that."""
+        self.loras = tuple(loras)
+        model = self._in_memory()
+        if model is not None and not can_change(model) and self.part.lora_mode == "merge" and not self.has_loras(loras):
+            self.detach()
+            if self.in_host_memory and self.residency is not None:
+                self.residency.remove(self.name)
+
     def ready(self, loras: Sequence[Wanted]) -> WanModel:
-        """A transformer that is loaded, with just these LoRAs attached. If its blocks stream, they come from now on."""
+        """A transformer that is loaded, with just these LoRAs on it. If its blocks stream, they come from now on."""
         model = cast(WanModel, self.model.content)
         streams = self.residency if self.in_host_memory else None
         discard = (lambda: None) if streams is None else partial(streams.forget_copies, self.name)
-        apply_loras(model, loras, self.part, self.load_device, discard)
+        with _weights(Reading(on_bytes=_interrupted)):
+            apply_loras(model, loras, self.part, self.load_device, discard)
         return model if streams is None else cast(WanModel, streams.use(self.name))
 
     def has_loras(self, loras: Sequence[Wanted]) -> bool:
-        """Whether its weights in host memory are what they are with `loras`."""
-        assert self.residency is not None
-        model = cast(WanModel, self.residency.models[self.name])
-        return not AppliedLoras.of(model, self.load_device).writes_weights(loras)
+        """Whether its weights in memory are what they are with `loras`."""
+        model = self._in_memory()
+        return model is not None and not changes_weights(model, loras, self.part, self.load_device)
+
+    def _in_memory(self) -> WanModel | None:
+        """A transformer, on the device or in host memory, from where it streams."""
+        if self.residency is not None and self.in_host_memory:
+            return cast(WanModel, self.residency.models[self.name])
+        return cast(WanModel, self.model.content) if isinstance(self.model.content, WanModel) else None
 
     def take_over(self, loras: Sequence[Wanted]) -> None:
         """Use the device memory of the other expert, with what `prefetch` has copied there. The other one is still
@@ -229,13 +247,16 @@ class Held(ModelPatcher):
     def _load(self) -> nn.Module:
         if self.resident_blocks is None:
             with _weights(Reading(on_bytes=_interrupted)):
-                return self.finish(self.part.load(self.load_device))
+                return self._read(self.load_device)
         assert self.residency is not None
         if not self.in_host_memory:
             with _weights(Reading(on_bytes=_interrupted, mapped=False)):
-                self.residency.add(self.name, self.finish(self.part.load(self.offload_device)))
+                self.residency.add(self.name, self._read(self.offload_device))
         log.info("WanCore streams the %s: %d blocks stay on the device", self.name, self.resident_blocks)
         return self.residency.models[self.name]
+
+    def _read(self, device: torch.device) -> nn.Module:
+        return self.finish(load_with_loras(self.part, self.loras, device, self.load_device))
 
     # What the memory manager calls.
 

@@ -94,10 +94,13 @@ class WanCoreLoRA(io.ComfyNode):
             if two or expert == "high"
         ]
         found = read_loras(options, model.experts.dit, two)
-        if model.settings.precision == PACKED:
+        if model.settings.precision == PACKED and model.settings.parts["high"].lora_mode == "attach":
             check_packed((one for wanted in found.values() for one in wanted), model.experts.dit)
         loras = {expert: (*model.loras.get(expert, ()), *wanted) for expert, wanted in found.items()}
-        lines = [f"{expert}: {one.words('attached')}" for expert, wanted in found.items() for one in wanted]
+        parts = model.settings.parts
+        lines = [
+            f"{expert}: {one.words(parts[expert].lora_words)}" for expert, wanted in found.items() for one in wanted
+        ]
         lines += [f"warning: {note}" for note in notes_of(loras)]
         info = "\n".join(lines) or "no LoRA"
         return io.NodeOutput(replace(model, loras=loras), info, ui=ui.PreviewText(info))

@@ -75,20 +75,22 @@ class ModelSocket:
         residency = self.options.residency
         together = list(dict.fromkeys(self.held.values())) if residency == "resident" else [held]
         blocks = self.resident_blocks(memory)
-        if blocks is not None:
-            for one in self.held.values():
+        for name, one in self.held.items():
+            one.expect(self.loras_of(name))
+            if blocks is not None:
                 one.stream(blocks)
         if (residency == "swap" or blocks is not None) and not held.is_loaded:
             if any(one.is_loaded for one in self.held.values()):
                 held.take_over(self.loras_of(expert))
             host.evict_all()
-        if all(one.is_loaded for one in together):
+        loras, loaded = self.loras_of(expert), all(one.is_loaded for one in together)
+        if loaded and held.has_loras(loras):
             host.load(together, memory)
-        else:
-            host.show(f"loading the {held.name} ...")
-            with report.phase(f"load {expert}"):
-                host.load(together, memory)
-        return held.ready(self.loras_of(expert))
+            return held.ready(loras)
+        host.show(f"{'LoRAs of' if loaded else 'loading'} the {held.name} ...")
+        with report.phase(f"load {expert}"):
+            host.load(together, memory)
+            return held.ready(loras)
 
     def prefetch(self, expert: Expert, other: Expert, runs: int) -> None:
         """The next `runs` runs of the blocks of `expert` are the last before `other` is acquired: if both stream, copy
@@ -103,7 +105,8 @@ class ModelSocket:
         """Activations of a forward of so many tokens in bytes, attached LoRAs included."""
         # Without fused kernels it takes what torch does.
         kind = "cuda" if fused.why_not(host.device()) is None else "cpu"
-        loras = lora_bytes(one for wanted in self.loras.values() for one in wanted)
+        parts = self.settings.parts
+        loras = lora_bytes(o for n, wanted in self.loras.items() if parts[n].lora_mode == "attach" for o in wanted)
         return forward_bytes(self.experts.dit, tokens, self.settings.per_token(kind)) + loras
 
     def resident_blocks(self, memory: int) -> int | None:

@@ -37,8 +37,9 @@ from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.loading import load_parts
-from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, merging, notes_of
+from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
+from wan_core.pipeline.merged_loras import MergedLoras, load_with_loras
 from wan_core.pipeline.model_parts import Experts, Parts
 from wan_core.pipeline.settings import ModelSettings, PartToLoad, choose_device, compute_dtype, resolve_settings
 from wan_core.pipeline.sources import TINY, recognise
@@ -136,25 +137,22 @@ def load_models(
     plan = None if planner is None or options.residency == "shard" else planner.plan(workload)
     why_not = why_not_sharded(settings, ranks)
     residency, sharded = choose_residency(options, report, plan, found.dit.num_layers, ranks, why_not)
-    how, why = settings.choose_lora_mode(residency.policy)
     shares = ranks is not None and residency.policy == "resident"
-    merged = settings.loras if how == "merge" else {}
-    attached = settings.loras if how == "attach" else {}
 
     def load(name: str) -> nn.Module:
         part, config = settings.parts[name], settings.parts[name].part.config
         if sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):
             return load_sharded_dit(part.part.path, ranks, part.dtype)
         share = partial(shared_checkpoint, ranks=ranks) if ranks and shares and name != "text_encoder" else None
-        return part.load(residency.load_device, merging(merged.get(name, ()), device), share)
+        return load_with_loras(part, settings.loras.get(name, ()), residency.load_device, device, share)
 
     names = [name for name in found.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
     loaded = load_parts(names, load, device, in_order=shares)
     for name in names:
-        model, wanted = loaded.pop(name), settings.loras.get(name, ())
-        if name in attached:
-            apply_loras(model, attached[name], settings.parts[name], device)
-        report.notes += [f"{name}: {one.words('merged' if how == 'merge' else f'attached: {why}')}" for one in wanted]
+        model, part, wanted = loaded.pop(name), settings.parts[name], settings.loras.get(name, ())
+        if part.lora_mode == "attach" and name in settings.loras:
+            apply_loras(model, wanted, part, device)
+        report.notes += [f"{name}: {one.words(part.lora_words)}" for one in wanted]
         graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
         residency.add(name, finish(model, settings, device, graphs=graphs, ranks=ranks))
         del model
@@ -209,12 +207,21 @@ def apply_loras(
     device: torch.device,
     before_writing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Have just these LoRAs attached to a transformer that computes on `device`. before_writing: called before weights
-    change; if they stream, it discards their copies on the device."""
-    loras = AppliedLoras.of(cast(WanModel, model), device)
-    if loras.writes_weights(wanted):
+    """Have just these LoRAs on a transformer that computes on `device`: summed in or attached, as `part` says.
+    before_writing: called before weights change; if they stream, it discards their copies on the device."""
+    assert isinstance(model, WanModel)
+    if changes_weights(model, wanted, part, device):
         before_writing()
-    loras.apply(wanted, original=None if part.part.path is None else StoredValues(part.part.path))
+    merged, attached = (wanted, ()) if part.lora_mode == "merge" else ((), wanted)
+    MergedLoras.of(model).apply(model, merged, part, device)
+    original = None if part.part.path is None else StoredValues(part.part.path)
+    AppliedLoras.of(model, device).apply(attached, original)
+
+
+def changes_weights(model: WanModel, wanted: Sequence[Wanted], part: PartToLoad, device: torch.device) -> bool:
+    """Whether `apply_loras` would change parameters."""
+    merged, attached = (wanted, ()) if part.lora_mode == "merge" else ((), wanted)
+    return MergedLoras.of(model).writes_weights(merged) or AppliedLoras.of(model, device).writes_weights(attached)
 
 
 def load_vae_only(model: str | None, vae: str | None, device: str, precision: str) -> tuple[VideoVAE, torch.device]:

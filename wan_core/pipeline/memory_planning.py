@@ -61,7 +61,7 @@ class MemoryPlanner:
         """workload: None is the task's own size. held: what an earlier plan has put on the device; that plan stays if
         `workload` fits."""
         settings, options = self.settings, self.options
-        extra = lora_bytes(settings.all_loras)
+        extra = lora_bytes(settings.attached_loras)
         beside = beside_workload(settings.found, workload, settings.per_token("cuda"), settings.dtype.itemsize)
         beside = beside_attached(beside, extra)
         sizes = model_sizes(settings)

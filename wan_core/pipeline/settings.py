@@ -37,10 +37,17 @@ class PartToLoad:
     part: Part
     dtype: torch.dtype
     quantization: Quantization | None = None
+    lora_mode: str = "merge"  # of a transformer: how LoRAs are applied to it, "merge" or "attach", and why
+    lora_why: str = ""
 
     @property
     def bytes(self) -> int:
         return self.part.bytes(self.dtype, self.quantization)
+
+    @property
+    def lora_words(self) -> str:
+        """How LoRAs are applied, for reports."""
+        return "merged" if self.lora_mode == "merge" else f"attached: {self.lora_why}"
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -70,7 +77,6 @@ class ModelSettings:
     attend: Attention
     compile: str
     loras: Mapping[str, Sequence[Wanted]]
-    lora_mode: str
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,21 +92,16 @@ class ModelSettings:
     def all_loras(self) -> list[Wanted]:
         return [one for several in self.loras.values() for one in several]
 
+    @property
+    def attached_loras(self) -> list[Wanted]:
+        return [
+            one for name, several in self.loras.items() if self.parts[name].lora_mode == "attach" for one in several
+        ]
+
     def per_token(self, kind: str) -> float:
         """Bytes of activations over 2 L C, as `planning.factor`. kind: "cuda" or "cpu"."""
         config, itemsize = self.found.dit, self.dtype.itemsize
         return factor(config, itemsize=itemsize, device=kind, compile=self.compile, precision=self.precision)
-
-    def choose_lora_mode(self, policy: str) -> tuple[str, str]:
-        """Whether LoRAs are merged or attached under a residency policy, and why. Raises OptionError for a LoRA that
-        the weights do not allow."""
-        high, quantized = self.parts["high"].part, self.quantization is not None
-        packed = is_packed(self.quantization)
-        mapped = policy == "swap" and not quantized and high.path is not None
-        how, why = choose_mode(self.lora_mode, scaled=high.scaled or packed, quantized=quantized, mapped=mapped)
-        if how == "attach" and packed:
-            check_packed(self.all_loras, self.found.dit)
-        return how, why
 
     def describe(self) -> dict[str, Any]:
         """For reports."""
@@ -127,8 +128,8 @@ class ModelSettings:
 
 
 def resolve_settings(found: Parts | Experts, options: LoadOptions, device: torch.device) -> ModelSettings:
-    """Raises OptionError or AttentionError for what cannot run on `device`, CheckpointError for a LoRA of another
-    model."""
+    """Raises OptionError or AttentionError for what cannot run on `device`, also for a LoRA that packed weights do not
+    take; CheckpointError for a LoRA of another model."""
     high, low = found.of["high"], found.of.get("low")
     precision = precision_of(options.precision, high, device, low)
     stored = options.precision == "checkpoint"
@@ -144,9 +145,13 @@ def resolve_settings(found: Parts | Experts, options: LoadOptions, device: torch
             part,
             compute_dtype(options.vae_precision, device) if name == "vae" else dtype,
             holding(part, quantization, stored, device),
+            *choose_mode(options.lora_mode, packed=is_packed(quantization)),
         )
         for name, part in found.of.items()
     }
+    loras = read_loras(options.loras, found.dit, low is not None)
+    if is_packed(quantization) and parts["high"].lora_mode == "attach":
+        check_packed((one for several in loras.values() for one in several), found.dit)
     return ModelSettings(
         found=found,
         parts=parts,
@@ -156,8 +161,7 @@ def resolve_settings(found: Parts | Experts, options: LoadOptions, device: torch
         attention=attention,
         attend=attend,
         compile=options.compile,
-        loras=read_loras(options.loras, found.dit, low is not None),
-        lora_mode=options.lora_mode,
+        loras=loras,
     )
 
 
