@@ -32,7 +32,8 @@ from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.builder import apply_loras, changes_weights
 from wan_core.pipeline.loras import AppliedLoras, Wanted
-from wan_core.pipeline.merged_loras import can_change, load_with_loras
+from wan_core.pipeline.merged_loras import load_with_loras
+from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import PartToLoad
 
 log = logging.getLogger("WanCore")
@@ -199,9 +200,9 @@ class Held(ModelPatcher):
         """The LoRAs that `ready` will ask for: those that are summed in are, while weights are read. Weights that stay
         packed are read again for that."""
         self.loras = tuple(loras)
-        model = self._in_memory()
-        if model is not None and not can_change(model) and self.part.lora_mode == "merge" and not self.has_loras(loras):
-            self.detach()
+        merges = self.part.lora_mode == "merge" and is_packed(self.part.quantization)
+        if merges and self._in_memory() is not None and not self.has_loras(loras):
+            evict_all()
             if self.in_host_memory and self.residency is not None:
                 self.residency.remove(self.name)
 

@@ -1,4 +1,4 @@
-"""LoRAs on a model: chained between the loader and the sampler, and changed without loading anything again."""
+"""LoRAs on a model: chained between the loader and the sampler, and changed without loading the model again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _strength(expert: str) -> io.Float.Input:
         step=0.05,
         round=0.001,
         tooltip=f"How strongly it counts for the {expert}-noise expert: 1 as it was made, 0 not at all. Another "
-        "strength loads and compiles nothing again.",
+        "strength reads the weights that change again, within a second for each expert, and compiles nothing.",
     )
 
 
@@ -44,7 +44,8 @@ class WanCoreLoRA(io.ComfyNode):
             node_id="WanCoreLoRA",
             display_name="WanCore LoRA",
             category="WanCore",
-            description="Puts a LoRA on a model, beside its weights, whatever their precision. Nodes may be chained.",
+            description="Puts a LoRA on a model: merged into the weights, or beside those that stay packed. Can be "
+            "chained.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader or another WanCore LoRA."),
                 io.Combo.Input(

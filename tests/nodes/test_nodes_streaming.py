@@ -10,13 +10,16 @@ import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.checkpoint.test_gguf import matrices, write
 from tests.nodes.test_nodes_schemas import modules
+from wan_core.checkpoint import load_dit
 from wan_core.config import LoadOptions, LoraOptions
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.memory.streaming import stage_bytes
@@ -89,10 +92,13 @@ def nodes() -> Iterator[SimpleNamespace]:
         sys.modules.update({name: module for name, module in before.items() if name in made})
 
 
-def socket(nodes: SimpleNamespace, residency: str) -> Any:
+EMBEDDED = {expert: TINY / f"t2v_{expert}.safetensors" for expert in ("high", "low")}
+
+
+def socket(nodes: SimpleNamespace, residency: str, lora_mode: str = "auto", files: dict[str, Path] = EMBEDDED) -> Any:
     """As the model loader makes it."""
-    paths = [str(TINY / f"t2v_{expert}.safetensors") for expert in ("high", "low")]
-    options = LoadOptions(high=paths[0], low=paths[1], residency=residency)
+    paths = [str(path) for path in files.values()]
+    options = LoadOptions(high=paths[0], low=paths[1], residency=residency, lora_mode=lora_mode)
     settings = resolve_settings(find_experts(*paths), options, CPU)
     shared = Residency(CPU, "stream")
     held = {
@@ -126,9 +132,13 @@ def latents(model: Any, on_step: Any = None, relieve: Any = None) -> torch.Tenso
     )
 
 
-def test_loras_on_blocks_that_stream(nodes: SimpleNamespace) -> None:
+MODES = ("merge", "attach")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loras_on_blocks_that_stream(nodes: SimpleNamespace, mode: str) -> None:
     """On, weaker, off: the bits of resident weights; and again after everything was evicted."""
-    resident, streamed = socket(nodes, "resident"), socket(nodes, "stream")
+    resident, streamed = socket(nodes, "resident", mode), socket(nodes, "stream", mode)
     found = []
     for strength in (1.0, 0.5, None):
         makes = [one if strength is None else with_loras(one, strength) for one in (resident, streamed)]
@@ -144,12 +154,12 @@ def test_loras_on_blocks_that_stream(nodes: SimpleNamespace) -> None:
     assert not torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
-def test_the_pipeline_and_the_nodes_agree(nodes: SimpleNamespace) -> None:
-    """The command line attaches by `--lora-mode attach`, ComfyUI always."""
-    streamed = with_loras(socket(nodes, "stream"), 1.0)
+@pytest.mark.parametrize("mode", [*MODES, "auto"])
+def test_the_pipeline_and_the_nodes_agree(nodes: SimpleNamespace, mode: str) -> None:
+    streamed = with_loras(socket(nodes, "stream", mode), 1.0)
     loras = tuple(LoraOptions(path=str(one.key[0]), expert=name) for name, (one,) in streamed.loras.items())
     exact = latents(streamed)
-    options = replace(streamed.options, loras=loras, lora_mode="attach", residency="stream", resident_blocks=2)
+    options = replace(streamed.options, loras=loras, residency="stream", resident_blocks=2)
     models = load_models(streamed.experts, options, Report(CPU))
     engine = SimpleNamespace(
         acquire=lambda expert, *_: models.expert(expert), prefetch=models.prefetch, experts=streamed.experts
@@ -190,9 +200,10 @@ def test_what_is_evicted_holds_no_device_memory(nodes: SimpleNamespace) -> None:
     assert not any(one.is_loaded for one in model.held.values())
 
 
-def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNamespace) -> None:
-    exact = latents(with_loras(socket(nodes, "resident"), 1.0))
-    model = with_loras(socket(nodes, "auto"), 1.0)
+@pytest.mark.parametrize("mode", MODES)
+def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNamespace, mode: str) -> None:
+    exact = latents(with_loras(socket(nodes, "resident", mode), 1.0))
+    model = with_loras(socket(nodes, "auto", mode), 1.0)
     words: list[str | None] = []
 
     def relieve(expert: str) -> bool:
@@ -211,4 +222,23 @@ def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNa
 
     assert torch.equal(latents(model, fail_once, relieve), exact)
     assert words and "stay, the others stream" in str(words[0])
-    assert sum(map(is_attached, dict(model.held["low"].model.content.named_buffers()))) > 0
+    attached = sum(map(is_attached, dict(model.held["low"].model.content.named_buffers())))
+    assert (attached > 0) == (mode == "attach")
+
+
+@pytest.mark.parametrize("residency", ["resident", "stream"])
+def test_packed_weights_are_read_again_where_loras_are_to_be_merged(
+    nodes: SimpleNamespace, tmp_path: Path, residency: str
+) -> None:
+    """What a LoRA changes is no longer packed then: with another strength the same matrices, off all are packed."""
+    model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
+    notes = {"num_heads": model.config.num_heads, "text_len": model.config.text_len, "eps": model.config.eps}
+    write(tmp_path / "m.gguf", model.state_dict(), matrices("Q8_0"), notes=notes)
+    files = {"high": tmp_path / "m.gguf", "low": tmp_path / "m.gguf"}
+    model = socket(nodes, residency, "merge", files)
+    plain = latents(model)
+    for strength in (1.0, 0.5):
+        found = latents(with_loras(model, strength))
+        assert torch.equal(found, latents(with_loras(socket(nodes, residency, "merge", files), strength)))
+        assert not torch.equal(found, plain)
+    assert torch.equal(latents(model), plain)

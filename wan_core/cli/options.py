@@ -49,8 +49,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--lora-mode",
         default="auto",
         choices=LORA_MODES,
-        help="merge LoRAs into the weights, or attach them as extra matmuls; auto: attach to weights that stay in "
-        "their stored format (scaled FP8, GGUF), else merge",
+        help="merge LoRAs into the weights, or attach them as extra matmuls; auto: attach to weights that stay packed "
+        "(GGUF), else merge",
     )
 
 

@@ -15,9 +15,8 @@ from torch import nn
 
 from wan_core.checkpoint.load import read_again
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.quant.packed import PackedLinear
 from wan_core.pipeline.loras import Wanted, merging
-from wan_core.pipeline.model_parts import Share
+from wan_core.pipeline.model_parts import Share, is_packed
 from wan_core.pipeline.settings import PartToLoad
 
 
@@ -48,11 +47,12 @@ class MergedLoras:
         self.applied = _applied(wanted)
 
     def apply(self, model: WanModel, wanted: Sequence[Wanted], part: PartToLoad, device: torch.device) -> None:
-        """Have just these summed in. part: what `model` was loaded as. device: where the sums are computed. Weights
-        that stream must all be in host memory. After an interruption, the next call writes all that may be changed."""
+        """Have just these summed in. part: what `model` was loaded as; one that stays packed is loaded again instead.
+        device: where the sums are computed. Weights that stream must all be in host memory. After an interruption, the
+        next call writes all that may be changed."""
         if not self.writes_weights(wanted):
             return
-        assert part.part.path is not None and can_change(model), "loaded again instead"
+        assert part.part.path is not None and not is_packed(part.quantization), "loaded again instead"
         merge = merging(wanted, device)
         changed = frozenset() if merge is None else frozenset(merge.changes)
         self.parameters, self.applied = self.parameters | changed, None
@@ -66,11 +66,6 @@ class MergedLoras:
             loras=merge,
         )
         self.loaded_with(wanted)
-
-
-def can_change(model: nn.Module) -> bool:
-    """Whether LoRAs can be summed into the weights of a model in memory: not where some stay packed."""
-    return not any(isinstance(module, PackedLinear) for module in model.modules())
 
 
 def load_with_loras(
