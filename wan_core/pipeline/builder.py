@@ -99,7 +99,8 @@ class Models:
         if self.planner is None or self.sharded:
             return None
         plan = self.planner.plan(workload, self.residency)
-        self.residency.follow(plan.policy, plan.resident_blocks, plan.room if plan.together else None, plan.beside)
+        room = plan.room if plan.together else None
+        self.residency.follow(plan.policy, plan.resident_blocks, room, plan.beside, plan.streams_text)
         return plan
 
     def text_encoder(self) -> TextEncoder:

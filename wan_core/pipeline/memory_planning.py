@@ -114,10 +114,18 @@ def choose_residency(
             return Residency(device, "resident"), True
         if policy != plan.policy:
             report.notes.append(f"residency: {policy} (another rank has no room for more)")
-            return Residency(device, policy, resident_blocks=blocks if policy == "stream" else 0), False
+            blocks = blocks if policy == "stream" else 0
+            return Residency(device, policy, resident_blocks=blocks, streams_text=plan.streams_text), False
     report.notes += [f"residency: {plan.policy} ({plan.why})", plan.table()]
     room = plan.room if plan.together else None
-    made = Residency(device, plan.policy, resident_blocks=plan.resident_blocks, room=room, beside=plan.beside)
+    made = Residency(
+        device,
+        plan.policy,
+        resident_blocks=plan.resident_blocks,
+        room=room,
+        beside=plan.beside,
+        streams_text=plan.streams_text,
+    )
     return made, False
 
 
@@ -127,7 +135,8 @@ def _on_cpu(options: LoadOptions, report: Report, layers: int) -> Residency:
     if not 0 <= blocks <= layers:
         raise OptionError(f"{blocks} resident blocks given; the transformer has {layers}")
     report.notes.append(f"residency: {'stream' if streams else 'resident'} (weights are in host memory on a CPU)")
-    return Residency(report.device, "stream" if streams else "resident", resident_blocks=blocks)
+    policy = "stream" if streams else "resident"
+    return Residency(report.device, policy, resident_blocks=blocks, streams_text=streams)
 
 
 OTHERS = ("text_encoder", "vae", "clip_vision")
@@ -136,7 +145,9 @@ OTHERS = ("text_encoder", "vae", "clip_vision")
 def model_sizes(settings: ModelSettings) -> Sizes:
     """Of what is loaded: transformers alone have no text encoder and no VAE beside them."""
     others = {name: settings.parts[name].bytes if name in settings.parts else 0 for name in OTHERS}
-    return Sizes(units=settings.parts["high"].units, experts=1 + ("low" in settings.parts), **others)
+    stage = settings.parts["text_encoder"].text_stage if "text_encoder" in settings.parts else 0
+    units, experts = settings.parts["high"].units, 1 + ("low" in settings.parts)
+    return Sizes(units=units, experts=experts, text_stage=stage, **others)
 
 
 def beside_workload(found: Parts | Experts, workload: Workload | None, per_token: float, itemsize: int) -> Beside:

@@ -16,12 +16,14 @@ from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.merge import Merge
 from wan_core.config import LoadOptions, OptionError
 from wan_core.config.compile_cache import set_compile_caches
-from wan_core.execution.memory.planning import factor, unit_bytes
+from wan_core.execution.memory.planning import factor, text_stage_bytes, unit_bytes
 from wan_core.execution.optimize import check_compile
+from wan_core.models.text.config import TextConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
@@ -58,6 +60,15 @@ class PartToLoad:
             return unit_bytes(config, self.dtype.itemsize, self.quantization is not None, kept)
         rest, blocks = unit_bytes(config, self.dtype.itemsize, False)[0], config.num_layers
         return (rest, *[max(0, self.bytes - rest) // blocks] * blocks)
+
+    @property
+    def text_stage(self) -> int:
+        """Device memory of a text encoder whose blocks stream."""
+        config, packed = cast(TextConfig, self.part.config), self.part.packed
+        table = config.vocab_size * config.dim * self.dtype.itemsize
+        if is_packed(self.quantization) and packed is not None and packed.fmt in FORMATS:
+            table = config.vocab_size * config.dim * packed.bytes // packed.parameters
+        return text_stage_bytes(config, self.bytes, table)
 
     def load(self, device: torch.device, loras: Merge | None = None, share: Share | None = None) -> nn.Module:
         return self.part.load(device, self.dtype, self.quantization, loras, share)

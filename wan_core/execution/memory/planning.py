@@ -20,6 +20,7 @@ from wan_core.config import OptionError
 from wan_core.execution.memory.residency import Policy
 from wan_core.execution.memory.streaming import SLOTS, stage_bytes
 from wan_core.execution.report import GIB
+from wan_core.models.text.config import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
@@ -37,13 +38,14 @@ LEAST_STREAMED = SLOTS + 1  # blocks: fewer would take more memory for their slo
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Of the models, in bytes of weights. `units`: of one transformer, the rest first, then every block. `experts`:
-    how many transformers."""
+    how many transformers. `text_stage`: of the text encoder on the device while its blocks stream; 0: they cannot."""
 
     units: tuple[int, ...]
     experts: int
     text_encoder: int
     vae: int
     clip_vision: int = 0
+    text_stage: int = 0
 
     @property
     def expert(self) -> int:
@@ -93,6 +95,7 @@ class MemoryPlan:
     reserve: int
     host: int  # locked host memory
     together: bool  # models stay beside each other where there is room
+    streams_text: bool  # the blocks of the text encoder stream
     phases: tuple[Phase, ...]
     beside: Mapping[str, int]  # by model: what `Residency` keeps free for it
     why: str
@@ -137,6 +140,7 @@ class MemoryPlan:
         return {
             "policy": self.policy,
             "resident_blocks": self.resident_blocks,
+            "streams_text": self.streams_text,
             "peak_gib": round(self.peak / GIB, 3),
             "room_gib": round(self.room / GIB, 3),
             "host_gib": round(self.host / GIB, 3),
@@ -161,6 +165,12 @@ def unit_bytes(config: DiTConfig, itemsize: int, quantized: bool, keep_blocks: i
     inner = range(keep_blocks, config.num_layers - keep_blocks)
     blocks = (encoded if quantized and i in inner else plain for i in range(config.num_layers))
     return (everything - block) * itemsize, *blocks
+
+
+def text_stage_bytes(config: TextConfig, nbytes: int, table: int) -> int:
+    """Device memory of a text encoder of `nbytes` whose blocks stream. table: bytes of its embedding, which stays."""
+    block = -(-(nbytes - table) // config.num_layers)
+    return stage_bytes([table, *[block] * config.num_layers], 0) if config.num_layers > SLOTS else nbytes
 
 
 def factor(config: DiTConfig, *, itemsize: int, device: str, compile: str, precision: str) -> float:
@@ -270,6 +280,7 @@ def plan_memory(
     resident = blocks
     if policy == "stream":
         resident = _fitting_blocks(sizes, beside, room) if resident_blocks is None else resident_blocks
+    streams_text = policy != "resident" and streams(sizes, beside, room)
     named = {"text_encoder": beside.text, "clip_vision": beside.text, "vae": max(beside.decode, beside.image)}
     return MemoryPlan(
         policy=policy,
@@ -279,10 +290,16 @@ def plan_memory(
         reserve=reserve,
         host=0 if policy == "resident" else sizes.all,
         together=together,
-        phases=tuple(_phases(sizes, beside, policy, resident, room if together else 0)),
+        streams_text=streams_text,
+        phases=tuple(_phases(sizes, beside, policy, resident, room if together else 0, streams_text)),
         beside=named | dict.fromkeys(("high", "low"), beside.denoise),
         why=why,
     )
+
+
+def streams(sizes: Sizes, beside: Beside, room: int) -> bool:
+    """Whether the text encoder has to stream: it can, and does not fit as a whole."""
+    return 0 < sizes.text_stage < sizes.text_encoder and sizes.text_encoder + beside.text > room
 
 
 def _fitting_blocks(sizes: Sizes, beside: Beside, room: int) -> int:
@@ -294,7 +311,7 @@ def _fitting_blocks(sizes: Sizes, beside: Beside, room: int) -> int:
     return 0
 
 
-def _phases(sizes: Sizes, beside: Beside, policy: Policy, resident: int, room: int) -> list[Phase]:
+def _phases(sizes: Sizes, beside: Beside, policy: Policy, resident: int, room: int, streams_text: bool) -> list[Phase]:
     """room: for models beside the one that runs; 0: it is alone."""
     stage = stage_bytes(sizes.units, resident)
 
@@ -305,8 +322,9 @@ def _phases(sizes: Sizes, beside: Beside, policy: Policy, resident: int, room: i
             held.pop(0)
         return Phase(name, own + sum(held), run, what) if policy != "resident" else Phase(name, sizes.all, run, what)
 
-    text, vae = sizes.text_encoder, sizes.vae
-    phases = [phase("text", text, beside.text, "the text encoder", ())]
+    text, vae = sizes.text_stage if streams_text else sizes.text_encoder, sizes.vae
+    words = "the text encoder" + (f", its blocks stream ({sizes.text_encoder / GIB:.2f})" if streams_text else "")
+    phases = [phase("text", text, beside.text, words, ())]
     image = (vae,) if beside.image else ()
     if beside.image:
         encoders = "the VAE, the CLIP vision encoder" if sizes.clip_vision else "the VAE"
