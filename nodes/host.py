@@ -165,7 +165,8 @@ class Held(ModelPatcher):
     """A model of the engine that ComfyUI's memory manager may evict; it is read from its file again when used again.
 
     Nothing is loaded before the first use. An evicted model is not in host memory either: a second load reads the
-    system's file cache. The exception are transformers whose blocks stream: their weights stay in host memory.
+    system's file cache. The exception are transformers whose blocks stream: their weights stay in host memory. A text
+    encoder's stream from there only while it is used.
     """
 
     def __init__(
@@ -175,11 +176,12 @@ class Held(ModelPatcher):
         finish: Callable[[nn.Module], nn.Module] = lambda module: module,
         residency: Residency | None = None,
     ) -> None:
-        """finish: applied to the module after every load. residency: of a transformer, holds its weights while its
-        blocks stream; both experts share one, so that one hands its device memory over to the other."""
+        """finish: applied to the module after every load. residency: of a transformer or a text encoder, holds its
+        weights while its blocks stream; both experts share one, so that one hands its device memory over to the
+        other."""
         super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=part.bytes)
         self.name, self.part, self.finish, self.residency = name, part, finish, residency
-        self.resident_blocks: int | None = None  # of a transformer whose blocks stream; None: it is loaded as a whole
+        self.resident_blocks: int | None = None  # where blocks stream; None: it is loaded as a whole
         self.loras: tuple[Wanted, ...] = ()  # of a transformer: those to sum in when it is read next
 
     @property
@@ -189,6 +191,8 @@ class Held(ModelPatcher):
     def use(self, memory: int) -> nn.Module:
         """The module, on its device, with about `memory` bytes left free beside it."""
         load([self], memory)
+        if self.residency is not None and self.in_host_memory:
+            return self.residency.use(self.name)
         return self.model.content
 
     @property
@@ -241,7 +245,7 @@ class Held(ModelPatcher):
             # The module stays the same one: a run may be in the middle of it.
             self.residency.add(self.name, self.model.content)
         self.detach()
-        self.residency.follow("stream", resident_blocks, None, {})
+        self.residency.follow("stream", resident_blocks, None, {}, streams_text=True)
         self.resident_blocks = resident_blocks
         self.size = stage_bytes(list(self.part.units), resident_blocks)
 
@@ -281,8 +285,11 @@ class Held(ModelPatcher):
         """Evict. ComfyUI calls this with False on models that stay, before it uses them again."""
         if unpatch_all and self.is_loaded:
             if self.residency is not None and self.in_host_memory:
-                self.residency.release(self.name)
-                AppliedLoras.of(self.model.content, self.load_device).offload()
+                if isinstance(self.model.content, WanModel):
+                    self.residency.release(self.name)
+                    AppliedLoras.of(self.model.content, self.load_device).offload()
+                else:
+                    self.residency.remove(self.name)
             else:
                 for tensor in tensors_of(self.model.content).values():
                     tensor.data = tensor.new_empty(

@@ -16,7 +16,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import LoadOptions, OptionError
-from wan_core.execution.memory.planning import Beside, Sizes, plan_memory
+from wan_core.execution.memory.planning import TEXT, Beside, Sizes, plan_memory
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.media.preview import RGBMap
@@ -167,8 +167,12 @@ class TextSocket:
         return made
 
     def encoder(self) -> TextEncoder:
-        """On its device."""
-        return cast(TextEncoder, self.held.use(0))
+        """On its device. Its blocks stream if it does not fit there as a whole."""
+        part = self.held.part
+        sizes = Sizes(units=(0,), experts=1, text_encoder=part.bytes, text_stage=stage_bytes(part.units, 0), vae=0)
+        if plan_memory(sizes, Beside(text=TEXT, denoise=0, decode=0), host.room(), "swap").streams_text:
+            self.held.stream(0)
+        return cast(TextEncoder, self.held.use(TEXT))
 
     # What ComfyUI's CLIPTextEncode calls.
 

@@ -20,17 +20,18 @@ from wan_core.execution.memory.planning import (
     beside_weights,
     limited,
     plan_memory,
-    text_stage_bytes,
     unit_bytes,
 )
 from wan_core.execution.memory.residency import Residency, tensors_of
-from wan_core.execution.memory.streaming import SLOTS
+from wan_core.execution.memory.streaming import SLOTS, stage_bytes
 from wan_core.models.text.config import UMT5_XXL
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import T2V_A14B
 from wan_core.ops.quant.packed import Packed, put_packed
+from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.settings import PartToLoad
 from wan_core.pipeline.sources import TINY
 
 CPU = torch.device("cpu")
@@ -97,8 +98,9 @@ def test_the_stage_takes_the_bytes_that_were_planned():
     residency.add("text_encoder", copy.deepcopy(encoder))
     residency.use("text_encoder")
     (stage,) = residency.stages.values()
-    config, table = encoder.encoder.config, encoder.encoder.token_embedding.weight.nbytes
-    planned = text_stage_bytes(config, sum(p.nbytes for p in encoder.parameters()), table)
+    config, count = encoder.encoder.config, sum(p.numel() for p in encoder.parameters())
+    part = Part("made here", config, torch.float32, count, lambda *_: encoder)
+    planned = stage_bytes(PartToLoad(part, torch.float32).units, 0)
     assert abs(planned - stage.held) < 0.05 * planned
 
 
@@ -110,7 +112,7 @@ def test_it_streams_where_it_does_not_fit_and_nowhere_else(gib, fp8, text_fp8, e
     """UMT5 XXL, in bf16 or as ComfyUI's FP8 file has it, on any card: its phase fits from 6 GiB on."""
     table = UMT5_XXL.vocab_size * UMT5_XXL.dim * 2
     text = table + (WHOLE - table // 2) * (1 if text_fp8 else 2)
-    stage = text_stage_bytes(UMT5_XXL, text, table)
+    stage = stage_bytes((table, *[(text - table) // UMT5_XXL.num_layers] * UMT5_XXL.num_layers), 0)
     units = unit_bytes(T2V_A14B, 2, fp8)
     sizes = Sizes(units=units, experts=experts, text_encoder=text, vae=254_000_000, text_stage=stage)
     beside = beside_weights(T2V_A14B, VAE_21, (1, 16, 21, 80, 80), per_token=5.05)

@@ -19,8 +19,11 @@ import torch
 
 from tests.checkpoint.test_gguf import matrices, write
 from tests.nodes.test_nodes_schemas import modules
-from wan_core.checkpoint import load_dit
+from wan_core.checkpoint import load_dit, load_text_encoder, open_checkpoint
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import save
 from wan_core.config import LoadOptions, LoraOptions
+from wan_core.execution.memory.planning import RESERVE, TEXT
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
@@ -28,8 +31,8 @@ from wan_core.ops.quant.lora import is_attached
 from wan_core.pipeline.builder import finish, load_models
 from wan_core.pipeline.loras import read_loras
 from wan_core.pipeline.pipeline import sample_latents
-from wan_core.pipeline.settings import resolve_settings
-from wan_core.pipeline.sources import TINY, find_experts
+from wan_core.pipeline.settings import PartToLoad, resolve_settings
+from wan_core.pipeline.sources import TINY, find_experts, recognise
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.plan import make_plan
 
@@ -242,3 +245,29 @@ def test_packed_weights_are_read_again_where_loras_are_to_be_merged(
         assert torch.equal(found, latents(with_loras(socket(nodes, residency, "merge", files), strength)))
         assert not torch.equal(found, plain)
     assert torch.equal(latents(model), plain)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_a_text_encoder_that_does_not_fit_streams(nodes: SimpleNamespace, tmp_path: Path, small: bool) -> None:
+    """The rows of one that fits; evicted, nothing of it is left, on the device or in host memory."""
+    embedded = load_text_encoder(TINY / "text_encoder.safetensors")
+    config = replace(embedded.encoder.config, num_layers=5)
+    save(random_module(config, device="cpu", dtype=torch.float32, seed=1), tmp_path / "text.safetensors")
+    spiece = open_checkpoint(TINY / "text_encoder.safetensors").read("spiece_model")
+    (tmp_path / "spiece.model").write_bytes(spiece.numpy().tobytes())
+    part = PartToLoad(recognise(tmp_path / "text.safetensors", "text_encoder", load_text_encoder), torch.float32)
+    exact = part.load(CPU)
+    residency = Residency(CPU, "stream")
+    text = nodes.sockets.TextSocket(nodes.host.Held("text encoder", part, residency=residency))
+    fits = part.bytes + TEXT + RESERVE[0]
+    nodes.manager.room = int((fits - 1e4 if small else fits + 1e6) / (1 - RESERVE[1]))
+    try:
+        for prompts in (["a red circle"], ["a blue cross moving up", ""]):
+            found = text.encode(prompts)
+            for made, rows in zip(found, exact.encode(prompts), strict=True):
+                assert torch.equal(made[0][0][0], rows[: made[0][0].shape[1]])
+            assert [bool(stage.slots) for stage in residency.stages.values()] == [True] * small
+            nodes.manager.free_memory(1e30, CPU)
+            assert not residency.models and not any(stage.held for stage in residency.stages.values())
+    finally:
+        nodes.manager.room = 1 << 40

@@ -19,6 +19,7 @@ from wan_core.execution.memory.planning import (
     plan_memory,
 )
 from wan_core.execution.memory.residency import Policy, Residency
+from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
@@ -145,7 +146,7 @@ OTHERS = ("text_encoder", "vae", "clip_vision")
 def model_sizes(settings: ModelSettings) -> Sizes:
     """Of what is loaded: transformers alone have no text encoder and no VAE beside them."""
     others = {name: settings.parts[name].bytes if name in settings.parts else 0 for name in OTHERS}
-    stage = settings.parts["text_encoder"].text_stage if "text_encoder" in settings.parts else 0
+    stage = stage_bytes(settings.parts["text_encoder"].units, 0) if "text_encoder" in settings.parts else 0
     units, experts = settings.parts["high"].units, 1 + ("low" in settings.parts)
     return Sizes(units=units, experts=experts, text_stage=stage, **others)
 

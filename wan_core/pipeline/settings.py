@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.merge import Merge
 from wan_core.config import LoadOptions, OptionError
 from wan_core.config.compile_cache import set_compile_caches
-from wan_core.execution.memory.planning import factor, text_stage_bytes, unit_bytes
+from wan_core.execution.memory.planning import factor, unit_bytes
 from wan_core.execution.optimize import check_compile
 from wan_core.models.text.config import TextConfig
 from wan_core.models.wan.config import DiTConfig
@@ -53,22 +53,20 @@ class PartToLoad:
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Bytes of a transformer's units, which are copied to the device as one: the rest first, then every block."""
-        config = cast(DiTConfig, self.part.config)
+        """Bytes of the units of a transformer or a text encoder, which are copied to the device as one: the rest first,
+        then every block."""
+        config = self.part.config
+        if isinstance(config, TextConfig):
+            rest = config.vocab_size * config.dim * self.dtype.itemsize
+            if (packed := self.part.packed) is not None and is_packed(self.quantization) and packed.fmt in FORMATS:
+                rest = config.vocab_size * config.dim * packed.bytes // packed.parameters
+            return (rest, *[max(0, self.bytes - rest) // config.num_layers] * config.num_layers)
+        assert isinstance(config, DiTConfig)
         if not is_packed(self.quantization):
             kept = 0 if self.quantization is None else self.quantization.keep_blocks
             return unit_bytes(config, self.dtype.itemsize, self.quantization is not None, kept)
         rest, blocks = unit_bytes(config, self.dtype.itemsize, False)[0], config.num_layers
         return (rest, *[max(0, self.bytes - rest) // blocks] * blocks)
-
-    @property
-    def text_stage(self) -> int:
-        """Device memory of a text encoder whose blocks stream."""
-        config, packed = cast(TextConfig, self.part.config), self.part.packed
-        table = config.vocab_size * config.dim * self.dtype.itemsize
-        if is_packed(self.quantization) and packed is not None and packed.fmt in FORMATS:
-            table = config.vocab_size * config.dim * packed.bytes // packed.parameters
-        return text_stage_bytes(config, self.bytes, table)
 
     def load(self, device: torch.device, loras: Merge | None = None, share: Share | None = None) -> nn.Module:
         return self.part.load(device, self.dtype, self.quantization, loras, share)

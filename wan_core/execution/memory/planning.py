@@ -20,7 +20,6 @@ from wan_core.config import OptionError
 from wan_core.execution.memory.residency import Policy
 from wan_core.execution.memory.streaming import SLOTS, stage_bytes
 from wan_core.execution.report import GIB
-from wan_core.models.text.config import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
@@ -28,6 +27,7 @@ from wan_core.models.wan.linears import quantized_names
 # Bytes of activations over 2 L C. benchmarks/results/single-*.json, activation_gib less the prompt's keys and values.
 FACTORS = {"fused": 5.05, "compiled": 6.06, "engine": 5.66, "torch": 10.05}
 DECODE = {False: 11.5, True: 15.5}  # of a VAE's widest layer at full size, 2.1 and 2.2, measured likewise
+TEXT = int(0.15 * GIB)  # activations of encoding prompts
 LATENTS = 0.2 * GIB  # latents and their history, the rotation table, workspaces of products
 CONTEXT = int(0.6 * GIB)  # what CUDA and its libraries take of a card beside torch's own memory
 RESERVE = 0.5 * GIB, 0.025  # for holes between pieces of memory: so much, and this share of the room
@@ -167,12 +167,6 @@ def unit_bytes(config: DiTConfig, itemsize: int, quantized: bool, keep_blocks: i
     return (everything - block) * itemsize, *blocks
 
 
-def text_stage_bytes(config: TextConfig, nbytes: int, table: int) -> int:
-    """Device memory of a text encoder of `nbytes` whose blocks stream. table: bytes of its embedding, which stays."""
-    block = -(-(nbytes - table) // config.num_layers)
-    return stage_bytes([table, *[block] * config.num_layers], 0) if config.num_layers > SLOTS else nbytes
-
-
 def factor(config: DiTConfig, *, itemsize: int, device: str, compile: str, precision: str) -> float:
     """Of `FACTORS`, for a way of running a transformer. FP8 fused passes compute the same compiled or not."""
     if itemsize == 4 or device != "cuda":
@@ -204,7 +198,7 @@ def beside_weights(
     forward = per_token * 2 * tokens * dit.dim * (1 + batched)
     decode = vae_bytes(vae, Y, X)
     return Beside(
-        text=int(0.15 * GIB),
+        text=TEXT,
         denoise=int(forward + prompts + residuals + LATENTS * min(1.0, tokens / 32760)),
         decode=decode,
         image=decode if image else 0,
