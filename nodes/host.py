@@ -31,6 +31,7 @@ from wan_core.execution.memory.residency import Residency, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.builder import apply_loras, changes_weights
+from wan_core.pipeline.host_planning import staying_in_file
 from wan_core.pipeline.loras import AppliedLoras, Wanted
 from wan_core.pipeline.merged_loras import load_with_loras
 from wan_core.pipeline.model_parts import is_packed
@@ -182,6 +183,7 @@ class Held(ModelPatcher):
         super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=part.bytes)
         self.name, self.part, self.finish, self.residency = name, part, finish, residency
         self.resident_blocks: int | None = None  # where blocks stream; None: it is loaded as a whole
+        self.copies: bool | None = None  # where blocks stream: whether weights are pinned; False: they stay in the file
         self.loras: tuple[Wanted, ...] = ()  # of a transformer: those to sum in when it is read next
 
     @property
@@ -236,6 +238,10 @@ class Held(ModelPatcher):
         if self.residency is not None and self.in_host_memory and self.has_loras(loras):
             self.residency.use(self.name)
 
+    def wait(self, part: PartToLoad, copies: bool | None) -> None:
+        """Where its weights wait when they are read to stream. part: as it is loaded otherwise."""
+        self.part, self.copies = staying_in_file(part) if copies is False else part, copies
+
     def stream(self, resident_blocks: int) -> None:
         """Have so many blocks stay on the device when it is loaded next, and the others stream."""
         if resident_blocks == self.resident_blocks:
@@ -255,8 +261,8 @@ class Held(ModelPatcher):
                 return self._read(self.load_device)
         assert self.residency is not None
         if not self.in_host_memory:
-            with _weights(Reading(on_bytes=_interrupted, mapped=False)):
-                self.residency.add(self.name, self._read(self.offload_device))
+            with _weights(Reading(on_bytes=_interrupted, mapped=self.copies is False)):
+                self.residency.add(self.name, self._read(self.offload_device), copy=self.copies)
         log.info("WanCore streams the %s: %d blocks stay on the device", self.name, self.resident_blocks)
         return self.residency.models[self.name]
 

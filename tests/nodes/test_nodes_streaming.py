@@ -22,7 +22,7 @@ from tests.nodes.test_nodes_schemas import modules
 from wan_core.checkpoint import load_dit, load_text_encoder, open_checkpoint
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save
-from wan_core.config import LoadOptions, LoraOptions
+from wan_core.config import LoadOptions, LoraOptions, OptionError
 from wan_core.execution.memory.planning import RESERVE, TEXT
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.memory.streaming import stage_bytes
@@ -271,3 +271,32 @@ def test_a_text_encoder_that_does_not_fit_streams(nodes: SimpleNamespace, tmp_pa
             assert not residency.models and not any(stage.held for stage in residency.stages.values())
     finally:
         nodes.manager.room = 1 << 40
+
+
+def test_weights_that_do_not_fit_into_host_memory_stay_in_their_file(
+    nodes: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The low-noise expert first; a LoRA is merged into the other one alone. What cannot stay there is refused."""
+    files = {}
+    for name, path in EMBEDDED.items():
+        files[name] = tmp_path / f"{name}.safetensors"
+        save(load_dit(path, dtype=torch.float32), files[name])
+    exact = latents(with_loras(socket(nodes, "resident", "merge", files), 1.0))
+    model = with_loras(socket(nodes, "stream", files=files), 1.0)
+    one = model.settings.parts["high"].bytes
+    held, weights = model.held, model.held["high"].residency.host_weights
+
+    def left() -> int:
+        return int(1.5 * one) - sum(u.layout.nbytes for w in weights.values() for u in w.units if u.memory is not None)
+
+    monkeypatch.setattr(nodes.sockets, "host_room", left)
+    found = latents(model)
+    pinned = {name: all(unit.memory is not None for unit in weights[name].units) for name in held}
+    assert pinned == {"high": True, "low": False}
+    attached = {n: any(map(is_attached, dict(h.residency.models[n].named_buffers()))) for n, h in held.items()}
+    assert attached == {"high": False, "low": True}
+    torch.testing.assert_close(found, exact, atol=2e-4, rtol=1e-3)
+    assert torch.equal(latents(model), found)
+    monkeypatch.setattr(nodes.sockets, "host_room", lambda: one // 2)
+    with pytest.raises(OptionError, match="GiB are available"):  # of 16 bits, and computed in 32
+        latents(socket(nodes, "stream"))

@@ -25,7 +25,7 @@ from wan_core.checkpoint.layouts import Kind
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
-from wan_core.checkpoint.staged import open_feed
+from wan_core.checkpoint.staged import current_reading, open_feed
 from wan_core.config import OptionError
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.vae import VideoVAE
@@ -125,6 +125,8 @@ def _filled(
     module = empty_module(found.config)
     out = dtype or _main_dtype(checkpoint, found)
     work = torch.device(device) if quantization is None else quantization.device
+    if current_reading().mapped and torch.device(device).type == "cpu":
+        work = torch.device(device)  # what is used as it is stored stays in the mapped file
     to = _Target(torch.device(device), work, dtype, out)
     if quantization is not None and issubclass(quantization.kind, PackedLinear):
         changed = frozenset() if loras is None else loras.changes.keys()

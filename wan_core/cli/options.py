@@ -74,6 +74,13 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         metavar="GIB",
         help="use at most this much device memory, to plan and run as on a smaller GPU",
     )
+    group.add_argument(
+        "--host-memory-limit",
+        type=float,
+        metavar="GIB",
+        help="use at most this much host memory for weights that wait there; others stay in their mapped files "
+        "(default: what is available)",
+    )
 
 
 def add_lora_options(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -19,6 +19,7 @@ from torch import nn
 
 from wan_core.checkpoint import find_parts, load_vae
 from wan_core.checkpoint.load import StoredValues
+from wan_core.checkpoint.staged import current_reading, reading
 from wan_core.config import LoadOptions, OptionError
 from wan_core.execution.memory.planning import MemoryPlan
 from wan_core.execution.memory.residency import Residency
@@ -36,6 +37,7 @@ from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
+from wan_core.pipeline.host_planning import HostPlan, host_room, plan_host, staying_in_file
 from wan_core.pipeline.loading import load_parts
 from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
@@ -139,13 +141,20 @@ def load_models(
     why_not = why_not_sharded(settings, ranks)
     residency, sharded = choose_residency(options, report, plan, found.dit.num_layers, ranks, why_not)
     shares = ranks is not None and residency.policy == "resident"
+    waits = HostPlan()
+    if planner is not None and residency.policy != "resident" and ranks is None:
+        waits = plan_host(settings.parts, host_room(options.host_memory_limit))
+        parts = {n: staying_in_file(part) if n in waits.mapped else part for n, part in settings.parts.items()}
+        settings = replace(settings, parts=parts)
+        planner = replace(planner, settings=settings)
 
     def load(name: str) -> nn.Module:
         part, config = settings.parts[name], settings.parts[name].part.config
         if sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):
             return load_sharded_dit(part.part.path, ranks, part.dtype)
         share = partial(shared_checkpoint, ranks=ranks) if ranks and shares and name != "text_encoder" else None
-        return load_with_loras(part, settings.loras.get(name, ()), residency.load_device, device, share)
+        with reading(replace(current_reading(), mapped=current_reading().mapped or name in waits.mapped)):
+            return load_with_loras(part, settings.loras.get(name, ()), residency.load_device, device, share)
 
     names = [name for name in found.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
     loaded = load_parts(names, load, device, in_order=shares)
@@ -155,7 +164,7 @@ def load_models(
             apply_loras(model, wanted, part, device)
         report.notes += [f"{name}: {one.words(part.lora_words)}" for one in wanted]
         graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
-        residency.add(name, finish(model, settings, device, graphs=graphs, ranks=ranks))
+        residency.add(name, finish(model, settings, device, graphs=graphs, ranks=ranks), copy=waits.copies(name))
         del model
     report.notes += residency.notes
     for note in (*found.notes, *notes_of(settings.loras)):

@@ -47,6 +47,15 @@ class PartToLoad:
         return self.part.bytes(self.dtype, self.quantization)
 
     @property
+    def stays_in_file(self) -> bool:
+        """Whether its weights are used as they are stored, so that they can stay in the mapped file."""
+        if self.part.path is None:
+            return False
+        if self.quantization is None:
+            return not self.part.scaled and self.part.packed is None and self.part.stored == self.dtype
+        return is_packed(self.quantization) or (self.part.scaled and self.quantization.as_stored)
+
+    @property
     def lora_words(self) -> str:
         """How LoRAs are applied, for reports."""
         return "merged" if self.lora_mode == "merge" else f"attached: {self.lora_why}"

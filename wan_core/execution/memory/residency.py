@@ -61,11 +61,12 @@ class Residency:
         """Where a loader should put weights: straight on the device if they stay there."""
         return self.device if self.policy == "resident" else torch.device("cpu")
 
-    def add(self, name: str, model: nn.Module) -> None:
-        """Take `model` over. Its weights move to pinned host memory, unless they stay on the device."""
+    def add(self, name: str, model: nn.Module, *, copy: bool | None = None) -> None:
+        """Take `model` over. Its weights move to pinned host memory, unless they stay on the device. copy: False leaves
+        them where they are, in a mapped file; None decides by the memory that is available."""
         self.models[name] = model
         if self.policy != "resident":
-            self._move_to_host(name, model)
+            self._move_to_host(name, model, copy)
 
     def adopt(self, name: str, weights: HostWeights) -> None:
         """As `add`, for a model whose weights are in host memory already."""
@@ -185,18 +186,19 @@ class Residency:
         )
         return stay + sum(stage.held for stage in self.stages.values())
 
-    def _move_to_host(self, name: str, model: nn.Module) -> None:
+    def _move_to_host(self, name: str, model: nn.Module, copy: bool | None = None) -> None:
         same = next((other for other, known in self.host_weights.items() if known.model is model), None)
         if same is not None:
             self.host_weights[name] = self.host_weights[same]
             return
         needed = sum(t.nbytes for t in tensors_of(model).values())
         available = available_bytes()
-        copy = available is None or needed < available * (1 - KEPT_FREE)
+        if copy is None:
+            copy = available is None or needed < available * (1 - KEPT_FREE)
         if not copy:
             self.notes.append(
-                f"{name}: weights stay in the mapped file, {needed / GIB:.1f} GiB of pinned memory would not fit into "
-                f"{(available or 0) / GIB:.1f} GiB: copies to the device are slower"
+                f"{name}: weights are not pinned, {needed / GIB:.1f} GiB beside the others would not fit into "
+                f"{(available or 0) / GIB:.1f} GiB of host memory: copies to the device are slower"
             )
         weights = HostWeights(model, lock=self.device.type == "cuda", copy=copy, device=self.device)
         self.adopt(name, weights)
