@@ -17,7 +17,15 @@ from benchmarks.forwards import forward_rows
 from benchmarks.four_step import four_step_rows
 from benchmarks.generation import generation_rows
 from benchmarks.gguf import gguf_rows
-from benchmarks.options import CPU_SIZE, PARALLEL_PARTS, STARTUP_PARTS, STREAMING_PARTS, STREAMING_PRECISIONS, SUITES
+from benchmarks.options import (
+    CPU_SIZE,
+    PARALLEL_PARTS,
+    SMALL_CARD_PARTS,
+    STARTUP_PARTS,
+    STREAMING_PARTS,
+    STREAMING_PRECISIONS,
+    SUITES,
+)
 from benchmarks.parallel import parallel_rows
 from benchmarks.peers import PEERS, peer_versions
 from benchmarks.profiling import profile_rows, profile_table
@@ -25,6 +33,7 @@ from benchmarks.rows import Row, table
 from benchmarks.settings import check_setting
 from benchmarks.setups import find_setup
 from benchmarks.single import single_rows
+from benchmarks.small_cards import small_card_rows
 from benchmarks.sparse import sparse_rows
 from benchmarks.startup import startup_rows
 from benchmarks.streaming import streaming_rows
@@ -51,6 +60,7 @@ MEASURES: dict[str, Rows] = {
     "parallel": parallel_rows,
     "gguf": gguf_rows,
     "four-step": four_step_rows,
+    "small-cards": small_card_rows,
     "generate": generation_rows,
     "compare": compare_rows,
     "forward": forward_rows,
@@ -61,6 +71,7 @@ PARTS = {
     "parallel": PARALLEL_PARTS,
     "startup": STARTUP_PARTS,
     "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),
+    "small-cards": SMALL_CARD_PARTS,
 }  # what `--setting` names there
 
 
