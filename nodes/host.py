@@ -261,7 +261,8 @@ class Held(ModelPatcher):
                 return self._read(self.load_device)
         assert self.residency is not None
         if not self.in_host_memory:
-            with _weights(Reading(on_bytes=_interrupted, mapped=self.copies is False)):
+            stays = self.copies is False
+            with _weights(Reading(on_bytes=_interrupted, mapped=stays, stays=stays)):
                 self.residency.add(self.name, self._read(self.offload_device), copy=self.copies)
         log.info("WanCore streams the %s: %d blocks stay on the device", self.name, self.resident_blocks)
         return self.residency.models[self.name]

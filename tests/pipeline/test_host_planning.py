@@ -113,7 +113,7 @@ def test_weights_in_their_file_are_no_copy_and_compute_the_same(tmp_path: Path, 
     held = None if held is None else replace(held, as_stored=True)
     part = PartToLoad(recognise(tmp_path / "model.safetensors", "dit", load_dit), torch.float32, held)
     assert part.stays_in_file and staying_in_file(part).lora_mode == "attach"
-    with reading(Reading(mapped=True)):
+    with reading(Reading(stays=True)):
         model = part.load(CPU)
     weights = [m.weight for name, m in model.named_modules() if name.startswith("blocks.") and hasattr(m, "weight")]
     matrices = [weight for weight in weights if weight is not None and weight.ndim == 2]

@@ -125,8 +125,8 @@ def _filled(
     module = empty_module(found.config)
     out = dtype or _main_dtype(checkpoint, found)
     work = torch.device(device) if quantization is None else quantization.device
-    if current_reading().mapped and torch.device(device).type == "cpu":
-        work = torch.device(device)  # what is used as it is stored stays in the mapped file
+    if current_reading().stays:
+        work = torch.device(device)
     to = _Target(torch.device(device), work, dtype, out)
     if quantization is not None and issubclass(quantization.kind, PackedLinear):
         changed = frozenset() if loras is None else loras.changes.keys()

@@ -153,7 +153,8 @@ def load_models(
         if sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):
             return load_sharded_dit(part.part.path, ranks, part.dtype)
         share = partial(shared_checkpoint, ranks=ranks) if ranks and shares and name != "text_encoder" else None
-        with reading(replace(current_reading(), mapped=current_reading().mapped or name in waits.mapped)):
+        how, stays = current_reading(), name in waits.mapped
+        with reading(replace(how, mapped=how.mapped or stays, stays=stays)):
             return load_with_loras(part, settings.loras.get(name, ()), residency.load_device, device, share)
 
     names = [name for name in found.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]

@@ -274,7 +274,7 @@ def plan_memory(
     resident = blocks
     if policy == "stream":
         resident = _fitting_blocks(sizes, beside, room) if resident_blocks is None else resident_blocks
-    streams_text = policy != "resident" and streams(sizes, beside, room)
+    streams_text = policy != "resident" and text_streams(sizes, beside, room)
     named = {"text_encoder": beside.text, "clip_vision": beside.text, "vae": max(beside.decode, beside.image)}
     return MemoryPlan(
         policy=policy,
@@ -291,7 +291,7 @@ def plan_memory(
     )
 
 
-def streams(sizes: Sizes, beside: Beside, room: int) -> bool:
+def text_streams(sizes: Sizes, beside: Beside, room: int) -> bool:
     """Whether the text encoder has to stream: it can, and does not fit as a whole."""
     return 0 < sizes.text_stage < sizes.text_encoder and sizes.text_encoder + beside.text > room
 
