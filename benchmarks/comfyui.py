@@ -48,12 +48,14 @@ def make_base(base: Path, packs: Mapping[str, str] | None = None) -> Path:
 
 @dataclass
 class Run:
-    """What came of a prompt: its status messages, UI outputs, and what the websocket told meanwhile."""
+    """What came of a prompt: its status messages, UI outputs, and what the websocket told meanwhile. begin: when it
+    was posted (`perf_counter`)."""
 
     id: str
     status: dict[str, Any]
     outputs: dict[str, Any]
     events: list[dict[str, Any]] = field(default_factory=list)
+    begin: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -176,6 +178,7 @@ class ComfyUI:
     def watch(self, graph: Graph) -> Run:
         """As `run`, with every event of the websocket in `events`, and in `at` when it came (`perf_counter`)."""
         client = Client(self.port, self.patience)
+        begin = time.perf_counter()
         prompt_id = self.queue(graph, client.name)
         events = []
         for event in client.events():
@@ -185,7 +188,7 @@ class ComfyUI:
                 break
         client.close()
         run = self.wait(prompt_id)
-        run.events = events
+        run.events, run.begin = events, begin
         return run
 
     def output_file(self, run: Run, node: str, index: int = 0) -> Path:
