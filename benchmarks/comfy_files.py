@@ -19,11 +19,14 @@ from benchmarks.measure import make_room
 from wan_core.checkpoint import open_checkpoint
 from wan_core.checkpoint.detect import TOKENIZER
 from wan_core.checkpoint.random import random_module
-from wan_core.checkpoint.save import save, write_safetensors
+from wan_core.checkpoint.save import metadata_of, save, write_safetensors
 from wan_core.models.text.config import UMT5_XXL
+from wan_core.models.text.tokenizer import Tokenizer
+from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
+from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.sources import RANDOM, TINY
 
 EXPERTS = ("high", "low")
@@ -56,13 +59,13 @@ def write_experts(
         if not missing:
             continue
         module = random_module(config, device=device, dtype=torch.bfloat16, seed=seed)
+        assert isinstance(module, WanModel)
         values = {name: value.detach() for name, value in module.named_parameters()}
-        del module
         if "fp16" in missing:
-            write_safetensors(values, missing["fp16"], {"format": "pt"})
+            write_safetensors(values, missing["fp16"], metadata_of(module))
         if "fp8_scaled" in missing:
-            write_safetensors(as_fp8(values, quantized_names(config)), missing["fp8_scaled"], {"format": "pt"})
-        del values
+            write_safetensors(as_fp8(values, quantized_names(config)), missing["fp8_scaled"], metadata_of(module))
+        del module, values
         make_room(device)
 
 
@@ -88,8 +91,10 @@ def write_text_encoder(models: Path, device: torch.device) -> None:
     matrices = frozenset(name for name, part in module.named_modules() if isinstance(part, nn.Linear))
     values = as_fp8({name: value.detach() for name, value in module.named_parameters()}, matrices)
     tensors = {hf_name(name): value for name, value in values.items()}
-    tensors[TOKENIZER] = open_checkpoint(TINY / "text_encoder.safetensors").read(TOKENIZER)
-    write_safetensors(tensors, path, {"format": "pt"})
+    proto = open_checkpoint(TINY / "text_encoder.safetensors").read(TOKENIZER)
+    tensors[TOKENIZER] = proto
+    assert isinstance(module, UMT5Encoder)
+    write_safetensors(tensors, path, metadata_of(TextEncoder(module, Tokenizer(proto.numpy().tobytes()))))
     del module, values, tensors
     make_room(device)
 
