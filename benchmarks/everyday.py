@@ -160,7 +160,8 @@ class Server:
         """Seconds of a prompt by group of nodes. Raises RuntimeError with what failed."""
         run = self.comfyui.watch(with_defaults(graph, self.kinds))
         if not run.ok:
-            raise RuntimeError(str(next((d for k, d in run.status["messages"] if k == "execution_error"), run.status)))
+            fault = next((said for kind, said in run.status["messages"] if kind == "execution_error"), {})
+            raise RuntimeError(f"{fault.get('node_id')}: {fault.get('exception_message', 'interrupted')[:500]}")
         return times(run), run
 
 
