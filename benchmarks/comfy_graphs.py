@@ -34,6 +34,7 @@ class Job:
     prompt: str = PROMPT
     image: str = IMAGE
     steps: int | None = None  # of both samplers; None: the template's
+    cfg: float | None = None  # guidance; None: the template's
     denoise_only: bool = False
 
     @property
@@ -42,7 +43,7 @@ class Job:
 
     @property
     def guidance(self) -> float:
-        return 1.0 if self.four_steps else 3.5
+        return self.cfg or (1.0 if self.four_steps else 3.5)
 
     @property
     def shift(self) -> float:
@@ -114,6 +115,13 @@ def native_graph(job: Job, attention: str | None = None, accelerate: dict[str, A
         return graph | {"save.latent": node("SaveLatent", samples=["samplers.low", 0], filename_prefix="native")}
     graph["decode"] = node("VAEDecode", samples=["samplers.low", 0], vae=["loaders.vae", 0])
     return graph | saving("native")
+
+
+def accelerated_graph(job: Job, attention: str, presets: Mapping[str, str] | None = None) -> Graph:
+    """The template with our node for native models behind each loader chain."""
+    skipping = skipping_nodes(presets)
+    last = {"skipping": [list(skipping)[-1], 0]} if skipping else {}
+    return skipping | native_graph(job, accelerate={"attention": attention, **last})
 
 
 def native_conditioning(job: Job) -> Graph:

@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.cases import parse_size
 from benchmarks.comfy_files import write_experts, write_image, write_loras, write_text_encoder, write_vae
-from benchmarks.comfy_graphs import Job, native_graph, our_graph, with_defaults
+from benchmarks.comfy_graphs import Job, accelerated_graph, native_graph, our_graph, with_defaults
 from benchmarks.comfyui import ComfyUI, Graph, Run, make_base
 from benchmarks.measure import make_room, relative_error
 from benchmarks.options import EVERYDAY_PARTS
@@ -49,29 +49,38 @@ PATIENCE = 400.0
 
 @dataclass(frozen=True)
 class Side:
-    """A row: who makes the video, and how. exact: nothing is left out of the steps."""
+    """A row: who makes the video, and how. native: with nothing of ours."""
 
     name: str
     graph: Callable[[Job], Graph]
     native: bool = False
-    skips: bool = False
 
 
 KITCHEN = "comfy kitchen attention"
+NATIVE = Side("native", native_graph, native=True)
+NATIVE_KITCHEN = Side("native, comfy kitchen attention", lambda job: native_graph(job, attention=KITCHEN), native=True)
+OURS = Side("ours, auto", our_graph)
+OURS_FP8 = Side("ours, cudnn-fp8", lambda job: our_graph(job, "cudnn-fp8"))
 SIDES = (
-    Side("native", native_graph, native=True),
-    Side("native, comfy kitchen attention", lambda job: native_graph(job, attention=KITCHEN), native=True),
-    Side("ours, auto", our_graph),
-    Side("ours, cudnn-fp8", lambda job: our_graph(job, "cudnn-fp8")),
-    Side("ours, cudnn-fp8, sparse fast", lambda job: our_graph(job, "cudnn-fp8", {"sparse": "fast"}), skips=True),
+    NATIVE,
+    NATIVE_KITCHEN,
+    OURS,
+    OURS_FP8,
+    Side("ours, cudnn-fp8, sparse fast", lambda job: our_graph(job, "cudnn-fp8", {"sparse": "fast"})),
 )
 OFF_SIDES = (
-    *SIDES[:4],
+    NATIVE,
+    NATIVE_KITCHEN,
+    OURS,
+    OURS_FP8,
     Side(
         "ours, cudnn-fp8, cache and sparse balanced",
         lambda job: our_graph(job, "cudnn-fp8", {"cache": "balanced", "sparse": "balanced"}),
-        skips=True,
     ),
+)
+ACCELERATED = (
+    Side("native, accelerated, auto", lambda job: accelerated_graph(job, "auto")),
+    Side("native, accelerated, sparse fast", lambda job: accelerated_graph(job, "cudnn-fp8", {"sparse": "fast"})),
 )
 
 
@@ -208,7 +217,7 @@ def middle_row(rows: list[Row]) -> Row:
 
 def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     jobs = [replace(job, seed=seed) for seed in range(1, 2 + (options.runs or 3))]
-    yield from in_turns(server, SIDES, jobs, "on, new seed")
+    yield from in_turns(server, (*SIDES, *ACCELERATED), jobs, "on, new seed")
 
 
 def other_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
@@ -216,17 +225,21 @@ def other_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterato
         replace(job, seed=seed, prompt=f"{job.prompt} Take {seed}.", image=f"start{seed}.png")
         for seed in range(1, 2 + (options.runs or 3))
     ]
-    yield from in_turns(server, SIDES[1:], jobs, "on, new prompt and image")
+    yield from in_turns(server, (NATIVE_KITCHEN, OURS, OURS_FP8), jobs, "on, new prompt and image")
 
 
 def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     """Steps of the native nodes take equally long, so that few of them tell the time of all."""
     whole = replace(job, four_steps=False)
     fewer = replace(whole, steps=options.steps or 4)
-    native = [guarded(s.name, job.size, None, lambda s=s: scaled(server, s, fewer, whole)) for s in OFF_SIDES[:2]]
+    native = [
+        guarded(s.name, job.size, None, lambda s=s: scaled(server, s, fewer, whole)) for s in OFF_SIDES if s.native
+    ]
     peers = [row["seconds"] for row in native if "seconds" in row]
     ours = []
-    for side in OFF_SIDES[2:]:
+    for side in OFF_SIDES:
+        if side.native:
+            continue
         server.run(side.graph(replace(whole, seed=2, steps=4)))
         ours.append(guarded(side.name, job.size, None, lambda s=side: server.run(s.graph(whole))[0]))
     for row in (*native, *ours):
@@ -249,7 +262,7 @@ PARTS = {"on": on_rows, "other": other_rows, "off": off_rows}
 
 
 def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    sides = (SIDES[0], SIDES[2], SIDES[3])
+    sides = (NATIVE, OURS, OURS_FP8)
     found: dict[str, list[Row]] = defaultdict(list)
     for run in range(options.runs or 3):
         for side in sides:
@@ -257,7 +270,7 @@ def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, option
                 guarded(side.name, job.size, None, lambda s=side, r=run: cold(checkout, base, device, s, r, job))
             )
     medians = {name: middle_row([r for r in rows if "seconds" in r] or rows) for name, rows in found.items()}
-    first = medians[SIDES[0].name].get("seconds")
+    first = medians[NATIVE.name].get("seconds")
     for name, row in medians.items():
         if first and "seconds" in row:
             row |= {"ratio": round(first / row["seconds"], 3), "ratio_to": "native"}
@@ -290,9 +303,13 @@ def error_rows(server: Server, job: Job) -> Iterator[Row]:
 
 
 def latents(server: Server, graph: Graph) -> torch.Tensor:
+    return saved_latents(server, server.run(graph)[1])
+
+
+def saved_latents(server: Server, run: Run) -> torch.Tensor:
+    """What the prompt's SaveLatent wrote, float32."""
     from safetensors.torch import load_file
 
-    _, run = server.run(graph)
     saved = run.outputs["save.latent"]["latents"][0]
     path = server.base / saved["type"] / saved["subfolder"] / saved["filename"]
     return load_file(str(path))["latent_tensor"].float()

@@ -77,6 +77,11 @@ SUITES: dict[str, Suite] = {
         ("640x640x81",),
         takes=("setting", "layers", "runs", "steps", "scratch", "checkout"),
     ),
+    "native": Suite(
+        "ComfyUI's own models in a real server, as they are and with our node for native models",
+        ("1280x720x81",),
+        takes=("setting", "layers", "runs", "steps", "scratch", "checkout"),
+    ),
     "forward": Suite(
         "one forward, ours and diffusers'",
         ("832x480x81", "1280x720x81"),
@@ -102,6 +107,7 @@ SUITES: dict[str, Suite] = {
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
 EVERYDAY_PARTS = ("on", "other", "off", "cold", "errors")
+NATIVE_PARTS = ("steps", "guided")
 STARTUP_PARTS = ("load", "cold", "ready")
 STREAMING_PARTS = ("cards", "switch", "turns")
 STREAMING_PRECISIONS = ("bf16", "fp8")

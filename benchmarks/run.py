@@ -18,9 +18,11 @@ from benchmarks.forwards import forward_rows
 from benchmarks.four_step import four_step_rows
 from benchmarks.generation import generation_rows
 from benchmarks.gguf import gguf_rows
+from benchmarks.native import native_rows
 from benchmarks.options import (
     CPU_SIZE,
     EVERYDAY_PARTS,
+    NATIVE_PARTS,
     PARALLEL_PARTS,
     STARTUP_PARTS,
     STREAMING_PARTS,
@@ -63,12 +65,14 @@ MEASURES: dict[str, Rows] = {
     "generate": generation_rows,
     "compare": compare_rows,
     "everyday": everyday_rows,
+    "native": native_rows,
     "forward": forward_rows,
     "guidance": forward_rows,
 }
 
 PARTS = {
     "everyday": EVERYDAY_PARTS,
+    "native": NATIVE_PARTS,
     "parallel": PARALLEL_PARTS,
     "startup": STARTUP_PARTS,
     "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),

@@ -15,7 +15,8 @@ from benchmarks import comfy_files, everyday
 from benchmarks.comfy_files import as_fp8, expert_file, hf_name, write_experts
 from benchmarks.comfy_graphs import Job, middle, native_graph, with_defaults
 from benchmarks.comfyui import Graph, Run
-from benchmarks.everyday import SIDES, everyday_rows, times
+from benchmarks.everyday import ACCELERATED, OFF_SIDES, SIDES, everyday_rows, times
+from benchmarks.native import SIDES as NATIVE_SIDES
 from tests.comfyui import find_comfyui
 from wan_core.checkpoint import detect, load_dit, open_checkpoint
 from wan_core.checkpoint.detect import empty_module
@@ -64,7 +65,7 @@ def test_the_largest_number_of_a_matrix_is_exact_in_fp8() -> None:
 
 
 @pytest.mark.parametrize("job", [Job(), Job(four_steps=False), Job(task="t2v"), Job(denoise_only=True)])
-@pytest.mark.parametrize("make", [native_graph, *(side.graph for side in SIDES)])
+@pytest.mark.parametrize("make", [side.graph for side in (*SIDES, *OFF_SIDES, *ACCELERATED, *NATIVE_SIDES)])
 def test_links_lead_somewhere_and_our_nodes_know_their_inputs(make: Any, job: Job) -> None:
     graph: Graph = make(job)
     for entry in graph.values():
@@ -120,7 +121,8 @@ def test_our_sides_in_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for task in ("i2v", "t2v"):
         monkeypatch.setitem(comfy_files.RANDOM, f"{task}-A14B", (replace(TINY_DIT, text_len=512), TINY_VAE))
     monkeypatch.setattr(comfy_files, "UMT5_XXL", TINY_TEXT)
-    monkeypatch.setattr(everyday, "SIDES", (SIDES[2],))
+    monkeypatch.setattr(everyday, "SIDES", (everyday.OURS,))
+    monkeypatch.setattr(everyday, "ACCELERATED", ())
     options = argparse.Namespace(setting=["on"], scratch=None, checkout=find_comfyui(), layers=2, runs=1, steps=None)
     rows = list(everyday_rows("", ["64x64x5"], torch.device("cpu"), options, {}))
     assert [row["name"] for row in rows] == ["on, new seed: ours, auto"]
