@@ -1,9 +1,8 @@
 """Suite `small-cards`: four steps of image-to-video with a LoRA for both experts, from files as people have them, on
 smaller cards and with little host memory; and what the LoRA costs.
 
-The files have random weights: one expert in FP8 with a scale for each tensor, which serves as both, UMT5 in FP8 as
-ComfyUI's, the VAE, and a LoRA of rank 64. They need 23 GB in --scratch (/dev/shm makes reading them as fast as a warm
-page cache). A smaller card is a limit on what the process may allocate, as `--memory-limit` sets it. On a CPU, the
+The files are those of the suite `everyday`, 40 GB in --scratch (/dev/shm keeps them in memory; files that are there are
+used again). A smaller card is a limit on what the process may allocate, as `--memory-limit` sets it. On a CPU, the
 embedded model stands for all of it, and streaming for a card.
 
 LoRA on, other strength, off   both experts, read again and encoded, beside `load`; `same_bytes`: off, every byte of the
@@ -32,27 +31,33 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import parse_size
-from benchmarks.four_step import config_of, write_lora
+from benchmarks.comfy_files import (
+    EXPERTS,
+    IMAGE,
+    TEXT,
+    VAE,
+    expert_file,
+    lora_file,
+    write_experts,
+    write_image,
+    write_loras,
+    write_text_encoder,
+    write_vae,
+)
+from benchmarks.four_step import write_lora
 from benchmarks.generation import PROMPT
 from benchmarks.measure import make_room, settle
 from benchmarks.options import SMALL_CARD_PARTS
 from benchmarks.rows import Row, guarded
-from benchmarks.turns import draw
-from wan_core.checkpoint import load_text_encoder
-from wan_core.checkpoint.random import random_module
-from wan_core.checkpoint.save import save, write_safetensors
+from wan_core.checkpoint import load_dit
+from wan_core.checkpoint.save import save
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.execution.report import GIB
-from wan_core.models.text.config import UMT5_XXL
-from wan_core.models.text.umt5 import UMT5Encoder
-from wan_core.models.vae.vae import VideoVAE
-from wan_core.models.wan.model import WanModel
-from wan_core.ops.kernels.formats import quantize_reference
 from wan_core.pipeline.builder import apply_loras
 from wan_core.pipeline.loras import AppliedLoras, Wanted, read_loras
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import find_quantization
-from wan_core.pipeline.sources import RANDOM, TINY
+from wan_core.pipeline.sources import TINY, find_experts
 
 CARDS = (24.0, 16.0, 12.0)  # GiB
 HOST = 27.0  # GiB of weights in a host of 32 GB
@@ -60,15 +65,11 @@ HOST = 27.0  # GiB of weights in a host of 32 GB
 
 @dataclass(frozen=True)
 class Files:
-    """What a run loads: `options` for it, and a LoRA for both experts."""
+    """What a run loads: `options` for it, and LoRAs for both experts."""
 
     options: LoadOptions
-    lora: Path
+    loras: tuple[LoraOptions, ...]
     image: Path
-
-    @property
-    def loras(self) -> tuple[LoraOptions, ...]:
-        return (LoraOptions(path=str(self.lora)),)
 
 
 def small_card_rows(
@@ -81,8 +82,8 @@ def small_card_rows(
         raise OptionError(f"model {name!r} given; the suite small-cards has random:i2v-A14B and tiny")
     details["model"] = name = "random:i2v-A14B" if device.type == "cuda" else "tiny"
     wanted = [part for part in SMALL_CARD_PARTS if part in (options.setting or ())] or SMALL_CARD_PARTS
-    with tempfile.TemporaryDirectory(prefix="wancore-cards-", dir=options.scratch) as folder:
-        files = write_files(name, device, options.layers, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="wancore-cards-") as folder:
+        files = write_files(device, options.layers, options.scratch or Path(folder))
         make_room(device)
         for size in sizes:
             if "loras" in wanted:
@@ -101,47 +102,41 @@ def request_of(files: Files, size: str, steps: int | None = None) -> Request:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-@torch.no_grad()
-def write_files(name: str, device: torch.device, layers: int | None, folder: Path) -> Files:
-    cuda = device.type == "cuda"
-    config = config_of(name) if cuda else replace(config_of(name), in_channels=36)
-    config = replace(config, num_layers=min(layers or config.num_layers, config.num_layers))
-    dtype, held = torch.bfloat16 if cuda else torch.float32, find_quantization("fp8-tensor", device)
-    expert = random_module(config, device=device, dtype=dtype, quantization=held)
-    assert isinstance(expert, WanModel)
-    save(expert, folder / "expert.safetensors")
-    del expert
-    vae = random_module(RANDOM["i2v-A14B"][1], device=device, dtype=dtype) if cuda else None
-    if vae is not None:
-        assert isinstance(vae, VideoVAE)
-        save(vae, folder / "vae.safetensors")
-        write_text(folder / "umt5.safetensors", device)
-    write_lora(folder / "lora.safetensors", config, device)
-    draw(folder / "first.png")
+def write_files(device: torch.device, layers: int | None, folder: Path) -> Files:
+    """The files of the suite `everyday`; on a CPU the embedded model, its experts in FP8."""
+    if device.type != "cuda":
+        return embedded_files(device, folder)
+    write_experts(folder, "i2v", device, layers)
+    write_loras(folder, "i2v", device)
+    write_text_encoder(folder, device)
+    write_vae(folder, device)
+    write_image(folder)
+    experts = {n: str(folder / "diffusion_models" / expert_file("i2v", n, "fp8_scaled", layers)) for n in EXPERTS}
+    text, vae = str(folder / "text_encoders" / TEXT), str(folder / "vae" / VAE)
+    options = LoadOptions(**experts, text_encoder=text, vae=vae, device=str(device))  # type: ignore[arg-type]
+    loras = tuple(LoraOptions(path=str(folder / "loras" / lora_file("i2v", n)), expert=n) for n in EXPERTS)
+    return Files(options, loras, folder / "input" / IMAGE)
+
+
+def embedded_files(device: torch.device, folder: Path) -> Files:
+    experts = {}
+    for name in EXPERTS:
+        experts[name] = str(folder / f"{name}.safetensors")
+        held = find_quantization("fp8-tensor", device)
+        save(load_dit(TINY / f"i2v_{name}.safetensors", dtype=torch.float32, quantization=held), experts[name])
+    lora = folder / "lora.safetensors"
+    write_lora(lora, find_experts(experts["high"]).dit, device)
+    write_image(folder)
     options = LoadOptions(
-        task="i2v-A14B" if cuda else "i2v-tiny",
-        high=str(folder / "expert.safetensors"),
-        low=str(folder / "expert.safetensors"),
-        text_encoder=str(folder / "umt5.safetensors" if cuda else TINY / "text_encoder.safetensors"),
-        vae=str(folder / "vae.safetensors" if cuda else TINY / "vae.safetensors"),
-        precision="checkpoint" if cuda else "fp8",
+        task="i2v-tiny",
+        high=experts["high"],
+        low=experts["low"],
+        text_encoder=str(TINY / "text_encoder.safetensors"),
+        vae=str(TINY / "vae.safetensors"),
+        precision="fp8",
         device=str(device),
     )
-    return Files(options, folder / "lora.safetensors", folder / "first.png")
-
-
-def write_text(path: Path, device: torch.device) -> None:
-    """UMT5 as `umt5_xxl_fp8_e4m3fn_scaled` has it: matrices in FP8, one scale for each, the table in bf16; with the
-    embedded model's tokenizer."""
-    encoder = random_module(UMT5_XXL, device=device, dtype=torch.bfloat16)
-    assert isinstance(encoder, UMT5Encoder)
-    tokenizer = load_text_encoder(TINY / "text_encoder.safetensors").tokenizer
-    state: dict[str, Tensor] = {"spiece_model": torch.frombuffer(bytearray(tokenizer.proto), dtype=torch.uint8)}
-    for name, value in encoder.state_dict().items():
-        state[name] = value
-        if name.startswith("blocks.") and value.ndim == 2 and "embedding" not in name:
-            state[name], state[name.replace(".weight", ".scale_weight")] = quantize_reference(value, "tensor")
-    write_safetensors(state, path, {})
+    return Files(options, (LoraOptions(path=str(lora)),), folder / "input" / IMAGE)
 
 
 # --------------------------------------------------------------------------------------------------------------- LoRAs

@@ -10,7 +10,7 @@ from benchmarks.__main__ import main
 
 
 def test_rows(tmp_path):
-    command = ["small-cards", "--device", "cpu", "--size", "32x32x5", "--layers", "3"]
+    command = ["small-cards", "--device", "cpu", "--size", "32x32x5"]
     assert main([*command, "--out", str(tmp_path / "x.json")]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "x.json").read_text())["rows"]}
     assert rows["LoRA off"]["same_bytes"] and rows["streamed"]["streams_text"]
