@@ -104,7 +104,7 @@ def test_changed_twenty_times_and_taken_off_the_bytes_are_as_at_first(files, sto
 
 
 def test_only_what_changes_is_read_again(files):
-    part = part_of(files["row scales"], "fp8")
+    part = part_of(files["a tensor's scale"], "fp8")
     model = load_with_loras(part, (), CPU, CPU)
     read, first = list[int](), bits(model)
     wanted = replace(one(2, everywhere=False), strength=0.5)
