@@ -7,19 +7,26 @@ from .devices import device, gpu_count, to_intermediate
 from .folders import model_names, model_path, stamps, unfinished_path
 from .memory import Held, Remote, Weights, evict_all, load, log, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
+from .native_cache import StepCache, attach, attached, native_plan
+from .native_model import NativeModel, describe
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
 
 __all__ = [
     "PREVIEW_SIDE",
     "Held",
+    "NativeModel",
     "Progress",
     "Remote",
+    "StepCache",
     "Weights",
     "accelerate",
+    "attach",
+    "attached",
     "check_interruption",
     "check_wan",
     "checkpoint_of",
     "compute_dtype",
+    "describe",
     "device",
     "evict_all",
     "gpu_count",
@@ -27,6 +34,7 @@ __all__ = [
     "log",
     "model_names",
     "model_path",
+    "native_plan",
     "reporter",
     "room",
     "show",

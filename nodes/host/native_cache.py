@@ -12,7 +12,6 @@ variants that compute beside their blocks (VACE, S2V, Animate): no part of them 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from dataclasses import replace
 from math import ceil, isclose, prod
 from typing import Any
 
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from torch import Tensor
 
@@ -28,13 +28,13 @@ from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import Residuals, joined, keep_after, keep_before, residual_program
 from wan_core.sampling.cache.skipping import leave_out, looks_distilled, skip_words
-from wan_core.sampling.external import Part, check_external, cut, find_part, plan_part
+from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, plan_part
+from wan_core.sampling.native.run import RUN
 from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.sparsity.schedule import sparsify
 
 from .native_model import STATEFUL, NativeModel, describe
 
-log = logging.getLogger("WanCore")
 KEY = "wancore_cache"
 BLOCKS, OUTPUT = "blocks", "output"
 # Variants that compute nothing between their blocks. All others, and those to come, are cached at their output.
@@ -79,13 +79,12 @@ class StepCache:
     def __init__(
         self,
         options: SkipOptions,
-        steps: int = 0,
-        schedule: Sequence[float] = (),
-        tell: Callable[[str], None] = lambda words: None,
+        whole: WholeRun = WholeRun(),  # noqa: B008
+        report: Callable[[str], None] = lambda words: None,
     ) -> None:
-        """steps, schedule: of the whole run, as for `find_part`. tell: shows a line of text. Raises OptionError."""
-        check_external(options)
-        self.options, self.steps, self.schedule, self.tell = options, steps, tuple(schedule), tell
+        """report: called after every run, with what was skipped in words. Raises OptionError."""
+        check_native(options)
+        self.options, self.whole, self.report = options, whole, report
         self.pace: list[float] = []  # seconds of a forward in the last run
 
     def __call__(
@@ -95,13 +94,14 @@ class StepCache:
         hooks = guider.model_options["transformer_options"]
         if "easycache" in hooks:
             raise OptionError("EasyCache or LazyCache and WanCore's step cache are on one model: remove one of them")
+        report = hooks[RUN].notes.append if RUN in hooks else self.report  # one text for all that a node does
         model = describe(guider.model_patcher)
-        part = find_part(sigmas.tolist(), model.levels, steps=self.steps, schedule=self.schedule)
+        part = self.whole.place(sigmas.tolist(), model.shift)
         guided = "negative" in guider.conds and not (
             isclose(guider.cfg, 1.0) and not guider.model_options.get("disable_cfg1_optimization", False)
         )
         mask = rest[0] if rest else named.get("denoise_mask")
-        whole = native_plan(
+        planned = native_plan(
             model,
             part,
             self.options,
@@ -110,11 +110,9 @@ class StepCache:
             solver=getattr(getattr(sampler, "sampler_function", None), "__name__", "sampler").removeprefix("sample_"),
             image=mask is not None,
         )
-        plan = moving_windows(cut(whole, part), guider.model_options)
-        for note in plan.notes:
-            log.info("WanCore step cache: %s", note)
+        plan = moving_windows(cut(planned, part), guider.model_options)
         if not any(step.skipped for step in plan.steps):
-            self.tell(f"step cache: every step is computed{''.join(f'; {note}' for note in plan.notes[-1:])}")
+            report("; ".join(["step cache: every step is computed", *plan.notes]))
             return executor(noise, latent_image, sampler, sigmas, *rest, **named)
         level = BLOCKS if model.variant in PLAIN and "double_block" not in hooks.get("patches", {}) else OUTPUT
         run = CachedRun(plan, part, level)
@@ -123,23 +121,23 @@ class StepCache:
         try:
             return executor(noise, latent_image, sampler, sigmas, *rest, **named)
         finally:
-            words = run.finish(self.pace)
-            log.info("WanCore step cache (%s): %s", skip_words(self.options), words)
-            self.tell(f"step cache: {words}")
+            words = f"step cache ({skip_words(self.options)}): {run.finish(self.pace)}"
+            report("; ".join([words, *plan.notes]))
 
 
-def attach(patcher: Any, cache: StepCache) -> None:
-    """Put `cache` on a clone of a model, in place of one that is there. Raises OptionError."""
-    model = describe(patcher)
-    if model.variant in STATEFUL:
+def attach(patcher: ModelPatcher, cache: StepCache | None) -> None:
+    """Put `cache` on a clone of a model, in place of one that is there; None takes that away. Raises OptionError."""
+    variant = describe(patcher).variant
+    if cache is not None and variant in STATEFUL:
         raise OptionError(
-            f"{model.variant} keeps state between its forwards, so no step can be skipped: leave out the cache"
+            f"{variant} keeps state between its forwards, so none can be skipped: leave out the step cache"
         )
     patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
-    patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, cache)
+    if cache is not None:
+        patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, cache)
 
 
-def attached(patcher: Any) -> StepCache | None:
+def attached(patcher: ModelPatcher) -> StepCache | None:
     """The step cache of a model."""
     return next(iter(patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).get(KEY, [])), None)
 

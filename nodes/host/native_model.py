@@ -1,4 +1,4 @@
-"""What ComfyUI's own Wan models are, in the engine's terms: architecture, task, file and noise levels."""
+"""What ComfyUI's own Wan models are, in the engine's terms: architecture, task, file and shift."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from comfy.ldm.wan.model import WanModel
 from comfy.model_patcher import ModelPatcher
 
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.families.family import Clues, Task
+
+from .native import check_wan, checkpoint_of
 
 IMAGE_DIM = 1280  # of the CLIP features that an image-to-video model of Wan 2.1 takes
 STATEFUL = ("CausalWanModel",)  # keep keys and values between forwards: no forward can be left out
@@ -26,7 +27,6 @@ class NativeModel:
     config: DiTConfig
     task: Task | None  # None: a variant of which the engine has no task
     path: Path | None  # its file, where ComfyUI says it
-    levels: tuple[float, ...]  # the noise levels of its training, rising; the shift is in them
     shift: float
     note: str = ""  # what decided the task, where the tensors do not
 
@@ -42,11 +42,7 @@ class NativeModel:
 
 def describe(patcher: ModelPatcher) -> NativeModel:
     """Raises OptionError for what is no Wan model."""
-    dit = patcher.model.diffusion_model
-    if not isinstance(dit, WanModel):
-        raise OptionError(
-            f"the model is {type(dit).__name__}, and this works on ComfyUI's Wan models: connect one, or leave it out"
-        )
+    dit = check_wan(patcher)
     config = DiTConfig(
         in_channels=dit.in_dim,
         out_channels=dit.out_dim,
@@ -61,17 +57,9 @@ def describe(patcher: ModelPatcher) -> NativeModel:
         eps=dit.eps,
         image_dim=None if dit.img_emb is None else IMAGE_DIM,
     )
-    path, variant, task, note = file_of(patcher), type(dit).__name__, None, ""
+    path, variant, task, note = checkpoint_of(patcher), type(dit).__name__, None, ""
     if variant == "WanModel" and dit.ref_conv is None:
         with suppress(OptionError):  # of a control model: its channels belong to no task of the engine
             task, note = choose_task(config, Clues(path=path))
     sampling = patcher.get_model_object("model_sampling")
-    levels = tuple(sampling.sigmas.tolist())
-    return NativeModel(variant, config, task, path, levels, float(sampling.shift), note)
-
-
-def file_of(patcher: ModelPatcher) -> Path | None:
-    """The file that a core loader read it from; older versions do not say."""
-    made = getattr(patcher, "cached_patcher_init", None)
-    named = made[1][0] if made is not None and made[1] else None
-    return Path(named) if isinstance(named, str) else None
+    return NativeModel(variant, config, task, path, float(getattr(sampling, "shift", 1.0)), note)

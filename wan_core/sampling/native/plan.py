@@ -1,89 +1,87 @@
-"""The plan of a run whose steps another program walks: a sampler that hands each model a part of a schedule.
+"""The plan of a run of which a sampler walks a part.
 
-A sampler tells the sigmas of its own part. The policies of step caching and sparse attention count steps of the whole
-run, so `find_part` places the part in it: from the whole schedule or the number of its steps where the user gave them,
-otherwise from the share of the noise levels that the part covers. `plan_part` makes the plan of the whole run, as the
-plan preview shows it, and `cut` the plan of the part, in which no step uses what was computed outside it.
+A sampler tells the sigmas of its own part. The policies of step caching count steps of the whole run: `WholeRun.place`
+finds the part in it, `plan_part` makes the plan of the whole run, as the plan preview shows it, and `cut` the plan of
+the part, in which no step uses what was computed outside it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isclose
 
 from wan_core.config import OptionError, SkipOptions
+from wan_core.sampling.native.schedule import SchedulePart, find_part, unshifted
 from wan_core.sampling.plan import Branch, Expert, Plan, Step
+from wan_core.sampling.schedules import shifted
 
 CLOSE = 1e-4  # relative; sigmas travel as float32 and pass through samplers' own arithmetic
 
 
 @dataclass(frozen=True)
-class Part:
-    """The steps `start` to `stop` (exclusive) of a run with the sigmas `whole`, which end in the last step's target."""
+class Part(SchedulePart):
+    """A part of a run whose sigmas are known: `whole` ends in the target of the last step."""
 
     whole: tuple[float, ...]
-    start: int
-    stop: int
 
     @property
-    def total(self) -> int:
-        return len(self.whole) - 1
+    def stop(self) -> int:
+        """The index after the part's last step."""
+        return self.first + self.steps
 
     def step_at(self, sigma: float) -> tuple[int, bool]:
         """The step of this part in which a sampler is that evaluates the model at `sigma`, and whether it is at the
-        step's beginning: samplers of higher order also evaluate between two sigmas, or the end of a step."""
-        index = self.start
-        for i in range(self.start, self.stop):
+        step's beginning: samplers of higher order also evaluate between two sigmas, or at the end of a step."""
+        index = self.first
+        for i in range(self.first, self.stop):
             if self.whole[i] < sigma and not isclose(self.whole[i], sigma, rel_tol=CLOSE / 10):
                 break
             index = i
         return index, isclose(self.whole[index], sigma, rel_tol=CLOSE / 10)
 
 
-def find_part(
-    sigmas: Sequence[float], levels: Sequence[float], *, steps: int = 0, schedule: Sequence[float] = ()
-) -> Part:
-    """Where the steps with `sigmas` (falling, one more than steps) are in the whole run.
+@dataclass(frozen=True)
+class WholeRun:
+    """What the user said of the whole run: how many steps it has, its sigmas, or nothing."""
 
-    levels: the noise levels that the model was trained on, rising. steps: of the whole run; 0: estimated. schedule: the
-    sigmas of the whole run, if they are known. Raises OptionError where these do not fit together.
-    """
+    steps: int = 0
+    sigmas: tuple[float, ...] = ()
+
+    def place(self, sigmas: Sequence[float], shift: float) -> Part:
+        """Where the steps with `sigmas` (falling, one more than steps) are in the run.
+
+        Estimated from the noise that they cover where nothing was said; the sigmas of other parts are then those of
+        equal steps under `shift`. Raises OptionError where these do not fit together.
+        """
+        count = len(sigmas) - 1
+        if count < 1 or any(after >= before for before, after in pairwise(sigmas)):
+            raise OptionError(f"step caching needs sigmas that fall from step to step, not {_words(sigmas)}")
+        if self.sigmas:
+            return _find_in(sigmas, self.sigmas)
+        found = find_part(sigmas, shift)
+        total = self.steps or found.total
+        if count > total:
+            raise OptionError(f"steps {total} given for the whole run, but this sampler runs {count}; 0 estimates it")
+        first = total - count if sigmas[-1] == 0 else min(found.first * total // found.total, total - count)
+        begin, end = (unshifted(min(1.0, sigma), shift) for sigma in (sigmas[0], sigmas[-1]))
+        rest = total - first - count
+        before = [shifted(begin + (1 - begin) * (1 - i / first), shift) for i in range(first)]
+        after = [shifted(end * (1 - i / rest), shift) for i in range(1, rest + 1)]
+        return Part(first, count, total, (*before, *sigmas, *after))
+
+
+def _find_in(sigmas: Sequence[float], whole: Sequence[float]) -> Part:
     count = len(sigmas) - 1
-    if count < 1 or any(after >= before for before, after in pairwise(sigmas)):
-        raise OptionError(f"step caching needs sigmas that fall from step to step; the sampler's are {_words(sigmas)}")
-    if schedule:
-        return _find_in(sigmas, schedule)
-    shares = [bisect_left(levels, sigma * (1 - CLOSE)) + 1 for sigma in sigmas[:-1]]
-    first, last = shares[0] / len(levels), 0.0 if sigmas[-1] == 0 else bisect_left(levels, sigmas[-1] * (1 - CLOSE)) + 1
-    last /= len(levels)
-    total = steps or max(count, round(count / max(first - last, 1 / len(levels))))
-    if count > total:
-        raise OptionError(f"steps {steps} given for the whole run, but this sampler alone runs {count}: 0 estimates it")
-    start = total - count if sigmas[-1] == 0 else min(round(total * (1 - first)), total - count)
-    before = [level_at(levels, 1 - i / total) for i in range(start)]
-    rest = total - start - count
-    after = [level_at(levels, last * (1 - i / rest)) for i in range(1, rest)] + [0.0] * (rest > 0)
-    return Part((*before, *sigmas, *after), start, start + count)
-
-
-def level_at(levels: Sequence[float], share: float) -> float:
-    """The noise level at this share (0..1) of the levels."""
-    return levels[max(0, min(len(levels) - 1, round(share * len(levels)) - 1))]
-
-
-def _find_in(sigmas: Sequence[float], schedule: Sequence[float]) -> Part:
-    count = len(sigmas) - 1
-    for start in range(len(schedule) - count):
+    for first in range(len(whole) - count):
         # The target of the last step may be 0 where the schedule goes on: samplers can be told to remove all noise.
-        if all(isclose(a, b, rel_tol=CLOSE) for a, b in zip(sigmas[:-1], schedule[start:], strict=False)):
-            whole = (*schedule[:start], *sigmas, *schedule[start + count + 1 :])
-            return Part(whole if sigmas[-1] else whole[: start + count + 1], start, start + count)
+        if all(isclose(a, b, rel_tol=CLOSE) for a, b in zip(sigmas[:-1], whole[first:], strict=False)):
+            rest = whole[first + count + 1 :] if sigmas[-1] else ()
+            return Part(first, count, first + count + len(rest), (*whole[:first], *sigmas, *rest))
     raise OptionError(
-        f"the sampler's sigmas {_words(sigmas)} are no part of the whole schedule {_words(schedule)}: connect the "
-        "SIGMAS that the samplers' steps are made of, or none"
+        f"the sampler's sigmas {_words(sigmas)} are no part of the whole schedule {_words(whole)}: connect the SIGMAS "
+        "that the samplers' steps are made of, or none"
     )
 
 
@@ -111,10 +109,10 @@ def plan_part(
     sigmas, split = part.whole, 0
     if boundary:
         at_boundary = sum(sigma >= boundary for sigma in sigmas[:-1])
-        starts, ends = part.start == 0, part.stop == part.total
-        split = at_boundary if starts == ends else part.stop if starts else part.start
+        starts, ends = part.first == 0, part.stop == part.total
+        split = at_boundary if starts == ends else part.stop if starts else part.first
         if starts == ends and not starts:  # in the middle
-            split = max(split, part.stop) if sigmas[part.start] >= boundary else min(split, part.start)
+            split = max(split, part.stop) if sigmas[part.first] >= boundary else min(split, part.first)
         boundary = boundary if split == at_boundary else between(sigmas, split)
 
     def expert(index: int) -> Expert:
@@ -147,7 +145,7 @@ def cut(plan: Plan, part: Part) -> Plan:
     for phase in plan.phases:
         computed: dict[Branch, int] = {}
         for step in phase:
-            if not part.start <= step.index < part.stop:
+            if not part.first <= step.index < part.stop:
                 continue
             if not set(step.skipped) <= computed.keys():
                 step = replace(step, action="compute", skipped=(), order=0)
@@ -161,7 +159,7 @@ def cut(plan: Plan, part: Part) -> Plan:
     return replace(plan, steps=tuple(steps), unskipped=sum(len(step.branches) for step in steps))
 
 
-def check_external(options: SkipOptions) -> None:
+def check_native(options: SkipOptions) -> None:
     """Raises OptionError for what only this engine's own loop can do."""
     if options.guidance is not None:
         raise OptionError(
