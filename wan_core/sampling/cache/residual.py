@@ -122,8 +122,11 @@ class Residuals:
             kept = self.buffer[terms[0][0]]
             return kept.clone() if base is None else base + kept
         # Weights of a forecast are several and of both signs: bf16 would round each term.
-        total = torch.zeros_like(self.buffer[0], dtype=torch.float32) if base is None else base.float()
-        for slot, weight in terms:
+        (first, scale), *others = terms
+        total = (
+            self.buffer[first].float() * scale if base is None else base.float().add(self.buffer[first], alpha=scale)
+        )
+        for slot, weight in others:
             total.add_(self.buffer[slot], alpha=weight)
         return total.to(self.buffer.dtype)
 
