@@ -7,14 +7,13 @@ from .devices import device, gpu_count, to_intermediate
 from .folders import model_names, model_path, stamps, unfinished_path
 from .memory import Held, Remote, Weights, evict_all, load, log, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
-from .native_cache import StepCache, attach, attached, native_plan
-from .native_model import NativeModel, describe
+from .native_cache import StepCache, attach, attached, plan_of_part
+from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
 
 __all__ = [
     "PREVIEW_SIDE",
     "Held",
-    "NativeModel",
     "Progress",
     "Remote",
     "StepCache",
@@ -34,10 +33,14 @@ __all__ = [
     "log",
     "model_names",
     "model_path",
-    "native_plan",
+    "plan_of_part",
     "reporter",
     "room",
+    "sampler_names",
+    "sampler_sigmas",
+    "scheduler_names",
     "show",
+    "sparse_of",
     "stamps",
     "to_intermediate",
     "unfinished_path",

@@ -73,6 +73,14 @@ def native_plan(
     return leave_out(sparsify(plan, options.sparse), options, curve, distilled=distilled)
 
 
+def plan_of_part(
+    model: NativeModel, sigmas: Sequence[float], whole: WholeRun, options: SkipOptions, **run: Any
+) -> Plan:
+    """The plan of the steps between `sigmas` alone. run: as for `native_plan`."""
+    part = whole.place(sigmas, model.shift)
+    return cut(native_plan(model, part, options, **run), part)
+
+
 class StepCache:
     """Put on a model by `attach`; called around every sampling run."""
 

@@ -14,7 +14,7 @@ from tests.comfyui import QUIET, find_comfyui, python_of
 pytestmark = pytest.mark.comfy
 CHECKS = (
     "never", "one_model", "two_experts", "variants", "windows", "faults", "image_to_image", "samplers", "conditions",
-    "memory",
+    "memory", "preview",
 )  # fmt: skip
 
 

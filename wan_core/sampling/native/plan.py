@@ -170,3 +170,23 @@ def check_native(options: SkipOptions) -> None:
         raise OptionError(
             "the rule 'published' counts forwards of the WanCore sampler: choose 'joint' for another sampler"
         )
+
+
+def joined(plans: Sequence[Plan]) -> Plan:
+    """The plans of samplers that follow each other as one plan, its steps counted from 0. Two are those of the high-
+    and the low-noise expert."""
+    steps = [step for plan in plans for step in plan.steps]
+    if len(plans) == 2:
+        count = len(plans[0].steps)
+        steps = [replace(step, expert="high" if i < count else "low") for i, step in enumerate(steps)]
+    split = next((i for i, step in enumerate(steps) if step.expert != steps[0].expert), 0)
+    return replace(
+        plans[0],
+        boundary=between([step.sigma for step in steps], split) if split else 0.0,
+        steps=tuple(replace(step, index=i) for i, step in enumerate(steps)),
+        unskipped=sum(len(step.branches) for step in steps),
+        notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
+        adaptive=next((plan.adaptive for plan in plans if plan.adaptive is not None), None),
+        sparse=next((plan.sparse for plan in plans if plan.sparse is not None), None),
+        keeps=(),
+    )
