@@ -19,7 +19,7 @@ import pytest
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "node_schemas.json").read_text())
 TYPES = {"Combo": "COMBO", "Int": "INT", "Float": "FLOAT", "String": "STRING", "Boolean": "BOOLEAN", "Clip": "CLIP"}
 TYPES |= {"Vae": "VAE", "Latent": "LATENT", "Image": "IMAGE", "Conditioning": "CONDITIONING"}
-TYPES |= {"Model": "MODEL", "ClipVisionOutput": "CLIP_VISION_OUTPUT"}
+TYPES |= {"Model": "MODEL", "ClipVisionOutput": "CLIP_VISION_OUTPUT", "Sigmas": "SIGMAS"}
 
 
 class Recorder:
@@ -43,6 +43,7 @@ def modules() -> dict[str, types.ModuleType]:
     }
     for name in (
         "comfy.patcher_extension",
+        "comfy.samplers",
         "comfy_execution.utils",
         "folder_paths",
         "server",
@@ -53,7 +54,8 @@ def modules() -> dict[str, types.ModuleType]:
     plain = {
         "comfy": {"model_management": made["comfy.model_management"]},
         "comfy.model_patcher": {"ModelPatcher": object},
-        "comfy.patcher_extension": {"WrappersMP": object},
+        "comfy.patcher_extension": {"WrappersMP": object, "add_wrapper_with_key": None},
+        "comfy.samplers": {"KSampler": types.SimpleNamespace(SAMPLERS=["euler"], SCHEDULERS=["simple"])},
         "comfy.utils": {"ProgressBar": object},
         "comfy_execution.utils": {"get_executing_context": None},
         "folder_paths": {"get_filename_list": lambda folder: FILES.get(folder, []), "get_folder_paths": lambda _: []},
