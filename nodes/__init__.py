@@ -11,6 +11,7 @@ from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEn
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
+from .nag import WanCoreNAG
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
@@ -41,6 +42,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreLoRA,
     WanCoreSparseAttention,
     WanCoreLauncher,
+    WanCoreNAG,
 ]
 
 
