@@ -113,6 +113,10 @@ def make_job(
     )
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
+    if request.video is not None and not plan.from_latents:
+        raise OptionError(
+            f"denoise {strength(request):g} of {plan.count} steps leaves nothing of the video: use less, or more steps"
+        )
     _check_images(request, task)
     multiple = vae.spatial_stride * dit.patch_size[1]
     width, height = given(request.width, task.width), given(request.height, task.height)
