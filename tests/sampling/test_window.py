@@ -19,10 +19,11 @@ from wan_core.pipeline.sample import sample_latents
 from wan_core.sampling.cache.residual import BOTH, residual_program
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.plan import SCHEDULES, make_plan
 from wan_core.sampling.solvers import SOLVERS
 from wan_core.sampling.start import Leftover, Start
-from wan_core.sampling.window import Window, cut_plan
+from wan_core.sampling.window import Window
 
 CPU = torch.device("cpu")
 SHAPE = (1, 16, 3, 4, 6)

@@ -21,7 +21,7 @@ from wan_core.sampling.schedules import (
     heun_forwards,
     unipc_schedule,
 )
-from wan_core.sampling.window import Window, step_numbers
+from wan_core.sampling.window import Window
 
 Expert = Literal["high", "low"]
 Branch = Literal["cond", "uncond"]
@@ -81,6 +81,14 @@ class Step:
         texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
         marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag
         return f"{self.action}{skipped}{marks}{keys}{texts}"
+
+
+def step_numbers(steps: Sequence[Step]) -> list[int]:
+    """Of each forward, the number of its solver step."""
+    numbers: list[int] = []
+    for step in steps:
+        numbers.append((numbers[-1] if numbers else -1) + (not step.correction))
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,14 @@
 """A part of a schedule: video-to-video by strength, and runs that begin or end in the middle of the steps.
 
 Decisions about skipped forwards need the whole schedule, so a plan is made whole with the `Window` that was asked for,
-and `cut_plan` is applied last. Legend as in `wan_core.sampling.plan`: a solver step is one or two forwards (Heun).
+and `wan_core.sampling.cutting.cut_plan` is applied last. A solver step is one or two forwards (Heun).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from wan_core.config.checks import OptionError, check_range
-
-if TYPE_CHECKING:
-    from wan_core.sampling.plan import Branch, Plan, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,56 +44,3 @@ class Window:
         first = whole - steps
         end = whole if self.end is None else min(whole, first + self.end)
         return whole, Window(start=first + self.start, end=end, leftover=self.leftover)
-
-
-def cut_plan(plan: Plan) -> Plan:
-    """The part of `plan` that its window asks for, with steps numbered from 0. Forwards that would reuse what a step
-    before the window computed are computed."""
-    window = plan.window
-    if window is None:
-        return plan
-    numbers = step_numbers(plan.steps)
-    assert window.end is not None
-    kept = [step for step, number in zip(plan.steps, numbers, strict=True) if window.start <= number < window.end]
-    before = tuple(step.sigma for step in plan.steps[: kept[0].index])
-    if window.end <= numbers[-1] and not window.leftover:
-        kept = [step for step in kept if not (step.correction and step is kept[-1])]
-        kept[-1] = replace(kept[-1], sigma_next=0.0)
-    steps = tuple(replace(step, index=index) for index, step in enumerate(kept))
-    from_latents = plan.from_latents or window.start > 0
-    return replace(plan, window=None, steps=without_lost_sources(steps), before=before, from_latents=from_latents)
-
-
-def step_numbers(steps: tuple[Step, ...]) -> list[int]:
-    """Of each forward, the number of its solver step."""
-    numbers: list[int] = []
-    for step in steps:
-        numbers.append((numbers[-1] if numbers else -1) + (not step.correction))
-    return numbers
-
-
-def without_lost_sources(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """`steps`, in which forwards run whose residual or difference of the branches would come from none of them."""
-    found: list[Step] = []
-    computed: dict[Branch, int] = {}
-    both = False
-    for step in steps:
-        if found and found[-1].expert != step.expert:
-            computed, both = {}, False
-        if step.delta and not both:
-            step = replace(step, delta=False, branches=("cond", "uncond"))
-        skipped: tuple[Branch, ...] = tuple(branch for branch in step.skipped if computed.get(branch))
-        if step.action == "adaptive" and skipped != step.branches:
-            skipped = ()
-        if skipped != step.skipped or step.order:
-            order = min(step.order, *(computed[branch] - 1 for branch in skipped)) if skipped else 0
-            action = "compute" if not skipped else "forecast" if order else step.action
-            action = "reuse" if action == "forecast" and not order else action
-            step = replace(step, skipped=skipped, order=order, action=action)
-        for branch in step.branches:
-            if branch in skipped and step.action != "adaptive":
-                continue
-            computed[branch] = computed.get(branch, 0) + 1
-        both = both or ("uncond" in step.branches and not step.delta)
-        found.append(step)
-    return tuple(found)

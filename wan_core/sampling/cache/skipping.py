@@ -14,10 +14,10 @@ from wan_core.sampling.cache.curves import Curve, find_curve
 from wan_core.sampling.cache.guidance import schedule_guidance
 from wan_core.sampling.cache.magcache import skip_magcache
 from wan_core.sampling.cache.taylorseer import skip_taylorseer
+from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.budgets import find_keeps
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
-from wan_core.sampling.window import cut_plan
 
 MIN_STEPS = 10
 # Solvers whose forwards do not follow one another as a cache expects, and why.
