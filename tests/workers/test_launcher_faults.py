@@ -199,7 +199,7 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
         on_step=lambda progress, seconds: steps.append((progress.step.index, tuple(progress.preview().shape))),
     )
     assert (together - alone).abs().max() < 1e-4
-    assert steps == [(i, (1, 16, 3, 6, 8)) for i in range(4)]
+    assert steps == [(i, (1, 16, 2, 6, 8)) for i in range(4)]
     assert report.phases["denoise high"].steps + report.phases["denoise low"].steps == 4
     assert report.settings["mesh"] == MESH
 
