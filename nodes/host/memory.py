@@ -1,34 +1,20 @@
-"""ComfyUI as the nodes see it: devices, model folders, progress and interruption, and its memory manager.
-
-The only file that touches comfy.*, folder_paths and the server.
-"""
+"""Models of the engine under ComfyUI's memory manager."""
 
 from __future__ import annotations
 
 import logging
-import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import cast
 
-import folder_paths
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
-from comfy.utils import ProgressBar
-from comfy_api.feature_flags import supports_feature
-from comfy_execution.progress import get_progress_state
-from comfy_execution.utils import get_executing_context
-from PIL import Image
-from server import PromptServer
-from torch import Tensor, nn
+from torch import nn
 
 from wan_core.checkpoint.staged import Reading, reading
-from wan_core.config import OptionError
 from wan_core.execution.memory.planning import CONTEXT
 from wan_core.execution.memory.residency import Residency, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
@@ -37,169 +23,9 @@ from wan_core.pipeline.builder import apply_loras
 from wan_core.pipeline.loras import AppliedLoras, Wanted
 from wan_core.pipeline.settings import PartToLoad
 
+from .devices import device
+
 log = logging.getLogger("WanCore")
-PREVIEW_SIDE = 512  # pixels of the longer side of a live preview, at most
-_SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
-
-
-# ------------------------------------------------------------------------------------------------------------- devices
-
-
-def device() -> torch.device:
-    """Where models run."""
-    return model_management.get_torch_device()
-
-
-def gpu_count() -> int:
-    """NVIDIA GPUs that torch sees, whether or not ComfyUI uses one."""
-    return torch.cuda.device_count()
-
-
-def to_intermediate(tensor: Tensor) -> Tensor:
-    """Where ComfyUI keeps what travels between nodes: the CPU, unless it was told otherwise."""
-    return tensor.to(model_management.intermediate_device())
-
-
-# ------------------------------------------------------------------------------------------------------- model folders
-
-
-def model_names(folder: str) -> list[str]:
-    """What ComfyUI finds in a kind of model folder; the shards of a model appear as the folder that holds them."""
-    names = [*folder_paths.get_filename_list(folder), *_gguf_names(folder)]
-    return list(dict.fromkeys(_whole(name) for name in names))
-
-
-def _gguf_names(folder: str) -> list[str]:
-    """GGUF files, which ComfyUI does not list: packs that do so use lists of their own."""
-    found: set[str] = set()
-    for root in folder_paths.get_folder_paths(folder):
-        names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
-        found.update(folder_paths.filter_files_extensions(names, [".gguf"]))
-    return sorted(found)
-
-
-def _whole(name: str) -> str:
-    parent = Path(name).parent.as_posix()
-    return f"{parent}/" if _SHARD.search(name) and parent != "." else name
-
-
-def model_path(folder: str, name: object) -> Path:
-    """The file or folder behind a name of `model_names`. Raises OptionError for every other name, before anything is
-    opened: a workflow may come from a stranger, and ComfyUI does not check inputs that `validate_inputs` names, nor
-    values that come through a link."""
-    roots = folder_paths.get_folder_paths(folder)
-    if isinstance(name, str) and _is_listed(folder, name):
-        for root in roots:
-            path = Path(root) / name
-            if path.is_dir() if name.endswith("/") else path.is_file():
-                return path
-    raise OptionError(
-        f"{repr(name)[:200]} is not a model in {' or '.join(roots)}: put the file there and refresh, or choose another"
-    )
-
-
-def _is_listed(folder: str, name: str) -> bool:
-    """Whether it is one of `model_names`; folders are searched for GGUF files only where that can matter."""
-    if name in map(_whole, folder_paths.get_filename_list(folder)):
-        return True
-    return name.lower().endswith((".gguf", "/")) and name in map(_whole, _gguf_names(folder))
-
-
-def stamps(folder: str, ending: str) -> list[tuple[str, int]]:
-    """Files of a kind of model folder whose name ends so, with when they were written: for `fingerprint_inputs`."""
-    roots = [Path(root) for root in folder_paths.get_folder_paths(folder)]
-    found = sorted({path for root in roots for path in root.rglob(f"*{ending}") if path.is_file()})
-    return [(str(path), path.stat().st_mtime_ns) for path in found]
-
-
-def unfinished_path(seed: int) -> Path:
-    """Where latents lie that are finished and have not arrived yet: what a run leaves there was interrupted by force,
-    and `python -m wan_core decode` makes a video of it. In a folder that is read-only nothing is kept, and the run
-    says so."""
-    folder = Path(folder_paths.get_output_directory()) / "WanCore"
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{seed}.latents.safetensors"
-
-
-# ----------------------------------------------------------------------------------------------------------- progress
-
-
-def check_interruption() -> None:
-    """Raises ComfyUI's interruption if the user asked for it."""
-    model_management.throw_exception_if_processing_interrupted()
-
-
-class Progress:
-    """The progress bar, live preview and line of text of the node that is running."""
-
-    def __init__(self, total: int) -> None:
-        model_management.throw_exception_if_processing_interrupted()
-        self.bar = ProgressBar(total)
-        self.player: Player | None = None
-
-    def update(
-        self, done: int, total: int, words: str, pictures: Sequence[Image.Image] = (), frames_per_second: float = 0
-    ) -> None:
-        """pictures: frames of the preview, shown as a moving picture until the next ones come or `close`. Raises
-        ComfyUI's interruption if the user asked for it."""
-        if words:
-            show(words)
-        middle = ("JPEG", pictures[len(pictures) // 2], PREVIEW_SIDE) if pictures else None
-        self.bar.update_absolute(done, total, middle)
-        if self.player is None and len(pictures) > 1:
-            self.player = Player.for_this_node(frames_per_second)
-        if self.player is not None:
-            self.player.frames = done, total, pictures
-
-    def close(self) -> None:
-        """The moving picture stops."""
-        if self.player is not None:
-            self.player.close()
-
-
-class Player:
-    """Shows the frames of a preview one after another on a node, from a thread of its own.
-
-    ComfyUI's page shows one JPEG at a time. Not through the progress bar: that raises the user's interruption, and once
-    only, which must reach the thread of the node."""
-
-    def __init__(self, node: str, frames_per_second: float) -> None:
-        self.node, self.pause = node, 1 / frames_per_second
-        self.frames: tuple[int, int, Sequence[Image.Image]] = (0, 1, ())
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._play, name="WanCore preview", daemon=True)
-        self.thread.start()
-
-    @classmethod
-    def for_this_node(cls, frames_per_second: float) -> Player | None:
-        """For the node that is running; None where no page watches that could show it."""
-        context, server = get_executing_context(), PromptServer.instance
-        watched = supports_feature(server.sockets_metadata, server.client_id, "supports_preview_metadata")
-        return cls(context.node_id, frames_per_second) if context is not None and watched else None
-
-    def _play(self) -> None:
-        shown = 0
-        while not self.over.wait(self.pause):
-            done, total, pictures = self.frames
-            if pictures:
-                picture = ("JPEG", pictures[shown % len(pictures)], PREVIEW_SIDE)
-                get_progress_state().update_progress(self.node, done, total, picture)
-                shown += 1
-
-    def close(self) -> None:
-        self.over.set()
-        self.thread.join()
-
-
-def show(words: str) -> None:
-    """Text on the node that is running, in every page that is open."""
-    context = get_executing_context()
-    if context is not None:
-        PromptServer.instance.send_progress_text(words, context.node_id)
-
-
-# -------------------------------------------------------------------------------------------------------------- memory
 
 
 class Weights(nn.Module):
