@@ -73,7 +73,8 @@ def plan_inputs() -> list[Any]:
             "solver",
             options=list(SCHEDULES),
             default="unipc",
-            tooltip="unipc is what Wan is released with; euler is what step-distilled models are trained for.",
+            tooltip="unipc is what Wan is released with; euler is what step-distilled models are trained for. heun "
+            "runs two forwards a step; lcm adds new noise at each.",
         ),
     ]
 
@@ -87,7 +88,8 @@ def preset_input() -> Any:
         optional=True,
         tooltip="Settings of step-distilled weights, for numbers left at 0: few Euler steps, no guidance, half of the "
         "steps for each expert ('-guided': guidance for the high-noise one). 'auto': where the name or metadata of a "
-        "LoRA or model says that it is distilled.",
+        "LoRA or model says that it is distilled. 'template': as ComfyUI's Wan 2.2 templates, 20 steps, or 4 with a "
+        "distilled LoRA.",
     )
 
 

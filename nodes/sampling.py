@@ -50,7 +50,11 @@ class WanCoreSampler(io.ComfyNode):
                 MODEL.Input("model", tooltip="From the WanCore Model Loader."),
                 io.Conditioning.Input("positive", tooltip="The encoded prompt, and the image if there is one."),
                 io.Conditioning.Input("negative", tooltip="The encoded negative prompt; unused where guidance is 1."),
-                io.Latent.Input("latent", tooltip="The size of the video: an empty latent, WanCore's or ComfyUI's."),
+                io.Latent.Input(
+                    "latent",
+                    tooltip="The size of the video: an empty latent, WanCore's or ComfyUI's. For video to video: an "
+                    "encoded one.",
+                ),
                 io.Int.Input(
                     "seed",
                     default=0,

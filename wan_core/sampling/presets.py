@@ -53,22 +53,23 @@ PRESETS |= {
     # As the families of distilled LoRAs are called: four steps each.
     "lightx2v": Preset(name="lightx2v", steps=4),
     "lightning": Preset(name="lightning", steps=4),
-    # The two settings of ComfyUI's own templates of Wan 2.2 A14B: without and with those LoRAs.
+    # ComfyUI's own templates of Wan 2.2 A14B: as they are without step-distilled files; with them, four steps.
     "template": Preset(name="template", steps=20, guidance_high=GUIDED, guidance_low=GUIDED),
-    "template-fast": Preset(name="template-fast", steps=4),
 }
 CHOICES = ("auto", "none", *PRESETS)
 
 
 def find_preset(name: str, files: Sequence[Path] = ()) -> tuple[Preset | None, str]:
-    """(preset, reason). "auto" takes the preset of the first file that is step-distilled, or (None, "").
+    """(preset, reason). "auto" takes the preset of the first file that is step-distilled, or (None, ""), and "template"
+    four steps where a file is.
 
     files: the files of the experts and their LoRAs. Raises OptionError for an unknown name.
     """
     check_choice("preset", name, CHOICES)
+    if name == "template" and any(distilled_steps(file) for file in files):
+        return PRESETS["4-step"], "asked for as template, with step-distilled files"
     if name != "auto":
-        few = name in PRESETS and PRESETS[name].steps <= max(PRESETS[step].steps for step in STEPPED)
-        unconfirmed = few and files and not any(distilled_steps(file) for file in files)
+        unconfirmed = name != "template" and files and not any(distilled_steps(file) for file in files)
         return PRESETS.get(name), f"asked for{', but no file says that it is step-distilled' if unconfirmed else ''}"
     for file in files:
         steps = distilled_steps(file)
