@@ -12,6 +12,7 @@ from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEn
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
+from .nag import WanCoreNAG
 from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
@@ -45,6 +46,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreLauncher,
     WanCoreAccelerate,
     WanCoreNativePlan,
+    WanCoreNAG,
 ]
 
 
