@@ -124,7 +124,7 @@ def plan_of(
         [path for path in (*loras, high, low) if path is not None],
         task=model.experts.task.name,
         steps=steps or None,
-        shift=shift or None,
+        shift=shift or model.shift,
         boundary=boundary or (None if model.experts.low else model.experts.task.boundary),
         guidance_high=guidance_high or None,
         guidance_low=guidance_low or None,
