@@ -18,7 +18,7 @@ from wan_core.models.wan.config import DiTConfig
 
 pytestmark = pytest.mark.comfy
 CONFIG = DiTConfig(  # ComfyUI takes text of 4096 and heads of 128 for granted
-    in_channels=16, out_channels=16, dim=256, ffn_dim=128, num_heads=2, num_layers=2, text_dim=4096, text_len=32
+    in_channels=16, out_channels=16, dim=256, ffn_dim=128, num_heads=2, num_layers=2, text_dim=4096, text_len=512
 )
 
 # A second pack: conditioning without a text encoder, patches of other kinds, and a look at what came out.
@@ -65,6 +65,20 @@ class Attention(Base):
         model.model_options["transformer_options"]["optimized_attention_override"] = lambda f, *a, **k: f(*a, **k)
         return (model,)
 
+class ForgetFile(Base):
+    def run(self, model):
+        model = model.clone()
+        model.cached_patcher_init = None
+        return (model,)
+
+class Hash:
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"latent": ("LATENT",)}}
+    def run(self, latent):
+        return (hashlib.sha256(latent["samples"].contiguous().numpy().tobytes()).hexdigest(),)
+
 class Look:
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
     @classmethod
@@ -82,7 +96,8 @@ class Look:
         }
         return (json.dumps(facts),)
 
-NODE_CLASS_MAPPINGS = {c.__name__: c for c in (Text, ObjectPatch, Wrapped, SetWeight, Attention, Look)}
+CLASSES = (Text, ForgetFile, ObjectPatch, Wrapped, SetWeight, Attention, Hash, Look)
+NODE_CLASS_MAPPINGS = {made.__name__: made for made in CLASSES}
 """
 
 
@@ -155,9 +170,9 @@ def native(*loras: tuple[str, float], shift: float | None = 5.0, extra: str = ""
         if shift is not None:
             graph[f"{expert} shift"] = node("ModelSamplingSD3", model=[last, 0], shift=shift)
             last = f"{expert} shift"
-        if extra and expert == "high":
-            graph["extra"] = node(extra, model=[last, 0])
-            last = "extra"
+        if extra and (expert == "high" or extra == "ForgetFile"):
+            graph[f"{expert} extra"] = node(extra, model=[last, 0])
+            last = f"{expert} extra"
         ends[expert] = [last, 0]
     choices = {"precision": "checkpoint", "attention": "auto", "residency": "auto"}
     graph["bridge"] = node("WanCoreFromModel", model=ends["high"], low=ends["low"], **choices, **inputs)
@@ -211,6 +226,26 @@ def test_what_changes_only_the_speed_is_reported(comfy: ComfyUI) -> None:
     run = comfy.run(native(extra="Attention"))
     assert facts(run)["hash"] == facts(comfy.run(ours()))["hash"]
     assert "the high MODEL: not taken over: an attention backend" in run.outputs["bridge"]["text"][0]
+
+
+def test_weights_in_memory_stand_for_a_file_that_is_not_known(comfy: ComfyUI) -> None:
+    """Also while ComfyUI has LoRAs merged into them, and its weights stay as they were."""
+    for loras in ((), (("style", 0.8),)):
+        expected = facts(comfy.run(ours(*loras)))
+        own = native(*loras)
+        own["native"] = node("KSampler", model=own["sampler"]["inputs"]["model"], seed=1, steps=1, cfg=1.0,
+                             sampler_name="euler", scheduler="simple", positive=["positive", 0],
+                             negative=["negative", 0], latent_image=["size", 0], denoise=1.0)  # fmt: skip
+        own["native"]["inputs"]["model"] = own["bridge"]["inputs"]["model"]
+        own["hash"] = node("Hash", latent=["native", 0])
+        own["before"] = node("PreviewAny", source=["hash", 0])
+        before = comfy.run({name: one for name, one in own.items() if name not in ("sampler", "look", "facts")})
+        run = comfy.run(native(*loras, extra="ForgetFile"))
+        assert "the file is not known" in run.outputs["bridge"]["text"][0]
+        assert facts(run)["hash"] == expected["hash"], loras
+        comfy.post("/free", {"unload_models": True, "free_memory": True})
+        after = comfy.run({name: one for name, one in own.items() if name not in ("sampler", "look", "facts")})
+        assert before.outputs["before"] == after.outputs["before"]
 
 
 def test_two_shifts_are_refused(comfy: ComfyUI) -> None:

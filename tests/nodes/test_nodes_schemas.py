@@ -19,7 +19,7 @@ import pytest
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "node_schemas.json").read_text())
 TYPES = {"Combo": "COMBO", "Int": "INT", "Float": "FLOAT", "String": "STRING", "Boolean": "BOOLEAN", "Clip": "CLIP"}
 TYPES |= {"Vae": "VAE", "Latent": "LATENT", "Image": "IMAGE", "Conditioning": "CONDITIONING"}
-TYPES |= {"ClipVisionOutput": "CLIP_VISION_OUTPUT"}
+TYPES |= {"ClipVisionOutput": "CLIP_VISION_OUTPUT", "Model": "MODEL"}
 
 
 class Recorder:

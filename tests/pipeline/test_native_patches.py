@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,7 +99,7 @@ def test_patches_change_what_their_files_change(loras: list[tuple[list[str | Non
 
 
 def test_a_file_is_one_lora_and_is_known_again() -> None:
-    file, patches = file_and_patches(["lora", "diff", "loha", None], 0.5, 1)
+    _, patches = file_and_patches(["lora", "diff", "loha", None], 0.5, 1)
     (one,) = loras_of_patches({key: [patch] for key, patch in patches.items()}, CONFIG, "the MODEL")
     assert one.strength == 0.5 and one.lora.kinds == {"LoRA": 1, "difference": 1, "LoHa": 1}
     other = {key: [(0.9, *patch[1:])] for key, patch in patches.items()}
@@ -132,5 +131,5 @@ def test_patches_of_other_kinds_are_refused_by_name(patch: tuple[Any, ...], word
 
 def test_patches_beside_the_transformer_are_refused() -> None:
     patch = (1.0, ("diff", (TENSOR,)), 1.0, None, None)
-    with pytest.raises(OptionError, match="model_sampling.x"):
-        loras_of_patches({"model_sampling.x": [patch]}, CONFIG, str(Path("the MODEL")))
+    with pytest.raises(OptionError, match="model_sampling"):
+        loras_of_patches({"model_sampling.x": [patch]}, CONFIG, "the MODEL")

@@ -75,12 +75,14 @@ def _with_differences(files: list[tuple[int, float, Tensors]]) -> list[tuple[flo
     """(strength, tensors) of each LoRA. Differences do not say which file they come from: they join one of their
     strength, if nothing on the way to it changes the same parameters."""
     joined: set[int] = set()
-    for at, (group, strength, tensors) in enumerate(files):
-        if group != UNKNOWN:
+    for at in (*range(len(files)), *reversed(range(len(files)))):  # twice: one may clear the way for another
+        group, strength, tensors = files[at]
+        if group != UNKNOWN or at in joined:
             continue
         for home, (other, its_strength, theirs) in enumerate(files):
-            passed = files[home : at] if home < at else files[at + 1 : home + 1]
-            clear = not any(_parameters(one) & _parameters(tensors) for _, _, one in passed)
+            passed = range(home, at) if home < at else range(at + 1, home + 1)
+            others = (_parameters(files[n][2]) for n in passed if n not in joined)
+            clear = not any(one & _parameters(tensors) for one in others)
             if other != UNKNOWN and its_strength == strength and clear:
                 theirs.update(tensors)
                 joined.add(at)
@@ -102,7 +104,9 @@ def _translated(key: str, patch: tuple[Any, ...], where: str) -> tuple[int, floa
     """(which file it came from, strength, role -> tensor)."""
     strength, value, of_weight, offset, function = patch
     if not key.startswith(PREFIX):
-        raise OptionError(f"{where} has a patch on {key}, which is not of its transformer: remove the node that adds it")
+        raise OptionError(
+            f"{where} has a patch on {key}, which is not of its transformer: remove the node that adds it"
+        )
     if of_weight != 1.0 or offset is not None or function is not None:
         raise OptionError(f"{where} has a patch on {key} that scales, shifts or converts the weight: not supported")
     if isinstance(value, tuple) and len(value) == 2 and value[0] == "diff" and len(value[1]) == 1:
@@ -115,7 +119,9 @@ def _translated(key: str, patch: tuple[Any, ...], where: str) -> tuple[int, floa
             f"{where} has a patch of kind {_kind(value)} on {key}; LoRA, LoHa, LoKr and differences can be carried: "
             "remove the node that adds it"
         )
-    odd = [number for number, (role, one) in enumerate(zip(roles, weights, strict=True)) if one is not None and not role]
+    odd = [
+        number for number, (role, one) in enumerate(zip(roles, weights, strict=True)) if one is not None and not role
+    ]
     if odd:
         raise OptionError(f"{where} has a {name} patch on {key} in Tucker form or with another shape: not supported")
     given = {role: one for role, one in zip(roles, weights, strict=True) if role is not None and one is not None}
