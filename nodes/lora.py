@@ -67,7 +67,7 @@ class WanCoreLoRA(io.ComfyNode):
                     "lora_stack",
                     optional=True,
                     tooltip="A list of LoRAs from another pack, put on before the files above: each for the expert "
-                    "that its name or metadata says, for both if neither says one. Its strength for CLIP has no effect.",
+                    "that its name or metadata says, for both if neither does. Strengths for CLIP have no effect.",
                 ),
                 LORA_STACK.Input(
                     "lora_stack_low",
