@@ -1,4 +1,4 @@
-"""ComfyUI as the nodes see it: devices, model folders, progress and interruption, and its memory manager.
+"""ComfyUI as the nodes see it: devices, folders, progress and interruption, its memory manager, and its Wan models.
 
 The only folder that touches comfy.*, folder_paths and the server.
 """
@@ -6,7 +6,8 @@ The only folder that touches comfy.*, folder_paths and the server.
 from .devices import device, gpu_count, to_intermediate
 from .folders import model_names, model_path, stamps, temporary_folder, unfinished_path
 from .memory import Held, Remote, Weights, evict_all, load, log, room
-from .progress import PREVIEW_SIDE, Progress, check_interruption, show
+from .native import accelerate, check_wan, checkpoint_of, compute_dtype
+from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
 
 __all__ = [
     "PREVIEW_SIDE",
@@ -14,7 +15,11 @@ __all__ = [
     "Progress",
     "Remote",
     "Weights",
+    "accelerate",
     "check_interruption",
+    "check_wan",
+    "checkpoint_of",
+    "compute_dtype",
     "device",
     "evict_all",
     "gpu_count",
@@ -22,6 +27,7 @@ __all__ = [
     "log",
     "model_names",
     "model_path",
+    "reporter",
     "room",
     "show",
     "stamps",
