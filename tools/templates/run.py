@@ -74,9 +74,7 @@ def templates_folder(python: str) -> Path | None:
 
 def reduced(graph: Graph) -> Graph:
     """The graph with stand-ins, two steps and a small size; only what samplers need."""
-    made: Graph = {
-        name: {"class_type": one["class_type"], "inputs": dict(one["inputs"])} for name, one in graph.items()
-    }
+    made = deepcopy(graph)
     for one in made.values():
         kind, inputs = one["class_type"], one["inputs"]
         if kind in STAND_INS:
@@ -108,9 +106,7 @@ def _two_steps(kind: str, inputs: dict[str, Any]) -> None:
 
 def observed(graph: Graph, run: str, *, accelerated: bool) -> Graph:
     """What the samplers need, each sampler's latents kept as `<run>-<sampler>.pt`."""
-    made: Graph = {
-        name: {"class_type": one["class_type"], "inputs": dict(one["inputs"])} for name, one in graph.items()
-    }
+    made = deepcopy(graph)
     for name, one in graph.items():
         if one["class_type"] not in SAMPLERS:
             continue
