@@ -29,6 +29,7 @@ from wan_core.sampling.plan import Expert
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
+from .schema import ADVANCED, aliases
 from .sockets import MODEL, ModelSocket
 from .workers import WorkersSocket, workers_input
 
@@ -45,6 +46,7 @@ class WanCoreModelLoader(io.ComfyNode):
             node_id="WanCoreModelLoader",
             display_name="WanCore Model Loader",
             category="WanCore",
+            **aliases("WanCoreModelLoader"),
             description="Recognises one or two Wan transformers by their contents. Weights are read when first used.",
             inputs=[
                 *_file_inputs(),
@@ -183,6 +185,7 @@ def run_inputs() -> list[Any]:
         ),
         io.Combo.Input(
             "residency",
+            **ADVANCED,
             options=list(RESIDENCIES),
             default="auto",
             tooltip="'auto': ComfyUI's memory manager decides what leaves the device; an expert that does not "
@@ -192,6 +195,7 @@ def run_inputs() -> list[Any]:
         ),
         io.Combo.Input(
             "compile",
+            **ADVANCED,
             options=list(COMPILES),
             default=COMPILES[0],
             optional=True,
@@ -201,6 +205,7 @@ def run_inputs() -> list[Any]:
         ),
         io.Int.Input(
             "keep_blocks",
+            **ADVANCED,
             default=0,
             min=0,
             max=MAX_KEPT,

@@ -28,6 +28,7 @@ from wan_core.sampling.sparsity.schedule import with_costs
 from . import host
 from .conditioning import on_device
 from .files import name_of
+from .schema import ADVANCED, aliases
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 
 OWN = "0: the model's own"
@@ -54,6 +55,7 @@ def plan_inputs() -> list[Any]:
         ),
         io.Float.Input(
             "boundary",
+            **ADVANCED,
             default=0.0,
             min=0.0,
             max=1.0,
@@ -149,6 +151,7 @@ class WanCoreSampler(io.ComfyNode):
             node_id="WanCoreSampler",
             display_name="WanCore Sampler",
             category="WanCore",
+            **aliases("WanCoreSampler"),
             description="Runs both experts over the steps of a plan. Numbers left at 0 come from the model.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader."),
@@ -166,6 +169,7 @@ class WanCoreSampler(io.ComfyNode):
                 *plan_inputs(),
                 io.Combo.Input(
                     "guidance_mode",
+                    **ADVANCED,
                     options=list(GUIDANCE_MODES),
                     default="auto",
                     tooltip="Run the two branches of guidance as one forward ('batched') or apart. 'auto' decides by "
