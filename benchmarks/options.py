@@ -75,7 +75,7 @@ SUITES: dict[str, Suite] = {
     "everyday": Suite(
         "ComfyUI's own image-to-video template in a real server, with its nodes and with ours",
         ("640x640x81",),
-        takes=("setting", "layers", "runs", "steps", "scratch", "checkout"),
+        takes=("setting", "setup", "layers", "runs", "steps", "scratch", "checkout"),
     ),
     "native": Suite(
         "ComfyUI's own models in a real server, as they are and with our node for native models",
