@@ -41,7 +41,7 @@ BELOW = 1180  # the second row of columns
 
 
 def text_to_video(flow: Workflow) -> None:
-    _note(flow, 520)
+    _note(flow)
     model, clip, vae = _loaders(flow, 0, TINY)
     flow.column("What to show", STEP, WIDE)
     text = _prompt(flow, clip, "a red circle moving right on a blue background")
@@ -54,7 +54,7 @@ def text_to_video(flow: Workflow) -> None:
 
 
 def image_to_video(flow: Workflow) -> None:
-    _note(flow, 520)
+    _note(flow)
     model, clip, vae = _loaders(flow, 0, TINY_I2V)
     flow.column("First frame", -500, 460, y=560)
     picture = _drawn(flow, "green", "white", left=35, top=58)
@@ -76,7 +76,7 @@ def image_to_video(flow: Workflow) -> None:
 
 
 def image_to_video_wan21(flow: Workflow) -> None:
-    _note(flow, 520)
+    _note(flow)
     flow.column("Models", 0, WIDE)
     model = flow.add("WanCoreModelLoader", high="wan2.1_i2v_480p_14B_fp16.safetensors", low="none", space=180)
     clip = flow.add("WanCoreTextEncoderLoader", text_encoder="umt5_xxl_fp16.safetensors", space=60)
@@ -104,7 +104,7 @@ def image_to_video_wan21(flow: Workflow) -> None:
 
 
 def embedded_demo(flow: Workflow) -> None:
-    _note(flow, 470)
+    _note(flow)
     model, clip, vae = _loaders(flow, 0, TINY)
     flow.column("1  Text to video", STEP, WIDE)
     text = _prompt(flow, clip, "a red circle moving right on a blue background")
@@ -142,7 +142,7 @@ def embedded_demo(flow: Workflow) -> None:
 
 
 def mixed_with_native_nodes(flow: Workflow) -> None:
-    _note(flow, 520)
+    _note(flow)
     model, clip, vae = _loaders(flow, 0, TINY)
     flow.column("Text", STEP, WIDE)
     positive = flow.add(
@@ -186,7 +186,7 @@ def mixed_with_native_nodes(flow: Workflow) -> None:
 
 
 def fewer_forwards(flow: Workflow) -> None:
-    _note(flow, 520)
+    _note(flow)
     model, clip, vae = _loaders(flow, 0, TINY)
     flow.column("What to show", STEP, WIDE)
     caption = "an orange triangle moving left on a black background"
@@ -215,7 +215,7 @@ def fewer_forwards(flow: Workflow) -> None:
 
 
 def four_steps(flow: Workflow) -> None:
-    _note(flow, 520)
+    _note(flow)
     model, clip, vae = _loaders(flow, 0, TINY)
     flow.column("Four-step LoRAs", STEP, WIDE)
     lora = flow.add(
@@ -237,7 +237,7 @@ def four_steps(flow: Workflow) -> None:
 
 
 def multi_gpu(flow: Workflow) -> None:
-    _note(flow, 560)
+    _note(flow)
     flow.column("Workers", 0, WIDE)
     workers = flow.add("WanCoreLauncher", devices="cpu,cpu", space=40)["workers"]
     model, clip, vae = _loaders(flow, 0, TINY, y=300, workers=workers)
@@ -268,9 +268,8 @@ DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
 # -------------------------------------------------------------------------------------------------------------- parts
 
 
-def _note(flow: Workflow, height: int) -> None:
-    flow.column(None, -500, 460, y=-70)
-    flow.note((NOTES / f"{flow.name}.md").read_text(encoding="utf-8").rstrip(), height)
+def _note(flow: Workflow) -> None:
+    flow.note((NOTES / f"{flow.name}.md").read_text(encoding="utf-8").rstrip())
 
 
 def _loaders(flow: Workflow, x: int, name: str, y: int = 0, **workers: Output) -> tuple[Node, Node, Node]:
