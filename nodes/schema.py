@@ -31,6 +31,7 @@ ALIASES = {
     "WanCoreCompare": ("compare videos", "psnr", "quality"),
     "WanCoreLoRA": ("wan lora", "lora loader", "lora stack", "lightx2v"),
     "WanCoreSparseAttention": ("sparse attention", "radial attention", "sage", "wan fast", "sla"),
+    "WanCoreNAG": ("nag", "normalized attention guidance", "negative prompt", "cfg 1"),
     "WanCoreLauncher": ("multi gpu", "xdit", "ulysses", "parallel", "distributed"),
     "WanCoreAccelerate": ("wan fast", "sage", "sage attention", "sageattention", "flash attention", "patch sage"),
     "WanCoreFromModel": ("wan bridge", "model to wancore", "convert model", "block swap", "wan fast"),
