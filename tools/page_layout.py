@@ -22,7 +22,7 @@ from playwright.sync_api import sync_playwright
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.screenshots import BOUNDS, FIT, FLAGS, SETTINGS, WIDTH, WORKFLOWS, open_page
+from tools.screenshots import BOUNDS, FIT, FLAGS, RUN, SETTINGS, WIDTH, WORKFLOWS, open_page
 
 RENDERERS = {"classic": False, "nodes 2.0": True}
 TITLE = 30  # of a node, above its position
@@ -96,6 +96,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("address", help="where ComfyUI is, such as http://127.0.0.1:8188")
     parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser")
+    parser.add_argument("--run", action="store_true", help="run each first: previews and texts make nodes taller")
     parser.add_argument("--sizes", action="store_true", help="print the height of every node")
     parser.add_argument("--pictures", type=Path, help="a folder for a picture of each")
     parser.add_argument("names", nargs="*", help="workflows; all if none is named")
@@ -113,6 +114,8 @@ def main() -> int:
             for name in names:
                 workflow = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
                 page.evaluate(LOAD, [workflow, name])
+                if options.run:
+                    assert page.evaluate(RUN) == "execution_success", name
                 left, top, right, bottom = page.evaluate(BOUNDS)
                 scale = min(WIDTH / (right - left), 1080 / (bottom - top))
                 page.evaluate(FIT, [left, top, scale])  # what is outside the view is not drawn
