@@ -51,7 +51,7 @@ NATIVE += (
     "PreviewImage",
 )
 NATIVE += ("SaveVideo", "VAEDecode", "WanImageToVideo")
-BELOW = 1180  # the second row of columns
+BELOW = 1300  # the second row of columns
 
 # ---------------------------------------------------------------------------------------------------------- workflows
 
