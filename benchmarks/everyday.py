@@ -4,8 +4,8 @@ Needs a checkout of ComfyUI (COMFYUI_PATH; its Python: COMFYUI_PYTHON or this on
 weights (`--scratch`, /dev/shm keeps them in memory; files that are there are used again). Everything runs in a real
 ComfyUI server over its API. `--setting` takes parts of it:
 
-on       the template's switch on: a LoRA for each expert, four steps, no guidance. All sides in one server, in turns,
-         `--runs` (3) of each with new seeds after one that is not counted
+on       the template's switch on: a LoRA for each expert, four steps, no guidance. All sides in one server, each
+         `--runs` (3) times in a row with new seeds, after one that is not counted
 other    the same with a new prompt and a new image in each run
 off      the switch off: 20 steps with guidance 3.5. ComfyUI's own nodes run only `--steps` (4) of them, and the time of
          their samplers is scaled; ours run all
@@ -25,7 +25,7 @@ import argparse
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,11 +84,20 @@ ACCELERATED = (
 )
 
 
+def chosen(sides: Sequence[Side], options: argparse.Namespace) -> list[Side]:
+    """Those that `--setup` names, or all. Raises OptionError for a name that no part of the suite has."""
+    known = {side.name for side in (*SIDES, *OFF_SIDES, *ACCELERATED)}
+    if unknown := set(options.setup or ()) - known:
+        raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(sorted(known))}")
+    return [side for side in sides if not options.setup or side.name in options.setup]
+
+
 def everyday_rows(
     name: str, sizes: list[str], device: torch.device, options: argparse.Namespace, details: dict[str, Any]
 ) -> Iterator[Row]:
     """Rows of the suite. Raises OptionError where there is no ComfyUI."""
     wanted = options.setting or EVERYDAY_PARTS
+    chosen((), options)
     with server_files(options.scratch, options.checkout) as (checkout, base):
         details |= {"layers": options.layers}
         files = Files(base / "models", device)
@@ -108,7 +117,7 @@ def everyday_rows(
                 few = replace(job, layers=min(options.layers or ERROR_LAYERS, ERROR_LAYERS), denoise_only=True)
                 files.write(few, precisions=("fp8_scaled", "fp16"))
                 with Server(checkout, base, device) as server:
-                    yield from error_rows(server, few)
+                    yield from error_rows(server, few, options)
 
 
 @contextmanager
@@ -188,25 +197,19 @@ def times(run: Run) -> Row:
     }
 
 
-def in_turns(server: Server, sides: tuple[Side, ...], jobs: list[Job], label: str) -> Iterator[Row]:
-    """Each side makes each job, all sides one after the other; the first job is not counted."""
-    found: dict[str, list[Row]] = defaultdict(list)
-    failed: dict[str, Row] = {}
-    for job in jobs:
-        for side in sides:
-            if side.name in failed:
-                continue
-            row = guarded(side.name, job.size, None, lambda s=side, j=job: server.run(s.graph(j))[0])
-            if "failed" in row:
-                failed[side.name] = row
-            found[side.name].append(row)
-    medians = {n: middle_row(rows[1:] or rows) for n, rows in found.items() if n not in failed}
-    peers = [medians[s.name]["seconds"] for s in sides if s.native and s.name in medians]
+def side_by_side(server: Server, sides: Sequence[Side], jobs: list[Job], label: str) -> Iterator[Row]:
+    """Each side makes all jobs in a row, since ComfyUI keeps what nodes gave only for the prompt that comes next. The
+    first job is not counted."""
+    rows: list[tuple[Side, Row]] = []
     for side in sides:
-        row = failed.get(side.name) or medians[side.name]
+        found = [guarded(side.name, job.size, None, lambda s=side, j=job: server.run(s.graph(j))[0]) for job in jobs]
+        failed = next((row for row in found if "failed" in row), None)
+        rows.append((side, failed or middle_row(found[1:])))
+    peers = [row["seconds"] for side, row in rows if side.native and "seconds" in row]
+    for _, row in rows:
         if peers and "seconds" in row:
             row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": "the fastest native row"}
-        yield row | {"name": f"{label}: {side.name}"}
+        yield row | {"name": f"{label}: {row['name']}"}
 
 
 def middle_row(rows: list[Row]) -> Row:
@@ -217,7 +220,7 @@ def middle_row(rows: list[Row]) -> Row:
 
 def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     jobs = [replace(job, seed=seed) for seed in range(1, 2 + (options.runs or 3))]
-    yield from in_turns(server, (*SIDES, *ACCELERATED), jobs, "on, new seed")
+    yield from side_by_side(server, chosen((*SIDES, *ACCELERATED), options), jobs, "on, new seed")
 
 
 def other_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
@@ -225,19 +228,18 @@ def other_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterato
         replace(job, seed=seed, prompt=f"{job.prompt} Take {seed}.", image=f"start{seed}.png")
         for seed in range(1, 2 + (options.runs or 3))
     ]
-    yield from in_turns(server, (NATIVE_KITCHEN, OURS, OURS_FP8), jobs, "on, new prompt and image")
+    yield from side_by_side(server, chosen(SIDES, options), jobs, "on, new prompt and image")
 
 
 def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     """Steps of the native nodes take equally long, so that few of them tell the time of all."""
     whole = replace(job, four_steps=False)
     fewer = replace(whole, steps=options.steps or 4)
-    native = [
-        guarded(s.name, job.size, None, lambda s=s: scaled(server, s, fewer, whole)) for s in OFF_SIDES if s.native
-    ]
+    sides = chosen(OFF_SIDES, options)
+    native = [guarded(s.name, job.size, None, lambda s=s: scaled(server, s, fewer, whole)) for s in sides if s.native]
     peers = [row["seconds"] for row in native if "seconds" in row]
     ours = []
-    for side in OFF_SIDES:
+    for side in sides:
         if side.native:
             continue
         server.run(side.graph(replace(whole, seed=2, steps=4)))
@@ -262,7 +264,7 @@ PARTS = {"on": on_rows, "other": other_rows, "off": off_rows}
 
 
 def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    sides = (NATIVE, OURS, OURS_FP8)
+    sides = chosen((NATIVE, NATIVE_KITCHEN, OURS, OURS_FP8), options)
     found: dict[str, list[Row]] = defaultdict(list)
     for run in range(options.runs or 3):
         for side in sides:
@@ -270,10 +272,10 @@ def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, option
                 guarded(side.name, job.size, None, lambda s=side, r=run: cold(checkout, base, device, s, r, job))
             )
     medians = {name: middle_row([r for r in rows if "seconds" in r] or rows) for name, rows in found.items()}
-    first = medians[NATIVE.name].get("seconds")
+    peers = [medians[side.name]["seconds"] for side in sides if side.native and "seconds" in medians[side.name]]
     for name, row in medians.items():
-        if first and "seconds" in row:
-            row |= {"ratio": round(first / row["seconds"], 3), "ratio_to": "native"}
+        if peers and "seconds" in row:
+            row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": "the fastest native row"}
         yield row | {"name": f"cold: {name}"}
 
 
@@ -282,12 +284,12 @@ def cold(checkout: Path, base: Path, device: torch.device, side: Side, run: int,
         return server.run(side.graph(replace(job, seed=run)))[0]
 
 
-def error_rows(server: Server, job: Job) -> Iterator[Row]:
+def error_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     """Relative errors of final latents, against native nodes on the same weights in bf16."""
     for four_steps in (True, False):
         work = replace(job, four_steps=four_steps)
         exact = latents(server, native_graph(replace(work, precision="fp16")))
-        for side in SIDES if four_steps else OFF_SIDES:
+        for side in chosen((*SIDES, *ACCELERATED) if four_steps else OFF_SIDES, options):
             row = guarded(
                 side.name,
                 job.size,

@@ -4,7 +4,7 @@ Everything runs in one real ComfyUI server, as in suite `everyday`: text-to-vide
 8 of 40 blocks (`--layers`), and only latents are saved. `--setting` takes parts of it:
 
 steps    eight steps without guidance, four by each expert: sampler seconds of every side, in turns, the median of
-         `--runs` (2) with new seeds after one that is not counted; `error` of final latents against the native side
+         `--runs` (2) with new seeds after two steps that are not counted; `error` of final latents against native
 guided   40 steps with guidance 3.5. The native side runs 4 of them (`--steps`), and its time is scaled; the accelerated
          sides run all, with FP8, sparse attention and step caching
 
@@ -64,7 +64,8 @@ def native_rows(
 
 
 def step_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
-    jobs = [replace(job, steps=8, cfg=1.0, seed=seed) for seed in range(1, 2 + (options.runs or 2))]
+    jobs = [replace(job, steps=8, cfg=1.0, seed=seed) for seed in range(1, 1 + (options.runs or 2))]
+    jobs = [replace(jobs[0], steps=2), *jobs]
     seconds: dict[str, list[float]] = defaultdict(list)
     errors: dict[str, float] = {}
     failed: dict[str, Row] = {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from comfy import model_management
 from comfy.utils import ProgressBar
@@ -13,6 +14,7 @@ from comfy_execution.utils import get_executing_context
 from PIL import Image
 from server import PromptServer
 
+log = logging.getLogger("WanCore")
 PREVIEW_SIDE = 512  # pixels of the longer side of a live preview, at most
 
 
@@ -88,3 +90,15 @@ def show(words: str) -> None:
     context = get_executing_context()
     if context is not None:
         PromptServer.instance.send_progress_text(words, context.node_id)
+
+
+def reporter() -> Callable[[str], None]:
+    """Logs a line of text and shows it on the node that is running now, whichever node runs when it is called."""
+    context = get_executing_context()
+
+    def report(words: str) -> None:
+        log.info(words)
+        if context is not None:
+            PromptServer.instance.send_progress_text(words, context.node_id)
+
+    return report

@@ -123,7 +123,8 @@ def test_our_sides_in_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(comfy_files, "UMT5_XXL", TINY_TEXT)
     monkeypatch.setattr(everyday, "SIDES", (everyday.OURS,))
     monkeypatch.setattr(everyday, "ACCELERATED", ())
-    options = argparse.Namespace(setting=["on"], scratch=None, checkout=find_comfyui(), layers=2, runs=1, steps=None)
+    options = argparse.Namespace(setting=["on"], scratch=None, checkout=find_comfyui(), layers=2, runs=1)
+    options.setup, options.steps = None, None
     rows = list(everyday_rows("", ["64x64x5"], torch.device("cpu"), options, {}))
     assert [row["name"] for row in rows] == ["on, new seed: ours, auto"]
     assert all(row["nodes"]["samplers"] > 0 and row["nodes"]["save"] > 0 for row in rows)
