@@ -12,6 +12,8 @@ from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEn
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
+from .native_plan import WanCoreNativePlan
+from .nag import WanCoreNAG
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
@@ -43,6 +45,8 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreSparseAttention,
     WanCoreLauncher,
     WanCoreAccelerate,
+    WanCoreNativePlan,
+    WanCoreNAG,
 ]
 
 
