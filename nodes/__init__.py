@@ -13,6 +13,7 @@ from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
 from .native_plan import WanCoreNativePlan
+from .nag import WanCoreNAG
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
@@ -45,6 +46,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreLauncher,
     WanCoreAccelerate,
     WanCoreNativePlan,
+    WanCoreNAG,
 ]
 
 

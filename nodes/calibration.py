@@ -20,7 +20,7 @@ from wan_core.sampling.plan import Plan
 from . import host
 from .conditioning import on_device
 from .pictures import as_image, shown
-from .sampling import plan_inputs, plan_of
+from .plan_inputs import plan_inputs, plan_of
 from .sockets import CONDITIONING, MODEL, ModelSocket
 
 BESIDE, SHOW = "save beside the model", "only show"

@@ -8,7 +8,16 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, LoadOptions, OptionError, check_choice
+from wan_core.config import (
+    COMPILES,
+    LORA_MODES,
+    PRECISIONS,
+    QUANTIZED,
+    RESIDENCIES,
+    LoadOptions,
+    OptionError,
+    check_choice,
+)
 from wan_core.execution.memory.residency import Residency
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.preview import map_of_channels
@@ -49,6 +58,7 @@ class WanCoreModelLoader(io.ComfyNode):
                 *_file_inputs(),
                 *_run_inputs(),
                 workers_input(),
+                _lora_input(),
             ],
             outputs=[
                 MODEL.Output("model", display_name="model", tooltip="For the WanCore Sampler and Plan Preview."),
@@ -82,6 +92,7 @@ class WanCoreModelLoader(io.ComfyNode):
         compile: str = "",
         keep_blocks: int = 0,
         workers: None = None,
+        lora_mode: str = "auto",
     ) -> list[tuple[str, int]]:
         return fingerprint(*_paths(high, low)) if high is not None else []
 
@@ -96,6 +107,7 @@ class WanCoreModelLoader(io.ComfyNode):
         compile: str = COMPILES[0],
         keep_blocks: int = 0,
         workers: WorkersSocket | None = None,
+        lora_mode: str = "auto",
     ) -> io.NodeOutput:
         device = host.device() if workers is None else workers.device
         if residency == "shard" and workers is None:
@@ -109,6 +121,7 @@ class WanCoreModelLoader(io.ComfyNode):
             attention=attention,
             compile=compile,
             residency=residency,
+            lora_mode=lora_mode,
         )
         found = find_experts(*paths)
         settings = resolve_settings(found, options, device)
@@ -193,6 +206,18 @@ def _run_inputs() -> list[Any]:
             "more exact results. 0: every block is quantised.",
         ),
     ]
+
+
+def _lora_input() -> Any:
+    return io.Combo.Input(
+        "lora_mode",
+        options=list(LORA_MODES),
+        default="auto",
+        optional=True,
+        tooltip="How LoRAs are put on this model. 'merge': summed into the weights, which costs nothing while it runs; "
+        "another strength reads the weights that change again. 'attach': computed beside the weights, some percent "
+        "slower; another strength takes no time. 'auto': merge, and attach where weights stay packed (GGUF).",
+    )
 
 
 def _paths(high: str, low: str | None) -> list[Path]:

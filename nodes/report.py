@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from comfy_api.latest import io
+from torch import Tensor
 
 from wan_core.config import SkipOptions
 from wan_core.execution.report import Report
@@ -12,7 +13,7 @@ from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan
 
 from .pictures import as_image, shown
-from .sampling import plan_inputs, plan_of, preset_input
+from .plan_inputs import LAST, plan_inputs, plan_of, preset_input, window_inputs, window_of
 from .sockets import MODEL, REPORT, SKIPPING, ModelSocket
 
 
@@ -53,6 +54,7 @@ class WanCorePlanPreview(io.ComfyNode):
                     "curve.",
                 ),
                 preset_input(),
+                *window_inputs(),
             ],
             outputs=[
                 io.Image.Output("image", display_name="image", tooltip="The plan, drawn."),
@@ -75,6 +77,11 @@ class WanCorePlanPreview(io.ComfyNode):
         skipping: None = None,
         from_image: bool = False,
         preset: str = "auto",
+        denoise: float = 1.0,
+        start_step: int = 0,
+        end_step: int = 0,
+        return_with_leftover_noise: str = "",
+        sigmas: None = None,
     ) -> float:
         return seconds_per_forward or float("nan")  # NaN is never cached: measured times change with every run
 
@@ -92,9 +99,15 @@ class WanCorePlanPreview(io.ComfyNode):
         skipping: SkipOptions | None = None,
         from_image: bool = False,
         preset: str = "auto",
+        denoise: float = 1.0,
+        start_step: int = 0,
+        end_step: int = LAST,
+        return_with_leftover_noise: str = "disable",
+        sigmas: Tensor | None = None,
     ) -> io.NodeOutput:
         numbers = steps, shift, boundary, guidance_high, guidance_low, solver
-        plan = plan_of(model, *numbers, skipping, from_image, preset)
+        window = window_of(denoise, start_step, end_step, return_with_leftover_noise)
+        plan = plan_of(model, *numbers, skipping, from_image, preset, window, sigmas)
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
         seconds = entered if seconds_per_forward else model.pace
         image = as_image(draw_plan(plan, plan.estimate(seconds)))

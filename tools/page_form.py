@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OWN_SCHEMAS = ROOT / "tests" / "nodes" / "node_schemas.json"
 NATIVE_SCHEMAS = ROOT / "tools" / "native_nodes.json"
 WIDGETS = ("COMBO", "INT", "FLOAT", "STRING", "BOOLEAN")  # anything else is a socket
+MATCHED = "COMFY_MATCHTYPE_V3"  # a socket of any type, the same for all of a node
 DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"  # a COMBO whose values bring further widgets
 FILE_LISTS = ("clip_name",)  # inputs of ComfyUI's own nodes that list the files of one machine
 NOTE = "MarkdownNote"  # exists in the page only
@@ -101,8 +102,13 @@ class Node:
     def __getitem__(self, name: str) -> Output:
         for slot, output in enumerate(self.schema["outputs"]):
             if output["name"] == name:
-                return Output(self, slot, output["type"])
+                return Output(self, slot, self.matched(output["type"]))
         raise KeyError(f"{self.kind} has no output {name!r}: {[o['name'] for o in self.schema['outputs']]}")
+
+    def matched(self, kind: str) -> str:
+        """The type of a socket: what is connected says what a matched one is."""
+        connected = [value.type for value in self.values.values() if isinstance(value, Output)]
+        return connected[0] if kind == MATCHED and connected else kind
 
     @property
     def sockets(self) -> list[Schema]:
@@ -266,13 +272,16 @@ def _page_node(
 ) -> dict[str, Any]:
     inputs: list[dict[str, Any]] = []
     for entry in [*node.sockets, *node.widgets]:
-        shown: dict[str, Any] = {"name": entry["name"], "type": entry["type"]}
+        shown: dict[str, Any] = {"name": entry["name"], "type": node.matched(entry["type"])}
         if entry["optional"]:
             shown["shape"] = 7  # a hollow circle
         if entry["type"] in WIDGETS:
             shown["widget"] = {"name": entry["name"]}
         inputs.append({**shown, "link": incoming.get((node.id, entry["name"]))})
-    outputs = [{**output, "links": outgoing.get((node.id, slot))} for slot, output in enumerate(node.schema["outputs"])]
+    outputs = [
+        {**output, "type": node.matched(output["type"]), "links": outgoing.get((node.id, slot))}
+        for slot, output in enumerate(node.schema["outputs"])
+    ]
     values: list[Any] = [node.values["text"]] if node.kind == NOTE else []
     for entry in node.widgets:
         value = node.values[entry["name"]]

@@ -41,15 +41,8 @@ def modules() -> dict[str, types.ModuleType]:
         name: types.ModuleType(name)
         for name in ("comfy", "comfy.model_management", "comfy.model_patcher", "comfy.utils", "comfy_execution")
     }
-    for name in (
-        "comfy.patcher_extension",
-        "comfy.samplers",
-        "comfy_execution.utils",
-        "folder_paths",
-        "server",
-        "comfy_api",
-        "comfy_api.latest",
-    ):
+    names = ("comfy.patcher_extension", "comfy.samplers", "comfy_execution.utils", "comfy_execution.progress")
+    for name in (*names, "folder_paths", "server", "comfy_api", "comfy_api.feature_flags", "comfy_api.latest"):
         made[name] = types.ModuleType(name)
     plain = {
         "comfy": {"model_management": made["comfy.model_management"]},
@@ -58,6 +51,8 @@ def modules() -> dict[str, types.ModuleType]:
         "comfy.samplers": {"KSampler": types.SimpleNamespace(SAMPLERS=["euler"], SCHEDULERS=["simple"])},
         "comfy.utils": {"ProgressBar": object},
         "comfy_execution.utils": {"get_executing_context": None},
+        "comfy_execution.progress": {"get_progress_state": None},
+        "comfy_api.feature_flags": {"supports_feature": None},
         "folder_paths": {"get_filename_list": lambda folder: FILES.get(folder, []), "get_folder_paths": lambda _: []},
         "server": {"PromptServer": object},
     }
