@@ -29,7 +29,7 @@ from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import Residuals, joined, keep_after, keep_before, residual_program
-from wan_core.sampling.cache.skipping import leave_out, looks_distilled, skip_words
+from wan_core.sampling.cache.skipping import check_cacheable, leave_out, looks_distilled, skip_words
 from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, plan_part
 from wan_core.sampling.native.run import RUN
 from wan_core.sampling.plan import Branch, Plan, Step
@@ -61,13 +61,15 @@ def native_plan(
     plan = plan_part(
         part,
         task=model.name,
-        solver=solver,
+        solver=f"ComfyUI {solver}",
         shift=model.shift,
         boundary=model.boundary,
         guidance=guidance,
         branches=branches,
     )
     plan = replace(plan, notes=(model.note,) if model.note else ())
+    if solver == "lcm" and replace(options, sparse=None) != SkipOptions():
+        check_cacheable(solver, "the step cache")
     curve = None
     if options.magcache is not None and model.task is not None:
         curve = find_curve(model.path, model.task.name, image=image)
