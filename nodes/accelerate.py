@@ -14,7 +14,7 @@ from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.sparsity.schedule import PRESETS, sparse_words
 
 from . import host
-from .schema import aliases
+from .schema import newer
 from .sockets import SKIPPING
 
 OFF = "off"
@@ -29,7 +29,7 @@ class WanCoreAccelerate(io.ComfyNode):
             node_id="WanCoreAccelerate",
             display_name="WanCore Accelerate",
             category="WanCore",
-            **aliases("WanCoreAccelerate"),
+            **newer("WanCoreAccelerate"),
             description="Makes any Wan model of ComfyUI faster where it is: attention by WanCore's kernels, "
             "and sparse attention. Place it just before the sampler; graphs with two models need one for each. "
             "After a run it shows what it accelerated and what it left to ComfyUI.",
