@@ -6,7 +6,9 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W vi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +16,16 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.execution.report import Report
+from wan_core.media.feed import Feed
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
+
+Made = TypeVar("Made")
+WriteFrames = Callable[[Iterator[np.ndarray]], object]
+"""Is given frames uint8 [H, W, 3], in order, each while later ones are made."""
+Pieces = Iterator[tuple[int, Tensor]]
+"""Finished pictures [F, H, W, 3] on the CPU, and the index of the first of them, in order. After out of memory they begin
+again at 0, in tiles."""
 
 
 def pixels_to_video(pixels: Tensor) -> Tensor:
@@ -28,9 +38,40 @@ def video_to_pixels(video: Tensor) -> Tensor:
     return (video[0].permute(1, 2, 3, 0) + 1) / 2
 
 
-def decode_latents(vae: VideoVAE, latents: Tensor, report: Report) -> np.ndarray:
-    """Un-normalised latents [1, C, T, Y, X] -> uint8 frames [F, H, W, 3]. Out of memory: once more, in tiles."""
-    return decode_images(vae, latents, report, dtype=torch.uint8).numpy()
+def decode_latents(vae: VideoVAE, latents: Tensor, report: Report, write: WriteFrames | None = None) -> np.ndarray:
+    """Un-normalised latents [1, C, T, Y, X] -> uint8 frames [F, H, W, 3]. Out of memory: once more, in tiles.
+
+    write: called in a thread of its own with the frames [H, W, 3], each as soon as it is finished; what it takes after
+    the last one is the phase "write".
+    """
+    frames = np.empty(images_shape(vae, latents), np.uint8)
+    return decode_to(
+        vae,
+        latents,
+        report,
+        lambda pieces: collect_frames(((first, piece.numpy()) for first, piece in pieces), frames, write),
+        dtype=torch.uint8,
+        rest="decode" if write is None else "write",
+    )
+
+
+def collect_frames(pieces: Iterator[tuple[int, np.ndarray]], frames: np.ndarray, write: WriteFrames | None) -> np.ndarray:
+    """Copy pieces into `frames` [F, H, W, 3] and hand each frame to `write` once. Returns `frames`, which are complete
+    even where `write` ends early."""
+
+    def taken() -> Iterator[np.ndarray]:
+        done = 0
+        for first, piece in pieces:
+            frames[first : first + len(piece)] = piece
+            yield from piece[max(0, done - first) :]
+            done = max(done, first + len(piece))
+
+    remaining = taken()
+    if write is not None:
+        write(remaining)
+    for _ in remaining:
+        pass
+    return frames
 
 
 @torch.no_grad()
@@ -48,38 +89,93 @@ def decode_images(
     dtype: float32 in 0..1, as on ComfyUI's IMAGE socket, or uint8. tile: decode in these tiles; None takes the whole
     picture, and tiles if that does not fit into memory. on_frames(done, total) follows every piece, and may raise.
     """
-    if latents.ndim != 5:
-        raise OptionError(f"latents of {list(latents.shape)} given; needed are those of a video, with 5 dimensions")
-    stride, (B, _, T, Y, X) = vae.config.spatial_stride, latents.shape
-    frames = vae.config.temporal_stride * (T - 1) + 1
-    images = torch.empty(B * frames, Y * stride, X * stride, 3, dtype=dtype)
+    images = torch.empty(images_shape(vae, latents), dtype=dtype)
+
+    def copy(pieces: Pieces) -> Tensor:
+        for first, piece in pieces:
+            images[first : first + len(piece)] = piece
+        return images
+
+    return decode_to(vae, latents, report, copy, dtype=dtype, tile=tile, on_frames=on_frames)
+
+
+@torch.no_grad()
+def decode_to(
+    vae: VideoVAE,
+    latents: Tensor,
+    report: Report,
+    consume: Callable[[Pieces], Made],
+    *,
+    dtype: torch.dtype,
+    tile: TileSpec | None = None,
+    on_frames: Callable[[int, int], None] = lambda done, total: None,
+    rest: str = "decode",
+) -> Made:
+    """As `decode_images`, but `consume` gets the pictures while later ones are decoded, in a thread of its own. Returns
+    what it returns, or raises what it raises. rest: the phase of `report` for what it takes after the last picture."""
+    total = images_shape(vae, latents)[0]
 
     def decode(tile: TileSpec | None) -> None:
         done = 0
         for video in latents.split(1):
             for piece in vae.decode_stream(video, tile=tile, chunk=1 if vae.strips is None else vae.strips.chunk):
-                images[done : done + piece.shape[2]] = _as_images(piece, dtype)
+                feed.put((done, *_start_copy(_as_images(piece, dtype))))
                 done += piece.shape[2]
-                on_frames(done, len(images))
+                on_frames(done, total)
 
-    with report.phase("decode"):
-        try:
-            decode(tile)
-            return images
-        except torch.cuda.OutOfMemoryError:
-            if tile is not None or vae.strips is not None:  # ranks that share a picture cannot begin again alone
-                raise
-        # Out of the handler, whose traceback would hold the tensors of the failed try.
-        torch.cuda.empty_cache()
-        report.notes.append("decode: the whole picture did not fit into memory, decoded in tiles")
-        decode(TileSpec())
-        return images
+    with Feed(lambda items: consume(_arrived(item) for item in items)) as feed:
+        with report.phase("decode"):
+            if not _fits(partial(decode, tile), retry=tile is None and vae.strips is None):
+                report.notes.append("decode: the whole picture did not fit into memory, decoded in tiles")
+                decode(TileSpec())
+        with report.phase(rest):
+            return feed.finish()
+
+
+def images_shape(vae: VideoVAE, latents: Tensor) -> tuple[int, int, int, int]:
+    """[B * F, H, W, 3] of what `latents` [B, C, T, Y, X] are decoded to. Raises OptionError."""
+    if latents.ndim != 5:
+        raise OptionError(f"latents of {list(latents.shape)} given; needed are those of a video, with 5 dimensions")
+    stride, (B, _, T, Y, X) = vae.config.spatial_stride, latents.shape
+    return B * (vae.config.temporal_stride * (T - 1) + 1), Y * stride, X * stride, 3
+
+
+def _fits(run: Callable[[], None], retry: bool) -> bool:
+    """Whether `run` had enough memory. retry: False raises instead; ranks that share a picture cannot begin again
+    alone."""
+    try:
+        run()
+        return True
+    except torch.cuda.OutOfMemoryError:
+        if not retry:
+            raise
+    # Out of the handler, whose traceback would hold the tensors of the failed try.
+    torch.cuda.empty_cache()
+    return False
+
+
+def _start_copy(images: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """`images` in host memory, and the event after which they are there. The device does not wait for the copy, nor
+    the host for the device."""
+    if not images.is_cuda:
+        return images, None
+    host = torch.empty(images.shape, dtype=images.dtype, pin_memory=True).copy_(images, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return host, arrived
+
+
+def _arrived(item: tuple[int, Tensor, torch.cuda.Event | None]) -> tuple[int, Tensor]:
+    first, images, event = item
+    if event is not None:
+        event.synchronize()
+    return first, images
 
 
 def _as_images(video: Tensor, dtype: torch.dtype) -> Tensor:
     """[1, 3, F, H, W] in -1..1 -> [F, H, W, 3] in 0..1, or 0..255 for uint8."""
     unit = (video[0].float() + 1) / 2
-    return ((unit * 255).round_() if dtype == torch.uint8 else unit).to(dtype).permute(1, 2, 3, 0)
+    return ((unit * 255).round_() if dtype == torch.uint8 else unit).to(dtype).permute(1, 2, 3, 0).contiguous()
 
 
 @torch.no_grad()
@@ -88,12 +184,7 @@ def encode_images(vae: VideoVAE, images: Tensor) -> Tensor:
 
     Out of memory: once more, in tiles. Raises OptionError for a size that does not fit.
     """
-    video = pixels_to_video(images)
-    try:
-        return vae.encode(video, chunk=1).float().cpu()
-    except torch.cuda.OutOfMemoryError:
-        if vae.strips is not None:  # as in `decode_images`
-            raise
-        # The second try is outside of the handler, whose traceback holds the tensors of the first.
-    torch.cuda.empty_cache()
-    return vae.encode(video, chunk=1, tile=TileSpec()).float().cpu()
+    video, latents = pixels_to_video(images), []
+    if not _fits(lambda: latents.append(vae.encode(video, chunk=1)), retry=vae.strips is None):
+        latents.append(vae.encode(video, chunk=1, tile=TileSpec()))
+    return latents[0].float().cpu()

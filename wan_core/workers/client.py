@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch import Tensor
 
 from wan_core.config import LoadOptions, Request
 from wan_core.execution.report import Report
+from wan_core.media.feed import Feed
 from wan_core.models.text.notes import TokenCount
+from wan_core.pipeline.images import WriteFrames
+from wan_core.pipeline.pipeline import WriteVideo
 from wan_core.sampling.plan import Plan, Step
 from wan_core.workers.launcher import Workers
 from wan_core.workers.wire import plan_from, report_from
@@ -68,10 +72,12 @@ def generate(
     on_phase: Callable[[str], None] = lambda _: None,
     keep_latents: Path | None = None,
     on_kept: Callable[[Path], None] = lambda _: None,
+    write: WriteVideo | None = None,
 ) -> RemoteResult:
     """As `Pipeline.load` and `Pipeline.generate`, on all workers. Rank 0, on this host, writes the finished latents to
     `keep_latents`."""
     plan: Plan | None = None
+    video = _ArrivingVideo(write)
 
     def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         nonlocal plan
@@ -83,6 +89,10 @@ def generate(
             on_kept(Path(header["path"]))
         elif header["name"] == "not kept":
             log.warning("%s", header["text"])
+        elif header["name"] == "video":
+            video.begin(header["fps"], header["settings"])
+        elif header["name"] == "frame":
+            video.put(tensors["frame"].numpy())
         elif header["name"] == "step" and on_step is not None:
             assert plan is not None
             on_step(RemoteProgress(plan.steps[header["step"]], plan, header["forwards"]), header["seconds"])
@@ -93,9 +103,55 @@ def generate(
         "mesh": workers.options.mesh,
         "keep": None if keep_latents is None else str(keep_latents.absolute()),
     }
-    found, tensors = workers.call("generate", fields, on_event=event)
-    report = report_from(found["report"])
-    return RemoteResult(tensors["frames"].numpy(), tensors["latents"], found["fps"], plan_from(found["plan"]), report)
+    with video:
+        found, tensors = workers.call("generate", fields, on_event=event)
+        report = report_from(found["report"])
+        with report.phase("write"):
+            frames = video.finish()
+    return RemoteResult(frames, tensors["latents"], found["fps"], plan_from(found["plan"]), report)
+
+
+class _ArrivingVideo:
+    """Frames that the workers send, written in a thread while others arrive."""
+
+    def __init__(self, write: WriteVideo | None) -> None:
+        self.write, self.feed = write, None
+
+    def __enter__(self) -> _ArrivingVideo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.feed is not None:
+            self.feed.__exit__()
+
+    def begin(self, fps: int, settings: Mapping[str, Any]) -> None:
+        told = None if self.write is None else partial(self.write, fps=fps, settings=settings)
+        self.feed = Feed(lambda frames: _stacked(frames, told)).__enter__()
+
+    def put(self, frame: np.ndarray) -> None:
+        assert self.feed is not None
+        self.feed.put(frame)
+
+    def finish(self) -> np.ndarray:
+        """Frames [F, H, W, 3], when they are written too."""
+        assert self.feed is not None
+        return self.feed.finish()
+
+
+def _stacked(frames: Iterator[np.ndarray], write: WriteFrames | None) -> np.ndarray:
+    """[F, H, W, 3], also given to `write`, one after another."""
+    taken: list[np.ndarray] = []
+
+    def noted() -> Iterator[np.ndarray]:
+        for frame in frames:
+            taken.append(frame)
+            yield frame
+
+    remaining = noted()
+    if write is not None:
+        write(remaining)
+    taken += frames
+    return np.stack(taken)
 
 
 def sample(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,7 +100,7 @@ class Jobs:
     # ----------------------------------------------------------------------------------------------------- a whole run
 
     def generate(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
-        """A video from a `Request`: frames uint8 [F, H, W, 3], latents, plan and report."""
+        """A video from a `Request`: latents, plan and report. Its frames are sent as events."""
         request = request_from(header["request"])
         options = load_options_from(header["options"], self.rank.device)
         image = bool(request.image or request.last_image)
@@ -130,9 +131,10 @@ class Jobs:
             on_step=self.on_step(between),
             checks=between,
             on_latents=keep,
+            write=self.send_video if self.rank.rank == 0 else None,
         )
         result = {"fps": made.fps, "plan": asdict(made.plan), "report": report_data(made.report)}
-        return result, {"frames": torch.from_numpy(made.frames), "latents": made.latents}
+        return result, {"latents": made.latents}
 
     # ---------------------------------------------------------------------------------- the parts, for a graph of nodes
 
@@ -326,6 +328,12 @@ class Jobs:
         self.rank.progress("decode", done, total)
         self.rank.raise_if_interrupted()
         self.rank.send({"kind": "event", "name": "frames", "done": done, "total": total})
+
+    def send_video(self, frames: Iterator[np.ndarray], /, *, fps: int, settings: Mapping[str, Any]) -> None:
+        """For `Pipeline.generate`: each frame uint8 [H, W, 3] as soon as it is decoded."""
+        self.rank.send({"kind": "event", "name": "video", "fps": fps, "settings": dict(settings)})
+        for frame in frames:
+            self.rank.send({"kind": "event", "name": "frame"}, {"frame": torch.from_numpy(frame)})
 
     def keep(
         self, path: str | None, latents: Tensor, fps: int, report: Report, settings: Mapping[str, Any] | None = None
