@@ -18,7 +18,7 @@ from .sampling import WanCoreSampler
 from .sparse import WanCoreSparseAttention
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
-from .video import WanCoreVAEDecode, WanCoreVAEEncode
+from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
 
 NODES: list[type[io.ComfyNode]] = [
     WanCoreModelLoader,
@@ -41,6 +41,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreLoRA,
     WanCoreSparseAttention,
     WanCoreLauncher,
+    WanCoreDecodeToVideo,
 ]
 
 

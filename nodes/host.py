@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
 from comfy.utils import ProgressBar
+from comfy_api.latest import InputImpl
 from comfy_execution.utils import get_executing_context
 from PIL import Image
 from server import PromptServer
@@ -117,6 +119,18 @@ def unfinished_path(seed: int) -> Path:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder / f"unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{seed}.latents.safetensors"
+
+
+def temporary_video() -> Path:
+    """The name of a new MP4 in ComfyUI's folder for temporary files, which it empties when it starts and ends."""
+    folder = Path(folder_paths.get_temp_directory())
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"WanCore-{secrets.token_hex(8)}.mp4"
+
+
+def video_of(path: Path) -> InputImpl.VideoFromFile:
+    """A file on ComfyUI's VIDEO socket."""
+    return InputImpl.VideoFromFile(str(path))
 
 
 # ----------------------------------------------------------------------------------------------------------- progress

@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from comfy_api.latest import io
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels import fused
-from wan_core.pipeline.images import decode_images, encode_images
+from wan_core.pipeline.images import Made, Pieces, collect_images, decode_to, encode_images, images_shape
 from wan_core.pipeline.loras import Wanted, lora_bytes
 from wan_core.pipeline.memory_planning import decode_bytes, forward_bytes
 from wan_core.pipeline.model_parts import Experts
@@ -191,11 +193,29 @@ class VAESocket:
     def patcher(self) -> host.Held:
         return self.held
 
+    def decode_to(
+        self,
+        samples: Tensor,
+        report: Report,
+        consume: Callable[[Pieces], Made],
+        *,
+        dtype: torch.dtype = torch.float32,
+        tile: TileSpec | None,
+        on_frames: Callable[[int, int], None],
+        rest: str = "decode",
+    ) -> Made:
+        """As `images.decode_to`."""
+        vae = self._use(*samples.shape[-2:])
+        given = {"dtype": dtype, "tile": tile, "on_frames": on_frames, "rest": rest}
+        return decode_to(vae, samples, report, consume, **given)
+
     def decode_images(
         self, samples: Tensor, report: Report, tile: TileSpec | None, on_frames: Callable[[int, int], None]
     ) -> Tensor:
         """Latents [B, C, T, Y, X] -> pictures [B * F, H, W, 3]."""
-        return decode_images(self._use(*samples.shape[-2:]), samples, report, tile=tile, on_frames=on_frames)
+        images = torch.empty(images_shape(self.config, samples))
+        collect = partial(collect_images, images=images)
+        return self.decode_to(samples, report, collect, tile=tile, on_frames=on_frames)
 
     # What ComfyUI's own nodes call.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from wan_core.config import OptionError
 from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
+from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 
@@ -44,34 +45,19 @@ def decode_latents(vae: VideoVAE, latents: Tensor, report: Report, write: WriteF
     write: called in a thread of its own with the frames [H, W, 3], each as soon as it is finished; what it takes after
     the last one is the phase "write".
     """
-    frames = np.empty(images_shape(vae, latents), np.uint8)
-    return decode_to(
-        vae,
-        latents,
-        report,
-        lambda pieces: collect_frames(((first, piece.numpy()) for first, piece in pieces), frames, write),
-        dtype=torch.uint8,
-        rest="decode" if write is None else "write",
-    )
+    images = torch.empty(images_shape(vae.config, latents), dtype=torch.uint8)
 
+    def collect(pieces: Pieces) -> None:
+        copied = ((first, images[first : first + len(piece)].copy_(piece)) for first, piece in pieces)
+        frames = each_once(copied)
+        if write is not None:
+            write(frames)
+        for _ in frames:  # all of them are needed, however `write` ended
+            pass
 
-def collect_frames(pieces: Iterator[tuple[int, np.ndarray]], frames: np.ndarray, write: WriteFrames | None) -> np.ndarray:
-    """Copy pieces into `frames` [F, H, W, 3] and hand each frame to `write` once. Returns `frames`, which are complete
-    even where `write` ends early."""
-
-    def taken() -> Iterator[np.ndarray]:
-        done = 0
-        for first, piece in pieces:
-            frames[first : first + len(piece)] = piece
-            yield from piece[max(0, done - first) :]
-            done = max(done, first + len(piece))
-
-    remaining = taken()
-    if write is not None:
-        write(remaining)
-    for _ in remaining:
-        pass
-    return frames
+    rest = "decode" if write is None else "write"
+    decode_to(vae, latents, report, collect, dtype=torch.uint8, rest=rest)
+    return images.numpy()
 
 
 @torch.no_grad()
@@ -89,14 +75,24 @@ def decode_images(
     dtype: float32 in 0..1, as on ComfyUI's IMAGE socket, or uint8. tile: decode in these tiles; None takes the whole
     picture, and tiles if that does not fit into memory. on_frames(done, total) follows every piece, and may raise.
     """
-    images = torch.empty(images_shape(vae, latents), dtype=dtype)
+    images = torch.empty(images_shape(vae.config, latents), dtype=dtype)
+    collect = partial(collect_images, images=images)
+    return decode_to(vae, latents, report, collect, dtype=dtype, tile=tile, on_frames=on_frames)
 
-    def copy(pieces: Pieces) -> Tensor:
-        for first, piece in pieces:
-            images[first : first + len(piece)] = piece
-        return images
 
-    return decode_to(vae, latents, report, copy, dtype=dtype, tile=tile, on_frames=on_frames)
+def collect_images(pieces: Pieces, images: Tensor) -> Tensor:
+    """Copy pieces into `images` [F, H, W, 3]; returns it."""
+    for first, piece in pieces:
+        images[first : first + len(piece)] = piece
+    return images
+
+
+def each_once(pieces: Pieces) -> Iterator[np.ndarray]:
+    """The pictures [H, W, 3] one by one, without those that come a second time."""
+    done = 0
+    for first, piece in pieces:
+        yield from piece[max(0, done - first) :].numpy()
+        done = max(done, first + len(piece))
 
 
 @torch.no_grad()
@@ -113,7 +109,7 @@ def decode_to(
 ) -> Made:
     """As `decode_images`, but `consume` gets the pictures while later ones are decoded, in a thread of its own. Returns
     what it returns, or raises what it raises. rest: the phase of `report` for what it takes after the last picture."""
-    total = images_shape(vae, latents)[0]
+    total = images_shape(vae.config, latents)[0]
 
     def decode(tile: TileSpec | None) -> None:
         done = 0
@@ -132,12 +128,12 @@ def decode_to(
             return feed.finish()
 
 
-def images_shape(vae: VideoVAE, latents: Tensor) -> tuple[int, int, int, int]:
+def images_shape(config: VAEConfig, latents: Tensor) -> tuple[int, int, int, int]:
     """[B * F, H, W, 3] of what `latents` [B, C, T, Y, X] are decoded to. Raises OptionError."""
     if latents.ndim != 5:
         raise OptionError(f"latents of {list(latents.shape)} given; needed are those of a video, with 5 dimensions")
-    stride, (B, _, T, Y, X) = vae.config.spatial_stride, latents.shape
-    return B * (vae.config.temporal_stride * (T - 1) + 1), Y * stride, X * stride, 3
+    stride, (B, _, T, Y, X) = config.spatial_stride, latents.shape
+    return B * (config.temporal_stride * (T - 1) + 1), Y * stride, X * stride, 3
 
 
 def _fits(run: Callable[[], None], retry: bool) -> bool:

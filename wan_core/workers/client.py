@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from wan_core.config import LoadOptions, Request
 from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
 from wan_core.models.text.notes import TokenCount
-from wan_core.pipeline.images import WriteFrames
+from wan_core.pipeline.images import Made, Pieces, WriteFrames
 from wan_core.pipeline.pipeline import WriteVideo
 from wan_core.sampling.plan import Plan, Step
 from wan_core.workers.launcher import Workers
@@ -205,26 +206,33 @@ def sample(
     return tensors["latents"]
 
 
-def decode(
+def decode_to(
     workers: Workers,
     vae: Mapping[str, Any],
     latents: Tensor,
     report: Report,
+    consume: Callable[[Pieces], Made],
     *,
+    dtype: torch.dtype,
     tile: Mapping[str, int] | None = None,
     on_frames: Callable[[int, int], None] = lambda done, total: None,
+    rest: str = "decode",
     poll: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """As `images.decode_images`: float32 [B * F, H, W, 3]. vae: path and precision."""
+) -> Made:
+    """As `images.decode_to`. vae: path and precision."""
+    fields = {"vae": dict(vae), "tile": None if tile is None else dict(tile), "uint8": dtype == torch.uint8}
+    with Feed(consume) as feed:
 
-    def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        if header["name"] == "frames":
-            on_frames(header["done"], header["total"])
+        def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+            if header["name"] == "frames":
+                on_frames(header["done"], header["total"])
+            elif header["name"] == "piece":
+                feed.put((header["first"], tensors["images"]))
 
-    fields = {"vae": dict(vae), "tile": None if tile is None else dict(tile)}
-    found, tensors = workers.call("decode", fields, {"latents": latents}, on_event=event, poll=poll)
-    add_report(report, found["report"])
-    return tensors["images"]
+        found, _ = workers.call("decode", fields, {"latents": latents}, on_event=event, poll=poll)
+        add_report(report, found["report"])
+        with report.phase(rest):
+            return feed.finish()
 
 
 def encode(

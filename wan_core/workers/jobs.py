@@ -34,7 +34,7 @@ from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
 from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.parallel.sequence import check_mesh, reads_parts
 from wan_core.parallel.weights import shared_checkpoint
-from wan_core.pipeline.images import decode_images, encode_images
+from wan_core.pipeline.images import Pieces, decode_to, encode_images
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import OnStep, Pipeline, sample_latents
@@ -180,14 +180,19 @@ class Jobs:
         return {"report": report_data(report), "attention": models.attention}, {"latents": latents.cpu()}
 
     def decode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
-        """Latents [B, C, T, Y, X] to pictures float32 [B * F, H, W, 3]."""
+        """Latents [B, C, T, Y, X] to pictures [F, H, W, 3], which are sent as events while others are decoded."""
         report = Report(self.rank.device)
         vae = self.vae(header["vae"])
         self.phase("decode")
         tile = None if header["tile"] is None else TileSpec(**header["tile"])
         latents = tensors["latents"].to(self.rank.device)
-        images = decode_images(vae, latents, report, tile=tile, on_frames=self.on_frames)
-        return {"report": report_data(report)}, {"images": images}
+        dtype = torch.uint8 if header["uint8"] else torch.float32
+        decode_to(vae, latents, report, self.send_pieces, dtype=dtype, tile=tile, on_frames=self.on_frames)
+        return {"report": report_data(report)}, {}
+
+    def send_pieces(self, pieces: Pieces) -> None:
+        for first, images in pieces:
+            self.rank.send({"kind": "event", "name": "piece", "first": first}, {"images": images})
 
     def encode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Pictures [F, H, W, 3] in 0..1 to latents [1, C, T, Y, X]."""
