@@ -1,9 +1,9 @@
 """Items that one thread makes and another one uses at the same time: decoded frames that are encoded meanwhile.
 
-    with Feed(lambda frames: write_mp4(path, frames, fps=16)) as feed:
-        for frame in decode():
-            feed.put(frame)
-        path = feed.finish()
+with Feed(lambda frames: write_mp4(path, frames, fps=16)) as feed:
+    for frame in decode():
+        feed.put(frame)
+    path = feed.finish()
 """
 
 from __future__ import annotations

@@ -119,13 +119,25 @@ def decode_to(
                 done += piece.shape[2]
                 on_frames(done, total)
 
-    with Feed(lambda items: consume(_arrived(item) for item in items)) as feed:
+    used = in_this_mode(consume)
+    with Feed(lambda items: used(_arrived(item) for item in items)) as feed:
         with report.phase("decode"):
             if not _fits(partial(decode, tile), retry=tile is None and vae.strips is None):
                 report.notes.append("decode: the whole picture did not fit into memory, decoded in tiles")
                 decode(TileSpec())
         with report.phase(rest):
             return feed.finish()
+
+
+def in_this_mode(consume: Callable[[Pieces], Made]) -> Callable[[Pieces], Made]:
+    """`consume` for another thread, in the inference mode of this one: tensors made in it cannot be changed outside."""
+    inference = torch.is_inference_mode_enabled()
+
+    def inside(pieces: Pieces) -> Made:
+        with torch.inference_mode(inference), torch.no_grad():
+            return consume(pieces)
+
+    return inside
 
 
 def images_shape(config: VAEConfig, latents: Tensor) -> tuple[int, int, int, int]:

@@ -18,7 +18,7 @@ from wan_core.config import LoadOptions, Request
 from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
 from wan_core.models.text.notes import TokenCount
-from wan_core.pipeline.images import Made, Pieces, WriteFrames
+from wan_core.pipeline.images import Made, Pieces, WriteFrames, in_this_mode
 from wan_core.pipeline.pipeline import WriteVideo
 from wan_core.sampling.plan import Plan, Step
 from wan_core.workers.launcher import Workers
@@ -221,7 +221,7 @@ def decode_to(
 ) -> Made:
     """As `images.decode_to`. vae: path and precision."""
     fields = {"vae": dict(vae), "tile": None if tile is None else dict(tile), "uint8": dtype == torch.uint8}
-    with Feed(consume) as feed:
+    with Feed(in_this_mode(consume)) as feed:
 
         def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
             if header["name"] == "frames":
