@@ -27,9 +27,20 @@ from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels import fused
-from wan_core.pipeline.images import Made, Pieces, collect_images, decode_to, encode_images, images_shape
+from wan_core.pipeline.images import (
+    Made,
+    Pieces,
+    collect_images,
+    decode_to,
+    encode_images,
+    encode_video,
+    images_shape,
+    pixels_to_video,
+    video_to_pixels,
+)
 from wan_core.pipeline.loras import Wanted, lora_bytes
 from wan_core.pipeline.memory_planning import decode_bytes, forward_bytes
 from wan_core.pipeline.model_parts import Experts
@@ -232,6 +243,15 @@ class VAESocket:
         video = (pixels[0] if pixels.ndim == 5 else pixels)[..., :3]
         stride = self.config.spatial_stride
         return host.to_intermediate(encode_images(self._use(video.shape[1] // stride, video.shape[2] // stride), video))
+
+    def encode_known(self, first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
+        """As `known_frames`, and the latents of its clip instead of the clip, which exists on the device alone."""
+        place = {"device": host.device(), "dtype": self.held.part.dtype}
+        ends = (None if end is None else pixels_to_video(video_to_pixels(end)).to(**place) for end in (first, last))
+        clip, unknown = known_frames(*ends, frames)
+        stride = self.config.spatial_stride
+        vae = self._use(clip.shape[3] // stride, clip.shape[4] // stride)
+        return host.to_intermediate(encode_video(vae, clip)), unknown.float().cpu()
 
     def encode_tiled(self, pixels: Tensor, **_: Any) -> Tensor:
         return self.encode(pixels)

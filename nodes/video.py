@@ -89,8 +89,8 @@ class WanCoreDecodeToVideo(io.ComfyNode):
                     "encoder",
                     options=list(ENCODERS),
                     default="as Save Video",
-                    tooltip="'as Save Video': the same settings (crf 23, medium). 'frame threads': the same quality, on "
-                    "more CPU cores. 'fast': preset veryfast, larger files of the same quality.",
+                    tooltip="'as Save Video': the same settings (crf 23, medium). 'frame threads': the same quality, "
+                    "on more CPU cores. 'fast': preset veryfast, larger files of the same quality.",
                 ),
                 io.Combo.Input(
                     "tiling",

@@ -28,12 +28,15 @@ def test_a_fault_of_the_consumer_reaches_the_maker() -> None:
         next(items)
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"), Feed(consume, depth=1) as feed:
-        for n in range(1000):  # waits for ever if the fault does not arrive
-            feed.put(n)
-    with pytest.raises(OSError, match="disk full"), Feed(consume) as feed:
-        feed.put(1)
-        feed.finish()
+    def put(count: int) -> None:
+        with Feed(consume, depth=1) as feed:
+            for n in range(count):  # waits for ever if the fault does not arrive
+                feed.put(n)
+            feed.finish()
+
+    for count in (1, 1000):
+        with pytest.raises(OSError, match="disk full"):
+            put(count)
 
 
 def test_a_fault_of_the_maker_leaves_no_file_and_no_thread(tmp_path) -> None:
@@ -47,9 +50,13 @@ def test_a_fault_of_the_maker_leaves_no_file_and_no_thread(tmp_path) -> None:
             faults.append(type(fault))
             raise
 
-    with pytest.raises(KeyboardInterrupt), Feed(write) as feed:
-        feed.put(frame)
-        raise KeyboardInterrupt
+    def interrupted() -> None:
+        with Feed(write) as feed:
+            feed.put(frame)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert faults == [Abandoned] and not list(tmp_path.iterdir())
     assert not [thread for thread in threading.enumerate() if thread.name == "wancore-feed"]
 

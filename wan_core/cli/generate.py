@@ -50,8 +50,8 @@ def run_warmup(options: argparse.Namespace) -> int:
 
 def run_generate(options: argparse.Namespace) -> int:
     """Returns 1 if the video is complete and another file that was asked for could not be written."""
-    from wan_core.media.pictures import check_picture_name
     from wan_core.media.mp4 import check_video_name
+    from wan_core.media.pictures import check_picture_name
 
     request, load_options = request_of(options), load_options_of(options)
     check_video_name(options.out)

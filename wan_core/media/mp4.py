@@ -15,6 +15,7 @@ from pathlib import Path
 
 import av
 import numpy as np
+from av.container import OutputContainer
 from av.video.reformatter import ColorRange, Colorspace
 from numpy.typing import NDArray
 
@@ -68,7 +69,7 @@ def write_mp4(
     frames: Iterable[NDArray[np.uint8]],
     *,
     fps: float | Fraction,
-    encoder: Encoder = Encoder(),  # noqa: B008, it is frozen
+    encoder: Encoder = Encoder(),
     sound: Sound | None = None,
     metadata: Mapping[str, str] | None = None,
     tags: Mapping[str, str] | None = None,
@@ -159,7 +160,7 @@ def _layout(sound: Sound) -> str:
     return "mono" if sound.samples.shape[0] == 1 else "stereo"
 
 
-def _add_sound(container: av.container.OutputContainer, track: av.AudioStream, sound: Sound, samples: int) -> None:
+def _add_sound(container: OutputContainer, track: av.AudioStream, sound: Sound, samples: int) -> None:
     cut = np.ascontiguousarray(sound.samples[:, :samples])
     if cut.size:
         frame = av.AudioFrame.from_ndarray(cut, format="fltp", layout=_layout(sound))

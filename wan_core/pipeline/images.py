@@ -25,8 +25,10 @@ Made = TypeVar("Made")
 WriteFrames = Callable[[Iterator[np.ndarray]], object]
 """Is given frames uint8 [H, W, 3], in order, each while later ones are made."""
 Pieces = Iterator[tuple[int, Tensor]]
-"""Finished pictures [F, H, W, 3] on the CPU, and the index of the first of them, in order. After out of memory they begin
-again at 0, in tiles."""
+"""Finished pictures [F, H, W, 3] on the CPU, and the index of the first of them, in order. After out of memory they
+begin again at 0, in tiles."""
+
+_Arriving = tuple[int, Tensor, "torch.cuda.Event | None"]
 
 
 def pixels_to_video(pixels: Tensor) -> Tensor:
@@ -120,7 +122,7 @@ def decode_to(
                 on_frames(done, total)
 
     used = in_this_mode(consume)
-    with Feed(lambda items: used(_arrived(item) for item in items)) as feed:
+    with Feed[_Arriving, Made](lambda items: used(_arrived(item) for item in items)) as feed:
         with report.phase("decode"):
             if not _fits(partial(decode, tile), retry=tile is None and vae.strips is None):
                 report.notes.append("decode: the whole picture did not fit into memory, decoded in tiles")
@@ -173,7 +175,7 @@ def _start_copy(images: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return host, arrived
 
 
-def _arrived(item: tuple[int, Tensor, torch.cuda.Event | None]) -> tuple[int, Tensor]:
+def _arrived(item: _Arriving) -> tuple[int, Tensor]:
     first, images, event = item
     if event is not None:
         event.synchronize()
@@ -192,7 +194,13 @@ def encode_images(vae: VideoVAE, images: Tensor) -> Tensor:
 
     Out of memory: once more, in tiles. Raises OptionError for a size that does not fit.
     """
-    video, latents = pixels_to_video(images), []
+    return encode_video(vae, pixels_to_video(images))
+
+
+@torch.no_grad()
+def encode_video(vae: VideoVAE, video: Tensor) -> Tensor:
+    """As `encode_images`, of a video [1, 3, F, H, W] in -1..1."""
+    latents: list[Tensor] = []
     if not _fits(lambda: latents.append(vae.encode(video, chunk=1)), retry=vae.strips is None):
         latents.append(vae.encode(video, chunk=1, tile=TileSpec()))
     return latents[0].float().cpu()

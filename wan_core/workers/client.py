@@ -116,7 +116,8 @@ class _ArrivingVideo:
     """Frames that the workers send, written in a thread while others arrive."""
 
     def __init__(self, write: WriteVideo | None) -> None:
-        self.write, self.feed = write, None
+        self.write = write
+        self.feed: Feed[np.ndarray, np.ndarray] | None = None
 
     def __enter__(self) -> _ArrivingVideo:
         return self
@@ -127,7 +128,7 @@ class _ArrivingVideo:
 
     def begin(self, fps: int, settings: Mapping[str, Any]) -> None:
         told = None if self.write is None else partial(self.write, fps=fps, settings=settings)
-        self.feed = Feed(lambda frames: _stacked(frames, told)).__enter__()
+        self.feed = Feed[np.ndarray, np.ndarray](lambda frames: _stacked(frames, told)).__enter__()
 
     def put(self, frame: np.ndarray) -> None:
         assert self.feed is not None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ class DownStage(nn.Module):
     def settle(self, still: Still) -> Still:
         """As `CausalConv3d.settle`."""
         for layer in self.downsamples:
-            still = layer.settle(still)
+            still = cast(ResidualBlock, layer).settle(still)
         return still
 
 
