@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from . import host
+from .accelerate import WanCoreAccelerate
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
+from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
@@ -41,10 +44,13 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreLoRA,
     WanCoreSparseAttention,
     WanCoreLauncher,
+    WanCoreAccelerate,
+    WanCoreNativePlan,
     WanCoreDecodeToVideo,
 ]
 
 
 class WanCoreExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        host.prepare_when_up()
         return NODES

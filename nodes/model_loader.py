@@ -8,7 +8,16 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, LoadOptions, OptionError, check_choice
+from wan_core.config import (
+    COMPILES,
+    LORA_MODES,
+    PRECISIONS,
+    QUANTIZED,
+    RESIDENCIES,
+    LoadOptions,
+    OptionError,
+    check_choice,
+)
 from wan_core.execution.memory.residency import Residency
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.preview import map_of_channels
@@ -49,6 +58,7 @@ class WanCoreModelLoader(io.ComfyNode):
                 *_file_inputs(),
                 *_run_inputs(),
                 workers_input(),
+                _lora_input(),
             ],
             outputs=[
                 MODEL.Output("model", display_name="model", tooltip="For the WanCore Sampler and Plan Preview."),
@@ -82,6 +92,7 @@ class WanCoreModelLoader(io.ComfyNode):
         compile: str = "",
         keep_blocks: int = 0,
         workers: None = None,
+        lora_mode: str = "auto",
     ) -> list[tuple[str, int]]:
         return fingerprint(*_paths(high, low)) if high is not None else []
 
@@ -96,6 +107,7 @@ class WanCoreModelLoader(io.ComfyNode):
         compile: str = COMPILES[0],
         keep_blocks: int = 0,
         workers: WorkersSocket | None = None,
+        lora_mode: str = "auto",
     ) -> io.NodeOutput:
         device = host.device() if workers is None else workers.device
         if residency == "shard" and workers is None:
@@ -109,6 +121,7 @@ class WanCoreModelLoader(io.ComfyNode):
             attention=attention,
             compile=compile,
             residency=residency,
+            lora_mode=lora_mode,
         )
         found = find_experts(*paths)
         settings = resolve_settings(found, options, device)
@@ -118,7 +131,8 @@ class WanCoreModelLoader(io.ComfyNode):
         held = {expert: host.Held(name, settings.parts[expert], finished, streaming) for expert, name in names.items()}
         rgb = TINY_MAP if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
         both: dict[Expert, host.Held] = {"high": held["high"], "low": held.get("low", held["high"])}
-        model = ModelSocket(options, settings, both, rgb, workers=workers)
+        kernels = host.prepare_kernels(settings) if workers is None else None
+        model = ModelSocket(options, settings, both, rgb, workers=workers, kernels=kernels)
         info = _info(settings)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
 
@@ -162,7 +176,7 @@ def _run_inputs() -> list[Any]:
             options=["auto", *BACKENDS],
             default="auto",
             tooltip="The attention kernel. 'auto' takes the fastest that runs here and changes no numbers; FP8 "
-            "and int8 kernels ('cudnn-fp8', 'te-fp8', 'sage') only by name. One that cannot run is refused, "
+            "and int8 kernels ('cudnn-fp8', 'te-fp8', 'int8', 'sage') only by name. One that cannot run is refused, "
             "never replaced silently.",
         ),
         io.Combo.Input(
@@ -193,6 +207,18 @@ def _run_inputs() -> list[Any]:
             "more exact results. 0: every block is quantised.",
         ),
     ]
+
+
+def _lora_input() -> Any:
+    return io.Combo.Input(
+        "lora_mode",
+        options=list(LORA_MODES),
+        default="auto",
+        optional=True,
+        tooltip="How LoRAs are put on this model. 'merge': summed into the weights, which costs nothing while it runs; "
+        "another strength reads the weights that change again. 'attach': computed beside the weights, some percent "
+        "slower; another strength takes no time. 'auto': merge, and attach where weights stay packed (GGUF).",
+    )
 
 
 def _paths(high: str, low: str | None) -> list[Path]:
