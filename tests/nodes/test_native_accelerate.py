@@ -123,4 +123,4 @@ def test_refusals(found: dict[str, Any]) -> None:
     words = found["refusals"]
     assert words["other"] == "WanCore Accelerate takes Wan models, this is Linear: connect a Wan model"
     assert "'flash4' cannot run on cpu" in words["backend"]
-    assert "set sparse to 'off'" in words["twice"]
+    assert "guidance schedule" in words["schedule"] and "set sparse to 'off'" in words["twice"]
