@@ -49,7 +49,6 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreAccelerate,
     WanCoreNativePlan,
     WanCoreFromModel,
-    WanCoreAccelerate,
     WanCoreNAG,
     WanCoreDecodeToVideo,
 ]
