@@ -12,8 +12,8 @@ from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEn
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
-from .native_plan import WanCoreNativePlan
 from .nag import WanCoreNAG
+from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
