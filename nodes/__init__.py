@@ -9,6 +9,7 @@ from .accelerate import WanCoreAccelerate
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
+from .from_model import WanCoreFromModel
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
@@ -46,6 +47,8 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreLauncher,
     WanCoreAccelerate,
     WanCoreNativePlan,
+    WanCoreFromModel,
+    WanCoreAccelerate,
     WanCoreNAG,
 ]
 

@@ -14,6 +14,7 @@ from wan_core.sampling.presets import CHOICES, preset_plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.window import Window
 
+from .schema import ADVANCED
 from .sockets import ModelSocket
 
 OWN = "0: the model's own"
@@ -42,6 +43,7 @@ def plan_inputs() -> list[Any]:
         ),
         io.Float.Input(
             "boundary",
+            **ADVANCED,
             default=0.0,
             min=0.0,
             max=1.0,
@@ -109,6 +111,7 @@ def window_inputs() -> list[Any]:
         ),
         io.Int.Input(
             "start_step",
+            **ADVANCED,
             default=0,
             min=0,
             max=LAST,
@@ -118,6 +121,7 @@ def window_inputs() -> list[Any]:
         ),
         io.Int.Input(
             "end_step",
+            **ADVANCED,
             default=LAST,
             min=1,
             max=LAST,
@@ -126,6 +130,7 @@ def window_inputs() -> list[Any]:
         ),
         io.Combo.Input(
             "return_with_leftover_noise",
+            **ADVANCED,
             options=SWITCH[::-1],
             default="disable",
             optional=True,
@@ -163,7 +168,7 @@ def plan_of(
         [path for path in (*loras, high, low) if path is not None],
         task=model.experts.task.name,
         steps=steps or None,
-        shift=shift or None,
+        shift=shift or model.shift,
         boundary=boundary or (None if model.experts.low else model.experts.task.boundary),
         guidance_high=guidance_high or None,
         guidance_low=guidance_low or None,

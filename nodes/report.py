@@ -14,6 +14,7 @@ from wan_core.sampling.plan_drawing import draw_plan
 
 from .pictures import as_image, shown
 from .plan_inputs import LAST, plan_inputs, plan_of, preset_input, window_inputs, window_of
+from .schema import ADVANCED, aliases
 from .sockets import MODEL, REPORT, SKIPPING, ModelSocket
 
 
@@ -26,6 +27,7 @@ class WanCorePlanPreview(io.ComfyNode):
             node_id="WanCorePlanPreview",
             display_name="WanCore Plan Preview",
             category="WanCore",
+            **aliases("WanCorePlanPreview"),
             description="Shows sigma, expert and guidance of every step as text and as a picture, without loading the "
             "model.",
             inputs=[
@@ -33,6 +35,7 @@ class WanCorePlanPreview(io.ComfyNode):
                 *plan_inputs(),
                 io.Float.Input(
                     "seconds_per_forward",
+                    **ADVANCED,
                     default=0.0,
                     min=0.0,
                     max=100000.0,
@@ -48,6 +51,7 @@ class WanCorePlanPreview(io.ComfyNode):
                 ),
                 io.Boolean.Input(
                     "from_image",
+                    **ADVANCED,
                     default=False,
                     optional=True,
                     tooltip="For TI2V-5B only: the video starts from an image, for which MagCache has a separate "
@@ -124,6 +128,7 @@ class WanCoreReport(io.ComfyNode):
             node_id="WanCoreReport",
             display_name="WanCore Report",
             category="WanCore",
+            **aliases("WanCoreReport"),
             description="Phases, memory and settings of a run, as text and as a picture.",
             inputs=[
                 REPORT.Input("report", tooltip="From the sampler, or from WanCore VAE Decode, which adds the decoding.")

@@ -30,6 +30,7 @@ from . import host
 from .conditioning import on_device
 from .files import name_of
 from .plan_inputs import LAST, SWITCH, plan_inputs, plan_of, preset_input, window_inputs, window_of
+from .schema import ADVANCED, aliases
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 from .watching import Watcher, relieve_once
 
@@ -45,6 +46,7 @@ class WanCoreSampler(io.ComfyNode):
             node_id="WanCoreSampler",
             display_name="WanCore Sampler",
             category="WanCore",
+            **aliases("WanCoreSampler"),
             description="Runs both experts over the steps of a plan. Numbers left at 0 come from the model.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader."),
@@ -66,6 +68,7 @@ class WanCoreSampler(io.ComfyNode):
                 *plan_inputs(),
                 io.Combo.Input(
                     "guidance_mode",
+                    **ADVANCED,
                     options=list(GUIDANCE_MODES),
                     default="auto",
                     tooltip="Run the two branches of guidance as one forward ('batched') or apart. 'auto' decides by "

@@ -55,6 +55,7 @@ class ModelSocket:
     pace: dict[Expert, float] = field(default_factory=dict)
     loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
     workers: Any = None  # WorkersSocket: they load and run it
+    shift: float | None = None  # that came with the model; None: the task's own
 
     @property
     def experts(self) -> Experts:

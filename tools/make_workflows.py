@@ -51,13 +51,13 @@ NATIVE += (
     "PreviewImage",
 )
 NATIVE += ("SaveVideo", "VAEDecode", "WanImageToVideo")
-BELOW = 1180  # the second row of columns
+BELOW = 1320  # the second row of columns
 
 # ---------------------------------------------------------------------------------------------------------- workflows
 
 
 def text_to_video(flow: Workflow) -> None:
-    add_note(flow, 520)
+    add_note(flow)
     model, clip, vae = add_loaders(flow, 0, TINY)
     flow.column("What to show", STEP, WIDE)
     text = add_prompt(flow, clip, "a red circle moving right on a blue background")
@@ -70,7 +70,7 @@ def text_to_video(flow: Workflow) -> None:
 
 
 def image_to_video(flow: Workflow) -> None:
-    add_note(flow, 520)
+    add_note(flow)
     model, clip, vae = add_loaders(flow, 0, TINY_I2V)
     flow.column("First frame", -500, 460, y=560)
     picture = add_drawing(flow, "green", "white", left=35, top=58)
@@ -92,14 +92,14 @@ def image_to_video(flow: Workflow) -> None:
 
 
 def image_to_video_wan21(flow: Workflow) -> None:
-    add_note(flow, 520)
+    add_note(flow)
     flow.column("Models", 0, WIDE)
     model = flow.add("WanCoreModelLoader", high="wan2.1_i2v_480p_14B_fp16.safetensors", low="none", space=180)
     clip = flow.add("WanCoreTextEncoderLoader", text_encoder="umt5_xxl_fp16.safetensors", space=60)
     vae = flow.add("WanCoreVAELoader", vae="wan_2.1_vae.safetensors", space=60)
     flow.column("First frame", -500, 460, y=560)
     picture = flow.add("LoadImage", image="example.png", space=330)
-    flow.column("What is in it", 0, WIDE, y=1020)
+    flow.column("What is in it", 0, WIDE, y=1080)
     vision = flow.add("CLIPVisionLoader", clip_name="clip_vision_h.safetensors")
     seen = flow.add("CLIPVisionEncode", clip_vision=vision["CLIP_VISION"], image=picture["IMAGE"], crop="none")
     flow.column("What to show", STEP, WIDE)
@@ -120,7 +120,7 @@ def image_to_video_wan21(flow: Workflow) -> None:
 
 
 def embedded_demo(flow: Workflow) -> None:
-    add_note(flow, 470)
+    add_note(flow)
     model, clip, vae = add_loaders(flow, 0, TINY)
     flow.column("1  Text to video", STEP, WIDE)
     text = add_prompt(flow, clip, "a red circle moving right on a blue background")
@@ -158,7 +158,7 @@ def embedded_demo(flow: Workflow) -> None:
 
 
 def mixed_with_native_nodes(flow: Workflow) -> None:
-    add_note(flow, 520)
+    add_note(flow)
     model, clip, vae = add_loaders(flow, 0, TINY)
     flow.column("Text", STEP, WIDE)
     positive = flow.add(
@@ -204,7 +204,7 @@ def mixed_with_native_nodes(flow: Workflow) -> None:
 
 
 def fewer_forwards(flow: Workflow) -> None:
-    add_note(flow, 520)
+    add_note(flow)
     model, clip, vae = add_loaders(flow, 0, TINY)
     flow.column("What to show", STEP, WIDE)
     caption = "an orange triangle moving left on a black background"
@@ -233,7 +233,7 @@ def fewer_forwards(flow: Workflow) -> None:
 
 
 def four_steps(flow: Workflow) -> None:
-    add_note(flow, 520)
+    add_note(flow)
     model, clip, vae = add_loaders(flow, 0, TINY)
     flow.column("Four-step LoRAs", STEP, WIDE)
     lora = flow.add(
@@ -255,7 +255,7 @@ def four_steps(flow: Workflow) -> None:
 
 
 def video_to_video(flow: Workflow) -> None:
-    add_note(flow, 420)
+    add_note(flow)
     model, clip, vae = add_loaders(flow, 0, TINY)
     flow.column("A video", STEP, WIDE)
     text = add_prompt(flow, clip, "a red circle moving right on a blue background")
@@ -280,10 +280,10 @@ def video_to_video(flow: Workflow) -> None:
 
 
 def multi_gpu(flow: Workflow) -> None:
-    add_note(flow, 560)
+    add_note(flow)
     flow.column("Workers", 0, WIDE)
     workers = flow.add("WanCoreLauncher", devices="cpu,cpu", space=40)["workers"]
-    model, clip, vae = add_loaders(flow, 0, TINY, y=300, workers=workers)
+    model, clip, vae = add_loaders(flow, 0, TINY, y=330, workers=workers)
     flow.column("What to show", STEP, WIDE)
     text = add_prompt(flow, clip, "a white cross moving down on a purple background")
     size = flow.add("WanCoreEmptyLatent", **SIZE)

@@ -22,7 +22,7 @@ NEGATIVE = (
 
 
 def wan22_image_to_video(flow: Workflow) -> None:
-    add_note(flow, 520)
+    add_note(flow)
     model, clip, vae = _models(flow, "i2v")
     flow.column("First frame", -500, 460, y=560)
     picture = flow.add("LoadImage", image="example.png", space=330)
@@ -39,7 +39,7 @@ def wan22_image_to_video(flow: Workflow) -> None:
 
 
 def wan22_text_to_video(flow: Workflow) -> None:
-    add_note(flow, 520)
+    add_note(flow)
     model, clip, vae = _models(flow, "t2v")
     chosen = _four_steps(flow, model, "t2v", "1.1")
     flow.column("What to show", 2 * STEP, WIDE)
@@ -56,7 +56,7 @@ def wan22_text_to_video(flow: Workflow) -> None:
 
 
 def wan22_first_last_frame(flow: Workflow) -> None:
-    add_note(flow, 520)
+    add_note(flow)
     model, clip, vae = _models(flow, "i2v")
     flow.column("First and last frame", -500, 460, y=560)
     first = flow.add("LoadImage", title="First frame", image="example.png", space=330)
@@ -74,7 +74,7 @@ def wan22_first_last_frame(flow: Workflow) -> None:
 
 
 def wan22_5b(flow: Workflow) -> None:
-    add_note(flow, 520)
+    add_note(flow)
     flow.column("Models", 0, WIDE)
     model = flow.add("WanCoreModelLoader", high="wan2.2_ti2v_5B_fp16.safetensors", low="none", space=180)
     clip = flow.add("WanCoreTextEncoderLoader", text_encoder=TEXT_ENCODER, space=60)

@@ -13,9 +13,8 @@ WIDE, NARROW = 360, 300  # columns
 STEP = WIDE + 60
 
 
-def add_note(flow: Workflow, height: int) -> None:
-    flow.column(None, -500, 460, y=-70)
-    flow.note((NOTES / f"{flow.name}.md").read_text(encoding="utf-8").rstrip(), height)
+def add_note(flow: Workflow) -> None:
+    flow.note((NOTES / f"{flow.name}.md").read_text(encoding="utf-8").rstrip())
 
 
 def add_loaders(flow: Workflow, x: int, name: str, y: int = 0, **workers: Output) -> tuple[Node, Node, Node]:

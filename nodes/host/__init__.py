@@ -4,7 +4,7 @@ The only folder that touches comfy.*, folder_paths and the server.
 """
 
 from .devices import device, gpu_count, to_intermediate
-from .folders import model_names, model_path, stamps, unfinished_path
+from .folders import model_names, model_path, stamps, temporary_folder, unfinished_path
 from .memory import Held, Remote, Weights, evict_all, load, log, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
 from .native_cache import StepCache, attach, attached, plan_of_part
@@ -42,6 +42,7 @@ __all__ = [
     "show",
     "sparse_of",
     "stamps",
+    "temporary_folder",
     "to_intermediate",
     "unfinished_path",
 ]

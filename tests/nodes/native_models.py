@@ -21,6 +21,7 @@ PACK = Path(__file__).resolve().parents[2]
 def set_up(checkout: str) -> types.ModuleType:
     """ComfyUI and the pack in this process; gives the pack's `nodes`."""
     sys.path[:] = [checkout, *(path for path in sys.path if Path(path or ".").resolve() not in (PACK, PACK / "tests"))]
+    importlib.import_module("utils.extra_config")  # as main.py does: a folder of ComfyUI has a module of this name
     cli = importlib.import_module("comfy.cli_args")
     cli.args.cpu = True
     spec = importlib.util.spec_from_file_location("pack", PACK / "__init__.py", submodule_search_locations=[str(PACK)])

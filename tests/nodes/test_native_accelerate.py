@@ -65,7 +65,7 @@ def test_sparse_attention_keeps_every_token_in_its_place(found: dict[str, Any], 
     nearly_all, quarter = run["errors"]
     assert nearly_all <= SAME < quarter < 0.1
     assert run["places"] == PLACES.get(name, [[0, 5, 4, 6, 120]])
-    taken = f"{STEPS * (LAYERS if name == 'animate2' else CALLS.get(name, LAYERS))} by sparse attention (math)"
+    taken = f"{STEPS * CALLS.get(name, LAYERS)} by sparse attention (math)"
     assert all(f"self-attention calls: {taken}" in words for words in run["words"])
 
 

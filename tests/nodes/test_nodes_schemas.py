@@ -7,6 +7,7 @@ with a real one). Here the declarations are read without ComfyUI, through a reco
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import sys
@@ -139,3 +140,13 @@ def test_the_pack_imports_nothing_of_comfyui_before_its_entry_point() -> None:
     spec.loader.exec_module(pack)
     assert callable(pack.comfy_entrypoint) and not hasattr(pack, "NODE_CLASS_MAPPINGS")
     assert (Path(__file__).resolve().parents[2] / pack.WEB_DIRECTORY).is_dir()
+
+
+@pytest.mark.parametrize("words", ["wan fast", "sage", "teacache", "magcache", "block swap"])
+def test_words_that_people_search_for_find_a_node(schemas: dict[str, Any], words: str) -> None:
+    """ComfyUI's search takes them where its schemas have `search_aliases`; here they are read from the table."""
+    source = (Path(__file__).resolve().parents[2] / "nodes" / "schema.py").read_text(encoding="utf-8")
+    table = source.partition("ALIASES = ")[2].partition("# fmt: skip")[0]
+    names = ast.literal_eval(table)
+    assert names.keys() <= schemas.keys()
+    assert any(words in several for several in names.values())
