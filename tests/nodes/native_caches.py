@@ -51,6 +51,16 @@ class World:
         finally:
             self.patcher.get_free_memory = self.free_memory
 
+    @contextmanager
+    def runs(self) -> Iterator[list[Any]]:
+        """The cached runs that are made inside."""
+        real, made = self.cache.CachedRun, []
+        self.cache.CachedRun = lambda *given: made.append(real(*given)) or made[-1]
+        try:
+            yield made
+        finally:
+            self.cache.CachedRun = real
+
     def counts(self) -> tuple[int, int]:
         """Skipped and all forwards of the last run."""
         words = self.said[-1].split(": ", 1)[1].split()
@@ -248,13 +258,10 @@ def check_windows(it: World) -> None:
     model = windowed("standard_static")
     plain = sample(model, EULER, size=size)
     assert (sample(it.cached(model, **never()[1]), EULER, size=size) == plain).all()
-    runs = []
-    real = it.cache.CachedRun
-    it.cache.CachedRun = lambda *given: runs.append(real(*given)) or runs[-1]
-    states = []
-    fast = it.cached(model, **policies()["taylorseer"])
-    found = sample(fast, EULER, size=size, callback=lambda *_: states.append(len(runs[-1].states)))
-    it.cache.CachedRun = real
+    states: list[int] = []
+    with it.runs() as runs:
+        fast = it.cached(model, **policies()["taylorseer"])
+        found = sample(fast, EULER, size=size, callback=lambda *_: states.append(len(runs[-1].states)))
     assert states[-1] == 2 * 3, states  # two prompts, three windows
     assert it.counts() == (30, 66), it.said[-1]
     assert world.error(found, plain) < 0.5 and (found != plain).any()
@@ -300,15 +307,14 @@ def check_faults(it: World) -> None:
 
 def check_image_to_image(it: World) -> None:
     """The second half of 24 steps by KSampler's denoise: its place in the run, and never skipping."""
-    model, plans = world.tiny("WAN21_T2V"), []
-    real = it.cache.CachedRun
-    it.cache.CachedRun = lambda plan, *given: plans.append(plan) or real(plan, *given)
+    model = world.tiny("WAN21_T2V")
     parts = {"steps": 12, "denoise": 0.5}
     plain = world.sample(model, {}, SIZE, **parts)
-    fast = world.sample(it.cached(model, **policies()["magcache"]), {}, SIZE, **parts)
-    it.cache.CachedRun = real
-    assert [step.index for step in plans[0].steps] == list(range(12, 24))
-    assert plans[0].steps[0].action == "compute" and it.counts()[0] > 2 and (fast != plain).any()
+    with it.runs() as runs:
+        fast = world.sample(it.cached(model, **policies()["magcache"]), {}, SIZE, **parts)
+    steps = runs[0].plan.steps
+    assert [step.index for step in steps] == list(range(12, 24))
+    assert steps[0].action == "compute" and it.counts()[0] > 2 and (fast != plain).any()
     assert (world.sample(it.cached(model, **never()[0]), {}, SIZE, **parts) == plain).all()
 
 
@@ -322,12 +328,16 @@ def check_samplers(it: World) -> None:
         "dpmpp_2m": (10, 22),
         "res_multistep": (10, 22),
     }
+    keep, kept = it.cache.keep_blocks, []
+    it.cache.keep_blocks = lambda *given: kept.append(float(given[3]["sigmas"][0])) or keep(*given)
     for sampler in expected:
         plain = sample(model, EULER, sampler=sampler)
         assert (sample(it.cached(model, **never()[1]), EULER, sampler=sampler) == plain).all(), sampler
         fast = sample(it.cached(model, **every_second()), EULER, sampler=sampler)
         assert fast.isfinite().all() and world.error(fast, plain) < 0.6, (sampler, world.error(fast, plain))
         assert it.counts() == expected[sampler], (sampler, it.said[-1])
+    it.cache.keep_blocks = keep
+    assert all(min(abs(sigma - known) for known in EULER) < 1e-5 for sigma in kept) and len(kept) > 25
 
 
 def check_conditions(it: World) -> None:
@@ -347,8 +357,13 @@ def check_conditions(it: World) -> None:
     plain = sample(guided, EULER)
     assert (plain != sample(model, EULER)).any()
     assert (sample(it.cached(guided, **never()[1]), EULER) == plain).all()
-    assert world.error(sample(it.cached(guided, **every_second()), EULER), plain) < 0.6
-    late = [[world.rows(1, 6, 32, seed=4), {"start_percent": 0.75}], [world.rows(1, 6, 32, seed=2), {}]]
+    with it.runs() as runs:
+        states: list[int] = []
+        count = lambda *_: states.append(len(runs[-1].states))  # noqa: E731
+        assert world.error(sample(it.cached(guided, **every_second()), EULER, callback=count), plain) < 0.6
+    assert states[-1] == 3, "the prompt without the layer has residuals of its own"
+    # the first of them begins in a step that is skipped, and is computed there
+    late = [[world.rows(1, 6, 32, seed=4), {"start_percent": 0.637}], [world.rows(1, 6, 32, seed=2), {}]]
     with torch.inference_mode():
         found = comfy.sample.sample_custom(
             fast, world.rows(*SIZE, seed=9), 1.0, comfy.samplers.sampler_object("euler"), torch.tensor(EULER),
@@ -374,9 +389,6 @@ def check_preview(it: World) -> None:
     skipping = importlib.import_module("wan_core.config").SkipOptions(
         sparse=SparseOptions(sparsity=0.5, dense_steps=0.1, ramp=0), **policies()["taylorseer"]
     )
-    plans = []
-    real = it.cache.CachedRun
-    it.cache.CachedRun = lambda plan, *given: plans.append(plan) or real(plan, *given)
     models = [
         accelerate.execute(world.tiny("WAN21_T2V", seed), "comfyui", "off", skipping).result[0] for seed in (0, 1)
     ]
@@ -387,7 +399,6 @@ def check_preview(it: World) -> None:
 
     given = {"steps": 20, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
     for low, denoise in ((None, 1.0), (None, 0.5), (models[1], 1.0)):
-        plans.clear()
         picture, table = node.execute(
             models[0], **given, denoise=denoise, seconds_per_forward=1.0, model_low=low, split_step=9
         ).result
@@ -395,12 +406,12 @@ def check_preview(it: World) -> None:
             (models[0], {"start_step": 0, "last_step": 9, "force_full_denoise": False}),
             (low, {"start_step": 9, "last_step": 20}),
         ]  # fmt: skip
-        for model, part in parts:
-            world.sample(model, {}, SIZE, **given, **part)
-        ran = [step.words() for plan in plans for step in plan.steps]
+        with it.runs() as runs:
+            for model, part in parts:
+                world.sample(model, {}, SIZE, **given, **part)
+        ran = [step.words() for run in runs for step in run.plan.steps]
         assert rows(table) == ran and any("forecast" in row for row in ran), (low, denoise, table, ran)
         assert "50 % of keys" in table and picture.shape[-1] == 3 and len(ran) == 20
-    it.cache.CachedRun = real
 
 
 def check_memory(it: World) -> None:
