@@ -16,11 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import ceil, isclose, prod
 from typing import Any
 
-import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from torch import Tensor
@@ -28,13 +26,14 @@ from torch import Tensor
 from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.cache.curves import find_curve
-from wan_core.sampling.cache.residual import Residuals, joined, keep_after, keep_before, residual_program
+from wan_core.sampling.cache.residual import Residuals, residual_program
 from wan_core.sampling.cache.skipping import check_cacheable, leave_out, looks_distilled, skip_words
 from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, plan_part
 from wan_core.sampling.native.run import RUN
 from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.sparsity.schedule import sparsify
 
+from .native_kept import eager, keep_blocks, keep_output, reuse, reuse_blocks, uncompiled
 from .native_model import STATEFUL, NativeModel, describe
 
 KEY = "wancore_cache"
@@ -43,8 +42,6 @@ BLOCKS, OUTPUT = "blocks", "output"
 PLAIN = ("WanModel", "CameraWanModel", "HumoWanModel", "SCAILWanModel", "SCAIL2WanModel")
 STATIC_WINDOWS = ("standard_static", "batched")  # schedules of context windows that are the same in every step
 BOTH: tuple[Branch, ...] = ("cond", "uncond")
-Forward = Callable[[dict[str, Any]], Tensor]
-"""transformer_options -> the model's output."""
 
 
 def native_plan(
@@ -165,12 +162,6 @@ def moving_windows(plan: Plan, model_options: dict[str, Any]) -> Plan:
     )
     steps = tuple(replace(step, action="compute", skipped=(), order=0) for step in plan.steps)
     return replace(plan, steps=steps, notes=(*plan.notes, note))
-
-
-# torch.compile may be around the whole model: what changes from step to step is not compiled, or every step would be
-# compiled again.
-eager = torch.compiler.disable
-uncompiled = partial(torch.compiler.disable, recursive=False)  # but what it calls is
 
 
 class CachedRun:
@@ -326,79 +317,3 @@ class CachedRun:
 
 
 NAMES: dict[Branch, str] = {"cond": "positive", "uncond": "negative"}
-
-
-# --------------------------------------------------------------------------------------------------------- what is kept
-
-
-@eager
-def reuse(states: Sequence[Residuals], step: int) -> Tensor:
-    """The output of a skipped step, without the model."""
-    return joined([state.reused(step) for state in states])
-
-
-@uncompiled
-def keep_output(
-    forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
-) -> Tensor:
-    output = forward(options)
-    for state, rows in zip(states, output.chunk(len(states)), strict=True):
-        if (slot := state.slot(step, rows)) is not None:
-            slot.copy_(rows)
-            state.filled(step)
-    return output
-
-
-@eager
-def add_reused(states: Sequence[Residuals], step: int, tokens: Tensor) -> Tensor:
-    rows = zip(states, tokens.chunk(len(states)), strict=True)
-    return joined([state.reused(step, part) for state, part in rows])
-
-
-@uncompiled
-def reuse_blocks(
-    forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
-) -> Tensor:
-    """The first block adds what all of them added, the others nothing."""
-
-    def first(args: dict[str, Any], run: Any) -> dict[str, Any]:
-        return {"img": add_reused(states, step, args["img"])}
-
-    for block in range(blocks):
-        options = around(options, block, first if block == 0 else lambda args, run: {"img": args["img"]})
-    return forward(options)
-
-
-@uncompiled
-def keep_blocks(
-    forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
-) -> Tensor:
-    """Keeps the tokens before the first block and what the last has made of them."""
-    if not any(step in state.program.store for state in states):
-        return forward(options)
-    parts: list[tuple[Residuals, Tensor]] = []
-    slots: list[Tensor | None] = []
-
-    def first(args: dict[str, Any], run: Any) -> dict[str, Any]:
-        parts[:] = zip(states, args["img"].chunk(len(states)), strict=True)
-        slots[:] = eager(keep_before)(parts, step)
-        return run(args)
-
-    def last(args: dict[str, Any], run: Any) -> dict[str, Any]:
-        made = run(args)
-        eager(keep_after)(parts, slots, step, made["img"])
-        return made
-
-    return forward(around(around(options, 0, first), blocks - 1, last))
-
-
-def around(options: dict[str, Any], block: int, replacement: Callable[..., Any]) -> dict[str, Any]:
-    """A copy of `options` with replacement(args, run) in the place of a block; `run` is what was there."""
-    replaced = options.get("patches_replace", {})
-    there = replaced.get("dit", {}).get(("double_block", block))
-
-    def patch(args: dict[str, Any], extra: dict[str, Any]) -> Any:
-        return replacement(args, extra["original_block"] if there is None else lambda args: there(args, extra))
-
-    dit = {**replaced.get("dit", {}), ("double_block", block): patch}
-    return {**options, "patches_replace": {**replaced, "dit": dit}}
