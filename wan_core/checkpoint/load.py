@@ -135,7 +135,7 @@ def _filled(
         assert isinstance(found.config, DiTConfig)
         names = quantized_names(found.config, quantization.keep_blocks)
         if quantization.as_stored:
-            names = _stored_so(names, found)
+            names = _stored_so(names, checkpoint, found)
         if quantization.device.type == "cuda" and out != torch.bfloat16:
             raise OptionError(f"FP8 on a GPU computes in bf16, and {out} was asked for: load with dtype=torch.bfloat16")
         swap_linears(module, quantization.kind, names, out)
@@ -241,13 +241,16 @@ def _widened(
     quantized: frozenset[str],
     packed: Mapping[str, Packed],
     to: _Target,
-) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """(parameter name, value): the parts of the modules `packed` as they are, other packed matrices as numbers."""
+) -> Iterator[tuple[str, Tensor | Quantized | Packed]]:
+    """(parameter name, value): the parts of the modules `packed` as they are, packed matrices of the linears `quantized`
+    whole, other packed matrices as numbers."""
     for ours, value in values:
         module = ours.rpartition(".")[0]
         if isinstance(value, Packed) and module in packed:
             for part, tensor in value.parts.items():
                 yield f"{module}.{part}", tensor.to(to.device)
+        elif isinstance(value, Packed) and module in quantized:
+            yield ours, value
         elif checkpoint.tensors[found.names[ours]].packing is None:
             assert not isinstance(value, Packed)
             yield ours, value
@@ -279,18 +282,21 @@ def _kept_packed(
     return kept
 
 
-def _stored_so(names: frozenset[str], found: Detected) -> frozenset[str]:
-    """Those of `names` that the file holds in FP8 with a scale. Queries, keys and values of self-attention share a
+def _stored_so(names: frozenset[str], checkpoint: Checkpoint, found: Detected) -> frozenset[str]:
+    """Those of `names` that the file holds packed, or in FP8 with a scale. Queries, keys and values of self-attention share a
     quantised input, so that they are taken together or not at all."""
 
     def whole(name: str) -> list[str]:
         block, _, last = name.rpartition(".")
         return [f"{block}.{part}" for part in "qkv"] if block.endswith("self_attn") and last in "qkv" else [name]
 
-    return frozenset(name for name in names if all(f"{part}.weight" in found.scales for part in whole(name)))
+    def stored(name: str) -> bool:
+        return name in found.scales or checkpoint.tensors[found.names[name]].packing is not None
+
+    return frozenset(name for name in names if all(stored(f"{part}.weight") for part in whole(name)))
 
 
-def _plain(values: Iterator[tuple[str, Tensor | Quantized]]) -> Iterator[tuple[str, Tensor]]:
+def _plain(values: Iterator[tuple[str, Tensor | Quantized | Packed]]) -> Iterator[tuple[str, Tensor]]:
     for name, value in values:
         assert isinstance(value, Tensor), "only quantised linears are handed FP8"
         yield name, value

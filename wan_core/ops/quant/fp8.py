@@ -6,7 +6,7 @@ Legend: M rows of activations, K inputs, N outputs.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, quantize_reference, spread_scale
+from wan_core.ops.kernels.integer_weights import rotate, rotation_of
 from wan_core.ops.quant.linear import QuantLinear
 
 
@@ -60,7 +61,9 @@ class Fp8RowLinear(Fp8Linear):
         return (n, 1)
 
     @classmethod
-    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
+    def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
+        if not isinstance(stored, Quantized):
+            return None
         rows = len(stored.data)
         if stored.scale.numel() == 1:  # one number serves every channel
             return {"weight": stored.data, "weight_scale": stored.scale.reshape(1, 1).repeat(rows, 1)}
@@ -87,8 +90,8 @@ class Fp8TensorLinear(Fp8Linear):
         return (1,)
 
     @classmethod
-    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
-        if stored.scale.numel() != 1:
+    def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
+        if not isinstance(stored, Quantized) or stored.scale.numel() != 1:
             return None
         return {"weight": stored.data, "weight_scale": stored.scale.reshape(1)}
 
@@ -120,8 +123,8 @@ class Fp8BlockLinear(Fp8Linear):
         return {"weight": data.flatten(2, 3).flatten(0, 1)[:n, :k].contiguous(), "weight_scale": scale}
 
     @classmethod
-    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
-        if stored.scale.shape != cls.scale_shape(*stored.data.shape):
+    def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
+        if not isinstance(stored, Quantized) or stored.scale.shape != cls.scale_shape(*stored.data.shape):
             return None
         return {"weight": stored.data, "weight_scale": stored.scale}
 
@@ -153,3 +156,28 @@ class Fp8WeightLinear(Fp8RowLinear):
         # Widened for this product only: a pass over the weight, which is small beside the activations.
         weight = (self.weight.to(x.dtype) * self.weight_scale).to(x.dtype)
         return F.linear(x, weight, self.bias)
+
+
+class Fp8RotatedLinear(Fp8RowLinear):
+    """Weight and activations are rotated (see `integer_weights`) before they are rounded to FP8: outliers of a channel
+    cost less. A pass of its own, which no fused kernel does."""
+
+    fmt = None
+    takes_fp8 = False
+
+    @classmethod
+    def encode(cls, weight: Tensor) -> dict[str, Tensor]:
+        return super().encode(rotate(weight.float(), rotation_of(weight.shape[1])))
+
+    @classmethod
+    def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
+        return None
+
+    def basis(self, rows: Tensor) -> Tensor:
+        return rotate(rows, rotation_of(self.in_features))
+
+    def quantize(self, x: Tensor) -> Quantized:
+        return super().quantize(self.basis(x))
+
+    def forward(self, x: Tensor | Quantized) -> Tensor:
+        return super().forward(self.quantize(x) if isinstance(x, Tensor) else x)

@@ -38,6 +38,10 @@ class LowRank(nn.Module):
         self.register_buffer("lora_up", None, persistent=False)
         self.lora_strength = None
 
+    def basis(self, rows: Tensor) -> Tensor:
+        """rows [..., K] as `forward` has its input when it comes to the LoRA: rotated, where the linear rotates it."""
+        return rows
+
     def product(self, x: Any) -> Tensor:
         """x [..., K], in a form that the linear takes -> [..., N], in memory of its own."""
         raise NotImplementedError
@@ -78,6 +82,7 @@ class Linear(nn.Linear, LowRank):
 class QuantLinear(LowRank):
     """Base of the quantised linears. Built without values; `encode` makes them from a weight of higher precision."""
 
+    storage: ClassVar[torch.dtype] = FP8  # dtype of `weight`
     fmt: ClassVar[Format | None] = None  # the input format that a fused kernel may write; None: only `quantize` can
     takes_fp8: ClassVar[bool] = False  # also accepts a `Quantized` with one scale, the output of FP8 attention
 
@@ -86,7 +91,7 @@ class QuantLinear(LowRank):
         super().__init__()
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         scales = self.scale_shape(out_features, in_features)
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=FP8, device="meta"), False)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=self.storage, device="meta"), False)
         self.weight_scale = nn.Parameter(torch.empty(scales, dtype=torch.float32, device="meta"), False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), False) if bias else None
 
@@ -106,9 +111,9 @@ class QuantLinear(LowRank):
         raise NotImplementedError
 
     @classmethod
-    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
-        """`weight` and `weight_scale` from a weight that is already stored in E4M3 with scales, unchanged; None if its
-        scales have another granularity. stored.scale: one number, [N] or [N, 1], or [N/128, K/128]."""
+    def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
+        """`weight` and `weight_scale` from a weight that a file stores quantised, unchanged; None if it is of another
+        format. stored: a `Packed`, or a `Quantized` with a scale of one number, [N] or [N, 1], or [N/128, K/128]."""
         return None
 
     def load(self, values: dict[str, Tensor]) -> None:
