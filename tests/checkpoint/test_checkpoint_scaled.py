@@ -148,7 +148,7 @@ def test_damage_is_said(tmp_path: Path) -> None:
     assert "without a weight" in refusal(state | {"blocks.7.ffn.0.scale_weight": torch.ones(())}, tmp_path)
     assert "shape" in refusal(state | {f"{one}.scale_weight": torch.ones(3)}, tmp_path)
     other, _ = scaled("number", "weight_scale")
-    unknown = torch.tensor(list(json.dumps({"format": "int8_tensorwise"}).encode()), dtype=torch.uint8)
+    unknown = torch.tensor(list(json.dumps({"format": "int5_tensorwise"}).encode()), dtype=torch.uint8)
     assert "quantised" in refusal(other | {f"{one}.comfy_quant": unknown}, tmp_path)
     nested = torch.full((4096,), ord("["), dtype=torch.uint8)  # deeper than a parser goes
     assert "quantised" in refusal(other | {f"{one}.comfy_quant": nested}, tmp_path)

@@ -242,8 +242,8 @@ def _widened(
     packed: Mapping[str, Packed],
     to: _Target,
 ) -> Iterator[tuple[str, Tensor | Quantized | Packed]]:
-    """(parameter name, value): the parts of the modules `packed` as they are, packed matrices of the linears `quantized`
-    whole, other packed matrices as numbers."""
+    """(parameter name, value): the parts of the modules `packed` as they are, packed matrices of the linears
+    `quantized` whole, others as numbers."""
     for ours, value in values:
         module = ours.rpartition(".")[0]
         if isinstance(value, Packed) and module in packed:
@@ -283,8 +283,8 @@ def _kept_packed(
 
 
 def _stored_so(names: frozenset[str], checkpoint: Checkpoint, found: Detected) -> frozenset[str]:
-    """Those of `names` that the file holds packed, or in FP8 with a scale. Queries, keys and values of self-attention share a
-    quantised input, so that they are taken together or not at all."""
+    """Those of `names` that the file holds packed, or in FP8 with a scale. Queries, keys and values of self-attention
+    share a quantised input, so that they are taken together or not at all."""
 
     def whole(name: str) -> list[str]:
         block, _, last = name.rpartition(".")

@@ -200,8 +200,10 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
         metadata=checkpoint.metadata,
         scaled=bool(found.scales),
         packed=packed_size(checkpoint, found),
-        fp8_parameters=sum(
-            prod(checkpoint.tensors[found.names[ours]].shape) for ours in found.scales if ours.startswith("blocks.")
+        quantized_parameters=sum(
+            prod(checkpoint.tensors[theirs].shape)
+            for ours, theirs in found.names.items()
+            if ours.startswith("blocks.") and (ours in found.scales or checkpoint.tensors[theirs].packing)
         ),
     )
 

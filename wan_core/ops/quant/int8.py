@@ -143,9 +143,13 @@ def _torch_linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, r
         part = x[begin : begin + CHUNK]
         rows, row_scale = quantize_rows(rotate(part, rotation))
         rows = F.pad(rows, (0, 0, 0, max(0, 32 - len(rows))))
-        product = torch._int_mm(rows, data.t())[: len(part)] * row_scale * scale
+        product = torch.ops.aten._int_mm(rows, data.t())[: len(part)] * row_scale * scale
         out[begin : begin + CHUNK] = product if bias is None else product.add_(bias)
     return out
+
+
+def _row_format(k: int) -> str:
+    return IntegerFormat("int8_tensorwise", rotation_of(k)).text
 
 
 class Int8Linear(QuantLinear):
@@ -157,7 +161,7 @@ class Int8Linear(QuantLinear):
     @property
     def packing(self) -> str:
         """The format of its weight, as in `Packed.fmt`."""
-        return IntegerFormat("int8_tensorwise", rotation_of(self.in_features)).text
+        return _row_format(self.in_features)
 
     @classmethod
     def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:
@@ -174,10 +178,7 @@ class Int8Linear(QuantLinear):
     @classmethod
     def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
         """Packed INT8 of the same rotation is taken as it is."""
-        if (
-            isinstance(stored, Quantized)
-            or stored.fmt != IntegerFormat("int8_tensorwise", rotation_of(stored.shape[1])).text
-        ):
+        if isinstance(stored, Quantized) or stored.fmt != _row_format(stored.shape[1]):
             return None
         scale = stored.parts["weight_scale"].float().reshape(-1, 1)
         return {"weight": stored.parts["weight"], "weight_scale": scale.expand(stored.shape[0], 1).contiguous()}

@@ -33,8 +33,9 @@ PRECISION = "packed"  # its name in reports; users get it with precision "checkp
 class Packed(NamedTuple):
     """A packed matrix.
 
-    fmt: one of `FORMATS`; of `INTEGERS` more words follow (`integer_format`). shape: [N, K], or the shape of another packed tensor. parts: parameter name -> tensor,
-    `weight` first; the other names and the shapes depend on the format.
+    fmt: one of `FORMATS`; words about rotation follow one of `INTEGERS` (`integer_format`). shape: [N, K], or the shape
+    of another packed tensor. parts: parameter name -> tensor, `weight` first; the other names and the shapes depend on
+    the format.
     """
 
     fmt: str
