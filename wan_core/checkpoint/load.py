@@ -33,6 +33,8 @@ from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import FP8, Quantized, spread_scale
 from wan_core.ops.kernels.gguf_blocks import FORMATS
+from wan_core.ops.kernels.integer_weights import integer_format
+from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.packed import Packed, PackedLinear, put_packed
 from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
 
@@ -130,7 +132,10 @@ def _filled(
         changed = frozenset() if loras is None else loras.changes.keys()
         packed = _kept_packed(checkpoint, found, module, quantization, changed)
         put_packed(module, packed.items(), out, quantization.device)
-        quantization = None
+        # LoRAs are summed into these, and what is INT8 in the file becomes INT8 again.
+        names = frozenset(name for name in _int8_names(checkpoint, found, module, quantization) if name not in packed)
+        quantization = Quantization(Int8Linear, quantization.device) if names else None
+        swap_linears(module, Int8Linear, names, out)
     elif quantization is not None:
         assert isinstance(found.config, DiTConfig)
         names = quantized_names(found.config, quantization.keep_blocks)
@@ -280,6 +285,16 @@ def _kept_packed(
             parts = {"weight": checkpoint.read(theirs), "weight_scale": checkpoint.read(found.scales[ours]).float()}
             kept[name] = Packed("fp8", info.shape, parts)
     return kept
+
+
+def _int8_names(
+    checkpoint: Checkpoint, found: Detected, module: nn.Module, quantization: Quantization
+) -> Iterator[str]:
+    """Linears that may stay packed, and are stored in INT8."""
+    for name in packable(module, found.config, quantization):
+        fmt = integer_format(checkpoint.tensors[found.names[f"{name}.weight"]].packing or "")
+        if fmt is not None and fmt.name == "int8_tensorwise" and isinstance(module.get_submodule(name), nn.Linear):
+            yield name
 
 
 def _stored_so(names: frozenset[str], checkpoint: Checkpoint, found: Detected) -> frozenset[str]:

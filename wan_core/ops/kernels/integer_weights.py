@@ -59,7 +59,7 @@ class IntegerFormat(NamedTuple):
 @functools.cache
 def integer_format(text: str) -> IntegerFormat | None:
     """The format of a `text`; None for those of other modules."""
-    name, *words = text.split()
+    name, *words = text.split() or [""]
     if name not in NAMES:
         return None
 
@@ -143,5 +143,5 @@ def linear_reference(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None
     """x [M, K], rounded to int8 with a scale for every row, times int8 data [N, K] with its scales, plus bias, in x's
     dtype. Products are summed in int32, which is exact."""
     rows, row_scale = quantize_rows(rotate(x.float(), rotation))
-    out = torch.ops.aten._int_mm(rows, data.t()).float() * row_scale * scale
+    out = torch.ops.aten._int_mm(rows, data.t()).float() * (row_scale * scale)
     return (out if bias is None else out + bias.float()).to(x.dtype)

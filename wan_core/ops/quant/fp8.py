@@ -173,6 +173,9 @@ class Fp8RotatedLinear(Fp8RowLinear):
     def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
         return None
 
+    def decode(self, weight: Tensor, scale: Tensor) -> Tensor:
+        return self.basis(super().decode(weight, scale))
+
     def basis(self, rows: Tensor) -> Tensor:
         return rotate(rows, rotation_of(self.in_features))
 

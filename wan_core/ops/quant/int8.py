@@ -59,6 +59,22 @@ def _not_installed() -> str | None:
     return "needs comfy-kitchen (pip install comfy-kitchen); without it torch multiplies, which is slower"
 
 
+def as_fp8(device: torch.device) -> tuple[bool, str]:
+    """Whether weights stored in INT8 run better on `device` encoded as FP8, and why that or as stored."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False, "INT8 as stored, in plain torch"
+    if (reason := why_not_multiply(device)) is not None:
+        return False, f"INT8 products: {reason}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability == (9, 0):
+        return True, "stored in INT8; FP8 products are faster on Hopper"
+    if (reason := why_not_kitchen(device)) is None:
+        return False, "INT8 as stored, by comfy-kitchen"
+    if capability >= (8, 9):
+        return True, f"stored in INT8, encoded as FP8: INT8 {reason}"
+    return False, f"INT8 as stored: {reason}"
+
+
 def _order(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The parts of a packed weight as operators take them."""
     scale = parts["weight_s_rel"] if "weight_s_rel" in parts else parts["weight_scale"]
@@ -174,6 +190,9 @@ class Int8Linear(QuantLinear):
     @classmethod
     def encode(cls, weight: Tensor) -> dict[str, Tensor]:
         return encode_int8(weight, rotation_of(weight.shape[1]))
+
+    def decode(self, weight: Tensor, scale: Tensor) -> Tensor:
+        return rotate(super().decode(weight, scale), rotation_of(self.in_features))
 
     @classmethod
     def adopt(cls, stored: Any) -> dict[str, Tensor] | None:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan_core.ops.kernels.formats import FP8, Format, Quantized
+from wan_core.ops.kernels.formats import FP8, Format, Quantized, spread_scale
 
 
 class LowRank(nn.Module):
@@ -115,6 +115,10 @@ class QuantLinear(LowRank):
         """`weight` and `weight_scale` from a weight that a file stores quantised, unchanged; None if it is of another
         format. stored: a `Packed`, or a `Quantized` with a scale of one number, [N] or [N, 1], or [N/128, K/128]."""
         return None
+
+    def decode(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """The numbers in float32 [N, K] that `encode` made these of, but for rounding."""
+        return weight.float() * spread_scale(scale, weight.shape)
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Set `weight` and `weight_scale` (from `encode`) and `bias` without a copy, on their device."""
