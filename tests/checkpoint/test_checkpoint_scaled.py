@@ -174,8 +174,8 @@ def test_the_command_writes_what_the_loader_reads(tmp_path: Path, capsys: pytest
     source, out = TINY / "t2v_high.safetensors", tmp_path / "fp8.safetensors"
     assert main(["quantize", str(source), str(out), "--precision", "fp8", "--device", "cpu"]) == 0
     assert "fp8.safetensors" in capsys.readouterr().out
-    wanted = load_dit(source, dtype=torch.bfloat16, quantization=Quantization(Fp8RowLinear, CPU)).state_dict()
-    found = load_dit(out, dtype=torch.bfloat16, quantization=Quantization(Fp8RowLinear, CPU)).state_dict()
+    wanted = load_dit(source, dtype=torch.bfloat16, quantization=Quantization(Fp8TensorLinear, CPU)).state_dict()
+    found = load_dit(out, dtype=torch.bfloat16, quantization=Quantization(Fp8TensorLinear, CPU)).state_dict()
     assert all(torch.equal(found[name].float(), value.float()) for name, value in wanted.items())
     assert out.stat().st_size < 0.75 * sum(v.numel() * 2 for v in load_dit(source).state_dict().values())
     assert main(["quantize", str(source), str(out), "--precision", "bf16"]) == 2

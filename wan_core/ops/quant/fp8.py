@@ -6,6 +6,7 @@ Legend: M rows of activations, K inputs, N outputs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -84,6 +85,10 @@ class Fp8TensorLinear(Fp8Linear):
 
     activations = "tensor"
     takes_fp8 = True
+
+    @property
+    def description(self) -> Mapping[str, object]:
+        return {"format": "float8_e4m3fn"}
 
     @classmethod
     def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:

@@ -179,6 +179,12 @@ class Int8Linear(QuantLinear):
         """The format of its weight, as in `Packed.fmt`."""
         return _row_format(self.in_features)
 
+    @property
+    def description(self) -> Mapping[str, object]:
+        rotation = rotation_of(self.in_features)
+        rotated = {"convrot": True, "convrot_groupsize": rotation} if rotation else {}
+        return {"format": "int8_tensorwise", **rotated}
+
     @classmethod
     def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:
         return (n, 1)

@@ -11,6 +11,7 @@ FP8: `weight` float8_e4m3fn [N, K] and `weight_scale` float32, [1] (one per tens
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -114,6 +115,11 @@ class QuantLinear(LowRank):
     def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
         """`weight` and `weight_scale` from a weight that a file stores quantised, unchanged; None if it is of another
         format. stored: a `Packed`, or a `Quantized` with a scale of one number, [N] or [N, 1], or [N/128, K/128]."""
+        return None
+
+    @property
+    def description(self) -> Mapping[str, object] | None:
+        """What ComfyUI's files say of such a matrix (`comfy_quant`); None if they have no such format."""
         return None
 
     def decode(self, weight: Tensor, scale: Tensor) -> Tensor:
