@@ -94,6 +94,7 @@ SUITES: dict[str, Suite] = {
         ("832x480x81", "1280x720x81"),
         takes=("setup", "layers", "runs", "steps", "scratch"),
     ),
+    "rotation": Suite("the error of linears in FP8 and INT8, rotated or not", ("96x96x17",), takes=("steps",)),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
 STARTUP_PARTS = ("load", "cold", "ready")

@@ -24,8 +24,6 @@ def run_quantize(options: argparse.Namespace) -> int:
     from wan_core.pipeline.settings import choose_device, find_quantization
 
     device = choose_device(options.device)
-    if options.precision == "fp8-rotated":
-        raise OptionError("no kind of file holds rotated FP8: use fp8, or int8, which is rotated")
     # ComfyUI reads FP8 with one scale for a matrix, and precision fp8 takes that as it is.
     precision = "fp8-tensor" if options.precision == "fp8" else options.precision
     quantization = find_quantization(precision, device, options.keep_blocks)

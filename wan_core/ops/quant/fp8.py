@@ -15,7 +15,6 @@ from torch import Tensor
 
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, quantize_reference, spread_scale
-from wan_core.ops.kernels.integer_weights import rotate, rotation_of
 from wan_core.ops.quant.linear import QuantLinear
 
 
@@ -161,31 +160,3 @@ class Fp8WeightLinear(Fp8RowLinear):
         # Widened for this product only: a pass over the weight, which is small beside the activations.
         weight = (self.weight.to(x.dtype) * self.weight_scale).to(x.dtype)
         return F.linear(x, weight, self.bias)
-
-
-class Fp8RotatedLinear(Fp8RowLinear):
-    """Weight and activations are rotated (see `integer_weights`) before they are rounded to FP8: outliers of a channel
-    cost less. A pass of its own, which no fused kernel does."""
-
-    fmt = None
-    takes_fp8 = False
-
-    @classmethod
-    def encode(cls, weight: Tensor) -> dict[str, Tensor]:
-        return super().encode(rotate(weight.float(), rotation_of(weight.shape[1])))
-
-    @classmethod
-    def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
-        return None
-
-    def decode(self, weight: Tensor, scale: Tensor) -> Tensor:
-        return self.basis(super().decode(weight, scale))
-
-    def basis(self, rows: Tensor) -> Tensor:
-        return rotate(rows, rotation_of(self.in_features))
-
-    def quantize(self, x: Tensor) -> Quantized:
-        return super().quantize(self.basis(x))
-
-    def forward(self, x: Tensor | Quantized) -> Tensor:
-        return super().forward(self.quantize(x) if isinstance(x, Tensor) else x)

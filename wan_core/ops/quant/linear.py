@@ -39,10 +39,6 @@ class LowRank(nn.Module):
         self.register_buffer("lora_up", None, persistent=False)
         self.lora_strength = None
 
-    def basis(self, rows: Tensor) -> Tensor:
-        """rows [..., K] as `forward` has its input when it comes to the LoRA: rotated, where the linear rotates it."""
-        return rows
-
     def product(self, x: Any) -> Tensor:
         """x [..., K], in a form that the linear takes -> [..., N], in memory of its own."""
         raise NotImplementedError

@@ -29,7 +29,7 @@ def attach(linear: LowRank, pairs: Sequence[tuple[Tensor, Tensor]], strength: Te
     detach(linear)
     home = strength.device
     linear.lora_up = torch.cat([up for up, _ in pairs], 1).to(home, dtype)
-    linear.lora_down = linear.basis(torch.cat([down for _, down in pairs])).to(home, dtype)
+    linear.lora_down = torch.cat([down for _, down in pairs]).to(home, dtype)
     linear.lora_strength = strength
 
 

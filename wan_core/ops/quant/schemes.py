@@ -81,7 +81,6 @@ SCHEMES: dict[str, Scheme] = {
         _engine("te-delayed", "scales from the amax history", "TEDelayedLinear"),
         _engine("te-current", "one scale for a tensor", "TECurrentLinear"),
         _engine("te-block", "scales for blocks of 128", "TEBlockLinear"),
-        _native("fp8-rotated", "FP8 rows, rotated before they are rounded", _rows_why_not, "Fp8RotatedLinear"),
         Scheme("int8", "INT8 rows, rotated (ConvRot)", int8.why_not_multiply, lambda: int8.Int8Linear),
     )
 }
