@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .accelerate import WanCoreAccelerate
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
@@ -41,6 +42,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreLoRA,
     WanCoreSparseAttention,
     WanCoreLauncher,
+    WanCoreAccelerate,
 ]
 
 

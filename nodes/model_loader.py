@@ -162,7 +162,7 @@ def _run_inputs() -> list[Any]:
             options=["auto", *BACKENDS],
             default="auto",
             tooltip="The attention kernel. 'auto' takes the fastest that runs here and changes no numbers; FP8 "
-            "and int8 kernels ('cudnn-fp8', 'te-fp8', 'sage') only by name. One that cannot run is refused, "
+            "and int8 kernels ('cudnn-fp8', 'te-fp8', 'int8', 'sage') only by name. One that cannot run is refused, "
             "never replaced silently.",
         ),
         io.Combo.Input(

@@ -19,7 +19,7 @@ import pytest
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "node_schemas.json").read_text())
 TYPES = {"Combo": "COMBO", "Int": "INT", "Float": "FLOAT", "String": "STRING", "Boolean": "BOOLEAN", "Clip": "CLIP"}
 TYPES |= {"Vae": "VAE", "Latent": "LATENT", "Image": "IMAGE", "Conditioning": "CONDITIONING"}
-TYPES |= {"ClipVisionOutput": "CLIP_VISION_OUTPUT"}
+TYPES |= {"Model": "MODEL", "ClipVisionOutput": "CLIP_VISION_OUTPUT"}
 
 
 class Recorder:
@@ -41,11 +41,19 @@ def modules() -> dict[str, types.ModuleType]:
         name: types.ModuleType(name)
         for name in ("comfy", "comfy.model_management", "comfy.model_patcher", "comfy.utils", "comfy_execution")
     }
-    for name in ("comfy_execution.utils", "folder_paths", "server", "comfy_api", "comfy_api.latest"):
+    for name in (
+        "comfy.patcher_extension",
+        "comfy_execution.utils",
+        "folder_paths",
+        "server",
+        "comfy_api",
+        "comfy_api.latest",
+    ):
         made[name] = types.ModuleType(name)
     plain = {
         "comfy": {"model_management": made["comfy.model_management"]},
         "comfy.model_patcher": {"ModelPatcher": object},
+        "comfy.patcher_extension": {"WrappersMP": object},
         "comfy.utils": {"ProgressBar": object},
         "comfy_execution.utils": {"get_executing_context": None},
         "folder_paths": {"get_filename_list": lambda folder: FILES.get(folder, []), "get_folder_paths": lambda _: []},

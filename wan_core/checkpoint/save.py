@@ -42,7 +42,7 @@ def save(
             tensors |= _described(name, tensors[f"{name}.weight_scale"], part.description)
     if isinstance(module, TextEncoder):
         tensors[TOKENIZER] = torch.frombuffer(bytearray(module.tokenizer.proto), dtype=torch.uint8)
-    write_safetensors(tensors, path, _metadata(module))
+    write_safetensors(tensors, path, metadata_of(module))
 
 
 def _described(name: str, scale: Tensor, description: Mapping[str, object]) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def _described(name: str, scale: Tensor, description: Mapping[str, object]) -> d
     return {f"{name}.weight_scale": scale, f"{name}.comfy_quant": text}
 
 
-def _metadata(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:
+def metadata_of(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:
     config = module.encoder.config if isinstance(module, TextEncoder) else module.config
     if isinstance(module, WanModel):
         keys = {"num_heads": "num_heads", "text_len": "text_len", "eps": "eps"}

@@ -1,31 +1,20 @@
-"""ComfyUI as the nodes see it: devices, model folders, progress and interruption, and its memory manager.
-
-The only file that touches comfy.*, folder_paths and the server.
-"""
+"""Models of the engine under ComfyUI's memory manager."""
 
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import cast
 
-import folder_paths
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
-from comfy.utils import ProgressBar
-from comfy_execution.utils import get_executing_context
-from PIL import Image
-from server import PromptServer
-from torch import Tensor, nn
+from torch import nn
 
 from wan_core.checkpoint.staged import Reading, reading
-from wan_core.config import OptionError
 from wan_core.execution.memory.planning import CONTEXT
 from wan_core.execution.memory.residency import Residency, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
@@ -34,121 +23,9 @@ from wan_core.pipeline.builder import apply_loras
 from wan_core.pipeline.loras import AppliedLoras, Wanted
 from wan_core.pipeline.settings import PartToLoad
 
+from .devices import device
+
 log = logging.getLogger("WanCore")
-PREVIEW_SIDE = 512  # pixels of the longer side of a live preview, at most
-_SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
-
-
-# ------------------------------------------------------------------------------------------------------------- devices
-
-
-def device() -> torch.device:
-    """Where models run."""
-    return model_management.get_torch_device()
-
-
-def gpu_count() -> int:
-    """NVIDIA GPUs that torch sees, whether or not ComfyUI uses one."""
-    return torch.cuda.device_count()
-
-
-def to_intermediate(tensor: Tensor) -> Tensor:
-    """Where ComfyUI keeps what travels between nodes: the CPU, unless it was told otherwise."""
-    return tensor.to(model_management.intermediate_device())
-
-
-# ------------------------------------------------------------------------------------------------------- model folders
-
-
-def model_names(folder: str) -> list[str]:
-    """What ComfyUI finds in a kind of model folder; the shards of a model appear as the folder that holds them."""
-    names = [*folder_paths.get_filename_list(folder), *_gguf_names(folder)]
-    return list(dict.fromkeys(_whole(name) for name in names))
-
-
-def _gguf_names(folder: str) -> list[str]:
-    """GGUF files, which ComfyUI does not list: packs that do so use lists of their own."""
-    found: set[str] = set()
-    for root in folder_paths.get_folder_paths(folder):
-        names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
-        found.update(folder_paths.filter_files_extensions(names, [".gguf"]))
-    return sorted(found)
-
-
-def _whole(name: str) -> str:
-    parent = Path(name).parent.as_posix()
-    return f"{parent}/" if _SHARD.search(name) and parent != "." else name
-
-
-def model_path(folder: str, name: object) -> Path:
-    """The file or folder behind a name of `model_names`. Raises OptionError for every other name, before anything is
-    opened: a workflow may come from a stranger, and ComfyUI does not check inputs that `validate_inputs` names, nor
-    values that come through a link."""
-    roots = folder_paths.get_folder_paths(folder)
-    if isinstance(name, str) and _is_listed(folder, name):
-        for root in roots:
-            path = Path(root) / name
-            if path.is_dir() if name.endswith("/") else path.is_file():
-                return path
-    raise OptionError(
-        f"{repr(name)[:200]} is not a model in {' or '.join(roots)}: put the file there and refresh, or choose another"
-    )
-
-
-def _is_listed(folder: str, name: str) -> bool:
-    """Whether it is one of `model_names`; folders are searched for GGUF files only where that can matter."""
-    if name in map(_whole, folder_paths.get_filename_list(folder)):
-        return True
-    return name.lower().endswith((".gguf", "/")) and name in map(_whole, _gguf_names(folder))
-
-
-def stamps(folder: str, ending: str) -> list[tuple[str, int]]:
-    """Files of a kind of model folder whose name ends so, with when they were written: for `fingerprint_inputs`."""
-    roots = [Path(root) for root in folder_paths.get_folder_paths(folder)]
-    found = sorted({path for root in roots for path in root.rglob(f"*{ending}") if path.is_file()})
-    return [(str(path), path.stat().st_mtime_ns) for path in found]
-
-
-def unfinished_path(seed: int) -> Path:
-    """Where latents lie that are finished and have not arrived yet: what a run leaves there was interrupted by force,
-    and `python -m wan_core decode` makes a video of it. In a folder that is read-only nothing is kept, and the run
-    says so."""
-    folder = Path(folder_paths.get_output_directory()) / "WanCore"
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{seed}.latents.safetensors"
-
-
-# ----------------------------------------------------------------------------------------------------------- progress
-
-
-def check_interruption() -> None:
-    """Raises ComfyUI's interruption if the user asked for it."""
-    model_management.throw_exception_if_processing_interrupted()
-
-
-class Progress:
-    """The progress bar, live preview and line of text of the node that is running."""
-
-    def __init__(self, total: int) -> None:
-        model_management.throw_exception_if_processing_interrupted()
-        self.bar = ProgressBar(total)
-
-    def update(self, done: int, total: int, words: str, picture: Image.Image | None = None) -> None:
-        """Raises ComfyUI's interruption if the user asked for it."""
-        if words:
-            show(words)
-        self.bar.update_absolute(done, total, None if picture is None else ("JPEG", picture, PREVIEW_SIDE))
-
-
-def show(words: str) -> None:
-    """Text on the node that is running, in every page that is open."""
-    context = get_executing_context()
-    if context is not None:
-        PromptServer.instance.send_progress_text(words, context.node_id)
-
-
-# -------------------------------------------------------------------------------------------------------------- memory
 
 
 class Weights(nn.Module):
