@@ -54,9 +54,13 @@ def why_not_kitchen(device: torch.device) -> str | None:
 
 @functools.cache
 def _not_installed() -> str | None:
-    if find_spec("comfy_kitchen") is not None:
+    if find_spec("comfy_kitchen") is None:
+        return "needs comfy-kitchen (pip install comfy-kitchen); without it torch multiplies, which is slower"
+    import comfy_kitchen as kitchen  # pyright: ignore[reportMissingImports]
+
+    if kitchen.registry.is_available("cuda"):
         return None
-    return "needs comfy-kitchen (pip install comfy-kitchen); without it torch multiplies, which is slower"
+    return "comfy-kitchen has no kernels for this torch (it needs CUDA 13); without them torch multiplies"
 
 
 def as_fp8(device: torch.device) -> tuple[bool, str]:
@@ -127,7 +131,8 @@ def _linear(
 ) -> Tensor:
     found, parts = _format(fmt), _named(weight, scale, channel, codebook)
     if why_not_kitchen(x.device) is None:
-        return _kitchen(x, found, parts, bias)
+        with torch.cuda.device(x.device):  # where it launches
+            return _kitchen(x, found, parts, bias)
     if why_not_multiply(x.device) is not None or (x.is_cuda and (len(weight) % 8 or x.shape[1] % 8)):
         return F.linear(x, decode(found, parts).to(x.dtype), bias)
     data, scales = as_int8(found, parts)
