@@ -16,6 +16,7 @@ from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.kernels.integer_weights import as_int8, decode, linear_reference
 from wan_core.ops.quant import int8
 from wan_core.ops.quant.int8 import Int8Linear
+from wan_core.ops.quant.linear import QuantLinear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 
@@ -55,9 +56,7 @@ def test_products_equal_the_reference(kind: str, rows: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("kind", ["rotated 256", "tensor", "w4a8"])
 @pytest.mark.parametrize("held", [PackedLinear, Int8Linear])
 @torch.no_grad()
-def test_transformers_plain_compiled_and_captured(
-    tmp_path: Path, kind: str, held: type[PackedLinear], way: str
-) -> None:
+def test_transformers_plain_compiled_and_captured(tmp_path: Path, kind: str, held: type[QuantLinear], way: str) -> None:
     state, _, _ = stored(kind)
     path = tmp_path / "m.safetensors"
     write_safetensors(state, path, NOTES)
