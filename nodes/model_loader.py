@@ -216,10 +216,12 @@ def _check(precision: str | None, keep_blocks: int, attention: str | None, dit: 
 def _computing(settings: ModelSettings) -> str:
     dtype, kept = name_of(settings.dtype), settings.keep_blocks
     if settings.precision == PACKED:
-        return f"{dtype}, weights as they are stored"
-    if settings.precision not in QUANTIZED:
+        said = f"{dtype}, weights as they are stored"
+    elif settings.precision in QUANTIZED:
+        said = f"{dtype}, blocks{f' but the first and last {kept}' if kept else ''} in {settings.precision}"
+    else:
         return dtype
-    return f"{dtype}, blocks{f' but the first and last {kept}' if kept else ''} in {settings.precision}"
+    return said + (f" ({settings.precision_why})" if settings.precision_why else "")
 
 
 def _info(settings: ModelSettings) -> str:

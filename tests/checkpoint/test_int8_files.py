@@ -27,7 +27,7 @@ from wan_core.ops.kernels.integer_weights import (
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.lora import attach
-from wan_core.ops.quant.packed import PackedLinear
+from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.loras import Wanted, merging
 from wan_core.pipeline.settings import PACKED, stored_precision
@@ -123,6 +123,9 @@ def test_a_text_encoder_in_int8(tmp_path: Path) -> None:
     wide = load_text_encoder(path, dtype=torch.float32)
     held = recognise(path, "text_encoder", load_text_encoder).load(CPU, torch.float32, HOLD)
     assert {n for n, m in held.encoder.named_modules() if isinstance(m, PackedLinear)} == linears
+    ids = torch.tensor([[3, 0], [7, 3]])
+    assert torch.equal(held.encoder.token_embedding(ids), wide.encoder.token_embedding(ids))
+    assert isinstance(held.encoder.token_embedding, PackedEmbedding)
     prompts = ["a red circle moving right"]
     exact = encoder.encode(prompts)
     assert relative(held.encode(prompts), wide.encode(prompts)) < 0.03 and relative(held.encode(prompts), exact) < 0.05

@@ -32,10 +32,9 @@ from wan_core.models.wan.families.shapes import number
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import FP8, Quantized, spread_scale
-from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.kernels.integer_weights import integer_format
 from wan_core.ops.quant.int8 import Int8Linear
-from wan_core.ops.quant.packed import Packed, PackedLinear, put_packed
+from wan_core.ops.quant.packed import Packed, PackedLinear, holds_tables, put_packed
 from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -275,8 +274,7 @@ def _kept_packed(
         ours = f"{name}.weight"
         theirs = found.names[ours]
         info = checkpoint.tensors[theirs]
-        # The rows of a table are widened one by one, which only GGUF's formats allow.
-        table = isinstance(module.get_submodule(name), nn.Embedding) and info.packing not in FORMATS
+        table = isinstance(module.get_submodule(name), nn.Embedding) and not holds_tables(info.packing)
         if ours in changed or table:
             continue
         if info.packing is not None:

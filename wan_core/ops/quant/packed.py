@@ -77,6 +77,12 @@ def why_not_multiply(fmt: str, device: torch.device) -> str | None:
     return "its file wants products of high precision" if integers.wide else int8.why_not_multiply(device)
 
 
+def holds_tables(fmt: str | None) -> bool:
+    """Whether an embedding table of this format stays packed: its rows can be dequantised one by one."""
+    integers = integer_format(fmt or "")
+    return fmt in gguf_blocks.FORMATS or (integers is not None and integers.name == "int8_tensorwise")
+
+
 class PackedLinear(QuantLinear):
     """A linear whose weight stays packed. Its parameters are on the meta device until values are assigned.
 
@@ -124,7 +130,7 @@ class PackedLinear(QuantLinear):
 class PackedEmbedding(nn.Module):
     """An embedding table that stays packed: only the rows that are looked up are dequantised."""
 
-    weight: Tensor  # uint8 [rows, row bytes]
+    weight: Tensor  # uint8 [rows, row bytes], or int8 [rows, C]
 
     def __init__(self, dtype: torch.dtype, packed: Packed) -> None:
         """dtype: of the output."""
@@ -134,7 +140,11 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 [...] -> [..., C]."""
-        return gguf_blocks.unpack(self.weight[ids], self.packing, self.dtype)
+        if self.packing in gguf_blocks.FORMATS:
+            return gguf_blocks.unpack(self.weight[ids], self.packing, self.dtype)
+        rows, parts = ids.flatten(), _parts(self)
+        found = {name: part[rows] if len(part) > 1 else part for name, part in parts.items()}
+        return int8.unpack(self.packing, found, self.dtype).unflatten(0, ids.shape)
 
 
 def _declare(module: nn.Module, packed: Packed | None) -> str:
