@@ -9,9 +9,12 @@ from .accelerate import WanCoreAccelerate
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
+from .from_model import WanCoreFromModel
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
+from .nag import WanCoreNAG
+from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
@@ -43,6 +46,10 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreSparseAttention,
     WanCoreLauncher,
     WanCoreAccelerate,
+    WanCoreNativePlan,
+    WanCoreFromModel,
+    WanCoreAccelerate,
+    WanCoreNAG,
 ]
 
 

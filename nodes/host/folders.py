@@ -71,3 +71,10 @@ def unfinished_path(seed: int) -> Path:
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     return folder / f"unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{seed}.latents.safetensors"
+
+
+def temporary_folder() -> Path:
+    """ComfyUI's folder for files that it deletes when it starts."""
+    folder = Path(folder_paths.get_temp_directory())
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -180,9 +180,18 @@ def check_variants(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
 
 
 def check_sparse(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
-    """Reading all but a millionth of the blocks, and half of them."""
+    """Reading all but a millionth of the blocks, and a quarter of them; and where the tokens of the video are."""
     from wan_core.config import SparseOptions
 
+    sparse = importlib.import_module("wan_core.sampling.native.sparse")
+    places: list[list[int]] = []
+
+    class Recorded(sparse.NativeSparse):
+        def _state(self, forward: Any, layer: int, rule: Any, grid: Any, q: Any, dense: Any) -> Any:
+            places.append([forward.front, *grid, q.shape[1]])
+            return super()._state(forward, layer, rule, grid, q, dense)
+
+    importlib.import_module("wan_core.sampling.native.attention").NativeSparse = Recorded
     found: dict[str, Any] = {}
     for name, (make, extra, size) in variants().items():
         if names and name not in names:
@@ -190,10 +199,11 @@ def check_sparse(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
         model, accelerated = make(), Accelerated(pack)
         plain = sample(model, extra, size)
         errors = []
+        places.clear()
         for sparsity in (1e-6, 0.75):
-            sparse = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0)
-            errors.append(error(sample(accelerated(model, sparse=sparse), extra, size), plain))
-        found[name] = {"errors": errors, "words": accelerated.said}
+            options = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0)
+            errors.append(error(sample(accelerated(model, sparse=options), extra, size), plain))
+        found[name] = {"errors": errors, "words": accelerated.said, "places": sorted(map(list, {*map(tuple, places)}))}
     return found
 
 
@@ -341,6 +351,29 @@ def check_context(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     }
 
 
+def check_devices(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
+    """Conditions divided among two devices, a thread each, as ComfyUI's multi-GPU nodes have them."""
+    import comfy.multigpu
+    import torch
+
+    from wan_core.config import SparseOptions
+
+    devices = torch.device("cpu"), torch.device("cpu", 0)  # not equal: enough for its bookkeeping
+    found: dict[str, Any] = {}
+    model, other = tiny("WAN21_T2V"), tiny("WAN21_T2V")
+    other.model.current_patcher = other
+    for name, sparse in (("dense", None), ("sparse", SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, reuse=3))):
+        accelerated = Accelerated(pack)
+        given = accelerated(model, sparse=sparse)
+        one = sample(given, {}, SIZE)
+        given.model_options["multigpu_clones"] = {devices[0]: given, devices[1]: other}
+        given.model_options["multigpu_thread_pool"] = comfy.multigpu.MultiGPUThreadPool(
+            list(devices)
+        )  # ends with the run
+        found[name] = {"error": error(sample(given, {}, SIZE), one), "words": accelerated.said}
+    return found
+
+
 def check_refusals(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     """What the node refuses before any work."""
     import comfy.model_patcher
@@ -374,6 +407,7 @@ CHECKS = {
     "parts": check_parts,
     "faults": check_faults,
     "context": check_context,
+    "devices": check_devices,
     "refusals": check_refusals,
 }
 
