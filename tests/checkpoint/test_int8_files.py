@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.int8_files import FORMATS, HOLD, NAMES, NOTES, SMALL, described, encoded, inputs, relative, run_there, stored
 from wan_core.checkpoint import CheckpointError, detect, load_dit, load_text_encoder, open_checkpoint
+from wan_core.checkpoint.load import read_again
 from wan_core.checkpoint.lora.read import read_lora
 from wan_core.checkpoint.opened import from_state_dict
 from wan_core.checkpoint.random import random_module
@@ -205,6 +206,21 @@ def test_merged_into_int8_it_is_int8_again(tmp_path: Path, lora: Wanted) -> None
     plain = load_dit(tmp_path / "m.safetensors", dtype=torch.float32, quantization=HOLD)
     expected = dense(*inputs())
     assert relative(merged(*inputs()), expected) < 0.03 < relative(plain(*inputs()), expected)
+
+
+@pytest.mark.parametrize("kind", [Fp8RowLinear, Int8Linear])
+@torch.no_grad()
+def test_put_on_and_taken_off_a_loaded_model(tmp_path: Path, lora: Wanted, kind: type[Int8Linear]) -> None:
+    """The bits of loading with it, and without."""
+    state, _, notes = stored("rotated 256")
+    path, held = tmp_path / "m.safetensors", Quantization(kind, CPU, as_stored=kind is Fp8RowLinear)
+    write_safetensors(state, path, notes)
+    model, changes = load_dit(path, dtype=torch.float32, quantization=held), merging([lora], CPU)
+    for loras in (changes, None):
+        expected = load_dit(path, dtype=torch.float32, quantization=held, loras=loras)
+        names = [f"{name}.weight" for name in NAMES]
+        read_again(model, path, names, device=CPU, dtype=torch.float32, quantization=held, loras=loras)
+        assert all(torch.equal(p.float(), expected.get_parameter(n).float()) for n, p in model.named_parameters())
 
 
 @torch.no_grad()

@@ -179,10 +179,9 @@ class Int8Linear(QuantLinear):
 
     storage = torch.int8
 
-    @property
-    def packing(self) -> str:
-        """The format of its weight, as in `Packed.fmt`."""
-        return _row_format(self.in_features)
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype = torch.bfloat16):
+        super().__init__(in_features, out_features, bias, dtype)
+        self.packing = _row_format(in_features)  # of its weight, as `Packed.fmt`
 
     @property
     def description(self) -> Mapping[str, object]:
