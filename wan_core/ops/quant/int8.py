@@ -33,7 +33,7 @@ from wan_core.ops.kernels.integer_weights import (
 )
 from wan_core.ops.quant.linear import QuantLinear
 
-CHUNK = 8192  # rows of activations whose int32 products exist at one time, where torch multiplies
+CHUNK = 4096  # rows of activations whose int32 products exist at one time, where torch multiplies
 
 
 def why_not_multiply(device: torch.device) -> str | None:
@@ -164,7 +164,7 @@ def _torch_linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, r
         part = x[begin : begin + CHUNK]
         rows, row_scale = quantize_rows(rotate(part, rotation))
         rows = F.pad(rows, (0, 0, 0, max(0, 32 - len(rows))))
-        product = torch.ops.aten._int_mm(rows, data.t())[: len(part)] * row_scale * scale
+        product = torch.ops.aten._int_mm(rows, data.t())[: len(part)].float().mul_(row_scale).mul_(scale)
         out[begin : begin + CHUNK] = product if bias is None else product.add_(bias)
     return out
 

@@ -61,10 +61,9 @@ def unpack(fmt: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         return gguf_blocks.unpack(weight, fmt, dtype)
     if fmt in MICROSCALED:
         return mx.unpack(weight, parts["weight_scale"], parts.get("weight_scale_2"), fmt, dtype)
-    if integer_format(fmt) is not None:
-        return int8.unpack(fmt, parts, dtype)
-    assert fmt == "fp8"
-    return (weight.float() * spread_scale(parts["weight_scale"], weight.shape)).to(dtype)
+    if fmt == "fp8":
+        return (weight.float() * spread_scale(parts["weight_scale"], weight.shape)).to(dtype)
+    return int8.unpack(fmt, parts, dtype)
 
 
 def why_not_multiply(fmt: str, device: torch.device) -> str | None:
