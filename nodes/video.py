@@ -11,7 +11,7 @@ from wan_core.execution.report import Report
 from wan_core.models.vae.tiling import TileSpec
 
 from . import host
-from .schema import ADVANCED, aliases
+from .schema import ADVANCED, newer
 from .sockets import REPORT, VAESocket
 
 
@@ -24,7 +24,7 @@ class WanCoreVAEDecode(io.ComfyNode):
             node_id="WanCoreVAEDecode",
             display_name="WanCore VAE Decode",
             category="WanCore",
-            **aliases("WanCoreVAEDecode"),
+            **newer("WanCoreVAEDecode"),
             description="Decodes a few frames at a time, in tiles if the whole picture does not fit into memory.",
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
@@ -69,7 +69,7 @@ class WanCoreVAEEncode(io.ComfyNode):
             node_id="WanCoreVAEEncode",
             display_name="WanCore VAE Encode",
             category="WanCore",
-            **aliases("WanCoreVAEEncode"),
+            **newer("WanCoreVAEEncode"),
             description="Encodes a video's frames a few at a time.",
             inputs=[
                 io.Vae.Input("vae", tooltip="A Wan VAE: WanCore's or ComfyUI's own."),
