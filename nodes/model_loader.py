@@ -151,7 +151,9 @@ def socket_of(
     rgb: RGBMap | None = None,
 ) -> ModelSocket:
     """rgb: how previews are coloured; None: as the VAE that belongs to the model."""
-    return ModelSocket(options, settings, held, rgb or map_of_channels(settings.found.vae.z_dim), workers=workers)
+    colours = rgb or map_of_channels(settings.found.vae.z_dim)
+    kernels = host.prepare_kernels(settings) if workers is None else None
+    return ModelSocket(options, settings, held, colours, workers=workers, kernels=kernels)
 
 
 def _file_inputs() -> list[Any]:
