@@ -183,12 +183,12 @@ def run_inputs() -> list[Any]:
             options=list(PRECISIONS),
             default="checkpoint",
             tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and weights "
-            "that the file packs (GGUF, NVFP4, MXFP8) stay packed in memory; fp16 is "
+            "that the file packs (GGUF, NVFP4, MXFP8, INT8) stay packed in memory; fp16 is "
             "never used, because Wan's activations overflow in it. 'fp8' multiplies the blocks' matrices in "
             "FP8, faster and in half the memory, with a scale for every row ('-tensor', '-block': for those); "
             "it needs a GPU with FP8 units (Ada or newer, for '-block' Hopper). 'te-...' does so with the "
             "kernels of Transformer Engine, which must be installed. 'fp8-weights' only stores FP8: half the "
-            "memory on any GPU, no faster.",
+            "memory on any GPU, no faster. 'int8' multiplies in INT8, rotated, from Turing on.",
         ),
         io.Combo.Input(
             "attention",
@@ -264,10 +264,12 @@ def check_choices(precision: str | None, keep_blocks: int, attention: str | None
 def _computing(settings: ModelSettings) -> str:
     dtype, kept = name_of(settings.dtype), settings.keep_blocks
     if settings.precision == PACKED:
-        return f"{dtype}, weights as they are stored"
-    if settings.precision not in QUANTIZED:
+        said = f"{dtype}, weights as they are stored"
+    elif settings.precision in QUANTIZED:
+        said = f"{dtype}, blocks{f' but the first and last {kept}' if kept else ''} in {settings.precision}"
+    else:
         return dtype
-    return f"{dtype}, blocks{f' but the first and last {kept}' if kept else ''} in {settings.precision}"
+    return said + (f" ({settings.precision_why})" if settings.precision_why else "")
 
 
 def info_of(settings: ModelSettings) -> str:
