@@ -24,7 +24,7 @@ from . import host
 from .files import fingerprint
 from .model_loader import check_choices, hold, info_of, run_inputs, socket_of
 from .native_model import NativeModel, read_native
-from .schema import aliases
+from .schema import newer
 from .sockets import MODEL
 from .workers import WorkersSocket, workers_input
 
@@ -45,7 +45,7 @@ class WanCoreFromModel(io.ComfyNode):
             node_id="WanCoreFromModel",
             display_name="WanCore from MODEL",
             category="WanCore",
-            **aliases("WanCoreFromModel"),
+            **newer("WanCoreFromModel"),
             description="Takes ComfyUI's own MODELs (Load Diffusion Model, LoRA loaders, ModelSamplingSD3) for the "
             "WanCore Sampler. Files, LoRAs with their strengths and the shift are taken over; what cannot be is named.",
             inputs=[

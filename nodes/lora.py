@@ -14,7 +14,7 @@ from wan_core.pipeline.sources import TINY_LORAS
 
 from . import host
 from .files import fingerprint, locate
-from .schema import aliases
+from .schema import newer
 from .sockets import MODEL, ModelSocket
 
 LORA_STACK = io.Custom("LORA_STACK")  # of other packs: [(name in models/loras, strength, strength for CLIP), ...]
@@ -46,7 +46,7 @@ class WanCoreLoRA(io.ComfyNode):
             node_id="WanCoreLoRA",
             display_name="WanCore LoRA",
             category="WanCore",
-            **aliases("WanCoreLoRA"),
+            **newer("WanCoreLoRA"),
             description="Puts a LoRA on a model: merged into the weights, or beside those that stay packed. Can be "
             "chained.",
             inputs=[

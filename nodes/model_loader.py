@@ -38,7 +38,7 @@ from wan_core.sampling.plan import Expert
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
-from .schema import ADVANCED, aliases
+from .schema import ADVANCED, newer
 from .sockets import MODEL, ModelSocket
 from .workers import WorkersSocket, workers_input
 
@@ -55,7 +55,7 @@ class WanCoreModelLoader(io.ComfyNode):
             node_id="WanCoreModelLoader",
             display_name="WanCore Model Loader",
             category="WanCore",
-            **aliases("WanCoreModelLoader"),
+            **newer("WanCoreModelLoader"),
             description="Recognises one or two Wan transformers by their contents. Weights are read when first used.",
             inputs=[
                 *_file_inputs(),
@@ -151,7 +151,9 @@ def socket_of(
     rgb: RGBMap | None = None,
 ) -> ModelSocket:
     """rgb: how previews are coloured; None: as the VAE that belongs to the model."""
-    return ModelSocket(options, settings, held, rgb or map_of_channels(settings.found.vae.z_dim), workers=workers)
+    colours = rgb or map_of_channels(settings.found.vae.z_dim)
+    kernels = host.prepare_kernels(settings) if workers is None else None
+    return ModelSocket(options, settings, held, colours, workers=workers, kernels=kernels)
 
 
 def _file_inputs() -> list[Any]:

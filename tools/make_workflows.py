@@ -99,7 +99,7 @@ def image_to_video_wan21(flow: Workflow) -> None:
     vae = flow.add("WanCoreVAELoader", vae="wan_2.1_vae.safetensors", space=60)
     flow.column("First frame", -500, 460, y=560)
     picture = flow.add("LoadImage", image="example.png", space=330)
-    flow.column("What is in it", 0, WIDE, y=1080)
+    flow.column("What is in it", 0, WIDE, y=1120)
     vision = flow.add("CLIPVisionLoader", clip_name="clip_vision_h.safetensors")
     seen = flow.add("CLIPVisionEncode", clip_vision=vision["CLIP_VISION"], image=picture["IMAGE"], crop="none")
     flow.column("What to show", STEP, WIDE)
@@ -283,7 +283,7 @@ def multi_gpu(flow: Workflow) -> None:
     add_note(flow)
     flow.column("Workers", 0, WIDE)
     workers = flow.add("WanCoreLauncher", devices="cpu,cpu", space=40)["workers"]
-    model, clip, vae = add_loaders(flow, 0, TINY, y=330, workers=workers)
+    model, clip, vae = add_loaders(flow, 0, TINY, y=360, workers=workers)
     flow.column("What to show", STEP, WIDE)
     text = add_prompt(flow, clip, "a white cross moving down on a purple background")
     size = flow.add("WanCoreEmptyLatent", **SIZE)

@@ -285,7 +285,7 @@ def note_height(text: str) -> int:
 
 def _height(node: Node, lines: int) -> int:
     rows = max(len(node.sockets), len(node.schema["outputs"]))
-    height = rows * SLOT + 16 + (FOOTER if node.kind.startswith("WanCore") else 0)
+    height = rows * SLOT + 16 + (FOOTER if node.kind.startswith("WanCore") else FOOTER // 2)
     for entry in node.widgets:
         height += lines if is_text_field(node.kind, entry) else WIDGET
         height += WIDGET * len(extra_values(entry))

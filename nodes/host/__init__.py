@@ -3,8 +3,17 @@
 The only folder that touches comfy.*, folder_paths and the server.
 """
 
+from .background import background, prepare_kernels, prepare_when_up
 from .devices import device, gpu_count, to_intermediate
-from .folders import model_names, model_path, stamps, temporary_folder, unfinished_path
+from .folders import (
+    model_names,
+    model_path,
+    stamps,
+    temporary_folder,
+    temporary_video,
+    unfinished_path,
+    video_of,
+)
 from .memory import Held, Remote, Weights, evict_all, load, log, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
 from .native_cache import StepCache, attach, attached, plan_of_part
@@ -21,6 +30,7 @@ __all__ = [
     "accelerate",
     "attach",
     "attached",
+    "background",
     "check_interruption",
     "check_wan",
     "checkpoint_of",
@@ -34,6 +44,8 @@ __all__ = [
     "model_names",
     "model_path",
     "plan_of_part",
+    "prepare_kernels",
+    "prepare_when_up",
     "reporter",
     "room",
     "sampler_names",
@@ -43,6 +55,8 @@ __all__ = [
     "sparse_of",
     "stamps",
     "temporary_folder",
+    "temporary_video",
     "to_intermediate",
     "unfinished_path",
+    "video_of",
 ]

@@ -173,8 +173,15 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     for tile in (None, TileSpec(height=4, width=4, overlap=2)):
         seen: list[int] = []
         tiles = None if tile is None else {"height": 4, "width": 4, "overlap": 2}
-        pictures = remote.decode(
-            workers, spec, latents, report, tile=tiles, on_frames=lambda done, total, seen=seen: seen.append(done)
+        pictures = remote.decode_to(
+            workers,
+            spec,
+            latents,
+            report,
+            lambda pieces: torch.cat([images for _, images in pieces]),
+            dtype=torch.float32,
+            tile=tiles,
+            on_frames=lambda done, total, seen=seen: seen.append(done),
         )
         assert (pictures - decode_images(vae, latents, Report(CPU), tile=tile)).abs().max() < 1e-4
         assert seen == sorted(seen) and seen[-1] == 5

@@ -8,20 +8,44 @@ steps would never reach the second one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 
 from wan_core.config import Request
 from wan_core.execution.optimize import begin_run
+from wan_core.models.wan.config import IMAGE_TOKENS
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import ForwardInfo
+from wan_core.pipeline.builder import finish
+from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.resolved_request import Job
+from wan_core.pipeline.settings import ModelSettings, PartToLoad
+from wan_core.pipeline.sources import random_part
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.denoise import nag_numbers, retried
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.sparsity.run import sparse_attention
+
+TOKENS = 16  # rows and columns of latents: enough for every kernel to run, few enough to take no time
+
+
+@torch.no_grad()
+def load_kernels(settings: ModelSettings, device: torch.device) -> None:
+    """Run a block of random weights as `settings` says, so that kernels are compiled, or read from where an earlier
+    process kept them, before the weights of the model are there. Nothing of it stays."""
+    config, quantization = replace(settings.found.dit, num_layers=1), settings.quantization
+    if quantization is not None:
+        quantization = None if is_packed(quantization) else replace(quantization, keep_blocks=0)
+    block = PartToLoad(random_part(config, 0), settings.dtype, quantization).load(device)
+    model = cast(WanModel, finish(block, settings, device, graphs=False))
+    x = draw_noise(0, (1, config.in_channels, 1, TOKENS, TOKENS)).to(device)
+    image = None if config.image_dim is None else x.new_zeros(1, IMAGE_TOKENS, config.image_dim)
+    text = model.prepare_text(x.new_zeros(1, 8, config.text_dim), image)
+    model(x, torch.full((1,), 500.0, device=device), text)
 
 
 @torch.no_grad()
