@@ -237,18 +237,18 @@ def test_video_to_video_and_nag(tmp_path, capsys):
     few = ["--model", "tiny", "--device", "cpu", "--solver", "euler", "--guidance", "1", "--prompt", CAPTION]
     assert main(["generate", *few, "--steps", "2", "--frames", "9", "--size", "64x48", "--out", str(before)]) == 0
     base = ["generate", *few, "--out", str(after)]
-    made = [*base, "--steps", "3", "--video", str(before), "--denoise", "0.5", "--nag", "5/2/0.5"]
+    made = [*base, "--steps", "3", "--from-video", str(before), "--denoise", "0.5", "--nag", "5/2/0.5"]
     assert main([*made, "--negative-prompt", "a green square"]) == 0
     settings = read_metadata(after)
     assert read_video(after).shape == (9, *read_video(after).shape[1:]), "as many frames as the video has"
     assert settings["denoise"] == "0.5" and settings["nag"] == "5/2/0.5" and settings["video"] == str(before)
     capsys.readouterr()
     for arguments, words in [
-        (["--denoise", "0.5"], "give --video as well"),
-        (["--video", str(before), "--denoise", "1"], "nothing of the video stays"),
-        (["--video", str(before), "--denoise", "0.95", "--steps", "4"], "leaves nothing of the video"),
-        (["--video", str(before), "--frames", "13"], "has 9 frames, and 13 are asked for"),
-        (["--video", str(tmp_path / "none.mp4")], "none.mp4"),
+        (["--denoise", "0.5"], "give --from-video as well"),
+        (["--from-video", str(before), "--denoise", "1"], "nothing of the video stays"),
+        (["--from-video", str(before), "--denoise", "0.95", "--steps", "4"], "leaves nothing of the video"),
+        (["--from-video", str(before), "--frames", "13"], "has 9 frames, and 13 are asked for"),
+        (["--from-video", str(tmp_path / "none.mp4")], "none.mp4"),
         (["--guidance-high", "3", "--guidance-low", "3", "--nag", "5"], "every step has guidance"),
     ]:
         given = (

@@ -86,8 +86,8 @@ def test_two_samplers_in_a_row_give_what_one_gives(comfy: ComfyUI, solver: str) 
     assert "disable add_noise here" in refusal(comfy, graph(first=first, sampler=sampler(**rest)))
 
 
-def test_comfyuis_own_sampler_goes_on_where_ours_ended(comfy: ComfyUI) -> None:
-    """And ours goes on with latents that were saved: only x / (1 - sigma) travels then."""
+def test_latents_that_were_saved_in_between(comfy: ComfyUI) -> None:
+    """As ComfyUI carries them, x / (1 - sigma): an Euler run goes on but for rounding."""
     numbers = {**FEW, "solver": "euler"}
     whole = latents(comfy, graph(sampler=sampler(**numbers)))
     first = sampler(**numbers, end_step=3, return_with_leftover_noise="enable")

@@ -154,7 +154,7 @@ class Request:
     preset: str = "auto"  # settings for step-distilled weights, see `wan_core.sampling.presets`
     seed: int = 0
     skip: SkipOptions | None = None  # step caching, guidance schedule, sparse attention; None: every forward runs
-    video: str | None = None  # path of the video that video-to-video starts from
+    from_video: str | None = None  # path of the video that video-to-video starts from
     denoise: float | None = None  # strength of video-to-video, 0..1; None: 0.7 with a video
     nag: NagOptions | None = None  # the negative prompt in steps without guidance
 

@@ -191,11 +191,11 @@ class Pipeline:
     @torch.no_grad()
     def encode_video(self, job: Job) -> Tensor | None:
         """The un-normalised latents [1, C, T, Y, X] that video-to-video starts from; None where noise alone does."""
-        if job.request.video is None:
+        if job.request.from_video is None:
             return None
         vae = self.fetch("vae", self.models.vae)
         with self.report.phase("encode video"):
-            frames = load_video(job.request.video, (job.width, job.height), job.frames)
+            frames = load_video(job.request.from_video, (job.width, job.height), job.frames)
             return encode_images(vae, frames.to(self.models.device))
 
     def note_prompts(self, prompts: Sequence[str], counts: Sequence[TokenCount]) -> None:
