@@ -133,6 +133,7 @@ class WanCoreModelLoader(io.ComfyNode):
         both: dict[Expert, host.Held] = {"high": held["high"], "low": held.get("low", held["high"])}
         kernels = host.prepare_kernels(settings) if workers is None else None
         model = ModelSocket(options, settings, both, rgb, workers=workers, kernels=kernels)
+        model.read_ahead()
         info = _info(settings)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
 

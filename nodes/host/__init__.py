@@ -6,7 +6,7 @@ The only folder that touches comfy.*, folder_paths and the server.
 from .background import background, prepare_kernels, prepare_when_up
 from .devices import device, gpu_count, to_intermediate
 from .folders import model_names, model_path, stamps, temporary_video, unfinished_path, video_of
-from .memory import Held, Remote, Weights, evict_all, load, log, room
+from .memory import Held, Remote, Weights, evict_all, load, log, read_ahead, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
 from .native_cache import StepCache, attach, attached, plan_of_part
 from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of
@@ -38,6 +38,7 @@ __all__ = [
     "plan_of_part",
     "prepare_kernels",
     "prepare_when_up",
+    "read_ahead",
     "reporter",
     "room",
     "sampler_names",
