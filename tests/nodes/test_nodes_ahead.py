@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
 from tests.nodes.test_nodes_comfy import SMALL, node, text_to_video
-from wan_core.media.video import read_video
 
 pytestmark = pytest.mark.comfy
 
@@ -63,9 +63,12 @@ def expected(comfy: ComfyUI) -> dict[str, np.ndarray]:
 
 
 def video(comfy: ComfyUI, given: Graph) -> np.ndarray:
+    """Its frames as pictures: ComfyUI 0.8's encoder does not give the same bytes for the same frames."""
+    given = {**given, "pictures": node("SaveImage", images=["decode", 0], filename_prefix="frame")}
     run = comfy.run(given)
     assert run.ok, run.status
-    return read_video(comfy.output_file(run, "save"))
+    files = [comfy.output_file(run, "pictures", index) for index in range(SMALL["frames"])]
+    return np.stack([np.asarray(Image.open(file)) for file in files])
 
 
 def graph() -> Graph:
