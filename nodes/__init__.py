@@ -10,9 +10,11 @@ from .accelerate import WanCoreAccelerate
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
+from .from_model import WanCoreFromModel
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
+from .nag import WanCoreNAG
 from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
@@ -46,6 +48,9 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreLauncher,
     WanCoreAccelerate,
     WanCoreNativePlan,
+    WanCoreFromModel,
+    WanCoreAccelerate,
+    WanCoreNAG,
     WanCoreDecodeToVideo,
 ]
 

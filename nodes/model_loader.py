@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from wan_core.config import (
 )
 from wan_core.execution.memory.residency import Residency
 from wan_core.media.preview import TINY as TINY_MAP
-from wan_core.media.preview import map_of_channels
+from wan_core.media.preview import RGBMap, map_of_channels
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import BACKENDS, resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
@@ -37,6 +38,7 @@ from wan_core.sampling.plan import Expert
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
+from .schema import ADVANCED, newer
 from .sockets import MODEL, ModelSocket
 from .workers import WorkersSocket, workers_input
 
@@ -53,10 +55,11 @@ class WanCoreModelLoader(io.ComfyNode):
             node_id="WanCoreModelLoader",
             display_name="WanCore Model Loader",
             category="WanCore",
+            **newer("WanCoreModelLoader"),
             description="Recognises one or two Wan transformers by their contents. Weights are read when first used.",
             inputs=[
                 *_file_inputs(),
-                *_run_inputs(),
+                *run_inputs(),
                 workers_input(),
                 _lora_input(),
             ],
@@ -78,7 +81,7 @@ class WanCoreModelLoader(io.ComfyNode):
         """ComfyUI leaves what is named here to us. None comes through a link, and is checked when the node runs. Raises
         (see `refusal`)."""
         found = find_experts(*_paths(high, low)) if high is not None else None
-        _check(precision, keep_blocks or 0, attention, None if found is None else found.dit)
+        check_choices(precision, keep_blocks or 0, attention, None if found is None else found.dit)
         return True
 
     @classmethod
@@ -123,19 +126,35 @@ class WanCoreModelLoader(io.ComfyNode):
             residency=residency,
             lora_mode=lora_mode,
         )
-        found = find_experts(*paths)
-        settings = resolve_settings(found, options, device)
-        finished = partial(finish, settings=settings, device=host.device())
-        streaming = Residency(host.device(), "stream")
-        names = {"high": "high-noise expert", "low": "low-noise expert"} if found.low else {"high": "transformer"}
-        held = {expert: host.Held(name, settings.parts[expert], finished, streaming) for expert, name in names.items()}
-        rgb = TINY_MAP if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
-        both: dict[Expert, host.Held] = {"high": held["high"], "low": held.get("low", held["high"])}
-        kernels = host.prepare_kernels(settings) if workers is None else None
-        model = ModelSocket(options, settings, both, rgb, workers=workers, kernels=kernels)
+        settings = resolve_settings(find_experts(*paths), options, device)
+        rgb = TINY_MAP if high in embedded_expert("high") else None
+        model = socket_of(options, settings, hold(settings), workers, rgb)
         model.read_ahead()
-        info = _info(settings)
+        info = info_of(settings)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
+
+
+def hold(settings: ModelSettings) -> dict[Expert, host.Held]:
+    """The experts, held by ComfyUI's memory manager and not loaded yet; both are one where there is one transformer."""
+    found = settings.found
+    finished = partial(finish, settings=settings, device=host.device())
+    streaming = Residency(host.device(), "stream")
+    names = {"high": "high-noise expert", "low": "low-noise expert"} if "low" in found.of else {"high": "transformer"}
+    held = {expert: host.Held(name, settings.parts[expert], finished, streaming) for expert, name in names.items()}
+    return {"high": held["high"], "low": held.get("low", held["high"])}
+
+
+def socket_of(
+    options: LoadOptions,
+    settings: ModelSettings,
+    held: Mapping[Expert, host.Held],
+    workers: WorkersSocket | None,
+    rgb: RGBMap | None = None,
+) -> ModelSocket:
+    """rgb: how previews are coloured; None: as the VAE that belongs to the model."""
+    colours = rgb or map_of_channels(settings.found.vae.z_dim)
+    kernels = host.prepare_kernels(settings) if workers is None else None
+    return ModelSocket(options, settings, held, colours, workers=workers, kernels=kernels)
 
 
 def _file_inputs() -> list[Any]:
@@ -157,7 +176,7 @@ def _file_inputs() -> list[Any]:
     ]
 
 
-def _run_inputs() -> list[Any]:
+def run_inputs() -> list[Any]:
     """How the transformers are held and run."""
     return [
         io.Combo.Input(
@@ -182,6 +201,7 @@ def _run_inputs() -> list[Any]:
         ),
         io.Combo.Input(
             "residency",
+            **ADVANCED,
             options=list(RESIDENCIES),
             default="auto",
             tooltip="'auto': ComfyUI's memory manager decides what leaves the device; an expert that does not "
@@ -191,6 +211,7 @@ def _run_inputs() -> list[Any]:
         ),
         io.Combo.Input(
             "compile",
+            **ADVANCED,
             options=list(COMPILES),
             default=COMPILES[0],
             optional=True,
@@ -200,6 +221,7 @@ def _run_inputs() -> list[Any]:
         ),
         io.Int.Input(
             "keep_blocks",
+            **ADVANCED,
             default=0,
             min=0,
             max=MAX_KEPT,
@@ -227,7 +249,7 @@ def _paths(high: str, low: str | None) -> list[Path]:
     return paths if low in (None, ALONE) else [*paths, locate("diffusion_models", low, embedded_expert("low"))]
 
 
-def _check(precision: str | None, keep_blocks: int, attention: str | None, dit: DiTConfig | None) -> None:
+def check_choices(precision: str | None, keep_blocks: int, attention: str | None, dit: DiTConfig | None) -> None:
     """Raise OptionError or AttentionError for what this device or, if it is known, the model does not allow."""
     device = host.device()
     if precision is not None:
@@ -249,7 +271,7 @@ def _computing(settings: ModelSettings) -> str:
     return f"{dtype}, blocks{f' but the first and last {kept}' if kept else ''} in {settings.precision}"
 
 
-def _info(settings: ModelSettings) -> str:
+def info_of(settings: ModelSettings) -> str:
     dit, task, parts = settings.found.dit, settings.found.task, settings.found.of
     kind = "two experts" if task.two_experts else "one transformer for every step"
     said = {expert: words_of(part, _computing(settings)) for expert, part in parts.items()}

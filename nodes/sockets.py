@@ -68,6 +68,7 @@ class ModelSocket:
     pace: dict[Expert, float] = field(default_factory=dict)
     loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
     workers: Any = None  # WorkersSocket: they load and run it
+    shift: float | None = None  # that came with the model; None: the task's own
     kernels: str | None = None  # those that are being prepared, see `host.prepare_kernels`
 
     @property

@@ -13,6 +13,7 @@ from wan_core.pipeline.sources import recognise
 
 from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of
+from .schema import ADVANCED, newer
 from .sockets import TextSocket
 from .workers import RemoteText, WorkersSocket, workers_input
 
@@ -28,6 +29,7 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
             node_id="WanCoreTextEncoderLoader",
             display_name="WanCore Text Encoder Loader",
             category="WanCore",
+            **newer("WanCoreTextEncoderLoader"),
             description="A UMT5 text encoder. Its output also feeds ComfyUI's own CLIP Text Encode.",
             inputs=[
                 io.Combo.Input(
@@ -39,6 +41,7 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "precision",
+                    **ADVANCED,
                     options=list(PLAIN),
                     default="checkpoint",
                     tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and packed "

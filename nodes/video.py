@@ -16,6 +16,7 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.pipeline.images import each_once
 
 from . import host
+from .schema import ADVANCED, newer
 from .sockets import REPORT, VAESocket
 
 
@@ -28,12 +29,14 @@ class WanCoreVAEDecode(io.ComfyNode):
             node_id="WanCoreVAEDecode",
             display_name="WanCore VAE Decode",
             category="WanCore",
+            **newer("WanCoreVAEDecode"),
             description="Decodes a few frames at a time, in tiles if the whole picture does not fit into memory.",
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
                 io.Latent.Input("latent", tooltip="From the sampler. It can be decoded again if decoding fails."),
                 io.Combo.Input(
                     "tiling",
+                    **ADVANCED,
                     options=["auto", "always"],
                     default="auto",
                     tooltip="'auto': the whole picture, or tiles if it does not fit into memory. 'always': tiles.",
@@ -164,6 +167,7 @@ class WanCoreVAEEncode(io.ComfyNode):
             node_id="WanCoreVAEEncode",
             display_name="WanCore VAE Encode",
             category="WanCore",
+            **newer("WanCoreVAEEncode"),
             description="Encodes a video's frames a few at a time.",
             inputs=[
                 io.Vae.Input("vae", tooltip="A Wan VAE: WanCore's or ComfyUI's own."),

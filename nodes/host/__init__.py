@@ -5,7 +5,15 @@ The only folder that touches comfy.*, folder_paths and the server.
 
 from .background import background, prepare_kernels, prepare_when_up
 from .devices import device, gpu_count, to_intermediate
-from .folders import model_names, model_path, stamps, temporary_video, unfinished_path, video_of
+from .folders import (
+    model_names,
+    model_path,
+    stamps,
+    temporary_folder,
+    temporary_video,
+    unfinished_path,
+    video_of,
+)
 from .memory import Held, Remote, Weights, evict_all, load, log, read_ahead, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
 from .native_cache import StepCache, attach, attached, plan_of_part
@@ -47,6 +55,7 @@ __all__ = [
     "show",
     "sparse_of",
     "stamps",
+    "temporary_folder",
     "temporary_video",
     "to_intermediate",
     "unfinished_path",

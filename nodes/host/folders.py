@@ -75,11 +75,16 @@ def unfinished_path(seed: int) -> Path:
     return folder / f"unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{seed}.latents.safetensors"
 
 
-def temporary_video() -> Path:
-    """The name of a new MP4 in ComfyUI's folder for temporary files, which it empties when it starts and ends."""
+def temporary_folder() -> Path:
+    """ComfyUI's folder for files that it deletes when it starts."""
     folder = Path(folder_paths.get_temp_directory())
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"WanCore-{secrets.token_hex(8)}.mp4"
+    return folder
+
+
+def temporary_video() -> Path:
+    """The name of a new MP4 in ComfyUI's folder for temporary files, which it empties when it starts and ends."""
+    return temporary_folder() / f"WanCore-{secrets.token_hex(8)}.mp4"
 
 
 def video_of(path: Path) -> InputImpl.VideoFromFile:

@@ -16,9 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil, isclose, prod
 from typing import Any
 
+import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from torch import Tensor
@@ -27,7 +29,7 @@ from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import Residuals, joined, keep_after, keep_before, residual_program
-from wan_core.sampling.cache.skipping import leave_out, looks_distilled, skip_words
+from wan_core.sampling.cache.skipping import check_cacheable, leave_out, looks_distilled, skip_words
 from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, plan_part
 from wan_core.sampling.native.run import RUN
 from wan_core.sampling.plan import Branch, Plan, Step
@@ -59,13 +61,15 @@ def native_plan(
     plan = plan_part(
         part,
         task=model.name,
-        solver=solver,
+        solver=f"ComfyUI {solver}",
         shift=model.shift,
         boundary=model.boundary,
         guidance=guidance,
         branches=branches,
     )
     plan = replace(plan, notes=(model.note,) if model.note else ())
+    if solver == "lcm" and replace(options, sparse=None) != SkipOptions():
+        check_cacheable(solver, "the step cache")
     curve = None
     if options.magcache is not None and model.task is not None:
         curve = find_curve(model.path, model.task.name, image=image)
@@ -163,6 +167,12 @@ def moving_windows(plan: Plan, model_options: dict[str, Any]) -> Plan:
     return replace(plan, steps=steps, notes=(*plan.notes, note))
 
 
+# torch.compile may be around the whole model: what changes from step to step is not compiled, or every step would be
+# compiled again.
+eager = torch.compiler.disable
+uncompiled = partial(torch.compiler.disable, recursive=False)  # but what it calls is
+
+
 class CachedRun:
     """One sampling run: decides for every forward, and holds what is kept until `finish`.
 
@@ -184,6 +194,7 @@ class CachedRun:
         self.forwards = self.reused = self.most = 0
         self.began = 0.0
 
+    @uncompiled
     def __call__(
         self,
         executor: Any,
@@ -200,13 +211,7 @@ class CachedRun:
         def forward(options: dict[str, Any]) -> Tensor:
             return executor(x, timestep, context, clip_fea, time_dim_concat, options, **kwargs)
 
-        with self.lock:
-            index, begins = self.part.step_at(self._value(options["sigmas"]))
-            keys = self._enter(index, x, options)
-            states = [self.states[key] for key in keys]
-            skip = self._decide(self.steps[index]) and all(state.can_skip(index) for state in states)
-            self.forwards += len(keys)
-            self.reused += len(keys) * skip
+        index, begins, keys, states, skip = self._begin(x, options)
         blocks = len(executor.class_obj.blocks)
         if skip:
             return (
@@ -216,10 +221,29 @@ class CachedRun:
             return forward(options)
         keep = keep_blocks if self.level == BLOCKS else keep_output
         output = keep(forward, states, index, options, blocks)
+        self._end(index, keys, output)
+        return output
+
+    @eager
+    def _begin(
+        self, x: Tensor, options: dict[str, Any]
+    ) -> tuple[int, bool, list[tuple[Any, ...]], list[Residuals], bool]:
+        """Step of a forward, whether it is at the step's beginning, its conditions, their states, and whether it is
+        skipped."""
+        with self.lock:
+            index, begins = self.part.step_at(self._value(options["sigmas"]))
+            keys = self._enter(index, x, options)
+            states = [self.states[key] for key in keys]
+            skip = self._decide(self.steps[index]) and all(state.can_skip(index) for state in states)
+            self.forwards += len(keys)
+            self.reused += len(keys) * skip
+        return index, begins, keys, states, skip
+
+    @eager
+    def _end(self, index: int, keys: list[tuple[Any, ...]], output: Tensor) -> None:
         with self.lock:
             self.most = max(self.most, sum(state.bytes for state in self.states.values()))
             self._note(index, keys, output)
-        return output
 
     def reserve(
         self, executor: Any, model: Any, noise_shape: Sequence[int], conds: Any, *rest: Any, **named: Any
@@ -307,11 +331,13 @@ NAMES: dict[Branch, str] = {"cond": "positive", "uncond": "negative"}
 # --------------------------------------------------------------------------------------------------------- what is kept
 
 
+@eager
 def reuse(states: Sequence[Residuals], step: int) -> Tensor:
     """The output of a skipped step, without the model."""
     return joined([state.reused(step) for state in states])
 
 
+@uncompiled
 def keep_output(
     forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
 ) -> Tensor:
@@ -323,20 +349,27 @@ def keep_output(
     return output
 
 
+@eager
+def add_reused(states: Sequence[Residuals], step: int, tokens: Tensor) -> Tensor:
+    rows = zip(states, tokens.chunk(len(states)), strict=True)
+    return joined([state.reused(step, part) for state, part in rows])
+
+
+@uncompiled
 def reuse_blocks(
     forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
 ) -> Tensor:
     """The first block adds what all of them added, the others nothing."""
 
     def first(args: dict[str, Any], run: Any) -> dict[str, Any]:
-        rows = zip(states, args["img"].chunk(len(states)), strict=True)
-        return {"img": joined([state.reused(step, part) for state, part in rows])}
+        return {"img": add_reused(states, step, args["img"])}
 
     for block in range(blocks):
         options = around(options, block, first if block == 0 else lambda args, run: {"img": args["img"]})
     return forward(options)
 
 
+@uncompiled
 def keep_blocks(
     forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
 ) -> Tensor:
@@ -348,12 +381,12 @@ def keep_blocks(
 
     def first(args: dict[str, Any], run: Any) -> dict[str, Any]:
         parts[:] = zip(states, args["img"].chunk(len(states)), strict=True)
-        slots[:] = keep_before(parts, step)
+        slots[:] = eager(keep_before)(parts, step)
         return run(args)
 
     def last(args: dict[str, Any], run: Any) -> dict[str, Any]:
         made = run(args)
-        keep_after(parts, slots, step, made["img"])
+        eager(keep_after)(parts, slots, step, made["img"])
         return made
 
     return forward(around(around(options, 0, first), blocks - 1, last))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 
 from comfy import model_management
 from comfy.utils import ProgressBar
+from comfy_api.feature_flags import supports_feature
+from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 from PIL import Image
 from server import PromptServer
@@ -26,12 +29,60 @@ class Progress:
     def __init__(self, total: int) -> None:
         model_management.throw_exception_if_processing_interrupted()
         self.bar = ProgressBar(total)
+        self.player: Player | None = None
 
-    def update(self, done: int, total: int, words: str, picture: Image.Image | None = None) -> None:
-        """Raises ComfyUI's interruption if the user asked for it."""
+    def update(
+        self, done: int, total: int, words: str, pictures: Sequence[Image.Image] = (), frames_per_second: float = 0
+    ) -> None:
+        """pictures: frames of the preview, shown as a moving picture until the next ones come or `close`. Raises
+        ComfyUI's interruption if the user asked for it."""
         if words:
             show(words)
-        self.bar.update_absolute(done, total, None if picture is None else ("JPEG", picture, PREVIEW_SIDE))
+        middle = ("JPEG", pictures[len(pictures) // 2], PREVIEW_SIDE) if pictures else None
+        self.bar.update_absolute(done, total, middle)
+        if self.player is None and len(pictures) > 1:
+            self.player = Player.for_this_node(frames_per_second)
+        if self.player is not None:
+            self.player.frames = done, total, pictures
+
+    def close(self) -> None:
+        """The moving picture stops."""
+        if self.player is not None:
+            self.player.close()
+
+
+class Player:
+    """Shows the frames of a preview one after another on a node, from a thread of its own.
+
+    ComfyUI's page shows one JPEG at a time. Not through the progress bar: that raises the user's interruption, and once
+    only, which must reach the thread of the node."""
+
+    def __init__(self, node: str, frames_per_second: float) -> None:
+        self.node, self.pause = node, 1 / frames_per_second
+        self.frames: tuple[int, int, Sequence[Image.Image]] = (0, 1, ())
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._play, name="WanCore preview", daemon=True)
+        self.thread.start()
+
+    @classmethod
+    def for_this_node(cls, frames_per_second: float) -> Player | None:
+        """For the node that is running; None where no page watches that could show it."""
+        context, server = get_executing_context(), PromptServer.instance
+        watched = supports_feature(server.sockets_metadata, server.client_id, "supports_preview_metadata")
+        return cls(context.node_id, frames_per_second) if context is not None and watched else None
+
+    def _play(self) -> None:
+        shown = 0
+        while not self.over.wait(self.pause):
+            done, total, pictures = self.frames
+            if pictures:
+                picture = ("JPEG", pictures[shown % len(pictures)], PREVIEW_SIDE)
+                get_progress_state().update_progress(self.node, done, total, picture)
+                shown += 1
+
+    def close(self) -> None:
+        self.over.set()
+        self.thread.join()
 
 
 def show(words: str) -> None:

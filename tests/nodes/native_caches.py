@@ -357,7 +357,8 @@ def check_conditions(it: World) -> None:
     assert found.isfinite().all() and 0 < it.counts()[0] < it.counts()[1] / 2, it.said[-1]
     both = EasyCacheNode.execute(fast, 0.2, 0.15, 0.95, False).result[0]
     refused = []
-    for run in (lambda: sample(both, EULER), lambda: it.cached(model, guidance=GuidanceOptions(every=2))):
+    lcm = lambda: sample(fast, EULER, sampler="lcm")  # noqa: E731
+    for run in (lcm, lambda: sample(both, EULER), lambda: it.cached(model, guidance=GuidanceOptions(every=2))):
         with suppress(OptionError):
             run()
             refused.append("not refused")

@@ -62,7 +62,18 @@ class Room:  # the pack believes in a device of so many MB; 0: in the one that i
         host.room = (lambda: int(mb * 1e6)) if mb else host.true_room
         return (model,)
 
-NODE_CLASS_MAPPINGS = {"Look": Look, "Room": Room}
+class Stack:  # as other packs have it
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("LORA_STACK",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"entries": ("STRING", {"default": "[]"})}}
+    def run(self, entries):
+        found = json.loads(entries)
+        if isinstance(found, dict):
+            return (found,)
+        return ([tuple(entry) if isinstance(entry, list) else entry for entry in found],)
+
+NODE_CLASS_MAPPINGS = {"Look": Look, "Room": Room, "Stack": Stack}
 """
 
 
@@ -174,6 +185,42 @@ def test_what_is_no_lora_is_refused_by_name(comfy: ComfyUI) -> None:
     assert not run.ok and "not a LoRA" in str(run.status)
     with pytest.raises(Refused):
         comfy.run(graph(lora(high="absent.safetensors")))
+
+
+def stacked(entries: Any, low: Any = None, **files: Any) -> Graph:
+    """The LoRA node with lists of another pack, and no files of its own unless given."""
+    made = graph(lora(**{"high": "none", **files}))
+    for name, given in (("lora_stack", entries), ("lora_stack_low", low)):
+        if given is not None:
+            made[name] = node("Stack", entries=json.dumps(given))
+            made["lora0"]["inputs"][name] = [name, 0]
+    return made
+
+
+def test_a_stack_of_another_pack_is_the_same_chain(comfy: ComfyUI) -> None:
+    both = [["style.safetensors", 1.0, 1.0], ["other_4steps.safetensors", 0.5, 0.0]]
+    chain = facts(comfy.run(graph(lora(), lora(high="other_4steps.safetensors", strength_high=0.5, strength_low=0.5))))
+    other = {"high": "other_4steps.safetensors", "strength_high": 0.5, "strength_low": 0.5}
+    assert facts(comfy.run(stacked(both)))["sum"] == chain["sum"]
+    assert facts(comfy.run(stacked(both[:1], **other)))["sum"] == chain["sum"]
+    high_only = facts(comfy.run(graph(lora(low="none"))))
+    assert facts(comfy.run(stacked(both[:1], [])))["sum"] == high_only["sum"]
+    assert facts(comfy.run(stacked(both[:1], both[:1])))["sum"] == facts(comfy.run(graph(lora())))["sum"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"style.safetensors": 1.0}, "lora_stack is a dict"),
+        ([["style.safetensors", 1.0, 1.0], ["style.safetensors", "much", 1.0]], "entry 2 of lora_stack"),
+        (["style.safetensors"], "entry 1 of lora_stack"),
+        ([["../style.safetensors", 1.0, 1.0]], "is not a model in"),
+        ([["style.safetensors", 1000.0, 1.0]], "allowed are -100 to 100"),
+    ],
+)
+def test_a_stack_of_another_form_is_refused(comfy: ComfyUI, entries: Any, words: str) -> None:
+    run = comfy.run(stacked(entries))
+    assert not run.ok and words in str(run.status)
 
 
 def with_room(made: Graph, mb: float) -> Graph:

@@ -7,6 +7,7 @@ with a real one). Here the declarations are read without ComfyUI, through a reco
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import sys
@@ -42,15 +43,8 @@ def modules() -> dict[str, types.ModuleType]:
         name: types.ModuleType(name)
         for name in ("comfy", "comfy.model_management", "comfy.model_patcher", "comfy.utils", "comfy_execution")
     }
-    for name in (
-        "comfy.patcher_extension",
-        "comfy.samplers",
-        "comfy_execution.utils",
-        "folder_paths",
-        "server",
-        "comfy_api",
-        "comfy_api.latest",
-    ):
+    names = ("comfy.patcher_extension", "comfy.samplers", "comfy_execution.utils", "comfy_execution.progress")
+    for name in (*names, "folder_paths", "server", "comfy_api", "comfy_api.feature_flags", "comfy_api.latest"):
         made[name] = types.ModuleType(name)
     plain = {
         "comfy": {"model_management": made["comfy.model_management"]},
@@ -59,6 +53,8 @@ def modules() -> dict[str, types.ModuleType]:
         "comfy.samplers": {"KSampler": types.SimpleNamespace(SAMPLERS=["euler"], SCHEDULERS=["simple"])},
         "comfy.utils": {"ProgressBar": object},
         "comfy_execution.utils": {"get_executing_context": None},
+        "comfy_execution.progress": {"get_progress_state": None},
+        "comfy_api.feature_flags": {"supports_feature": None},
         "folder_paths": {"get_filename_list": lambda folder: FILES.get(folder, []), "get_folder_paths": lambda _: []},
         "server": {"PromptServer": object},
     }
@@ -145,3 +141,13 @@ def test_the_pack_imports_nothing_of_comfyui_before_its_entry_point() -> None:
     spec.loader.exec_module(pack)
     assert callable(pack.comfy_entrypoint) and not hasattr(pack, "NODE_CLASS_MAPPINGS")
     assert (Path(__file__).resolve().parents[2] / pack.WEB_DIRECTORY).is_dir()
+
+
+@pytest.mark.parametrize("words", ["wan fast", "sage", "teacache", "magcache", "block swap"])
+def test_words_that_people_search_for_find_a_node(schemas: dict[str, Any], words: str) -> None:
+    """ComfyUI's search takes them where its schemas have `search_aliases`; here they are read from the table."""
+    source = (Path(__file__).resolve().parents[2] / "nodes" / "schema.py").read_text(encoding="utf-8")
+    table = source.partition("ALIASES = ")[2].partition("# fmt: skip")[0]
+    names = ast.literal_eval(table)
+    assert names.keys() <= schemas.keys()
+    assert any(words in several for several in names.values())

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from wan_core.cli.options import outputs_of, plan_numbers
+from wan_core.cli.options import outputs_of, plan_numbers, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
@@ -45,7 +45,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.memory:
         return run_memory_plan(options)
     files = [path for path in (*loras, options.high, options.low) if path is not None]
-    plan = preset_plan(files=files, task=options.task, **plan_numbers(options))
+    plan = preset_plan(files=files, task=options.task, **plan_numbers(options), window=window_of(options))
     plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0

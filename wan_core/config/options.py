@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from wan_core.config.checks import OptionError, check_choice
+from wan_core.config.checks import OptionError, check_choice, check_range
 from wan_core.config.skipping import SkipOptions
 
 # Quantised storage and matmuls of the transformer's linears; `wan_core.ops.quant.schemes` describes each.
@@ -16,6 +16,35 @@ RESIDENCIES = ("auto", "resident", "swap", "stream", "shard")
 GUIDANCE_MODES = ("auto", "sequential", "batched")
 LORA_MODES = ("auto", "merge", "attach")
 LORA_EXPERTS = ("auto", "high", "low")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NagOptions:
+    """Normalized attention guidance: a negative prompt in steps without guidance. Raises OptionError.
+
+    scale: how far cross-attention moves away from the negative prompt. tau: at most this many times the norm that it
+    had. alpha: share of the result, the rest is what it was. Source: arXiv:2505.21179.
+    """
+
+    scale: float = 11.0
+    tau: float = 2.5
+    alpha: float = 0.25
+
+    def __post_init__(self) -> None:
+        check_range("NAG scale", self.scale, 1, 100, "11 is usual for Wan, 1 has no effect")
+        check_range("NAG tau", self.tau, 1, 10, "2.5 is usual for Wan")
+        check_range("NAG alpha", self.alpha, 0, 1, "0.25 is usual for Wan, 0 has no effect")
+
+    @classmethod
+    def parse(cls, text: str) -> NagOptions:
+        """`SCALE`, `SCALE/TAU` or `SCALE/TAU/ALPHA`. Raises OptionError."""
+        try:
+            numbers = [float(number) for number in text.split("/")]
+        except ValueError:
+            numbers = []
+        if not 1 <= len(numbers) <= 3:
+            raise OptionError(f"NAG {text!r} given; write scale, or scale/tau/alpha such as 11/2.5/0.25")
+        return cls(**dict(zip(("scale", "tau", "alpha"), numbers, strict=False)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +154,9 @@ class Request:
     preset: str = "auto"  # settings for step-distilled weights, see `wan_core.sampling.presets`
     seed: int = 0
     skip: SkipOptions | None = None  # step caching, guidance schedule, sparse attention; None: every forward runs
+    video: str | None = None  # path of the video that video-to-video starts from
+    denoise: float | None = None  # strength of video-to-video, 0..1; None: 0.7 with a video
+    nag: NagOptions | None = None  # the negative prompt in steps without guidance
 
     def __post_init__(self) -> None:
         check_choice("guidance mode", self.guidance_mode, GUIDANCE_MODES)

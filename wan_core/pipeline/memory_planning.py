@@ -166,7 +166,7 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
             workload.latent_shape,
             per_token=per_token,
             itemsize=itemsize,
-            guided=plan.guided,
+            guided=plan.reads_negative,
             residuals=residual_bytes(plan, B * found.dit.tokens(T, Y, X), found.dit.dim, itemsize),
             batched=workload.batched,
             image=workload.image,

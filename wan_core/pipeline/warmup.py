@@ -26,7 +26,7 @@ from wan_core.pipeline.resolved_request import Job
 from wan_core.pipeline.settings import ModelSettings, PartToLoad
 from wan_core.pipeline.sources import random_part
 from wan_core.sampling.conditioning import draw_noise
-from wan_core.sampling.denoise import retried
+from wan_core.sampling.denoise import nag_numbers, retried
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.sparsity.run import sparse_attention
 
@@ -77,14 +77,20 @@ def forward_once(model: WanModel, job: Job, expert: Expert, device: torch.device
     x = noise.new_zeros(shape)
     x[:, : noise.shape[1]] = noise
     # Two prompts, of which one branch sees its part, as in a run.
-    rows = draw_noise(1, (1, 8, config.text_dim)).to(device).expand(2 if job.plan.guided else batch, -1, -1)
-    text = model.prepare_text(rows).rows(0, batch)
+    rows = draw_noise(1, (1, 8, config.text_dim)).to(device).expand(2 if job.plan.reads_negative else batch, -1, -1)
+    prepared, nag = model.prepare_text(rows), job.plan.nag
+    text = prepared.rows(0, batch)
     phase = [step for step in job.plan.steps if step.expert == expert]
     image = job.request.image is not None or job.request.last_image is not None
     known = config.out_channels == 48 and job.request.image is not None  # each latent frame has its own timestep
     with sparse_attention(model, job.plan, phase, job.latent_shape[2:], image):
-        for step in {step.sparsity > 0: step for step in reversed(phase)}.values():  # the first of each kind
+        for step in {
+            (step.sparsity > 0, step.nag): step for step in reversed(phase)
+        }.values():  # the first of each kind
             branches = step.branches if job.batched else step.branches[:1]
             timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)
-            model(x, timestep, text, ForwardInfo(step.index, branches, sparsity=step.sparsity))
+            seen = text
+            if step.nag and nag is not None:
+                seen = text.with_negative(text, nag_numbers(nag, device))
+            model(x, timestep, seen, ForwardInfo(step.index, branches, sparsity=step.sparsity))
     begin_run(model)

@@ -15,7 +15,7 @@ def draw_plan(plan: Plan, seconds: float | None = None, size: tuple[int, int] = 
     """
     canvas = Canvas(*size)
     left, right, top, bottom = 56, size[0] - 24, 64, size[1] - 132
-    canvas.text(24, 16, f"{plan.task}   {len(plan.steps)} steps   {plan.solver}   shift {plan.shift:g}", size=17)
+    canvas.text(24, 16, f"{plan.task}   {plan.step_words()}   {plan.solver}   shift {plan.shift:g}", size=17)
     time = "time unknown before a first run" if seconds is None else f"about {clock(seconds)}"
     canvas.text(size[0] - 24, 19, f"{plan.forward_words()}   {time}", FAINT, anchor="ra")
 
@@ -85,7 +85,7 @@ def _draw_sparsity(canvas: Canvas, plan: Plan, left: float, step_width: float, t
 def _draw_legend(canvas: Canvas, plan: Plan, y: float) -> None:
     x = 56.0
     for expert in plan.experts:
-        count = sum(step.expert == expert for step in plan.steps)
+        count = sum(step.expert == expert and not step.correction for step in plan.steps)
         canvas.dot(x, y, 5, EXPERT_COLOUR[expert], EXPERT_COLOUR[expert])
         words = f"{expert}-noise expert: {count} steps" if plan.boundary else f"one model: {count} steps"
         canvas.text(x + 12, y, words, INK, 12, "lm")
