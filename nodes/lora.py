@@ -131,7 +131,9 @@ class WanCoreLoRA(io.ComfyNode):
         ]
         lines += [f"warning: {note}" for note in notes_of(loras)]
         info = "\n".join(lines) or "no LoRA"
-        return io.NodeOutput(replace(model, loras=loras), info, ui=ui.PreviewText(info))
+        changed = replace(model, loras=loras)
+        changed.read_ahead()
+        return io.NodeOutput(changed, info, ui=ui.PreviewText(info))
 
 
 def _files(high: str | None, low: str | None) -> dict[str, Path]:

@@ -129,6 +129,7 @@ class WanCoreModelLoader(io.ComfyNode):
         settings = resolve_settings(find_experts(*paths), options, device)
         rgb = TINY_MAP if high in embedded_expert("high") else None
         model = socket_of(options, settings, hold(settings), workers, rgb)
+        model.read_ahead()
         info = info_of(settings)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
 

@@ -120,6 +120,12 @@ class ModelSocket:
             self.held[name].wait(part, plan.copies(name))
         return [f"{name}: weights stay in the mapped file, pinned memory is short" for name in sorted(plan.mapped)]
 
+    def read_ahead(self) -> None:
+        """Begin to read the experts, where everything fits beside them."""
+        if self.workers is None and self.options.residency in ("auto", "resident"):
+            held = {name: one for name, one in self.held.items() if name == "high" or one is not self.held["high"]}
+            host.read_ahead(list(held.values()), [self.loras_of(name) for name in held])
+
     def prefetch(self, expert: Expert, other: Expert, runs: int) -> None:
         """The next `runs` runs of the blocks of `expert` are the last before `other` is acquired: if both stream, copy
         its weights behind them."""

@@ -77,6 +77,7 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         held = host.Held("text encoder", PartToLoad(part, dtype, quantization), residency=streaming)
         words = words_of(part, name_of(dtype))
         if workers is None:
+            host.read_ahead([held], [()])
             return io.NodeOutput(TextSocket(held), ui=ui.PreviewText(words))
         spec = {"path": str(part.path), "precision": precision}
         return io.NodeOutput(RemoteText(held, workers, spec), ui=ui.PreviewText(words))

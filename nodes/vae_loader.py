@@ -68,6 +68,7 @@ class WanCoreVAELoader(io.ComfyNode):
         dtype = compute_dtype(precision, host.device() if workers is None else workers.device)
         held, words = host.Held("VAE", PartToLoad(part, dtype), _optimized), words_of(part, name_of(dtype))
         if workers is None:
+            host.read_ahead([held], [()])
             return io.NodeOutput(VAESocket(held), ui=ui.PreviewText(words))
         spec = {"path": str(part.path), "precision": precision}
         return io.NodeOutput(RemoteVAE(held, workers, spec), ui=ui.PreviewText(words))

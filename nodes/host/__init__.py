@@ -14,7 +14,7 @@ from .folders import (
     unfinished_path,
     video_of,
 )
-from .memory import Held, Remote, Weights, evict_all, load, log, room
+from .memory import Held, Remote, Weights, evict_all, load, log, read_ahead, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
 from .native_cache import StepCache, attach, attached, plan_of_part
 from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of
@@ -46,6 +46,7 @@ __all__ = [
     "plan_of_part",
     "prepare_kernels",
     "prepare_when_up",
+    "read_ahead",
     "reporter",
     "room",
     "sampler_names",
