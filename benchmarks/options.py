@@ -104,6 +104,11 @@ SUITES: dict[str, Suite] = {
         ("832x480x81", "1280x720x81"),
         takes=("setup", "layers", "runs", "steps", "scratch"),
     ),
+    "small-cards": Suite(
+        "four steps of image-to-video from scaled FP8 files on 24, 16 and 12 GiB, and changing a merged LoRA",
+        ("640x640x81",),
+        takes=("setting", "layers", "scratch"),
+    ),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
 EVERYDAY_PARTS = ("on", "other", "off", "cold", "errors")
@@ -111,6 +116,7 @@ NATIVE_PARTS = ("steps", "guided")
 STARTUP_PARTS = ("load", "cold", "ready")
 STREAMING_PARTS = ("cards", "switch", "turns")
 STREAMING_PRECISIONS = ("bf16", "fp8")
+SMALL_CARD_PARTS = ("loras", "cards")
 PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")
 SETTINGS = {
     "forward": "one forward of one branch",

@@ -24,6 +24,7 @@ from benchmarks.options import (
     EVERYDAY_PARTS,
     NATIVE_PARTS,
     PARALLEL_PARTS,
+    SMALL_CARD_PARTS,
     STARTUP_PARTS,
     STREAMING_PARTS,
     STREAMING_PRECISIONS,
@@ -36,6 +37,7 @@ from benchmarks.rows import Row, table
 from benchmarks.settings import check_setting
 from benchmarks.setups import find_setup
 from benchmarks.single import single_rows
+from benchmarks.small_cards import small_card_rows
 from benchmarks.sparse import sparse_rows
 from benchmarks.startup import startup_rows
 from benchmarks.streaming import streaming_rows
@@ -62,6 +64,7 @@ MEASURES: dict[str, Rows] = {
     "parallel": parallel_rows,
     "gguf": gguf_rows,
     "four-step": four_step_rows,
+    "small-cards": small_card_rows,
     "generate": generation_rows,
     "compare": compare_rows,
     "everyday": everyday_rows,
@@ -76,6 +79,7 @@ PARTS = {
     "parallel": PARALLEL_PARTS,
     "startup": STARTUP_PARTS,
     "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),
+    "small-cards": SMALL_CARD_PARTS,
 }  # what `--setting` names there
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from . import host
 from .accelerate import WanCoreAccelerate
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
@@ -14,6 +15,7 @@ from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
 from .nag import WanCoreNAG
+from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
@@ -21,7 +23,7 @@ from .sampling import WanCoreSampler
 from .sparse import WanCoreSparseAttention
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
-from .video import WanCoreVAEDecode, WanCoreVAEEncode
+from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
 
 NODES: list[type[io.ComfyNode]] = [
     WanCoreModelLoader,
@@ -44,12 +46,16 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreLoRA,
     WanCoreSparseAttention,
     WanCoreLauncher,
+    WanCoreAccelerate,
+    WanCoreNativePlan,
     WanCoreFromModel,
     WanCoreAccelerate,
     WanCoreNAG,
+    WanCoreDecodeToVideo,
 ]
 
 
 class WanCoreExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        host.prepare_when_up()
         return NODES

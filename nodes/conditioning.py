@@ -19,7 +19,7 @@ from wan_core.sampling.conditioning import Conditioning, empty_latents
 
 from . import host
 from .schema import newer
-from .sockets import CONDITIONING, TextSocket
+from .sockets import CONDITIONING, TextSocket, VAESocket
 
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
 MAX_SIDE, MAX_FRAMES, MAX_BATCH = 8192, 4001, 64
@@ -239,8 +239,11 @@ class WanCoreImageToVideo(io.ComfyNode):
             check_first(first.shape[2], frames, task.vae)
             samples, unknown = hold_first(vae.encode(video_to_pixels(first)), latents)
             return io.NodeOutput(positive, negative, {"samples": samples, "noise_mask": unknown})
-        clip, unknown = known_frames(first, last, frames)
-        known = vae.encode(video_to_pixels(clip))
+        if isinstance(vae, VAESocket):
+            known, unknown = vae.encode_known(first, last, frames)
+        else:
+            clip, unknown = known_frames(first, last, frames)
+            known = vae.encode(video_to_pixels(clip))
         values = {"concat_latent_image": known, "concat_mask": frame_mask(unknown, known)}
         if clip_vision_output is not None:
             values["clip_vision_output"] = clip_vision_output

@@ -1,4 +1,4 @@
-"""LoRAs on a model: chained between the loader and the sampler, and changed without loading anything again."""
+"""LoRAs on a model: chained between the loader and the sampler, and changed without loading the model again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _strength(expert: str) -> io.Float.Input:
         step=0.05,
         round=0.001,
         tooltip=f"How strongly it counts for the {expert}-noise expert: 1 as it was made, 0 not at all. Another "
-        "strength loads and compiles nothing again.",
+        "strength reads the weights that change again, within a second for each expert, and compiles nothing.",
     )
 
 
@@ -47,7 +47,8 @@ class WanCoreLoRA(io.ComfyNode):
             display_name="WanCore LoRA",
             category="WanCore",
             **newer("WanCoreLoRA"),
-            description="Puts a LoRA on a model, beside its weights, whatever their precision. Nodes may be chained.",
+            description="Puts a LoRA on a model: merged into the weights, or beside those that stay packed. Can be "
+            "chained.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader or another WanCore LoRA."),
                 io.Combo.Input(
@@ -121,10 +122,13 @@ class WanCoreLoRA(io.ComfyNode):
             if two or expert == "high"
         ]
         found = read_loras(options, model.experts.dit, two)
-        if model.settings.precision == PACKED:
+        if model.settings.precision == PACKED and model.settings.parts["high"].lora_mode == "attach":
             check_packed((one for wanted in found.values() for one in wanted), model.experts.dit)
         loras = {expert: (*model.loras.get(expert, ()), *wanted) for expert, wanted in found.items()}
-        lines = [f"{expert}: {one.words('attached')}" for expert, wanted in found.items() for one in wanted]
+        parts = model.settings.parts
+        lines = [
+            f"{expert}: {one.words(parts[expert].lora_words)}" for expert, wanted in found.items() for one in wanted
+        ]
         lines += [f"warning: {note}" for note in notes_of(loras)]
         info = "\n".join(lines) or "no LoRA"
         return io.NodeOutput(replace(model, loras=loras), info, ui=ui.PreviewText(info))

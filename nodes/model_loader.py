@@ -9,7 +9,16 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
-from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, LoadOptions, OptionError, check_choice
+from wan_core.config import (
+    COMPILES,
+    LORA_MODES,
+    PRECISIONS,
+    QUANTIZED,
+    RESIDENCIES,
+    LoadOptions,
+    OptionError,
+    check_choice,
+)
 from wan_core.execution.memory.residency import Residency
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.preview import RGBMap, map_of_channels
@@ -52,6 +61,7 @@ class WanCoreModelLoader(io.ComfyNode):
                 *_file_inputs(),
                 *run_inputs(),
                 workers_input(),
+                _lora_input(),
             ],
             outputs=[
                 MODEL.Output("model", display_name="model", tooltip="For the WanCore Sampler and Plan Preview."),
@@ -85,6 +95,7 @@ class WanCoreModelLoader(io.ComfyNode):
         compile: str = "",
         keep_blocks: int = 0,
         workers: None = None,
+        lora_mode: str = "auto",
     ) -> list[tuple[str, int]]:
         return fingerprint(*_paths(high, low)) if high is not None else []
 
@@ -99,6 +110,7 @@ class WanCoreModelLoader(io.ComfyNode):
         compile: str = COMPILES[0],
         keep_blocks: int = 0,
         workers: WorkersSocket | None = None,
+        lora_mode: str = "auto",
     ) -> io.NodeOutput:
         device = host.device() if workers is None else workers.device
         if residency == "shard" and workers is None:
@@ -112,6 +124,7 @@ class WanCoreModelLoader(io.ComfyNode):
             attention=attention,
             compile=compile,
             residency=residency,
+            lora_mode=lora_mode,
         )
         settings = resolve_settings(find_experts(*paths), options, device)
         rgb = TINY_MAP if high in embedded_expert("high") else None
@@ -138,7 +151,9 @@ def socket_of(
     rgb: RGBMap | None = None,
 ) -> ModelSocket:
     """rgb: how previews are coloured; None: as the VAE that belongs to the model."""
-    return ModelSocket(options, settings, held, rgb or map_of_channels(settings.found.vae.z_dim), workers=workers)
+    colours = rgb or map_of_channels(settings.found.vae.z_dim)
+    kernels = host.prepare_kernels(settings) if workers is None else None
+    return ModelSocket(options, settings, held, colours, workers=workers, kernels=kernels)
 
 
 def _file_inputs() -> list[Any]:
@@ -214,6 +229,18 @@ def run_inputs() -> list[Any]:
             "more exact results. 0: every block is quantised.",
         ),
     ]
+
+
+def _lora_input() -> Any:
+    return io.Combo.Input(
+        "lora_mode",
+        options=list(LORA_MODES),
+        default="auto",
+        optional=True,
+        tooltip="How LoRAs are put on this model. 'merge': summed into the weights, which costs nothing while it runs; "
+        "another strength reads the weights that change again. 'attach': computed beside the weights, some percent "
+        "slower; another strength takes no time. 'auto': merge, and attach where weights stay packed (GGUF).",
+    )
 
 
 def _paths(high: str, low: str | None) -> list[Path]:

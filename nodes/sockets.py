@@ -9,14 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import LoadOptions, OptionError
-from wan_core.execution.memory.planning import Beside, Sizes, plan_memory
+from wan_core.execution.memory.planning import TEXT, Beside, Sizes, plan_memory
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.media.preview import RGBMap
@@ -25,9 +27,21 @@ from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels import fused
-from wan_core.pipeline.images import decode_images, encode_images
+from wan_core.pipeline.host_planning import host_room, plan_host
+from wan_core.pipeline.images import (
+    Made,
+    Pieces,
+    collect_images,
+    decode_to,
+    encode_images,
+    encode_video,
+    images_shape,
+    pixels_to_video,
+    video_to_pixels,
+)
 from wan_core.pipeline.loras import Wanted, lora_bytes
 from wan_core.pipeline.memory_planning import decode_bytes, forward_bytes
 from wan_core.pipeline.model_parts import Experts
@@ -55,6 +69,7 @@ class ModelSocket:
     loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
     workers: Any = None  # WorkersSocket: they load and run it
     shift: float | None = None  # that came with the model; None: the task's own
+    kernels: str | None = None  # those that are being prepared, see `host.prepare_kernels`
 
     @property
     def experts(self) -> Experts:
@@ -77,19 +92,33 @@ class ModelSocket:
         together = list(dict.fromkeys(self.held.values())) if residency == "resident" else [held]
         blocks = self.resident_blocks(memory)
         if blocks is not None:
-            for one in self.held.values():
+            report.notes += self._plan_host()
+        for name, one in self.held.items():
+            one.expect(self.loras_of(name))
+            if blocks is not None:
                 one.stream(blocks)
         if (residency == "swap" or blocks is not None) and not held.is_loaded:
             if any(one.is_loaded for one in self.held.values()):
                 held.take_over(self.loras_of(expert))
             host.evict_all()
-        if all(one.is_loaded for one in together):
+        loras, loaded = self.loras_of(expert), all(one.is_loaded for one in together)
+        if loaded and held.has_loras(loras):
             host.load(together, memory)
-        else:
-            host.show(f"loading the {held.name} ...")
-            with report.phase(f"load {expert}"):
-                host.load(together, memory)
-        return held.ready(self.loras_of(expert))
+            return held.ready(loras)
+        host.show(f"{'LoRAs of' if loaded else 'loading'} the {held.name} ...")
+        with report.phase(f"load {expert}"):
+            host.load(together, memory)
+            host.background.wait(self.kernels)
+            return held.ready(loras)
+
+    def _plan_host(self) -> list[str]:
+        """Decide where weights wait that are about to be read and streamed; says which are not pinned. Raises
+        OptionError where they do not fit into host memory."""
+        parts = {name: part for name, part in self.settings.parts.items() if not self.held[name].in_host_memory}
+        plan = plan_host(parts, host_room())
+        for name, part in parts.items():
+            self.held[name].wait(part, plan.copies(name))
+        return [f"{name}: weights stay in the mapped file, pinned memory is short" for name in sorted(plan.mapped)]
 
     def prefetch(self, expert: Expert, other: Expert, runs: int) -> None:
         """The next `runs` runs of the blocks of `expert` are the last before `other` is acquired: if both stream, copy
@@ -104,7 +133,8 @@ class ModelSocket:
         """Activations of a forward of so many tokens in bytes, attached LoRAs included."""
         # Without fused kernels it takes what torch does.
         kind = "cuda" if fused.why_not(host.device()) is None else "cpu"
-        loras = lora_bytes(one for wanted in self.loras.values() for one in wanted)
+        attached = [n for n in self.settings.parts if self.held[n].part.lora_mode == "attach"]
+        loras = lora_bytes(one for name in attached for one in self.loras.get(name, ()))
         return forward_bytes(self.experts.dit, tokens, self.settings.per_token(kind)) + loras
 
     def resident_blocks(self, memory: int) -> int | None:
@@ -165,8 +195,14 @@ class TextSocket:
         return made
 
     def encoder(self) -> TextEncoder:
-        """On its device."""
-        return cast(TextEncoder, self.held.use(0))
+        """On its device. Its blocks stream if it does not fit there as a whole."""
+        part = self.held.part
+        sizes = Sizes(units=(0,), experts=1, text_encoder=part.bytes, text_stage=stage_bytes(part.units, 0), vae=0)
+        if plan_memory(sizes, Beside(text=TEXT, denoise=0, decode=0), host.room(), "swap").streams_text:
+            if not self.held.in_host_memory:
+                self.held.wait(part, plan_host({"text_encoder": part}, host_room()).copies("text_encoder"))
+            self.held.stream(0)
+        return cast(TextEncoder, self.held.use(TEXT))
 
     # What ComfyUI's CLIPTextEncode calls.
 
@@ -192,11 +228,29 @@ class VAESocket:
     def patcher(self) -> host.Held:
         return self.held
 
+    def decode_to(
+        self,
+        samples: Tensor,
+        report: Report,
+        consume: Callable[[Pieces], Made],
+        *,
+        dtype: torch.dtype = torch.float32,
+        tile: TileSpec | None,
+        on_frames: Callable[[int, int], None],
+        rest: str = "decode",
+    ) -> Made:
+        """As `images.decode_to`."""
+        vae = self._use(*samples.shape[-2:])
+        given = {"dtype": dtype, "tile": tile, "on_frames": on_frames, "rest": rest}
+        return decode_to(vae, samples, report, consume, **given)
+
     def decode_images(
         self, samples: Tensor, report: Report, tile: TileSpec | None, on_frames: Callable[[int, int], None]
     ) -> Tensor:
         """Latents [B, C, T, Y, X] -> pictures [B * F, H, W, 3]."""
-        return decode_images(self._use(*samples.shape[-2:]), samples, report, tile=tile, on_frames=on_frames)
+        images = torch.empty(images_shape(self.config, samples))
+        collect = partial(collect_images, images=images)
+        return self.decode_to(samples, report, collect, tile=tile, on_frames=on_frames)
 
     # What ComfyUI's own nodes call.
 
@@ -213,6 +267,15 @@ class VAESocket:
         video = (pixels[0] if pixels.ndim == 5 else pixels)[..., :3]
         stride = self.config.spatial_stride
         return host.to_intermediate(encode_images(self._use(video.shape[1] // stride, video.shape[2] // stride), video))
+
+    def encode_known(self, first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
+        """As `known_frames`, and the latents of its clip instead of the clip, which exists on the device alone."""
+        place = {"device": host.device(), "dtype": self.held.part.dtype}
+        ends = (None if end is None else pixels_to_video(video_to_pixels(end)).to(**place) for end in (first, last))
+        clip, unknown = known_frames(*ends, frames)
+        stride = self.config.spatial_stride
+        vae = self._use(clip.shape[3] // stride, clip.shape[4] // stride)
+        return host.to_intermediate(encode_video(vae, clip)), unknown.float().cpu()
 
     def encode_tiled(self, pixels: Tensor, **_: Any) -> Tensor:
         return self.encode(pixels)

@@ -6,6 +6,7 @@ from comfy_api.latest import io, ui
 
 from wan_core.checkpoint import load_text_encoder
 from wan_core.config import PRECISIONS, QUANTIZED
+from wan_core.execution.memory.residency import Residency
 from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding
 from wan_core.pipeline.sources import recognise
@@ -72,7 +73,9 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         device = host.device() if workers is None else workers.device
         dtype = compute_dtype(precision, device)
         quantization = holding(part, None, precision == "checkpoint", device)
-        held, words = host.Held("text encoder", PartToLoad(part, dtype, quantization)), words_of(part, name_of(dtype))
+        streaming = Residency(host.device(), "stream")
+        held = host.Held("text encoder", PartToLoad(part, dtype, quantization), residency=streaming)
+        words = words_of(part, name_of(dtype))
         if workers is None:
             return io.NodeOutput(TextSocket(held), ui=ui.PreviewText(words))
         spec = {"path": str(part.path), "precision": precision}

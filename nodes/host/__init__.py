@@ -3,10 +3,21 @@
 The only folder that touches comfy.*, folder_paths and the server.
 """
 
+from .background import background, prepare_kernels, prepare_when_up
 from .devices import device, gpu_count, to_intermediate
-from .folders import model_names, model_path, stamps, temporary_folder, unfinished_path
+from .folders import (
+    model_names,
+    model_path,
+    stamps,
+    temporary_folder,
+    temporary_video,
+    unfinished_path,
+    video_of,
+)
 from .memory import Held, Remote, Weights, evict_all, load, log, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
+from .native_cache import StepCache, attach, attached, plan_of_part
+from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
 
 __all__ = [
@@ -14,12 +25,17 @@ __all__ = [
     "Held",
     "Progress",
     "Remote",
+    "StepCache",
     "Weights",
     "accelerate",
+    "attach",
+    "attached",
+    "background",
     "check_interruption",
     "check_wan",
     "checkpoint_of",
     "compute_dtype",
+    "describe",
     "device",
     "evict_all",
     "gpu_count",
@@ -27,11 +43,20 @@ __all__ = [
     "log",
     "model_names",
     "model_path",
+    "plan_of_part",
+    "prepare_kernels",
+    "prepare_when_up",
     "reporter",
     "room",
+    "sampler_names",
+    "sampler_sigmas",
+    "scheduler_names",
     "show",
+    "sparse_of",
     "stamps",
     "temporary_folder",
+    "temporary_video",
     "to_intermediate",
     "unfinished_path",
+    "video_of",
 ]

@@ -19,8 +19,11 @@ from wan_core.execution.memory.planning import CONTEXT
 from wan_core.execution.memory.residency import Residency, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.builder import apply_loras
+from wan_core.pipeline.builder import apply_loras, changes_weights
+from wan_core.pipeline.host_planning import staying_in_file
 from wan_core.pipeline.loras import AppliedLoras, Wanted
+from wan_core.pipeline.merged_loras import load_with_loras
+from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import PartToLoad
 
 from .devices import device
@@ -40,7 +43,8 @@ class Held(ModelPatcher):
     """A model of the engine that ComfyUI's memory manager may evict; it is read from its file again when used again.
 
     Nothing is loaded before the first use. An evicted model is not in host memory either: a second load reads the
-    system's file cache. The exception are transformers whose blocks stream: their weights stay in host memory.
+    system's file cache. The exception are transformers whose blocks stream: their weights stay in host memory. A text
+    encoder's stream from there only while it is used.
     """
 
     def __init__(
@@ -50,11 +54,14 @@ class Held(ModelPatcher):
         finish: Callable[[nn.Module], nn.Module] = lambda module: module,
         residency: Residency | None = None,
     ) -> None:
-        """finish: applied to the module after every load. residency: of a transformer, holds its weights while its
-        blocks stream; both experts share one, so that one hands its device memory over to the other."""
+        """finish: applied to the module after every load. residency: of a transformer or a text encoder, holds its
+        weights while its blocks stream; both experts share one, so that one hands its device memory over to the
+        other."""
         super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=part.bytes)
         self.name, self.part, self.finish, self.residency = name, part, finish, residency
-        self.resident_blocks: int | None = None  # of a transformer whose blocks stream; None: it is loaded as a whole
+        self.resident_blocks: int | None = None  # where blocks stream; None: it is loaded as a whole
+        self.copies: bool | None = None  # where blocks stream: whether weights are pinned; False: they stay in the file
+        self.loras: tuple[Wanted, ...] = ()  # of a transformer: those to sum in when it is read next
 
     @property
     def is_loaded(self) -> bool:
@@ -63,6 +70,8 @@ class Held(ModelPatcher):
     def use(self, memory: int) -> nn.Module:
         """The module, on its device, with about `memory` bytes left free beside it."""
         load([self], memory)
+        if self.residency is not None and self.in_host_memory:
+            return self.residency.use(self.name)
         return self.model.content
 
     @property
@@ -70,25 +79,45 @@ class Held(ModelPatcher):
         """Whether its weights are in host memory, from where they stream."""
         return self.residency is not None and self.name in self.residency.models
 
+    def expect(self, loras: Sequence[Wanted]) -> None:
+        """The LoRAs that `ready` will ask for: those that are summed in are, while weights are read. Weights that stay
+        packed are read again for that."""
+        self.loras = tuple(loras)
+        merges = self.part.lora_mode == "merge" and is_packed(self.part.quantization)
+        if merges and self._in_memory() is not None and not self.has_loras(loras):
+            evict_all()
+            if self.in_host_memory and self.residency is not None:
+                self.residency.remove(self.name)
+
     def ready(self, loras: Sequence[Wanted]) -> WanModel:
-        """A transformer that is loaded, with just these LoRAs attached. If its blocks stream, they come from now on."""
+        """A transformer that is loaded, with just these LoRAs on it. If its blocks stream, they come from now on."""
         model = cast(WanModel, self.model.content)
         streams = self.residency if self.in_host_memory else None
         discard = (lambda: None) if streams is None else partial(streams.forget_copies, self.name)
-        apply_loras(model, loras, self.part, self.load_device, discard)
+        with _weights(Reading(on_bytes=_interrupted)):
+            apply_loras(model, loras, self.part, self.load_device, discard)
         return model if streams is None else cast(WanModel, streams.use(self.name))
 
     def has_loras(self, loras: Sequence[Wanted]) -> bool:
-        """Whether its weights in host memory are what they are with `loras`."""
-        assert self.residency is not None
-        model = cast(WanModel, self.residency.models[self.name])
-        return not AppliedLoras.of(model, self.load_device).writes_weights(loras)
+        """Whether its weights in memory are what they are with `loras`."""
+        model = self._in_memory()
+        return model is not None and not changes_weights(model, loras, self.part, self.load_device)
+
+    def _in_memory(self) -> WanModel | None:
+        """A transformer, on the device or in host memory, from where it streams."""
+        if self.residency is not None and self.in_host_memory:
+            return cast(WanModel, self.residency.models[self.name])
+        return cast(WanModel, self.model.content) if isinstance(self.model.content, WanModel) else None
 
     def take_over(self, loras: Sequence[Wanted]) -> None:
         """Use the device memory of the other expert, with what `prefetch` has copied there. The other one is still
         loaded as far as ComfyUI knows, and may be evicted then."""
         if self.residency is not None and self.in_host_memory and self.has_loras(loras):
             self.residency.use(self.name)
+
+    def wait(self, part: PartToLoad, copies: bool | None) -> None:
+        """Where its weights wait when they are read to stream. part: as it is loaded otherwise."""
+        self.part, self.copies = staying_in_file(part) if copies is False else part, copies
 
     def stream(self, resident_blocks: int) -> None:
         """Have so many blocks stay on the device when it is loaded next, and the others stream."""
@@ -99,20 +128,24 @@ class Held(ModelPatcher):
             # The module stays the same one: a run may be in the middle of it.
             self.residency.add(self.name, self.model.content)
         self.detach()
-        self.residency.follow("stream", resident_blocks, None, {})
+        self.residency.follow("stream", resident_blocks, None, {}, streams_text=True)
         self.resident_blocks = resident_blocks
         self.size = stage_bytes(list(self.part.units), resident_blocks)
 
     def _load(self) -> nn.Module:
         if self.resident_blocks is None:
             with _weights(Reading(on_bytes=_interrupted)):
-                return self.finish(self.part.load(self.load_device))
+                return self._read(self.load_device)
         assert self.residency is not None
         if not self.in_host_memory:
-            with _weights(Reading(on_bytes=_interrupted, mapped=False)):
-                self.residency.add(self.name, self.finish(self.part.load(self.offload_device)))
+            stays = self.copies is False
+            with _weights(Reading(on_bytes=_interrupted, mapped=stays, stays=stays)):
+                self.residency.add(self.name, self._read(self.offload_device), copy=self.copies)
         log.info("WanCore streams the %s: %d blocks stay on the device", self.name, self.resident_blocks)
         return self.residency.models[self.name]
+
+    def _read(self, device: torch.device) -> nn.Module:
+        return self.finish(load_with_loras(self.part, self.loras, device, self.load_device))
 
     # What the memory manager calls.
 
@@ -136,8 +169,11 @@ class Held(ModelPatcher):
         """Evict. ComfyUI calls this with False on models that stay, before it uses them again."""
         if unpatch_all and self.is_loaded:
             if self.residency is not None and self.in_host_memory:
-                self.residency.release(self.name)
-                AppliedLoras.of(self.model.content, self.load_device).offload()
+                if isinstance(self.model.content, WanModel):
+                    self.residency.release(self.name)
+                    AppliedLoras.of(self.model.content, self.load_device).offload()
+                else:
+                    self.residency.remove(self.name)
             else:
                 for tensor in tensors_of(self.model.content).values():
                     tensor.data = tensor.new_empty(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError, SparseOptions
 from wan_core.sampling.native.attention import NativeAttention
+from wan_core.sampling.native.plan import WholeRun
 from wan_core.sampling.native.run import FORWARD, RUN, NativeForward, NativeRun
 from wan_core.sampling.native.schedule import find_part
 from wan_core.sampling.sparsity.schedule import step_sparsities
@@ -60,9 +61,11 @@ def accelerate(
     sparse: SparseOptions | None,
     keeps: Sequence[float] | None,
     report: Callable[[str], None],
+    whole: WholeRun = WholeRun(),  # noqa: B008
 ) -> ModelPatcher:
     """A clone of `model` whose self-attention is ours. attention: as for `NativeAttention`. keeps: calibrated shares of
-    the key blocks, by layer. report: called after every sampling run, with what was accelerated in words."""
+    the key blocks, by layer. report: called after every sampling run, with what was accelerated in words.
+    whole: what is known of the run of which a sampler walks a part."""
     clone = model.clone()
     options = clone.model_options["transformer_options"]
     earlier = options.get(OVERRIDE)
@@ -71,7 +74,7 @@ def accelerate(
     options[OVERRIDE] = override = NativeAttention(attention, sparse, keeps, earlier)
 
     def sample(executor: Any, noise: Any, latent: Any, sampler: Any, sigmas: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return _sample(override, sparse, report, executor, noise, latent, sampler, sigmas, *args, **kwargs)
+        return _sample(override, sparse, whole, report, executor, noise, latent, sampler, sigmas, *args, **kwargs)
 
     for kind, wrapper in ((WrappersMP.OUTER_SAMPLE, sample), (WrappersMP.APPLY_MODEL, _apply)):
         clone.remove_wrappers_with_key(kind, KEY)
@@ -82,6 +85,7 @@ def accelerate(
 def _sample(
     override: NativeAttention,
     sparse: SparseOptions | None,
+    whole: WholeRun,
     report: Callable[[str], None],
     executor: Any,
     noise: Tensor,
@@ -96,7 +100,8 @@ def _sample(
     """Around a whole sampling run of ComfyUI's guider."""
     guider = executor.class_obj
     sampling = guider.model_patcher.get_model_object("model_sampling")
-    part = find_part(sigmas.tolist(), getattr(sampling, "shift", 1.0))
+    shift = getattr(sampling, "shift", 1.0)
+    part = find_part(sigmas.tolist(), shift) if whole == WholeRun() else whole.place(sigmas.tolist(), shift)
     run = NativeRun(part, () if sparse is None else step_sparsities(sparse, part.total))
     options = guider.model_options["transformer_options"]  # this run's own copy
     options[RUN] = run
@@ -158,6 +163,7 @@ def describe(
         front=front,
         extra=type(transformer).__name__ in EXTRA_TOKENS,
         image=concat is not None or conditions.get("denoise_mask") is not None,
+        by_frames=type(transformer).__name__ == "WanAnimate2Model",
         branches=(tuple(options.get("uuids", ())), None if window is None else tuple(window.index_list)),
     )
 

@@ -21,6 +21,7 @@ PACK = Path(__file__).resolve().parents[2]
 def set_up(checkout: str) -> types.ModuleType:
     """ComfyUI and the pack in this process; gives the pack's `nodes`."""
     sys.path[:] = [checkout, *(path for path in sys.path if Path(path or ".").resolve() not in (PACK, PACK / "tests"))]
+    importlib.import_module("utils.extra_config")  # as main.py does: a folder of ComfyUI has a module of this name
     cli = importlib.import_module("comfy.cli_args")
     cli.args.cpu = True
     spec = importlib.util.spec_from_file_location("pack", PACK / "__init__.py", submodule_search_locations=[str(PACK)])
@@ -180,9 +181,18 @@ def check_variants(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
 
 
 def check_sparse(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
-    """Reading all but a millionth of the blocks, and half of them."""
+    """Reading all but a millionth of the blocks, and a quarter of them; and where the tokens of the video are."""
     from wan_core.config import SparseOptions
 
+    sparse = importlib.import_module("wan_core.sampling.native.sparse")
+    places: list[list[int]] = []
+
+    class Recorded(sparse.NativeSparse):
+        def _state(self, forward: Any, layer: int, rule: Any, grid: Any, q: Any, dense: Any) -> Any:
+            places.append([forward.front, *grid, q.shape[1]])
+            return super()._state(forward, layer, rule, grid, q, dense)
+
+    importlib.import_module("wan_core.sampling.native.attention").NativeSparse = Recorded
     found: dict[str, Any] = {}
     for name, (make, extra, size) in variants().items():
         if names and name not in names:
@@ -190,10 +200,11 @@ def check_sparse(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
         model, accelerated = make(), Accelerated(pack)
         plain = sample(model, extra, size)
         errors = []
+        places.clear()
         for sparsity in (1e-6, 0.75):
-            sparse = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0)
-            errors.append(error(sample(accelerated(model, sparse=sparse), extra, size), plain))
-        found[name] = {"errors": errors, "words": accelerated.said}
+            options = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0)
+            errors.append(error(sample(accelerated(model, sparse=options), extra, size), plain))
+        found[name] = {"errors": errors, "words": accelerated.said, "places": sorted(map(list, {*map(tuple, places)}))}
     return found
 
 
@@ -341,6 +352,29 @@ def check_context(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     }
 
 
+def check_devices(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
+    """Conditions divided among two devices, a thread each, as ComfyUI's multi-GPU nodes have them."""
+    import comfy.multigpu
+    import torch
+
+    from wan_core.config import SparseOptions
+
+    devices = torch.device("cpu"), torch.device("cpu", 0)  # not equal: enough for its bookkeeping
+    found: dict[str, Any] = {}
+    model, other = tiny("WAN21_T2V"), tiny("WAN21_T2V")
+    other.model.current_patcher = other
+    for name, sparse in (("dense", None), ("sparse", SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, reuse=3))):
+        accelerated = Accelerated(pack)
+        given = accelerated(model, sparse=sparse)
+        one = sample(given, {}, SIZE)
+        given.model_options["multigpu_clones"] = {devices[0]: given, devices[1]: other}
+        given.model_options["multigpu_thread_pool"] = comfy.multigpu.MultiGPUThreadPool(
+            list(devices)
+        )  # ends with the run
+        found[name] = {"error": error(sample(given, {}, SIZE), one), "words": accelerated.said}
+    return found
+
+
 def check_refusals(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     """What the node refuses before any work."""
     import comfy.model_patcher
@@ -351,13 +385,13 @@ def check_refusals(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     accelerate = importlib.import_module("pack.nodes.accelerate").WanCoreAccelerate
     other = comfy.model_patcher.ModelPatcher(torch.nn.Linear(2, 2), None, None)
     other.model.diffusion_model = torch.nn.Linear(2, 2)
-    magcache = config.SkipOptions(magcache=config.MagCacheOptions(threshold=0.1, max_skips=2, retention=0.2))
+    schedule = config.SkipOptions(guidance=config.GuidanceOptions(every=2))
     sparse = config.SkipOptions(sparse=config.SparseOptions(sparsity=0.5))
     model, found = tiny("WAN21_T2V"), {}
     for name, given in {
         "other": (other, "auto", "off"),
         "backend": (model, "flash4", "off"),
-        "cache": (model, "auto", "off", magcache),
+        "schedule": (model, "auto", "off", schedule),
         "twice": (model, "auto", "balanced", sparse),
     }.items():
         try:
@@ -374,6 +408,7 @@ CHECKS = {
     "parts": check_parts,
     "faults": check_faults,
     "context": check_context,
+    "devices": check_devices,
     "refusals": check_refusals,
 }
 

@@ -34,7 +34,7 @@ from wan_core.models.wan.families.wan.inputs import (
     known_first,
     known_frames,
 )
-from wan_core.pipeline.images import decode_images, encode_images, pixels_to_video, video_to_pixels
+from wan_core.pipeline.images import decode_images, decode_latents, encode_images, pixels_to_video, video_to_pixels
 from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.plan import Branch
@@ -138,6 +138,37 @@ def test_decoding_out_of_memory_goes_on_in_tiles_and_is_reported(vae: VideoVAE) 
     assert "decoded in tiles" in report.notes[0]
     with pytest.raises(OptionError, match="5 dimensions"):
         decode_images(vae, latents[0], report)
+
+
+class ShortLater(Short):
+    """Runs out of memory when some frames are finished."""
+
+    def decode_stream(self, latents: Tensor, *, tile: TileSpec | None = None, **how: Any) -> Iterator[Tensor]:
+        pieces = self.vae.decode_stream(latents, tile=tile, **how)
+        if tile is not None:
+            yield from pieces
+            return
+        yield next(pieces)
+        yield next(pieces)
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+
+def test_each_frame_is_written_once_where_memory_runs_out_later(vae: VideoVAE) -> None:
+    latents, report, taken = torch.randn(1, 16, 3, 4, 4), Report(CPU), []
+    frames = decode_latents(ShortLater(vae), latents, report, taken.extend)  # type: ignore[arg-type]
+    expected = decode_latents(vae, latents, Report(CPU))
+    assert "decoded in tiles" in report.notes[0]
+    assert len(taken) == len(frames) == 9 and np.abs(np.stack(taken).astype(int) - expected).max() <= 1
+
+
+def test_all_frames_are_there_where_writing_them_ends_early(vae: VideoVAE) -> None:
+    latents, report = torch.randn(1, 16, 3, 4, 4), Report(CPU)
+    with torch.inference_mode():  # as ComfyUI runs nodes
+        frames = decode_latents(vae, latents, report, lambda frames: next(frames))
+    assert np.array_equal(frames, decode_latents(vae, latents, Report(CPU)))
+    assert set(report.phases) == {"decode", "write"}
+    with torch.inference_mode():
+        assert decode_images(vae, latents, Report(CPU)).shape == (9, 32, 32, 3)
 
 
 def test_a_clip_survives_encoding_and_decoding(vae: VideoVAE) -> None:

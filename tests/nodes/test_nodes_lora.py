@@ -26,6 +26,9 @@ import sys
 def count_attached(content):
     return sum(getattr(module, "lora_up", None) is not None for module in content.modules())
 
+def count_merged(content):
+    return len(content.__dict__["merged_loras"].parameters)
+
 class Look:
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
     @classmethod
@@ -40,6 +43,7 @@ class Look:
             "sum": float(latent["samples"].double().abs().sum()),
             "modules": [id(content) for content in contents],
             "attached": [content and count_attached(content) for content in contents],
+            "merged": [content and count_merged(content) for content in contents],
             "resident_blocks": model.held["high"].resident_blocks,
         }
         return (json.dumps(facts),)
@@ -137,11 +141,23 @@ def test_another_strength_and_no_lora_load_nothing_again(comfy: ComfyUI) -> None
     half = facts(comfy.run(graph(lora(strength_high=0.5, strength_low=0.5))))
     none = facts(comfy.run(graph(lora(strength_high=0.0, strength_low=0.0))))
     assert plain["modules"] == full["modules"] == half["modules"] == none["modules"]
-    assert full["attached"] == [60, 60] and plain["attached"] == [0, 0]
+    assert full["merged"] == [60, 60] and plain["merged"] == none["merged"] == [0, 0]
+    assert full["attached"] == [0, 0]
     assert len({full["sum"], half["sum"], plain["sum"]}) == 3
-    assert none["sum"] == pytest.approx(plain["sum"], rel=1e-9)
+    assert none["sum"] == plain["sum"]
     again = facts(comfy.run(graph(seed=5)))
-    assert again["attached"] == [0, 0]
+    assert again["merged"] == [0, 0]
+
+
+def test_a_loader_that_attaches(comfy: ComfyUI) -> None:
+    made = graph(lora())
+    merged = facts(comfy.run(made))
+    made["model"]["inputs"]["lora_mode"] = "attach"
+    run = comfy.run(made)
+    attached = facts(run)
+    assert "attached: asked for" in run.outputs["lora0"]["text"][0]
+    assert attached["attached"] == [60, 60] and attached["merged"] == [0, 0]
+    assert attached["sum"] == pytest.approx(merged["sum"], rel=1e-3)
 
 
 def test_nodes_are_chained_and_experts_are_told_apart(comfy: ComfyUI) -> None:
@@ -149,7 +165,7 @@ def test_nodes_are_chained_and_experts_are_told_apart(comfy: ComfyUI) -> None:
     first = facts(comfy.run(graph(lora())))
     high = facts(comfy.run(graph(lora(low="none"))))
     assert len({both["sum"], first["sum"], high["sum"]}) == 3
-    assert both["attached"] == [60, 60] and high["attached"] == [60, 0]
+    assert both["merged"] == [60, 60] and high["merged"] == [60, 0]
 
 
 def test_a_distilled_lora_brings_its_settings(comfy: ComfyUI) -> None:
@@ -220,10 +236,10 @@ def test_weights_that_stream_take_loras(comfy: ComfyUI) -> None:
     with_one = facts(comfy.run(with_room(graph(lora(), seed=21), 0)))
     plain = facts(comfy.run(with_room(graph(seed=21), 0)))
     streamed = facts(comfy.run(with_room(graph(lora(), seed=21), NARROW)))
-    assert streamed["resident_blocks"] is not None and streamed["attached"] == [None, 60]
+    assert streamed["resident_blocks"] is not None and streamed["merged"] == [None, 60]
     assert streamed["sum"] == pytest.approx(with_one["sum"], rel=1e-9)
     without = facts(comfy.run(with_room(graph(seed=21), NARROW)))
-    assert without["attached"] == [None, 0] and without["sum"] == pytest.approx(plain["sum"], rel=1e-9)
+    assert without["merged"] == [None, 0] and without["sum"] == pytest.approx(plain["sum"], rel=1e-9)
     comfy.post("/free", {"unload_models": True, "free_memory": True})
     again = facts(comfy.run(with_room(graph(lora(), seed=21), NARROW)))
     assert again["sum"] == pytest.approx(with_one["sum"], rel=1e-9)

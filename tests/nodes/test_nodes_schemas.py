@@ -20,7 +20,8 @@ import pytest
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "node_schemas.json").read_text())
 TYPES = {"Combo": "COMBO", "Int": "INT", "Float": "FLOAT", "String": "STRING", "Boolean": "BOOLEAN", "Clip": "CLIP"}
 TYPES |= {"Vae": "VAE", "Latent": "LATENT", "Image": "IMAGE", "Conditioning": "CONDITIONING"}
-TYPES |= {"Model": "MODEL", "ClipVisionOutput": "CLIP_VISION_OUTPUT", "Sigmas": "SIGMAS"}
+TYPES |= {"ClipVisionOutput": "CLIP_VISION_OUTPUT", "Audio": "AUDIO", "Video": "VIDEO", "Model": "MODEL"}
+TYPES |= {"Sigmas": "SIGMAS"}
 
 
 class Recorder:
@@ -42,13 +43,14 @@ def modules() -> dict[str, types.ModuleType]:
         name: types.ModuleType(name)
         for name in ("comfy", "comfy.model_management", "comfy.model_patcher", "comfy.utils", "comfy_execution")
     }
-    names = ("comfy_execution.utils", "comfy_execution.progress", "comfy.patcher_extension", "folder_paths", "server")
-    for name in (*names, "comfy_api", "comfy_api.feature_flags", "comfy_api.latest"):
+    names = ("comfy.patcher_extension", "comfy.samplers", "comfy_execution.utils", "comfy_execution.progress")
+    for name in (*names, "folder_paths", "server", "comfy_api", "comfy_api.feature_flags", "comfy_api.latest"):
         made[name] = types.ModuleType(name)
     plain = {
         "comfy": {"model_management": made["comfy.model_management"]},
         "comfy.model_patcher": {"ModelPatcher": object},
-        "comfy.patcher_extension": {"WrappersMP": object},
+        "comfy.patcher_extension": {"WrappersMP": object, "add_wrapper_with_key": None},
+        "comfy.samplers": {"KSampler": types.SimpleNamespace(SAMPLERS=["euler"], SCHEDULERS=["simple"])},
         "comfy.utils": {"ProgressBar": object},
         "comfy_execution.utils": {"get_executing_context": None},
         "comfy_execution.progress": {"get_progress_state": None},
@@ -58,7 +60,7 @@ def modules() -> dict[str, types.ModuleType]:
     }
     io = types.SimpleNamespace(**{name: Recorder(kind) for name, kind in TYPES.items()})
     io.Custom, io.ComfyNode, io.Schema = Recorder, object, lambda **fields: types.SimpleNamespace(**fields)
-    plain["comfy_api.latest"] = {"io": io, "ui": None, "ComfyExtension": object}
+    plain["comfy_api.latest"] = {"io": io, "ui": None, "ComfyExtension": object, "InputImpl": None}
     for name, contents in plain.items():
         vars(made[name]).update(contents)
     return made

@@ -74,9 +74,10 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     import torch
 
     from wan_core.execution.memory.planning import Sizes, device_room, factor, limited, plan_memory, unit_bytes
+    from wan_core.execution.memory.streaming import stage_bytes
     from wan_core.pipeline.memory_planning import Workload, beside_workload
     from wan_core.pipeline.resolved_request import make_job
-    from wan_core.pipeline.settings import compute_dtype
+    from wan_core.pipeline.settings import PartToLoad, compute_dtype
     from wan_core.pipeline.sources import find_models
 
     cuda = torch.device("cuda", 0)
@@ -109,6 +110,7 @@ def run_memory_plan(options: argparse.Namespace) -> int:
         units=unit_bytes(models.dit, dtype.itemsize, options.precision in QUANTIZED),
         experts=1 + ("low" in models.of),
         text_encoder=models.of["text_encoder"].bytes(dtype),
+        text_stage=stage_bytes(PartToLoad(models.of["text_encoder"], dtype).units, 0),
         vae=models.of["vae"].bytes(vae_dtype),
         clip_vision=models.of["clip_vision"].bytes(dtype) if "clip_vision" in models.of else 0,
     )

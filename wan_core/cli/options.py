@@ -59,8 +59,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--lora-mode",
         default="auto",
         choices=LORA_MODES,
-        help="merge LoRAs into the weights, or attach them as extra matmuls; auto: attach to weights that stay in "
-        "their stored format (scaled FP8, GGUF), else merge",
+        help="merge LoRAs into the weights, or attach them as extra matmuls; auto: attach to weights that stay packed "
+        "(GGUF), else merge",
     )
 
 
@@ -83,6 +83,13 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="GIB",
         help="use at most this much device memory, to plan and run as on a smaller GPU",
+    )
+    group.add_argument(
+        "--host-memory-limit",
+        type=float,
+        metavar="GIB",
+        help="use at most this much host memory for weights that wait there; others stay in their mapped files "
+        "(default: what is available)",
     )
 
 

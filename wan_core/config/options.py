@@ -105,6 +105,7 @@ class LoadOptions:
     lora_mode: str = "auto"  # see `wan_core.pipeline.loras`
     resident_blocks: int | None = None  # blocks that stay on the device while the others stream; None: as many as fit
     memory_limit: float | None = None  # GiB of device memory to use, to plan and run as on a smaller GPU
+    host_memory_limit: float | None = None  # GiB of host memory for weights that wait there
 
     def __post_init__(self) -> None:
         # Options sent to workers or read from a file hold LoRAs as plain dicts.
@@ -115,6 +116,8 @@ class LoadOptions:
         check_choice("vae precision", self.vae_precision, ("auto", "bf16", "fp32"))
         check_choice("compile", self.compile, COMPILES)
         check_choice("residency", self.residency, RESIDENCIES)
+        if self.host_memory_limit is not None and not self.host_memory_limit > 0:
+            raise OptionError(f"host memory limit {self.host_memory_limit:g} GiB given; allowed are numbers above 0")
         if self.resident_blocks is not None and self.residency not in ("auto", "stream"):
             raise OptionError(
                 f"{self.resident_blocks} resident blocks given with residency {self.residency!r}; resident blocks need "

@@ -191,7 +191,8 @@ def recognise(source: str | Path | Checkpoint, kind: Kind, load: Callable[..., n
         stored,
         parameters,
         lambda device, dtype, quantization, loras=None, share=None: load(
-            checkpoint if share is None else share(checkpoint),
+            # Opened again: on a CPU, weights are views of the mapping, and LoRAs that are summed in change its pages.
+            open_checkpoint(source) if share is None else share(checkpoint),
             device=device,
             dtype=dtype,
             **({} if kind == "vae" else {"quantization": quantization}),

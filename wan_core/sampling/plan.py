@@ -63,6 +63,11 @@ class Step:
     nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
 
     @property
+    def finishes(self) -> bool:
+        """Whether no noise is left after this step: it is the last of the video."""
+        return self.sigma_next == 0
+
+    @property
     def forwards(self) -> int:
         """Number of branches whose blocks run; for adaptive steps the upper limit."""
         return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))

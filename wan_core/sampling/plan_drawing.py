@@ -31,6 +31,8 @@ def draw_plan(plan: Plan, seconds: float | None = None, size: tuple[int, int] = 
         colour, skipped = EXPERT_COLOUR[step.expert], step.skipped == step.branches
         canvas.dot(*points[step.index], min(4, max(1.5, step_width / 3)), PAPER if skipped else colour, colour)
     _draw_guidance(canvas, plan, left, step_width, bottom + 40)
+    if plan.sparse is not None:
+        _draw_sparsity(canvas, plan, left, step_width, bottom + 88)
     _draw_legend(canvas, plan, size[1] - 24)
     return canvas.finish()
 
@@ -69,6 +71,15 @@ def _draw_guidance(canvas: Canvas, plan: Plan, left: float, step_width: float, t
         if before is None or (before.guidance, before.expert) != (step.guidance, step.expert):
             canvas.text(x + 4, top + 30, f"{step.guidance:g}" + ("" if guided else " (off)"), colour, 12)
         before = step
+
+
+def _draw_sparsity(canvas: Canvas, plan: Plan, left: float, step_width: float, top: float) -> None:
+    """A bar per step that computes: the share of the keys that attention reads."""
+    canvas.text(left - 8, top + 5, "keys", FAINT, 11, "rm")
+    for step in plan.steps:
+        x, colour = left + step.index * step_width, EXPERT_COLOUR[step.expert]
+        if step.forwards:
+            canvas.box(x + 0.5, top + 10 * step.sparsity, x + step_width - 0.5, top + 10, colour, colour)
 
 
 def _draw_legend(canvas: Canvas, plan: Plan, y: float) -> None:
