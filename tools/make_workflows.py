@@ -1,4 +1,4 @@
-"""Write `workflows/` from the descriptions below: `<name>.json` for ComfyUI's page, `api/<name>.json` for its API.
+"""Write `workflows/` from the descriptions below: `<title>.json` for ComfyUI's page, `api/<name>.json` for its API.
 
     python tools/make_workflows.py              write the files
     python tools/make_workflows.py --check      exit 1, naming the files, if they are not what this would write
@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.page_form import NATIVE_SCHEMAS, ROOT, Workflow, native_schema, read_schemas
+from tools.page_form import NATIVE_SCHEMAS, ROOT, Workflow, native_schema, read_schemas, title_of
 from tools.template_workflows import wan22_5b, wan22_first_last_frame, wan22_image_to_video, wan22_text_to_video
 from tools.workflow_parts import (
     NARROW,
@@ -322,7 +322,7 @@ def make() -> dict[Path, str]:
     for describe in DESCRIPTIONS:
         flow = Workflow(describe.__name__, schemas)
         describe(flow)
-        for path, form in ((f"{flow.name}.json", flow.page()), (f"api/{flow.name}.json", flow.api())):
+        for path, form in ((f"{title_of(flow.name)}.json", flow.page()), (f"api/{flow.name}.json", flow.api())):
             files[WORKFLOWS / path] = json.dumps(form, indent=1, ensure_ascii=False) + "\n"
     return files
 
