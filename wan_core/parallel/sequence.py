@@ -125,7 +125,8 @@ class ShardedTokens:
         shard = tokens[:, begin:end]
         shard = shard.contiguous() if B > 1 else shard  # of one video it is in one piece already
         rope = inputs.rope[begin:end]
-        out = inner(replace(inputs, tokens=shard, modulation=modulation, rope=rope, lengths=lengths))
+        order = torch.arange(begin, end, device=tokens.device) if inputs.order is None else inputs.order[begin:end]
+        out = inner(replace(inputs, tokens=shard, modulation=modulation, rope=rope, lengths=lengths, order=order))
         return gather_parts(out, lengths, self.ranks.sequence, 1)
 
 

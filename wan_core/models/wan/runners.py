@@ -64,6 +64,7 @@ class BlockInputs:
     text: keys and values of cross-attention. info: which forward this is. grid: token frames, rows, columns.
     sparse: what sparse attention reads, set by the runner that orders the tokens.
     lengths: tokens of every shard, set by the runner that shards them.
+    order: int64 [L], which token of the video each is, set by runners that order or shard them; None: they are in order.
     """
 
     tokens: Tensor
@@ -74,6 +75,7 @@ class BlockInputs:
     grid: tuple[int, int, int]
     sparse: SparseState | None = None
     lengths: Sequence[int] = ()
+    order: Tensor | None = None
 
 
 Run = Callable[[BlockInputs], Tensor]

@@ -6,6 +6,7 @@ number of channels. The functions that need torch import it when they are called
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 KeyTable: TypeAlias = Callable[[Collection[str]], "dict[str, str] | None"]
-Inputs: TypeAlias = "dict[str, Tensor]"
+Inputs: TypeAlias = "dict[str, Any]"
 
 # How a known image reaches the transformer.
 ImageInput: TypeAlias = Literal[
@@ -77,6 +78,14 @@ class Choice(NamedTuple):
     why: str = ""
 
 
+class Assembled(NamedTuple):
+    """A tensor of a layout that the file stores in parts, which are joined along the first axis, or in another
+    `shape`."""
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One kind of Wan model.
@@ -85,6 +94,11 @@ class Family:
     family whose files hold all of another's keys stands before it in the table of families, and its key tables answer
     only where its own keys are.
     parameter_names: the official names that a whole file has, of those that were found in it and its number of blocks.
+    constants: names of a file's tensors that are the same in every file, and are not read.
+    assembled: from the shapes of a file, what a layout stores in parts or other shapes, by the name that its key table
+    knows it by.
+    claims: whether the metadata of a file says that it is of this family, where its tensors may be another's.
+    named: of a file name that says so, too. Where nothing else says it, the loader asks.
     lora_modules: Diffusers' module -> official module, of a transformer of so many blocks.
     config: the architecture that official shapes and the file's metadata describe. Raises ValueError.
     choose: the task of a transformer. Raises OptionError.
@@ -106,3 +120,7 @@ class Family:
     image_inputs: Callable[..., Inputs]
     conditioning_keys: frozenset[str]
     read_conditioning: Callable[[Task, VAEConfig, Mapping[str, Any], Mapping[str, Any]], Inputs]
+    constants: re.Pattern[str] | None = None
+    assembled: Callable[[Shapes], Mapping[str, Assembled]] = lambda _: {}
+    claims: Callable[[Mapping[str, str]], bool] = lambda _: False
+    named: re.Pattern[str] | None = None
