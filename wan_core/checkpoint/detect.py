@@ -84,7 +84,7 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None
     _refuse_extended(names, expected)
     layout, official = _find_layout(names, expected, family or _claimed(checkpoint.metadata))
     if family is None and layout.kind == "dit":
-        _refuse_ambiguous(names, layout.family, checkpoint)
+        _refuse_ambiguous(official.values(), layout.family, checkpoint)
     label = f"this is {KINDS[layout.kind]} ({layout.name} layout)"
     if expected is not None and layout.kind != expected:
         raise CheckpointError(f"{label}, and {KINDS[expected]} is expected here.")
@@ -127,13 +127,14 @@ def _claimed(metadata: Mapping[str, str]) -> Family | None:
 
 
 def _refuse_ambiguous(names: Collection[str], found: str, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError where tensors fit the family `found`, and the name of the file says another that they fit
-    too: metadata that would tell is missing."""
+    """Raise CheckpointError where official `names` fit the family `found`, and the name of the file says another that
+    they fit too: metadata that would tell is missing."""
     file = "" if checkpoint.path is None else checkpoint.path.name
     for family in FAMILIES.values():
         if family.name == found or family.named is None or family.claims(checkpoint.metadata):
             continue
-        if family.named.search(file) and any(table(list(names)) for _, table in family.layouts):
+        fits = any(len(table(list(names)) or ()) == len(names) for _, table in family.layouts)
+        if fits and family.named.search(file):
             raise CheckpointError(
                 f"its tensors fit the families {found} and {family.name}, its name says {family.name}, and its metadata "
                 f"does not say which: name the family, load_dit(..., family={family.name!r}), or a task of it, --task "

@@ -106,14 +106,15 @@ class WanModel(nn.Module):
         weights.end_run()
         return tokens
 
-    def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs) -> Tensor:
+    def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:
         """Tokens [B, L, C], which may be overwritten, after one block. Families that add something between blocks add
-        it here."""
-        call = AttentionCall(layer, inputs.sparse, inputs.lengths)
+        it here. own: what a family's own attention reads."""
+        call = AttentionCall(layer, inputs.sparse, inputs.lengths, own)
         return self.blocks[layer](tokens, inputs.modulation, inputs.rope, inputs.text.keys_values[layer], call)
 
     def own_attention(self, attend: Attention) -> Attention:
-        """What the self-attention of this family is where the backend is `attend`. Ranks exchange tokens around it."""
+        """The self-attention of this family, made of the backend `attend`, or itself if it is that. Ranks exchange
+        tokens around it."""
         return attend
 
     def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:

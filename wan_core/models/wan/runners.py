@@ -12,7 +12,7 @@ Legend: B batch, L tokens, C channels, D head dim, F modulation rows per sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -121,14 +121,14 @@ class RunnerChain:
         self.runners: list[Runner] = []
         self.weights: BlockWeights = RESIDENT
 
-    def __call__(self, inputs: BlockInputs, loop: Run) -> Tensor:
-        """Run all, `loop` innermost."""
-        return self._from(0, loop)(inputs)
+    def __call__(self, inputs: BlockInputs, loop: Run, places: Collection[Place] = frozenset(Place)) -> Tensor:
+        """Run those that stand in `places`, `loop` innermost."""
+        return self._from([runner for runner in self.runners if runner.place in places], loop)(inputs)
 
-    def _from(self, index: int, loop: Run) -> Run:
-        if index == len(self.runners):
+    def _from(self, runners: Sequence[Runner], loop: Run) -> Run:
+        if not runners:
             return loop
-        runner, inner = self.runners[index], self._from(index + 1, loop)
+        runner, inner = runners[0], self._from(runners[1:], loop)
         return lambda inputs: runner(inputs, inner)
 
     def add(self, runner: Runner) -> None:

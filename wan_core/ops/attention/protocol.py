@@ -37,12 +37,14 @@ class AttentionCall:
     """Which call of attention this is. The loop over the blocks makes one for each layer and hands it down.
 
     layer: index of the block. sparse: what this forward reads, None where every layer reads all keys. lengths: tokens
-    of every shard, empty where one device has all tokens.
+    of every shard, empty where one device has all tokens. own: what the attention of a family reads besides
+    (`WanModel.own_attention`).
     """
 
     layer: int = 0
     sparse: SparseState | None = None
     lengths: Sequence[int] = ()
+    own: object | None = None
 
 
 SINGLE = AttentionCall()

@@ -56,7 +56,8 @@ def parameter_names(found: Collection[str], num_layers: int) -> list[str]:
 
 def official_names(names: Collection[str]) -> dict[str, str] | None:
     """The official layout, which is ComfyUI's too."""
-    return _beside(wan_official_names, names, {name: name for name in names if _OWN.fullmatch(name)})
+    own = {name: name for name in names if _OWN.fullmatch(name) and not CONSTANT.fullmatch(name)}
+    return _beside(wan_official_names, [name for name in names if not CONSTANT.fullmatch(name)], own)
 
 
 def diffusers_names(names: Collection[str]) -> dict[str, str] | None:

@@ -106,8 +106,8 @@ class AnimateModel(ImageWanModel):
             tokens[:, Y * X :] += pose
         return tokens
 
-    def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs) -> Tensor:
-        tokens = super().run_block(layer, tokens, inputs)
+    def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:
+        tokens = super().run_block(layer, tokens, inputs, own)
         face = driving_of(inputs.text).face
         if face is None or layer % FACE_EVERY:
             return tokens
