@@ -1,4 +1,4 @@
-"""Tensors that a layout stores in parts, or in another shape, than the official one: put together when they are read."""
+"""Tensors that a layout stores in parts or in other shapes than the official one, put together when they are read."""
 
 from __future__ import annotations
 

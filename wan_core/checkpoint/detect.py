@@ -85,7 +85,8 @@ def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None
     layout, official = _find_layout(names, expected, family or _claimed(checkpoint.metadata))
     if family is None and layout.kind == "dit":
         _refuse_ambiguous(official.values(), layout.family, checkpoint)
-    label = f"this is {KINDS[layout.kind]} ({layout.name} layout)"
+    kind = KINDS[layout.kind] + (f" of the family {layout.family}" if layout.family not in ("", "wan") else "")
+    label = f"this is {kind} ({layout.name} layout)"
     if expected is not None and layout.kind != expected:
         raise CheckpointError(f"{label}, and {KINDS[expected]} is expected here.")
     reached = {ours: theirs for theirs, ours in reversed(official.items())}
@@ -136,15 +137,13 @@ def _refuse_ambiguous(names: Collection[str], found: str, checkpoint: Checkpoint
         fits = any(len(table(list(names)) or ()) == len(names) for _, table in family.layouts)
         if fits and family.named.search(file):
             raise CheckpointError(
-                f"its tensors fit the families {found} and {family.name}, its name says {family.name}, and its metadata "
-                f"does not say which: name the family, load_dit(..., family={family.name!r}), or a task of it, --task "
-                f"{family.tasks[0].name}"
+                f"its tensors fit the families {found} and {family.name}, its name says {family.name}, and its "
+                f"metadata does not say which: name the family, load_dit(..., family={family.name!r}), or a task of "
+                f"it, --task {family.tasks[0].name}"
             )
 
 
-def _find_layout(
-    names: Collection[str], expected: Kind | None, family: Family | None
-) -> tuple[Layout, dict[str, str]]:
+def _find_layout(names: Collection[str], expected: Kind | None, family: Family | None) -> tuple[Layout, dict[str, str]]:
     """The layout of `names`, and file name -> official name, with a common prefix taken off. family: of a transformer,
     None where the names decide."""
     for prefix in _prefixes(names):

@@ -56,9 +56,18 @@ def join(
         for _, extras in given:
             check_keys(family, name, extras)
     cond, uncond = read_texts(positive, "positive", dit), read_texts(negative, "negative", dit)
-    for key in sorted(family.conditioning_keys):
+    for key in sorted(family.conditioning_keys - family.branch_keys):
         check_same(key, [cond.extras.get(key), uncond.extras.get(key)], "`positive` and `negative`")
     inputs = family.read_conditioning(task, experts.vae, cond.extras, latent)
+    if plan.guided and family.branch_keys:
+        own = {key: uncond.extras.get(key) for key in family.branch_keys}
+        other = family.read_conditioning(task, experts.vae, {**cond.extras, **own}, latent)["inputs"]
+        if lacking := inputs["inputs"].keys() ^ other.keys():
+            raise OptionError(
+                f"only one of `positive` and `negative` has {', '.join(sorted(lacking))}: connect both outputs of the "
+                "node that makes them"
+            )
+        inputs = {**inputs, "uncond_inputs": other}
     check_empty(latent["samples"], known=1 if "known" in inputs else 0)
     conditioning = Conditioning(
         cond=cond.rows[0],

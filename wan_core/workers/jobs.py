@@ -158,13 +158,13 @@ class Jobs:
         models.place(workload)
         report.settings["mesh"] = str(choice.mesh)
         report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *held.notes]
-        given = {name: value.to(self.rank.device) for name, value in tensors.items()}
+        given = Conditioning.of({name: value.to(self.rank.device) for name, value in tensors.items()})
         self.phase("denoise")
         between = self.between_blocks(choice.mesh, found.dit)
         latents = sample_latents(
             plan,
             models.expert,
-            Conditioning(**given),
+            given,
             draw_noise(header["seed"], shape).to(self.rank.device),
             found.vae,
             report,

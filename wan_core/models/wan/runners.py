@@ -64,7 +64,7 @@ class BlockInputs:
     text: keys and values of cross-attention. info: which forward this is. grid: token frames, rows, columns.
     sparse: what sparse attention reads, set by the runner that orders the tokens.
     lengths: tokens of every shard, set by the runner that shards them.
-    order: int64 [L], which token of the video each is, set by runners that order or shard them; None: they are in order.
+    order: int64 [L], which token of the video each is, set by runners that order or shard them; None: all, in order.
     """
 
     tokens: Tensor

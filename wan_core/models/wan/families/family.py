@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -16,8 +16,6 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from wan_core.models.wan.model import WanModel
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -97,7 +95,7 @@ class Family:
     constants: names of a file's tensors that are the same in every file, and are not read.
     assembled: from the shapes of a file, what a layout stores in parts or other shapes, by the name that its key table
     knows it by.
-    claims: whether the metadata of a file says that it is of this family, where its tensors may be another's.
+    metadata: what files say in their metadata, where their tensors may be another's. claims: whether a file's does.
     named: of a file name that says so, too. Where nothing else says it, the loader asks.
     lora_modules: Diffusers' module -> official module, of a transformer of so many blocks.
     config: the architecture that official shapes and the file's metadata describe. Raises ValueError.
@@ -107,6 +105,7 @@ class Family:
     give. Frames are [1, 3, 1, H, W] in -1..1; `vision` is called for the CLIP encoder, where the task needs one.
     conditioning_keys: of ComfyUI's CONDITIONING, what it understands; other keys are refused.
     read_conditioning(task, vae, extras, latent): the fields of `Conditioning` that these keys and a LATENT give.
+    branch_keys: of `conditioning_keys`, those that the negative prompt may have other values of.
     """
 
     name: str
@@ -120,7 +119,9 @@ class Family:
     image_inputs: Callable[..., Inputs]
     conditioning_keys: frozenset[str]
     read_conditioning: Callable[[Task, VAEConfig, Mapping[str, Any], Mapping[str, Any]], Inputs]
+    branch_keys: frozenset[str] = frozenset()
     constants: re.Pattern[str] | None = None
     assembled: Callable[[Shapes], Mapping[str, Assembled]] = lambda _: {}
+    metadata: Mapping[str, str] = field(default_factory=dict)
     claims: Callable[[Mapping[str, str]], bool] = lambda _: False
     named: re.Pattern[str] | None = None

@@ -61,4 +61,5 @@ ANIMATE = Family(
         {"concat_latent_image", "concat_mask", "clip_vision_output", "pose_video_latent", "face_video_pixels"}
     ),
     read_conditioning=_inputs("read_conditioning"),
+    branch_keys=frozenset({"face_video_pixels"}),
 )

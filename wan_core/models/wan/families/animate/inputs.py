@@ -15,8 +15,32 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.family import Inputs, Task
-from wan_core.models.wan.families.wan.inputs import join_image, read_features
+from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
 
 
 def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
-    raise OptionError(f"{task.name} takes a pose video and a face video: use ComfyUI's node WanAnimateToVideo")
+    raise OptionError(
+        f"{task.name} is driven by videos, which the command line and WanCore's own nodes do not take yet: use "
+        "ComfyUI's WanAnimateToVideo with WanCore Sampler"
+    )
+
+
+def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
+    """The fields of `Conditioning` that ComfyUI's WanAnimateToVideo gives. Raises OptionError.
+
+    The reference and known frames are channels beside the noise, as of image-to-video; their first latent frame is the
+    reference.
+    """
+    found = read_image_conditioning(task, vae, extras, latent)
+    pose, face = extras.get("pose_video_latent"), extras.get("face_video_pixels")
+    samples, inputs = latent["samples"], {}
+    if pose is not None:
+        wanted = (samples.shape[2] - 1, *samples.shape[3:])
+        if pose.shape[2:] != wanted:
+            raise OptionError(
+                f"the pose's latents are {list(pose.shape)}, the video's {list(samples.shape)}: not one size"
+            )
+        inputs["pose"] = normalise(pose, vae)
+    if face is not None:
+        inputs["face"] = face.float()
+    return {**found, "inputs": inputs}

@@ -26,19 +26,21 @@ from wan_core.models.wan.runners import BlockInputs
 
 
 class Driving(NamedTuple):
-    """pose: latents [B, 16, T - 1, Y, X], or None. face: keys and values [B, T, N, H, D] for every fuser, or None."""
+    """pose: latents [B, 16, T - 1, Y, X], or None. face: keys and values [B, T, N, H, D] for every fuser, or None.
+    videos: of the batch. Fewer poses or faces serve several branches of the same videos, one serves all."""
 
     pose: Tensor | None
     face: Sequence[tuple[Tensor, Tensor]] | None
+    videos: int
 
     def rows(self, start: int, stop: int) -> Driving:
-        """Those of the videos start..stop of the batch; one row serves all of them."""
+        """Those of the videos start..stop of the batch."""
 
         def some(x: Tensor) -> Tensor:
-            return x if len(x) == 1 else x[start:stop]
+            return x[start:stop] if len(x) == self.videos else x
 
         face = None if self.face is None else [(some(k), some(v)) for k, v in self.face]
-        return Driving(None if self.pose is None else some(self.pose), face)
+        return Driving(None if self.pose is None else some(self.pose), face, stop - start)
 
 
 class AnimateModel(ImageWanModel):
@@ -49,9 +51,7 @@ class AnimateModel(ImageWanModel):
 
     def __init__(self, config: AnimateConfig) -> None:
         super().__init__(config)
-        self.pose_patch_embedding = nn.Conv3d(
-            config.pose_channels, config.dim, config.patch_size, config.patch_size
-        )
+        self.pose_patch_embedding = nn.Conv3d(config.pose_channels, config.dim, config.patch_size, config.patch_size)
         self.motion_encoder = MotionEncoder(config)
         self.face_encoder = FaceEncoder(config)
         fusers = nn.ModuleList(FaceFuser(config) for _ in range(config.face_adapters))
@@ -67,7 +67,7 @@ class AnimateModel(ImageWanModel):
         video that is shorter drives the first frames only. Raises ValueError.
         """
         prepared = super().prepare_text(context, image)
-        return prepared._replace(own=Driving(pose, None if face is None else self.prepare_face(face)))
+        return prepared._replace(own=Driving(pose, None if face is None else self.prepare_face(face), len(context)))
 
     def prepare_face(self, face: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Pixels [B, 3, F, S, S] -> keys and values [B, T, N, H, D] for every fuser. The reference frame has no face:
@@ -103,7 +103,7 @@ class AnimateModel(ImageWanModel):
                     f"{', '.join(map(str, wanted))}]: one frame less than the video, which begins with the reference"
                 )
             pose = patch_product(driving.pose.to(tokens.device), self.pose_patch_embedding, (T - 1, Y, X))
-            tokens[:, Y * X :] += pose
+            tokens[:, Y * X :] += for_all(pose, len(tokens))
         return tokens
 
     def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:
@@ -113,9 +113,16 @@ class AnimateModel(ImageWanModel):
             return tokens
         order = torch.arange(tokens.shape[1], device=tokens.device) if inputs.order is None else inputs.order
         frame = order // (inputs.grid[1] * inputs.grid[2])
-        kv = face[layer // FACE_EVERY]
+        kv = tuple(for_all(x, len(tokens)) for x in face[layer // FACE_EVERY])
         frame = torch.where(frame < kv[0].shape[1], frame, 0)  # no face there, as in the first frame
         return tokens.add_(self.fusers[layer // FACE_EVERY](tokens, kv, frame))
+
+
+def for_all(x: Tensor, videos: int) -> Tensor:
+    """x [b, ...] repeated for so many videos: several branches of the same ones."""
+    if videos % len(x):
+        raise ValueError(f"a pose or face for {len(x)} videos given, and {videos} videos")
+    return x if len(x) in (1, videos) else x.repeat(videos // len(x), *[1] * (x.ndim - 1))
 
 
 def driving_of(text: PreparedText) -> Driving:

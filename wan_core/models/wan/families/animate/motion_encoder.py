@@ -10,6 +10,7 @@ Source: Wan2.2/wan/modules/animate/motion_encoder.py, which follows LIA (arXiv 2
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -78,7 +79,9 @@ class Stage(nn.Module):
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
         self.conv1 = nn.Sequential(ScaledConv(in_channels, in_channels, 3, padding=1), Activation(in_channels))
-        self.conv2 = nn.Sequential(Blur(2), ScaledConv(in_channels, out_channels, 3, stride=2), Activation(out_channels))
+        self.conv2 = nn.Sequential(
+            Blur(2), ScaledConv(in_channels, out_channels, 3, stride=2), Activation(out_channels)
+        )
         self.skip = nn.Sequential(Blur(1), ScaledConv(in_channels, out_channels, 1, stride=2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +94,7 @@ class Appearance(nn.Module):
     def __init__(self, channels: tuple[int, ...], features: int) -> None:
         super().__init__()
         first = nn.Sequential(ScaledConv(3, channels[0], 1), Activation(channels[0]))
-        stages = (Stage(*pair) for pair in zip(channels, channels[1:]))  # noqa: B905
+        stages = (Stage(*pair) for pair in pairwise(channels))
         self.convs = nn.ModuleList([first, *stages, ScaledConv(channels[-1], features, 4)])
 
     def forward(self, x: Tensor) -> Tensor:

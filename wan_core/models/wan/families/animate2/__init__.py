@@ -25,7 +25,7 @@ from wan_core.models.wan.families.animate2.keys import (
     official_names,
     parameter_names,
 )
-from wan_core.models.wan.families.animate2.recognise import NAMED, choose, claims, read_config
+from wan_core.models.wan.families.animate2.recognise import METADATA, NAMED, choose, claims, read_config
 from wan_core.models.wan.families.animate2.tasks import TASKS
 from wan_core.models.wan.families.family import Family, Inputs
 from wan_core.models.wan.families.wan.keys import diffusers_modules
@@ -50,6 +50,7 @@ ANIMATE2 = Family(
     tasks=TASKS,
     layouts=(("official", official_names), ("diffusers", diffusers_names), ("comfyui", comfyui_names)),
     parameter_names=parameter_names,
+    metadata=METADATA,
     claims=claims,
     named=NAMED,
     lora_modules=diffusers_modules,

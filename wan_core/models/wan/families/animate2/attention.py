@@ -37,7 +37,7 @@ class Recording:
 class Driven:
     """`AttentionCall.own` of a pass over the video.
 
-    frame: tokens of a frame. keys, values: [B or 1, M, H, D] of the driving video in this layer; None: it is not driven.
+    frame: tokens of a frame. keys, values: [B or 1, M, H, D] of the driving video in this layer; None: there is none.
     log_scale: added to the scores of the keys of frame 1. reference_strength: factor on the values of frame 0.
     """
 
@@ -86,8 +86,8 @@ class DrivenAttention(Attention):
         return self.add_driving(q, out, lse, begins[ring.index], own)
 
     def parts(self, q: Tensor, k: Tensor, v: Tensor, begin: int, own: Driven) -> Iterator[tuple[Tensor, Tensor]]:
-        """Attention to the video's keys and values [B, N, H, D], of which the first is token `begin`: outputs with their
-        log-sum-exps, to be merged."""
+        """Attention to the video's keys and values [B, N, H, D], of which the first is token `begin`: outputs with
+        their log-sum-exps, to be merged."""
         end, n = begin + k.shape[1], own.frame
         if own.reference_strength != 1.0 and begin < n:
             v = torch.cat([v[:, : n - begin] * own.reference_strength, v[:, n - begin :]], 1)
@@ -101,8 +101,8 @@ class DrivenAttention(Attention):
             yield self.inner.with_lse(q, *(torch.cat([x[:, :first], x[:, last:]], 1) for x in (k, v)))
 
     def add_driving(self, q: Tensor, out: Tensor, lse: Tensor, begin: int, own: Driven) -> Tensor:
-        """Merge attention to the driving frames into `out` [B, N, H, D], of queries of which the first is token `begin`,
-        a few frames at a time."""
+        """Merge attention to the driving frames into `out` [B, N, H, D], of queries of which the first is token
+        `begin`, a few frames at a time."""
         if own.keys is None or own.values is None:
             return out
         out = out.contiguous()
@@ -128,8 +128,8 @@ class DrivenAttention(Attention):
 
 
 def spans(begin: int, end: int, frame: int, at_once: int) -> Iterator[tuple[int, int, int]]:
-    """The tokens begin..end of frames 1, 2, ... in pieces (start, stop, frames): whole frames, about `at_once` tokens of
-    them, or a part of one."""
+    """The tokens begin..end of frames 1, 2, ... in pieces (start, stop, frames): whole frames, about `at_once` tokens
+    of them, or a part of one."""
     start = max(begin, frame)
     while start < end:
         whole = (end - start) // frame if start % frame == 0 else 0

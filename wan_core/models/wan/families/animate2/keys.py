@@ -16,11 +16,10 @@ from wan_core.models.wan.families.wan.keys import parameter_names as wan_paramet
 _WRAPPED = re.compile(r"(blocks\.\d{1,6}\.)block\.(.+)")
 _ATTENTION = re.compile(
     r"(blocks\.\d{1,6}\.(?:self|cross)_attn\.)"
-    r"(to_[qkv]|to_out\.0|norm_[qk]|add_[kv]_proj|norm_added_k)\.(weight|bias)"
+    r"(to_[qkv]|to_out\.0|add_[kv]_proj|norm_added_k)\.(weight|bias)"
 )
 _PARTS = {
     **{f"to_{part}": part for part in "qkv"},
-    **{f"norm_{part}": f"norm_{part}" for part in "qk"},
     "to_out.0": "o",
     "add_k_proj": "k_img",
     "add_v_proj": "v_img",

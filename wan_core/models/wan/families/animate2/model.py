@@ -139,7 +139,9 @@ class Animate2Model(ImageWanModel):
         image = image if pose_image is None else pose_image
         if image is None or not all(len(x) in (1, videos) for x in (context, image)):
             given = [len(x) for x in (context, image) if x is not None]
-            raise ValueError(f"{videos} driving videos given, and text and image for {given}: give one, or one for each")
+            raise ValueError(
+                f"{videos} driving videos given, and text and image for {given}: give one, or one for each"
+            )
         return super().prepare_text(*(x.expand(videos, -1, -1) for x in (context, image)))
 
     def drive(self, pose: Tensor, text: PreparedText) -> tuple[list[tuple[Tensor, Tensor]], tuple[int, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 
@@ -14,6 +15,7 @@ from wan_core.models.wan.families.family import Choice, Clues, Shapes
 from wan_core.models.wan.families.shapes import transformer_settings
 from wan_core.models.wan.families.wan.recognise import read_config as read_wan_config
 
+METADATA = {"config": json.dumps({"transformer": {"model_type": "animate2"}})}  # as of ComfyUI's files
 NAMED = re.compile(r"animate[ _.-]?2(?![.\d])", re.IGNORECASE)
 _DISTILLED = re.compile(r"distill", re.IGNORECASE)
 
