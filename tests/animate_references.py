@@ -31,6 +31,9 @@ SMALL: dict[str, Any] = {
 # The official module has its widths of the face branch built in; its motion encoder is one for pictures of 16 pixels.
 ANIMATE = AnimateConfig(**SMALL, num_layers=10, motion_channels=(512, 512, 512))
 ANIMATE2 = Animate2Config(**SMALL, num_layers=3)
+TINY_ANIMATE = AnimateConfig(
+    **SMALL, num_layers=5, motion_channels=(4, 6, 8), motion_features=12, motion_directions=5, face_hidden=16
+)
 OFFICIAL_GRIDS: tuple[Grid, ...] = ((1, 2, 2, 2), (1, 4, 1, 3), (1, 3, 3, 2))
 COMFYUI_GRIDS: tuple[Grid, ...] = ((1, 2, 2, 2), (2, 4, 1, 3), (1, 3, 3, 2))
 

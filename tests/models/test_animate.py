@@ -10,16 +10,13 @@ from safetensors.torch import save_file
 
 import wan_core
 from tests.animate_references import ANIMATE, DATA, OFFICIAL_GRIDS, draw_inputs, draw_weights
+from tests.animate_references import TINY_ANIMATE as TINY
 from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.detect import detect
 from wan_core.models.wan.families.animate.config import ANIMATE_14B, AnimateConfig
 from wan_core.models.wan.families.animate.keys import CONVS, assembled, diffusers_names
 from wan_core.models.wan.model import WanModel
 
-TINY = AnimateConfig(
-    in_channels=36, out_channels=16, dim=64, ffn_dim=48, num_heads=2, num_layers=5, text_dim=24, freq_dim=32,
-    image_dim=1280, motion_channels=(4, 6, 8), motion_features=12, motion_directions=5, face_hidden=16,
-)  # fmt: skip
 GRIDS = [(1, 2, 1, 2), (2, 3, 2, 1), (1, 5, 2, 2)]
 
 
@@ -194,7 +191,7 @@ def test_wrong_shapes_and_strange_tensors_are_named(weights):
     with pytest.raises(CheckpointError, match=f"wrong shape.*{name}"):
         wan_core.load_dit(weights | {name: weights[name][:-1]})
     with pytest.raises(CheckpointError, match=r"unexpected.*face_adapter\.fuser_blocks\.1"):
-        wan_core.load_dit(weights | {"face_adapter.fuser_blocks.1.q_norm.weight": torch.ones(32)})
+        wan_core.load_dit(weights | {"face_adapter.fuser_blocks.1.q_norm.weight": torch.ones(24)})
     with pytest.raises(CheckpointError, match="not those of a transformer of the family wan"):
         wan_core.load_dit({name: value for name, value in weights.items() if "face" in name}, family="wan")
 

@@ -72,7 +72,7 @@ def detect(source: Source, expected: Kind | None = None, family: str | None = No
     """
     checkpoint = open_checkpoint(source)
     try:
-        return _detect(checkpoint, expected, None if family is None else find_family(family))
+        return _detect(checkpoint, expected, None if family is None or expected != "dit" else find_family(family))
     except CheckpointError as fault:
         raise fault if fault.where else CheckpointError(str(fault), where=checkpoint.describe()) from None
 

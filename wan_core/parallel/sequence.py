@@ -154,7 +154,7 @@ class ShardedAttention(Attention):
         return self._local
 
     def around(self, local: Attention) -> Attention:
-        return ShardedAttention(self.ranks, local, self.dense)
+        return ShardedAttention(self.ranks, self._local.around(local), self.dense)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
         """q, k, v [B, n, H, D] of this shard -> [B, n, H, D], contiguous."""

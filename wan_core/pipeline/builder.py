@@ -144,7 +144,7 @@ def load_models(
     def load(name: str) -> nn.Module:
         part, config = settings.parts[name], settings.parts[name].part.config
         if sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):
-            return load_sharded_dit(part.part.path, ranks, part.dtype)
+            return load_sharded_dit(part.part.path, ranks, part.dtype, config.family)
         share = partial(shared_checkpoint, ranks=ranks) if ranks and shares and name != "text_encoder" else None
         return part.load(residency.load_device, merging(merged.get(name, ()), device), share)
 

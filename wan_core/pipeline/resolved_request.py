@@ -13,6 +13,7 @@ from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.media.video import picture_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import check_refused, family_of
 from wan_core.models.wan.tasks import Task
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
@@ -98,6 +99,7 @@ def make_job(
         solver=request.solver,
     )
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
+    check_refused(family_of(task), sparse=plan.sparse is not None)
     _check_images(request, task)
     multiple = vae.spatial_stride * dit.patch_size[1]
     width, height = given(request.width, task.width), given(request.height, task.height)
@@ -133,6 +135,11 @@ def given(value: int | None, default: int) -> int:
 
 def _check_images(request: Request, task: Task) -> None:
     image = request.image or request.last_image
+    if task.driven_by:
+        raise OptionError(
+            f"{task.name} is driven by videos, which the command line and WanCore's own nodes do not take yet: use "
+            f"ComfyUI's {task.driven_by} with WanCore Sampler"
+        )
     if task.image == "channels" and not image:
         raise OptionError(f"{task.name} turns an image into a video: give --image (and optionally --last-image)")
     if image and task.image == "none":

@@ -70,7 +70,8 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     loaders = {"high": load_dit, "low": load_dit, "vae": load_vae}
     loaders["text_encoder"] = partial(load_text_encoder, tokenizer=tokenizer)
     kinds: dict[str, Kind] = {"high": "dit", "low": "dit", "text_encoder": "text_encoder", "vae": "vae"}
-    found = {name: recognise(path, kinds[name], loaders[name]) for name, path in paths.items()}
+    family = None if options.task is None else find_task(options.task).family
+    found = {name: recognise(path, kinds[name], loaders[name], family) for name, path in paths.items()}
     dit = found["high"].config
     assert isinstance(dit, DiTConfig)
     why = ""
@@ -177,10 +178,11 @@ def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
     return paths
 
 
-def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
-    """Read the file's header and check that it is a whole model of `kind`."""
+def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module], family: str | None = None) -> Part:
+    """Read the file's header and check that it is a whole model of `kind`. family: of a transformer, where a task was
+    named."""
     checkpoint = open_checkpoint(path)
-    found = detect(checkpoint, kind)
+    found = detect(checkpoint, kind, family)
     infos = [checkpoint.tensors[name] for name in found.names.values()]
     stored = max(infos, key=lambda info: info.nbytes).dtype
     parameters = sum(prod(info.shape) for info in infos)
@@ -194,7 +196,7 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module]) -> Part:
             device=device,
             dtype=dtype,
             **({} if kind == "vae" else {"quantization": quantization}),
-            **({"loras": loras} if kind == "dit" else {}),
+            **({"loras": loras, "family": family} if kind == "dit" else {}),
         ),
         path=path,
         metadata=checkpoint.metadata,

@@ -49,6 +49,12 @@ def check_keys(family: Family, name: str, extras: Mapping[str, Any]) -> None:
         )
 
 
+def check_refused(family: Family, *, sparse: bool) -> None:
+    """Raise OptionError for what the family's models cannot do. sparse: some steps have sparse attention."""
+    if sparse and (why := family.refuses.get("sparse attention")):
+        raise OptionError(f"sparse attention: {why}")
+
+
 def choose_task(dit: DiTConfig, clues: Clues | None = None) -> Choice:
     """The task that a transformer of this architecture was trained for. Raises OptionError."""
     return family_of(dit).choose(dit, clues or Clues())

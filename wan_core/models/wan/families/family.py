@@ -43,6 +43,7 @@ class Task:
     in_channels: int
     image: ImageInput
     image_dim: int | None = None  # width of the CLIP features of the image that it takes; None: it takes none
+    driven_by: str = ""  # ComfyUI's node that gives the videos which drive it; "": no videos do
     vae: VAEConfig  # of the VAE whose latents it works on
     full_size: DiTConfig | None  # None: known from the files alone
     two_experts: bool
@@ -105,6 +106,7 @@ class Family:
     give. Frames are [1, 3, 1, H, W] in -1..1; `vision` is called for the CLIP encoder, where the task needs one.
     conditioning_keys: of ComfyUI's CONDITIONING, what it understands; other keys are refused.
     read_conditioning(task, vae, extras, latent): the fields of `Conditioning` that these keys and a LATENT give.
+    refuses: what its models cannot do, "sparse attention", and why.
     branch_keys: of `conditioning_keys`, those that the negative prompt may have other values of.
     """
 
@@ -120,6 +122,7 @@ class Family:
     conditioning_keys: frozenset[str]
     read_conditioning: Callable[[Task, VAEConfig, Mapping[str, Any], Mapping[str, Any]], Inputs]
     branch_keys: frozenset[str] = frozenset()
+    refuses: Mapping[str, str] = field(default_factory=dict)
     constants: re.Pattern[str] | None = None
     assembled: Callable[[Shapes], Mapping[str, Assembled]] = lambda _: {}
     metadata: Mapping[str, str] = field(default_factory=dict)

@@ -19,10 +19,7 @@ from wan_core.models.wan.families.wan.inputs import read_conditioning as read_im
 
 
 def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
-    raise OptionError(
-        f"{task.name} is driven by videos, which the command line and WanCore's own nodes do not take yet: use "
-        "ComfyUI's WanAnimateToVideo with WanCore Sampler"
-    )
+    raise OptionError(f"{task.name} is driven by videos, not by a first frame alone")
 
 
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from wan_core.config.checks import OptionError
+from wan_core.models.wan.families.animate2.config import NO_SPARSE
 from wan_core.ops.attention.merge import merge, merge_lse
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring
 
@@ -70,6 +72,9 @@ class DrivenAttention(Attention):
             return self.inner(q, k, v)
         out, lse = merge_lse(list(self.parts(q, k, v, 0, own)))
         return self.add_driving(q, out, lse, 0, own)
+
+    def around(self, local: Attention) -> Attention:
+        raise OptionError(f"sparse attention: {NO_SPARSE}")
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.inner.with_lse(q, k, v)

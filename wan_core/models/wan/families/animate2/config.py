@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from wan_core.models.wan.config import I2V_14B, DiTConfig
 
+NO_SPARSE = (
+    "not available for Animate-2 yet, because sparse kernels give no log-sum-exp to merge attention to the driving "
+    "video by: leave it off, or use step caching"
+)
 DISTILLED_LOG_SCALE = -1.3  # of the distilled weights; 0 of the others
 
 

@@ -23,10 +23,7 @@ from wan_core.models.wan.families.wan.inputs import read_features
 
 
 def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
-    raise OptionError(
-        f"{task.name} is driven by a video, which the command line and WanCore's own nodes do not take yet: use "
-        "ComfyUI's WanAnimate2ToVideo with WanCore Sampler"
-    )
+    raise OptionError(f"{task.name} is driven by videos, not by a first frame alone")
 
 
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
