@@ -72,6 +72,16 @@ SUITES: dict[str, Suite] = {
         ("1280x720x81",),
         takes=("checkout", "setup", "layers", "runs", "steps"),
     ),
+    "everyday": Suite(
+        "ComfyUI's own image-to-video template in a real server, with its nodes and with ours",
+        ("640x640x81",),
+        takes=("setting", "setup", "layers", "runs", "steps", "scratch", "checkout"),
+    ),
+    "native": Suite(
+        "ComfyUI's own models in a real server, as they are and with our node for native models",
+        ("1280x720x81",),
+        takes=("setting", "layers", "runs", "steps", "scratch", "checkout"),
+    ),
     "forward": Suite(
         "one forward, ours and diffusers'",
         ("832x480x81", "1280x720x81"),
@@ -94,11 +104,19 @@ SUITES: dict[str, Suite] = {
         ("832x480x81", "1280x720x81"),
         takes=("setup", "layers", "runs", "steps", "scratch"),
     ),
+    "small-cards": Suite(
+        "four steps of image-to-video from scaled FP8 files on 24, 16 and 12 GiB, and changing a merged LoRA",
+        ("640x640x81",),
+        takes=("setting", "layers", "scratch"),
+    ),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
+EVERYDAY_PARTS = ("on", "other", "off", "cold", "errors")
+NATIVE_PARTS = ("steps", "guided")
 STARTUP_PARTS = ("load", "cold", "ready")
 STREAMING_PARTS = ("cards", "switch", "turns")
 STREAMING_PRECISIONS = ("bf16", "fp8")
+SMALL_CARD_PARTS = ("loras", "cards")
 PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")
 SETTINGS = {
     "forward": "one forward of one branch",
@@ -139,7 +157,11 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         help="folder for files that a suite writes and removes again (default: the system's); startup writes 57 GB",
     )
     parser.add_argument("--profile", type=Path, help="text file for what took long in a cold process (suite startup)")
-    parser.add_argument("--checkout", type=Path, help="folder of the checkout to compare with (suite compare)")
+    parser.add_argument(
+        "--checkout",
+        type=Path,
+        help="folder of the checkout to compare with (suite compare), or of ComfyUI (suite everyday)",
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="of what is not quantised")
     add_skip_options(parser)

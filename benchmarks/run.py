@@ -13,11 +13,23 @@ import torch
 from benchmarks.caches import caches_rows
 from benchmarks.cases import parse_size
 from benchmarks.compare import compare_rows
+from benchmarks.everyday import everyday_rows
 from benchmarks.forwards import forward_rows
 from benchmarks.four_step import four_step_rows
 from benchmarks.generation import generation_rows
 from benchmarks.gguf import gguf_rows
-from benchmarks.options import CPU_SIZE, PARALLEL_PARTS, STARTUP_PARTS, STREAMING_PARTS, STREAMING_PRECISIONS, SUITES
+from benchmarks.native import native_rows
+from benchmarks.options import (
+    CPU_SIZE,
+    EVERYDAY_PARTS,
+    NATIVE_PARTS,
+    PARALLEL_PARTS,
+    SMALL_CARD_PARTS,
+    STARTUP_PARTS,
+    STREAMING_PARTS,
+    STREAMING_PRECISIONS,
+    SUITES,
+)
 from benchmarks.parallel import parallel_rows
 from benchmarks.peers import PEERS, peer_versions
 from benchmarks.profiling import profile_rows, profile_table
@@ -25,6 +37,7 @@ from benchmarks.rows import Row, table
 from benchmarks.settings import check_setting
 from benchmarks.setups import find_setup
 from benchmarks.single import single_rows
+from benchmarks.small_cards import small_card_rows
 from benchmarks.sparse import sparse_rows
 from benchmarks.startup import startup_rows
 from benchmarks.streaming import streaming_rows
@@ -51,16 +64,22 @@ MEASURES: dict[str, Rows] = {
     "parallel": parallel_rows,
     "gguf": gguf_rows,
     "four-step": four_step_rows,
+    "small-cards": small_card_rows,
     "generate": generation_rows,
     "compare": compare_rows,
+    "everyday": everyday_rows,
+    "native": native_rows,
     "forward": forward_rows,
     "guidance": forward_rows,
 }
 
 PARTS = {
+    "everyday": EVERYDAY_PARTS,
+    "native": NATIVE_PARTS,
     "parallel": PARALLEL_PARTS,
     "startup": STARTUP_PARTS,
     "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),
+    "small-cards": SMALL_CARD_PARTS,
 }  # what `--setting` names there
 
 
@@ -116,7 +135,7 @@ def check_options(options: argparse.Namespace) -> None:
         if not parts and options.suite != "sparse":
             check_setting(setting)
     for setup in options.setup or ():
-        if options.suite != "compare" and (options.suite != "single" or setup not in PEERS):
+        if options.suite not in ("compare", "everyday") and (options.suite != "single" or setup not in PEERS):
             find_setup(setup)
     for number in ("runs", "layers", "samples", "steps", "gpus"):
         value = getattr(options, number)

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .accelerate import WanCoreAccelerate
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
+from .from_model import WanCoreFromModel
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
+from .nag import WanCoreNAG
+from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
@@ -41,6 +45,11 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreLoRA,
     WanCoreSparseAttention,
     WanCoreLauncher,
+    WanCoreAccelerate,
+    WanCoreNativePlan,
+    WanCoreFromModel,
+    WanCoreAccelerate,
+    WanCoreNAG,
 ]
 
 

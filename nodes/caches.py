@@ -12,12 +12,14 @@ from wan_core.sampling.cache.curves import SUFFIX
 from wan_core.sampling.cache.magcache import PRESETS
 
 from . import host
+from .schema import ADVANCED, aliases
 from .skipping import CUSTOM, joined, skipping_input, skipping_output
 
 
 def retention_input() -> Any:
     return io.Float.Input(
         "retention",
+        **ADVANCED,
         default=0.2,
         min=0.0,
         max=1.0,
@@ -36,6 +38,7 @@ class WanCoreMagCache(io.ComfyNode):
             node_id="WanCoreMagCache",
             display_name="WanCore MagCache",
             category="WanCore",
+            **aliases("WanCoreMagCache"),
             description="Step caching by a curve measured for the model. Skipped steps are decided before the run; the "
             "plan preview shows them.",
             inputs=[
@@ -48,6 +51,7 @@ class WanCoreMagCache(io.ComfyNode):
                 ),
                 io.Float.Input(
                     "threshold",
+                    **ADVANCED,
                     default=0.12,
                     min=0.0,
                     max=10.0,
@@ -58,6 +62,7 @@ class WanCoreMagCache(io.ComfyNode):
                 ),
                 io.Int.Input(
                     "max_skips",
+                    **ADVANCED,
                     default=2,
                     min=0,
                     max=50,
@@ -67,6 +72,7 @@ class WanCoreMagCache(io.ComfyNode):
                 retention_input(),
                 io.Combo.Input(
                     "rule",
+                    **ADVANCED,
                     options=list(MAGCACHE_RULES),
                     default="joint",
                     tooltip="joint: one decision for both guidance branches. published: one decision for each branch, "
@@ -74,6 +80,7 @@ class WanCoreMagCache(io.ComfyNode):
                 ),
                 io.Int.Input(
                     "order",
+                    **ADVANCED,
                     default=1,
                     min=0,
                     max=2,
@@ -123,6 +130,7 @@ class WanCoreTaylorSeer(io.ComfyNode):
             node_id="WanCoreTaylorSeer",
             display_name="WanCore TaylorSeer",
             category="WanCore",
+            **aliases("WanCoreTaylorSeer"),
             description="Step caching: computes every n-th step and forecasts the blocks' residual in between. Needs "
             "no curve.",
             inputs=[
@@ -130,7 +138,11 @@ class WanCoreTaylorSeer(io.ComfyNode):
                     "interval", default=2, min=1, max=50, tooltip="Compute every n-th step; 1 computes all steps."
                 ),
                 io.Int.Input(
-                    "order", default=1, min=0, max=2, tooltip="0 reuses the last residual, 1 and 2 extrapolate."
+                    "order",
+                    default=1,
+                    min=0,
+                    max=2,
+                    tooltip="0 reuses the last residual, 1 and 2 extrapolate.",
                 ),
                 retention_input(),
                 skipping_input(),
@@ -152,11 +164,13 @@ class WanCoreAdaptiveCache(io.ComfyNode):
             node_id="WanCoreAdaptiveCache",
             display_name="WanCore Adaptive Cache",
             category="WanCore",
+            **aliases("WanCoreAdaptiveCache"),
             description="Step caching by the rate of change of the velocity, measured during the run. The plan can "
             "only show which steps may be skipped.",
             inputs=[
                 io.Float.Input(
                     "threshold",
+                    **ADVANCED,
                     default=0.1,
                     min=0.0,
                     max=10.0,
@@ -165,7 +179,11 @@ class WanCoreAdaptiveCache(io.ComfyNode):
                     tooltip="Accumulated relative change of the velocity, as estimated, up to which steps are skipped.",
                 ),
                 io.Int.Input(
-                    "max_skips", default=3, min=0, max=50, tooltip="Maximum number of steps skipped in a row."
+                    "max_skips",
+                    default=3,
+                    min=0,
+                    max=50,
+                    tooltip="Maximum number of steps skipped in a row.",
                 ),
                 retention_input(),
                 skipping_input(),

@@ -20,7 +20,8 @@ from wan_core.sampling.plan import Plan
 from . import host
 from .conditioning import on_device
 from .pictures import as_image, shown
-from .sampling import plan_inputs, plan_of
+from .plan_inputs import plan_inputs, plan_of
+from .schema import aliases
 from .sockets import CONDITIONING, MODEL, ModelSocket
 
 BESIDE, SHOW = "save beside the model", "only show"
@@ -35,6 +36,7 @@ class WanCoreCalibrate(io.ComfyNode):
             node_id="WanCoreCalibrate",
             display_name="WanCore Calibrate MagCache",
             category="WanCore",
+            **aliases("WanCoreCalibrate"),
             description="Runs a few videos in full and measures how the magnitude of the model's residual changes from "
             "step to step: the curve that MagCache needs. Saved beside the model, it is found automatically.",
             inputs=[

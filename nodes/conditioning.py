@@ -11,16 +11,17 @@ from torch import Tensor
 from wan_core.config import OptionError, check_choice
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
-from wan_core.models.wan.families.wan.inputs import frame_mask, hold_first, known_frames
+from wan_core.models.wan.families.wan.inputs import check_first, frame_mask, hold_first, known_frames
 from wan_core.models.wan.tasks import TASKS, image_task
 from wan_core.pipeline.images import pixels_to_video, video_to_pixels
 from wan_core.sampling.conditioning import Conditioning, empty_latents
 
 from . import host
+from .schema import aliases
 from .sockets import CONDITIONING, TextSocket
 
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
-MAX_SIDE, MAX_FRAMES = 8192, 4001
+MAX_SIDE, MAX_FRAMES, MAX_BATCH = 8192, 4001, 64
 NEGATIVE = TASKS["t2v-A14B"].negative_prompt
 
 
@@ -55,6 +56,19 @@ def size_inputs() -> list[Any]:
     ]
 
 
+def batch_input() -> Any:
+    """Several videos at once. Appended where `size_inputs` are."""
+    return io.Int.Input(
+        "batch_size",
+        default=1,
+        min=1,
+        max=MAX_BATCH,
+        optional=True,
+        tooltip="How many videos to make in one run, each with other noise of the same seed. Memory and time grow with "
+        "it.",
+    )
+
+
 def check_widgets(config: VAEConfig, width: int | None, height: int | None, frames: int | None) -> bool:
     """For `validate_inputs`, to which ComfyUI leaves limits too. None comes through a link, and is checked when the
     node runs. Raises OptionError (see `refusal`)."""
@@ -77,6 +91,7 @@ class WanCoreTextEncode(io.ComfyNode):
             node_id="WanCoreTextEncode",
             display_name="WanCore Text Encode",
             category="WanCore",
+            **aliases("WanCoreTextEncode"),
             description="Encodes both prompts in one pass. The same text never runs the encoder twice.",
             inputs=[
                 io.Clip.Input("clip", tooltip="A UMT5 text encoder: WanCore's, or ComfyUI's CLIPLoader of type wan."),
@@ -121,6 +136,7 @@ class WanCoreEmptyLatent(io.ComfyNode):
             node_id="WanCoreEmptyLatent",
             display_name="WanCore Empty Latent",
             category="WanCore",
+            **aliases("WanCoreEmptyLatent"),
             description="The size and length of a video, checked against what Wan can make.",
             inputs=[
                 *size_inputs(),
@@ -130,6 +146,7 @@ class WanCoreEmptyLatent(io.ComfyNode):
                     default=next(iter(LATENT_TYPES)),
                     tooltip="Whose latents these are: the VAE that belongs to the model.",
                 ),
+                batch_input(),
             ],
             outputs=[io.Latent.Output("latent", display_name="latent", tooltip="For the sampler.")],
         )
@@ -147,10 +164,9 @@ class WanCoreEmptyLatent(io.ComfyNode):
         return check_widgets(VAE_21 if latent_type is None else LATENT_TYPES[latent_type], width, height, frames)
 
     @classmethod
-    def execute(cls, width: int, height: int, frames: int, latent_type: str) -> io.NodeOutput:
-        return io.NodeOutput(
-            {"samples": host.to_intermediate(empty_latents(LATENT_TYPES[latent_type], width, height, frames))}
-        )
+    def execute(cls, width: int, height: int, frames: int, latent_type: str, batch_size: int = 1) -> io.NodeOutput:
+        latents = empty_latents(LATENT_TYPES[latent_type], width, height, frames)
+        return io.NodeOutput({"samples": host.to_intermediate(latents.repeat(batch_size, 1, 1, 1, 1))})
 
 
 class WanCoreImageToVideo(io.ComfyNode):
@@ -162,6 +178,7 @@ class WanCoreImageToVideo(io.ComfyNode):
             node_id="WanCoreImageToVideo",
             display_name="WanCore Image to Video",
             category="WanCore",
+            **aliases("WanCoreImageToVideo"),
             description="Adds a first frame, a last frame or both to the conditioning of an image-to-video model.",
             inputs=[
                 io.Conditioning.Input("positive", tooltip="The encoded prompt."),
@@ -171,10 +188,13 @@ class WanCoreImageToVideo(io.ComfyNode):
                 io.Image.Input(
                     "first_image",
                     optional=True,
-                    tooltip="The first frame; scaled to cover the video's size, what sticks out is cut off.",
+                    tooltip="The first frame, or several: the last frames of a video that goes on. Scaled to cover the "
+                    "video's size, what sticks out is cut off.",
                 ),
                 io.Image.Input(
-                    "last_image", optional=True, tooltip="The last frame, if the video should end there (A14B only)."
+                    "last_image",
+                    optional=True,
+                    tooltip="The last frame or frames, if the video should end there (A14B only).",
                 ),
                 io.ClipVisionOutput.Input(
                     "clip_vision_output",
@@ -182,6 +202,7 @@ class WanCoreImageToVideo(io.ComfyNode):
                     tooltip="What ComfyUI's CLIPVisionEncode (clip_vision_h, crop none) sees in the first image. Wan "
                     "2.1 image-to-video needs it; other models do not use it.",
                 ),
+                batch_input(),
             ],
             outputs=[
                 io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
@@ -206,14 +227,15 @@ class WanCoreImageToVideo(io.ComfyNode):
         first_image: Tensor | None = None,
         last_image: Tensor | None = None,
         clip_vision_output: Any = None,
+        batch_size: int = 1,
     ) -> io.NodeOutput:
-        first = _frame(first_image, "first_image", (width, height))
-        last = _frame(last_image, "last_image", (width, height))
+        first, last = (_frames(image, (width, height)) for image in (first_image, last_image))
         task = image_task(vae.latent_channels)
-        latents = host.to_intermediate(empty_latents(task.vae, width, height, frames))
+        latents = host.to_intermediate(empty_latents(task.vae, width, height, frames)).repeat(batch_size, 1, 1, 1, 1)
         if task.image == "first frame":
             if first is None or last is not None:
                 raise OptionError(f"{task.name} takes a first frame and no last frame: connect first_image alone")
+            check_first(first.shape[2], frames, task.vae)
             samples, unknown = hold_first(vae.encode(video_to_pixels(first)), latents)
             return io.NodeOutput(positive, negative, {"samples": samples, "noise_mask": unknown})
         clip, unknown = known_frames(first, last, frames)
@@ -224,13 +246,12 @@ class WanCoreImageToVideo(io.ComfyNode):
         return io.NodeOutput(_with(positive, values), _with(negative, values), {"samples": latents})
 
 
-def _frame(image: Tensor | None, name: str, size: tuple[int, int]) -> Tensor | None:
-    """The picture of an IMAGE at `size` (width, height): [1, 3, 1, H, W] in -1..1. Raises OptionError for several."""
+def _frames(image: Tensor | None, size: tuple[int, int]) -> Tensor | None:
+    """The pictures of an IMAGE at `size` (width, height): [1, 3, N, H, W] in -1..1."""
     if image is None:
         return None
-    if len(image) != 1:
-        raise OptionError(f"{len(image)} pictures given as {name}, which is one frame: choose one with ImageFromBatch")
-    return pixels_to_video(torch.from_numpy(fit_image(image[0, ..., :3].cpu().float().numpy(), size))[None])
+    pixels = (fit_image(one, size) for one in image[..., :3].cpu().float().numpy())
+    return pixels_to_video(torch.stack([torch.from_numpy(one) for one in pixels]))
 
 
 def _with(conditioning: CONDITIONING, values: dict[str, Any]) -> CONDITIONING:

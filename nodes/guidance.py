@@ -6,6 +6,7 @@ from comfy_api.latest import io
 
 from wan_core.config import GuidanceOptions, SkipOptions
 
+from .schema import aliases
 from .skipping import joined, skipping_input, skipping_output
 
 
@@ -18,6 +19,7 @@ class WanCoreGuidanceSchedule(io.ComfyNode):
             node_id="WanCoreGuidanceSchedule",
             display_name="WanCore Guidance Schedule",
             category="WanCore",
+            **aliases("WanCoreGuidanceSchedule"),
             description="Runs some steps without the unconditional branch, which halves their time.",
             inputs=[
                 io.Float.Input(

@@ -1,4 +1,4 @@
-"""LoRAs on a model: chained between the loader and the sampler, and changed without loading anything again."""
+"""LoRAs on a model: chained between the loader and the sampler, and changed without loading the model again."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from wan_core.pipeline.sources import TINY_LORAS
 
 from . import host
 from .files import fingerprint, locate
+from .schema import aliases
 from .sockets import MODEL, ModelSocket
 
+LORA_STACK = io.Custom("LORA_STACK")  # of other packs: [(name in models/loras, strength, strength for CLIP), ...]
 NONE, SAME = "none", "the file above"
 EMBEDDED = {f"tiny 4-step {expert} (embedded)": path for expert, path in TINY_LORAS.items()}
 MAX_STRENGTH = 100.0
@@ -30,7 +32,7 @@ def _strength(expert: str) -> io.Float.Input:
         step=0.05,
         round=0.001,
         tooltip=f"How strongly it counts for the {expert}-noise expert: 1 as it was made, 0 not at all. Another "
-        "strength loads and compiles nothing again.",
+        "strength reads the weights that change again, within a second for each expert, and compiles nothing.",
     )
 
 
@@ -44,7 +46,9 @@ class WanCoreLoRA(io.ComfyNode):
             node_id="WanCoreLoRA",
             display_name="WanCore LoRA",
             category="WanCore",
-            description="Puts a LoRA on a model, beside its weights, whatever their precision. Nodes may be chained.",
+            **aliases("WanCoreLoRA"),
+            description="Puts a LoRA on a model: merged into the weights, or beside those that stay packed. Can be "
+            "chained.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader or another WanCore LoRA."),
                 io.Combo.Input(
@@ -62,6 +66,17 @@ class WanCoreLoRA(io.ComfyNode):
                     tooltip="The LoRA of the low-noise expert. 'the file above': one file for both experts.",
                 ),
                 _strength("low"),
+                LORA_STACK.Input(
+                    "lora_stack",
+                    optional=True,
+                    tooltip="A list of LoRAs from another pack, put on before the files above: each for the expert "
+                    "that its name or metadata says, for both if neither does. Strengths for CLIP have no effect.",
+                ),
+                LORA_STACK.Input(
+                    "lora_stack_low",
+                    optional=True,
+                    tooltip="A list for the low-noise expert; the other one is then for the high-noise expert alone.",
+                ),
             ],
             outputs=[
                 MODEL.Output("model_out", display_name="model", tooltip="The model with the LoRA on it."),
@@ -77,27 +92,43 @@ class WanCoreLoRA(io.ComfyNode):
         strength_high: float = 1.0,
         low: str | None = None,
         strength_low: float = 1.0,
+        lora_stack: None = None,
+        lora_stack_low: None = None,
     ) -> list[tuple[str, int]]:
         return fingerprint(*_files(high, low).values())
 
     @classmethod
     def execute(
-        cls, model: ModelSocket, high: str, strength_high: float, low: str, strength_low: float
+        cls,
+        model: ModelSocket,
+        high: str,
+        strength_high: float,
+        low: str,
+        strength_low: float,
+        lora_stack: object = None,
+        lora_stack_low: object = None,
     ) -> io.NodeOutput:
         files, two = _files(high, low), model.experts.low is not None
         if not two and low not in (SAME, NONE):
             raise OptionError(f"{low} is given for the low-noise expert, and this model has one transformer only")
+        if not two and lora_stack_low is not None:
+            raise OptionError("lora_stack_low is for a low-noise expert, and this model has one transformer only")
         strengths = {"high": strength_high, "low": strength_low}
-        options = [
+        options = _stacked(lora_stack, "lora_stack", "auto" if lora_stack_low is None else "high")
+        options += _stacked(lora_stack_low, "lora_stack_low", "low")
+        options += [
             LoraOptions(path=str(path), strength=strengths[expert], expert=expert)
             for expert, path in files.items()
             if two or expert == "high"
         ]
         found = read_loras(options, model.experts.dit, two)
-        if model.settings.precision == PACKED:
+        if model.settings.precision == PACKED and model.settings.parts["high"].lora_mode == "attach":
             check_packed((one for wanted in found.values() for one in wanted), model.experts.dit)
         loras = {expert: (*model.loras.get(expert, ()), *wanted) for expert, wanted in found.items()}
-        lines = [f"{expert}: {one.words('attached')}" for expert, wanted in found.items() for one in wanted]
+        parts = model.settings.parts
+        lines = [
+            f"{expert}: {one.words(parts[expert].lora_words)}" for expert, wanted in found.items() for one in wanted
+        ]
         lines += [f"warning: {note}" for note in notes_of(loras)]
         info = "\n".join(lines) or "no LoRA"
         return io.NodeOutput(replace(model, loras=loras), info, ui=ui.PreviewText(info))
@@ -108,3 +139,23 @@ def _files(high: str | None, low: str | None) -> dict[str, Path]:
     Raises OptionError."""
     names = {"high": high, "low": high if low == SAME else low}
     return {expert: locate("loras", name, EMBEDDED) for expert, name in names.items() if name not in (None, NONE)}
+
+
+def _stacked(stack: object, name: str, expert: str) -> list[LoraOptions]:
+    """The LoRAs of a list from another pack. Raises OptionError for anything else than names and strengths."""
+    if stack is None:
+        return []
+    if not isinstance(stack, list | tuple):
+        raise OptionError(
+            f"{name} is a {type(stack).__name__}; a list of (name, strength, strength for CLIP) is needed"
+        )
+    found = []
+    for place, entry in enumerate(stack, start=1):
+        numbers = entry[1:] if isinstance(entry, list | tuple) and len(entry) == 3 else ()
+        if not numbers or not all(isinstance(one, int | float) and not isinstance(one, bool) for one in numbers):
+            raise OptionError(
+                f"entry {place} of {name} is {repr(entry)[:100]}; (name, strength, strength for CLIP) is needed"
+            )
+        path = locate("loras", entry[0], {})
+        found.append(LoraOptions(path=str(path), strength=float(numbers[0]), expert=expert))
+    return found

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from comfy_api.latest import io, ui
 
-from wan_core.config import COMPILES, PRECISIONS, QUANTIZED, RESIDENCIES, LoadOptions, OptionError, check_choice
+from wan_core.config import (
+    COMPILES,
+    LORA_MODES,
+    PRECISIONS,
+    QUANTIZED,
+    RESIDENCIES,
+    LoadOptions,
+    OptionError,
+    check_choice,
+)
 from wan_core.execution.memory.residency import Residency
 from wan_core.media.preview import TINY as TINY_MAP
-from wan_core.media.preview import map_of_channels
+from wan_core.media.preview import RGBMap, map_of_channels
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import BACKENDS, resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
@@ -28,6 +38,7 @@ from wan_core.sampling.plan import Expert
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
+from .schema import ADVANCED, aliases
 from .sockets import MODEL, ModelSocket
 from .workers import WorkersSocket, workers_input
 
@@ -44,11 +55,13 @@ class WanCoreModelLoader(io.ComfyNode):
             node_id="WanCoreModelLoader",
             display_name="WanCore Model Loader",
             category="WanCore",
+            **aliases("WanCoreModelLoader"),
             description="Recognises one or two Wan transformers by their contents. Weights are read when first used.",
             inputs=[
                 *_file_inputs(),
-                *_run_inputs(),
+                *run_inputs(),
                 workers_input(),
+                _lora_input(),
             ],
             outputs=[
                 MODEL.Output("model", display_name="model", tooltip="For the WanCore Sampler and Plan Preview."),
@@ -68,7 +81,7 @@ class WanCoreModelLoader(io.ComfyNode):
         """ComfyUI leaves what is named here to us. None comes through a link, and is checked when the node runs. Raises
         (see `refusal`)."""
         found = find_experts(*_paths(high, low)) if high is not None else None
-        _check(precision, keep_blocks or 0, attention, None if found is None else found.dit)
+        check_choices(precision, keep_blocks or 0, attention, None if found is None else found.dit)
         return True
 
     @classmethod
@@ -82,6 +95,7 @@ class WanCoreModelLoader(io.ComfyNode):
         compile: str = "",
         keep_blocks: int = 0,
         workers: None = None,
+        lora_mode: str = "auto",
     ) -> list[tuple[str, int]]:
         return fingerprint(*_paths(high, low)) if high is not None else []
 
@@ -96,6 +110,7 @@ class WanCoreModelLoader(io.ComfyNode):
         compile: str = COMPILES[0],
         keep_blocks: int = 0,
         workers: WorkersSocket | None = None,
+        lora_mode: str = "auto",
     ) -> io.NodeOutput:
         device = host.device() if workers is None else workers.device
         if residency == "shard" and workers is None:
@@ -109,18 +124,34 @@ class WanCoreModelLoader(io.ComfyNode):
             attention=attention,
             compile=compile,
             residency=residency,
+            lora_mode=lora_mode,
         )
-        found = find_experts(*paths)
-        settings = resolve_settings(found, options, device)
-        finished = partial(finish, settings=settings, device=host.device())
-        streaming = Residency(host.device(), "stream")
-        names = {"high": "high-noise expert", "low": "low-noise expert"} if found.low else {"high": "transformer"}
-        held = {expert: host.Held(name, settings.parts[expert], finished, streaming) for expert, name in names.items()}
-        rgb = TINY_MAP if high in embedded_expert("high") else map_of_channels(found.vae.z_dim)
-        both: dict[Expert, host.Held] = {"high": held["high"], "low": held.get("low", held["high"])}
-        model = ModelSocket(options, settings, both, rgb, workers=workers)
-        info = _info(settings)
+        settings = resolve_settings(find_experts(*paths), options, device)
+        rgb = TINY_MAP if high in embedded_expert("high") else None
+        model = socket_of(options, settings, hold(settings), workers, rgb)
+        info = info_of(settings)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
+
+
+def hold(settings: ModelSettings) -> dict[Expert, host.Held]:
+    """The experts, held by ComfyUI's memory manager and not loaded yet; both are one where there is one transformer."""
+    found = settings.found
+    finished = partial(finish, settings=settings, device=host.device())
+    streaming = Residency(host.device(), "stream")
+    names = {"high": "high-noise expert", "low": "low-noise expert"} if "low" in found.of else {"high": "transformer"}
+    held = {expert: host.Held(name, settings.parts[expert], finished, streaming) for expert, name in names.items()}
+    return {"high": held["high"], "low": held.get("low", held["high"])}
+
+
+def socket_of(
+    options: LoadOptions,
+    settings: ModelSettings,
+    held: Mapping[Expert, host.Held],
+    workers: WorkersSocket | None,
+    rgb: RGBMap | None = None,
+) -> ModelSocket:
+    """rgb: how previews are coloured; None: as the VAE that belongs to the model."""
+    return ModelSocket(options, settings, held, rgb or map_of_channels(settings.found.vae.z_dim), workers=workers)
 
 
 def _file_inputs() -> list[Any]:
@@ -142,7 +173,7 @@ def _file_inputs() -> list[Any]:
     ]
 
 
-def _run_inputs() -> list[Any]:
+def run_inputs() -> list[Any]:
     """How the transformers are held and run."""
     return [
         io.Combo.Input(
@@ -162,11 +193,12 @@ def _run_inputs() -> list[Any]:
             options=["auto", *BACKENDS],
             default="auto",
             tooltip="The attention kernel. 'auto' takes the fastest that runs here and changes no numbers; FP8 "
-            "and int8 kernels ('cudnn-fp8', 'te-fp8', 'sage') only by name. One that cannot run is refused, "
+            "and int8 kernels ('cudnn-fp8', 'te-fp8', 'int8', 'sage') only by name. One that cannot run is refused, "
             "never replaced silently.",
         ),
         io.Combo.Input(
             "residency",
+            **ADVANCED,
             options=list(RESIDENCIES),
             default="auto",
             tooltip="'auto': ComfyUI's memory manager decides what leaves the device; an expert that does not "
@@ -176,6 +208,7 @@ def _run_inputs() -> list[Any]:
         ),
         io.Combo.Input(
             "compile",
+            **ADVANCED,
             options=list(COMPILES),
             default=COMPILES[0],
             optional=True,
@@ -185,6 +218,7 @@ def _run_inputs() -> list[Any]:
         ),
         io.Int.Input(
             "keep_blocks",
+            **ADVANCED,
             default=0,
             min=0,
             max=MAX_KEPT,
@@ -195,12 +229,24 @@ def _run_inputs() -> list[Any]:
     ]
 
 
+def _lora_input() -> Any:
+    return io.Combo.Input(
+        "lora_mode",
+        options=list(LORA_MODES),
+        default="auto",
+        optional=True,
+        tooltip="How LoRAs are put on this model. 'merge': summed into the weights, which costs nothing while it runs; "
+        "another strength reads the weights that change again. 'attach': computed beside the weights, some percent "
+        "slower; another strength takes no time. 'auto': merge, and attach where weights stay packed (GGUF).",
+    )
+
+
 def _paths(high: str, low: str | None) -> list[Path]:
     paths = [locate("diffusion_models", high, embedded_expert("high"))]
     return paths if low in (None, ALONE) else [*paths, locate("diffusion_models", low, embedded_expert("low"))]
 
 
-def _check(precision: str | None, keep_blocks: int, attention: str | None, dit: DiTConfig | None) -> None:
+def check_choices(precision: str | None, keep_blocks: int, attention: str | None, dit: DiTConfig | None) -> None:
     """Raise OptionError or AttentionError for what this device or, if it is known, the model does not allow."""
     device = host.device()
     if precision is not None:
@@ -222,7 +268,7 @@ def _computing(settings: ModelSettings) -> str:
     return f"{dtype}, blocks{f' but the first and last {kept}' if kept else ''} in {settings.precision}"
 
 
-def _info(settings: ModelSettings) -> str:
+def info_of(settings: ModelSettings) -> str:
     dit, task, parts = settings.found.dit, settings.found.task, settings.found.of
     kind = "two experts" if task.two_experts else "one transformer for every step"
     said = {expert: words_of(part, _computing(settings)) for expert, part in parts.items()}

@@ -9,6 +9,7 @@ from comfy_api.latest import io, ui
 from wan_core.workers.options import ALLOW_CPU, WorkerOptions, parse_devices
 
 from . import host
+from .schema import ADVANCED, aliases
 from .workers import WORKERS, WorkersSocket
 
 
@@ -21,6 +22,7 @@ class WanCoreLauncher(io.ComfyNode):
             node_id="WanCoreLauncher",
             display_name="WanCore Launcher",
             category="WanCore",
+            **aliases("WanCoreLauncher"),
             description="Starts one worker process for each GPU. Connect it to the loaders: sampling, decoding and "
             "text then run there, on all GPUs together.",
             inputs=[
@@ -32,12 +34,14 @@ class WanCoreLauncher(io.ComfyNode):
                 ),
                 io.String.Input(
                     "mesh",
+                    **ADVANCED,
                     default="auto",
                     tooltip="How the GPUs share the work: guidance x ring x ulysses, for example '2x1x2' for four. "
                     "'auto' takes the fastest for the size of the video, and refuses what one GPU would do faster.",
                 ),
                 io.Int.Input(
                     "start_timeout",
+                    **ADVANCED,
                     default=300,
                     min=5,
                     max=86400,
@@ -45,6 +49,7 @@ class WanCoreLauncher(io.ComfyNode):
                 ),
                 io.Int.Input(
                     "step_timeout",
+                    **ADVANCED,
                     default=600,
                     min=5,
                     max=86400,

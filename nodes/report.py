@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from comfy_api.latest import io
+from torch import Tensor
 
 from wan_core.config import SkipOptions
 from wan_core.execution.report import Report
@@ -12,7 +13,8 @@ from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan
 
 from .pictures import as_image, shown
-from .sampling import plan_inputs, plan_of, preset_input
+from .plan_inputs import LAST, plan_inputs, plan_of, preset_input, window_inputs, window_of
+from .schema import ADVANCED, aliases
 from .sockets import MODEL, REPORT, SKIPPING, ModelSocket
 
 
@@ -25,6 +27,7 @@ class WanCorePlanPreview(io.ComfyNode):
             node_id="WanCorePlanPreview",
             display_name="WanCore Plan Preview",
             category="WanCore",
+            **aliases("WanCorePlanPreview"),
             description="Shows sigma, expert and guidance of every step as text and as a picture, without loading the "
             "model.",
             inputs=[
@@ -32,6 +35,7 @@ class WanCorePlanPreview(io.ComfyNode):
                 *plan_inputs(),
                 io.Float.Input(
                     "seconds_per_forward",
+                    **ADVANCED,
                     default=0.0,
                     min=0.0,
                     max=100000.0,
@@ -47,12 +51,14 @@ class WanCorePlanPreview(io.ComfyNode):
                 ),
                 io.Boolean.Input(
                     "from_image",
+                    **ADVANCED,
                     default=False,
                     optional=True,
                     tooltip="For TI2V-5B only: the video starts from an image, for which MagCache has a separate "
                     "curve.",
                 ),
                 preset_input(),
+                *window_inputs(),
             ],
             outputs=[
                 io.Image.Output("image", display_name="image", tooltip="The plan, drawn."),
@@ -75,6 +81,11 @@ class WanCorePlanPreview(io.ComfyNode):
         skipping: None = None,
         from_image: bool = False,
         preset: str = "auto",
+        denoise: float = 1.0,
+        start_step: int = 0,
+        end_step: int = 0,
+        return_with_leftover_noise: str = "",
+        sigmas: None = None,
     ) -> float:
         return seconds_per_forward or float("nan")  # NaN is never cached: measured times change with every run
 
@@ -92,9 +103,15 @@ class WanCorePlanPreview(io.ComfyNode):
         skipping: SkipOptions | None = None,
         from_image: bool = False,
         preset: str = "auto",
+        denoise: float = 1.0,
+        start_step: int = 0,
+        end_step: int = LAST,
+        return_with_leftover_noise: str = "disable",
+        sigmas: Tensor | None = None,
     ) -> io.NodeOutput:
         numbers = steps, shift, boundary, guidance_high, guidance_low, solver
-        plan = plan_of(model, *numbers, skipping, from_image, preset)
+        window = window_of(denoise, start_step, end_step, return_with_leftover_noise)
+        plan = plan_of(model, *numbers, skipping, from_image, preset, window, sigmas)
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
         seconds = entered if seconds_per_forward else model.pace
         image = as_image(draw_plan(plan, plan.estimate(seconds)))
@@ -111,6 +128,7 @@ class WanCoreReport(io.ComfyNode):
             node_id="WanCoreReport",
             display_name="WanCore Report",
             category="WanCore",
+            **aliases("WanCoreReport"),
             description="Phases, memory and settings of a run, as text and as a picture.",
             inputs=[
                 REPORT.Input("report", tooltip="From the sampler, or from WanCore VAE Decode, which adds the decoding.")

@@ -16,7 +16,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import LoadOptions, OptionError
-from wan_core.execution.memory.planning import Beside, Sizes, plan_memory
+from wan_core.execution.memory.planning import TEXT, Beside, Sizes, plan_memory
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.media.preview import RGBMap
@@ -27,6 +27,7 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels import fused
+from wan_core.pipeline.host_planning import host_room, plan_host
 from wan_core.pipeline.images import decode_images, encode_images
 from wan_core.pipeline.loras import Wanted, lora_bytes
 from wan_core.pipeline.memory_planning import decode_bytes, forward_bytes
@@ -54,6 +55,7 @@ class ModelSocket:
     pace: dict[Expert, float] = field(default_factory=dict)
     loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
     workers: Any = None  # WorkersSocket: they load and run it
+    shift: float | None = None  # that came with the model; None: the task's own
 
     @property
     def experts(self) -> Experts:
@@ -76,19 +78,32 @@ class ModelSocket:
         together = list(dict.fromkeys(self.held.values())) if residency == "resident" else [held]
         blocks = self.resident_blocks(memory)
         if blocks is not None:
-            for one in self.held.values():
+            report.notes += self._plan_host()
+        for name, one in self.held.items():
+            one.expect(self.loras_of(name))
+            if blocks is not None:
                 one.stream(blocks)
         if (residency == "swap" or blocks is not None) and not held.is_loaded:
             if any(one.is_loaded for one in self.held.values()):
                 held.take_over(self.loras_of(expert))
             host.evict_all()
-        if all(one.is_loaded for one in together):
+        loras, loaded = self.loras_of(expert), all(one.is_loaded for one in together)
+        if loaded and held.has_loras(loras):
             host.load(together, memory)
-        else:
-            host.show(f"loading the {held.name} ...")
-            with report.phase(f"load {expert}"):
-                host.load(together, memory)
-        return held.ready(self.loras_of(expert))
+            return held.ready(loras)
+        host.show(f"{'LoRAs of' if loaded else 'loading'} the {held.name} ...")
+        with report.phase(f"load {expert}"):
+            host.load(together, memory)
+            return held.ready(loras)
+
+    def _plan_host(self) -> list[str]:
+        """Decide where weights wait that are about to be read and streamed; says which are not pinned. Raises
+        OptionError where they do not fit into host memory."""
+        parts = {name: part for name, part in self.settings.parts.items() if not self.held[name].in_host_memory}
+        plan = plan_host(parts, host_room())
+        for name, part in parts.items():
+            self.held[name].wait(part, plan.copies(name))
+        return [f"{name}: weights stay in the mapped file, pinned memory is short" for name in sorted(plan.mapped)]
 
     def prefetch(self, expert: Expert, other: Expert, runs: int) -> None:
         """The next `runs` runs of the blocks of `expert` are the last before `other` is acquired: if both stream, copy
@@ -103,7 +118,8 @@ class ModelSocket:
         """Activations of a forward of so many tokens in bytes, attached LoRAs included."""
         # Without fused kernels it takes what torch does.
         kind = "cuda" if fused.why_not(host.device()) is None else "cpu"
-        loras = lora_bytes(one for wanted in self.loras.values() for one in wanted)
+        attached = [n for n in self.settings.parts if self.held[n].part.lora_mode == "attach"]
+        loras = lora_bytes(one for name in attached for one in self.loras.get(name, ()))
         return forward_bytes(self.experts.dit, tokens, self.settings.per_token(kind)) + loras
 
     def resident_blocks(self, memory: int) -> int | None:
@@ -164,8 +180,14 @@ class TextSocket:
         return made
 
     def encoder(self) -> TextEncoder:
-        """On its device."""
-        return cast(TextEncoder, self.held.use(0))
+        """On its device. Its blocks stream if it does not fit there as a whole."""
+        part = self.held.part
+        sizes = Sizes(units=(0,), experts=1, text_encoder=part.bytes, text_stage=stage_bytes(part.units, 0), vae=0)
+        if plan_memory(sizes, Beside(text=TEXT, denoise=0, decode=0), host.room(), "swap").streams_text:
+            if not self.held.in_host_memory:
+                self.held.wait(part, plan_host({"text_encoder": part}, host_room()).copies("text_encoder"))
+            self.held.stream(0)
+        return cast(TextEncoder, self.held.use(TEXT))
 
     # What ComfyUI's CLIPTextEncode calls.
 

@@ -10,6 +10,7 @@ from comfy_api.latest import io
 from wan_core.config import SPARSE_KERNELS, SkipOptions, SparseOptions
 from wan_core.sampling.sparsity.schedule import PRESETS
 
+from .schema import ADVANCED, aliases
 from .skipping import CUSTOM, joined, skipping_input, skipping_output
 
 
@@ -38,6 +39,7 @@ def custom_inputs() -> list[Any]:
         ),
         io.Float.Input(
             "ramp",
+            **ADVANCED,
             default=0.3,
             min=0.0,
             max=1.0,
@@ -49,6 +51,7 @@ def custom_inputs() -> list[Any]:
         ),
         io.Int.Input(
             "dense_layers",
+            **ADVANCED,
             default=0,
             min=0,
             max=100,
@@ -56,6 +59,7 @@ def custom_inputs() -> list[Any]:
         ),
         io.Float.Input(
             "mass",
+            **ADVANCED,
             default=0.0,
             min=0.0,
             max=1.0,
@@ -66,11 +70,13 @@ def custom_inputs() -> list[Any]:
         ),
         io.Boolean.Input(
             "pooled",
+            **ADVANCED,
             default=True,
             tooltip="For custom: unselected blocks are replaced by their mean. Costs little and preserves quality.",
         ),
         io.Int.Input(
             "reuse",
+            **ADVANCED,
             default=1,
             min=1,
             max=50,
@@ -88,6 +94,7 @@ class WanCoreSparseAttention(io.ComfyNode):
             node_id="WanCoreSparseAttention",
             display_name="WanCore Sparse Attention",
             category="WanCore",
+            **aliases("WanCoreSparseAttention"),
             description="Block-sparse self-attention: every layer selects the key blocks with the most attention and "
             "reads only those. Saves most at 720p, where attention takes most of the time; small videos gain "
             "nothing. The plan preview shows the share of keys per step.",

@@ -6,12 +6,14 @@ from comfy_api.latest import io, ui
 
 from wan_core.checkpoint import load_text_encoder
 from wan_core.config import PRECISIONS, QUANTIZED
+from wan_core.execution.memory.residency import Residency
 from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding
 from wan_core.pipeline.sources import recognise
 
 from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of
+from .schema import ADVANCED, aliases
 from .sockets import TextSocket
 from .workers import RemoteText, WorkersSocket, workers_input
 
@@ -27,6 +29,7 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
             node_id="WanCoreTextEncoderLoader",
             display_name="WanCore Text Encoder Loader",
             category="WanCore",
+            **aliases("WanCoreTextEncoderLoader"),
             description="A UMT5 text encoder. Its output also feeds ComfyUI's own CLIP Text Encode.",
             inputs=[
                 io.Combo.Input(
@@ -38,6 +41,7 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "precision",
+                    **ADVANCED,
                     options=list(PLAIN),
                     default="checkpoint",
                     tooltip="What the encoder computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and packed "
@@ -69,7 +73,9 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         device = host.device() if workers is None else workers.device
         dtype = compute_dtype(precision, device)
         quantization = holding(part, None, precision == "checkpoint", device)
-        held, words = host.Held("text encoder", PartToLoad(part, dtype, quantization)), words_of(part, name_of(dtype))
+        streaming = Residency(host.device(), "stream")
+        held = host.Held("text encoder", PartToLoad(part, dtype, quantization), residency=streaming)
+        words = words_of(part, name_of(dtype))
         if workers is None:
             return io.NodeOutput(TextSocket(held), ui=ui.PreviewText(words))
         spec = {"path": str(part.path), "precision": precision}

@@ -14,6 +14,7 @@ from wan_core.pipeline.sources import recognise
 
 from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of
+from .schema import ADVANCED, aliases
 from .sockets import VAESocket
 from .workers import RemoteVAE, WorkersSocket, workers_input
 
@@ -29,6 +30,7 @@ class WanCoreVAELoader(io.ComfyNode):
             node_id="WanCoreVAELoader",
             display_name="WanCore VAE Loader",
             category="WanCore",
+            **aliases("WanCoreVAELoader"),
             description="A Wan video VAE. Its output also feeds ComfyUI's own VAE Decode and WanImageToVideo.",
             inputs=[
                 io.Combo.Input(
@@ -39,6 +41,7 @@ class WanCoreVAELoader(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "precision",
+                    **ADVANCED,
                     options=list(PRECISIONS),
                     default="auto",
                     tooltip="What the VAE computes in. 'auto': bf16 on a GPU, fp32 on a CPU.",

@@ -11,6 +11,7 @@ from wan_core.execution.report import Report
 from wan_core.models.vae.tiling import TileSpec
 
 from . import host
+from .schema import ADVANCED, aliases
 from .sockets import REPORT, VAESocket
 
 
@@ -23,12 +24,14 @@ class WanCoreVAEDecode(io.ComfyNode):
             node_id="WanCoreVAEDecode",
             display_name="WanCore VAE Decode",
             category="WanCore",
+            **aliases("WanCoreVAEDecode"),
             description="Decodes a few frames at a time, in tiles if the whole picture does not fit into memory.",
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
                 io.Latent.Input("latent", tooltip="From the sampler. It can be decoded again if decoding fails."),
                 io.Combo.Input(
                     "tiling",
+                    **ADVANCED,
                     options=["auto", "always"],
                     default="auto",
                     tooltip="'auto': the whole picture, or tiles if it does not fit into memory. 'always': tiles.",
@@ -66,6 +69,7 @@ class WanCoreVAEEncode(io.ComfyNode):
             node_id="WanCoreVAEEncode",
             display_name="WanCore VAE Encode",
             category="WanCore",
+            **aliases("WanCoreVAEEncode"),
             description="Encodes a video's frames a few at a time.",
             inputs=[
                 io.Vae.Input("vae", tooltip="A Wan VAE: WanCore's or ComfyUI's own."),

@@ -18,6 +18,7 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.pipeline.memory_planning import decode_bytes
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Plan
+from wan_core.sampling.start import Leftover, Start
 from wan_core.workers import client as remote
 from wan_core.workers.launcher import Workers
 from wan_core.workers.options import WorkerOptions
@@ -58,13 +59,13 @@ class WorkersSocket:
         model: ModelSocket,
         plan: Plan,
         conditioning: Conditioning,
-        shape: tuple[int, ...],
-        seed: int,
+        start: Start,
         batched: bool,
         report: Report,
         on_step: remote.OnStep,
+        on_leftover: Callable[[Leftover], None],
     ) -> Tensor:
-        """As `pipeline.sample_latents`."""
+        """As `sample.sample_latents`."""
         count = len(self.workers.options.devices)
         loras = tuple(
             LoraOptions(path=str(one.key[0]), strength=one.strength, expert=expert)
@@ -77,13 +78,13 @@ class WorkersSocket:
             asdict(replace(model.options, loras=loras)),
             plan,
             conditioning.flat(),
-            shape=shape,
-            seed=seed,
+            start=start,
             batched=batched,
             report=report,
             fps=model.experts.task.fps,
-            keep=host.unfinished_path(seed),
+            keep=host.unfinished_path(start.seed),
             on_step=on_step,
+            on_leftover=on_leftover,
             on_phase=lambda phase: host.show(f"{phase}, on {count} workers ..."),
             poll=host.check_interruption,
         )

@@ -12,10 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
-
 import torch
 
+sys.path[:0] = [str(Path(__file__).parents[1])]
+# ruff: noqa: E402
 from tests.animate_references import draw_weights
 from wan_core.checkpoint import load_vae
 from wan_core.models.wan.families.animate.config import AnimateConfig
@@ -25,7 +25,8 @@ from wan_core.sampling.plan import Plan, make_plan
 
 WIDTH, HEIGHT, LENGTH, SEED = 48, 32, 9, 5
 SHAPE: dict[str, Any] = {
-    "in_channels": 36, "out_channels": 16, "dim": 256, "ffn_dim": 96, "num_heads": 2, "num_layers": 5, "image_dim": 1280,
+    "in_channels": 36, "out_channels": 16, "dim": 256, "ffn_dim": 96, "num_heads": 2, "num_layers": 5,
+    "image_dim": 1280,
 }  # fmt: skip
 CONFIGS = {"animate": AnimateConfig(**SHAPE), "animate2": Animate2Config(**SHAPE)}
 TINY_VAE = Path(__file__).parents[1] / "wan_core" / "assets" / "tiny" / "vae.safetensors"
@@ -64,7 +65,8 @@ def conditioned(nodes: Any, family: str, vae: Any) -> tuple[Any, ...]:
         return nodes.WanAnimate2ToVideo.execute(**shared, **own).result[:3]
     own = {
         "continue_motion_max_frames": 5, "face_video": drawn(5, 64, 64, 3, seed=8),
-        "continue_motion": drawn(5, HEIGHT, WIDTH, 3, seed=9), "character_mask": drawn(LENGTH, HEIGHT, WIDTH, seed=10).round(),
+        "continue_motion": drawn(5, HEIGHT, WIDTH, 3, seed=9),
+        "character_mask": drawn(LENGTH, HEIGHT, WIDTH, seed=10).round(),
         "background_video": drawn(LENGTH, HEIGHT, WIDTH, 3, seed=11),
     }  # fmt: skip
     return nodes.WanAnimateToVideo.execute(**shared, **own).result[:3]

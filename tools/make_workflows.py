@@ -22,44 +22,60 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.page_form import NATIVE_SCHEMAS, ROOT, Node, Output, Workflow, native_schema, read_schemas
-from wan_core.media.shapes import PALETTE
+from tools.page_form import NATIVE_SCHEMAS, ROOT, Workflow, native_schema, read_schemas
+from tools.template_workflows import wan22_5b, wan22_first_last_frame, wan22_image_to_video, wan22_text_to_video
+from tools.workflow_parts import (
+    NARROW,
+    STEP,
+    WIDE,
+    add_decode,
+    add_drawing,
+    add_loaders,
+    add_note,
+    add_prompt,
+    add_sampler,
+    add_video,
+)
 
 WORKFLOWS = ROOT / "workflows"
-NOTES = ROOT / "tools" / "notes"
 TINY, TINY_I2V = "tiny (embedded)", "tiny i2v (embedded)"
 SIZE = {"width": 96, "height": 96, "frames": 17}  # what the embedded model was trained at
-FPS = 8.0
-NATIVE = ("CLIPTextEncode", "CLIPVisionEncode", "CLIPVisionLoader", "CreateVideo", "EmptyHunyuanLatentVideo")
-NATIVE += ("EmptyImage", "ImageCompositeMasked", "ImageFromBatch", "LoadImage", "PreviewAny", "PreviewImage")
+NATIVE = ("CLIPTextEncode", "CLIPVisionEncode", "CLIPVisionLoader", "ComfySwitchNode", "CreateVideo")
+NATIVE += (
+    "EmptyHunyuanLatentVideo",
+    "EmptyImage",
+    "ImageCompositeMasked",
+    "ImageFromBatch",
+    "LoadImage",
+    "PreviewAny",
+    "PreviewImage",
+)
 NATIVE += ("SaveVideo", "VAEDecode", "WanImageToVideo")
-WIDE, NARROW = 360, 300  # columns
-STEP = WIDE + 60
-BELOW = 1180  # the second row of columns
+BELOW = 1320  # the second row of columns
 
 # ---------------------------------------------------------------------------------------------------------- workflows
 
 
 def text_to_video(flow: Workflow) -> None:
-    _note(flow, 520)
-    model, clip, vae = _loaders(flow, 0, TINY)
+    add_note(flow)
+    model, clip, vae = add_loaders(flow, 0, TINY)
     flow.column("What to show", STEP, WIDE)
-    text = _prompt(flow, clip, "a red circle moving right on a blue background")
+    text = add_prompt(flow, clip, "a red circle moving right on a blue background")
     size = flow.add("WanCoreEmptyLatent", **SIZE)
     flow.column("Sampling", 2 * STEP, WIDE)
-    sampler = _sampler(flow, model, text["positive"], text["negative"], size["latent"], seed=1)
+    sampler = add_sampler(flow, model["model"], text["positive"], text["negative"], size["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW)
-    decode = _decode(flow, vae, sampler)
-    _save(flow, decode["image"], "WanCore/text_to_video")
+    decode = add_decode(flow, vae, sampler)
+    add_video(flow, decode["image"], "WanCore/text_to_video")
 
 
 def image_to_video(flow: Workflow) -> None:
-    _note(flow, 520)
-    model, clip, vae = _loaders(flow, 0, TINY_I2V)
+    add_note(flow)
+    model, clip, vae = add_loaders(flow, 0, TINY_I2V)
     flow.column("First frame", -500, 460, y=560)
-    picture = _drawn(flow, "green", "white", left=35, top=58)
+    picture = add_drawing(flow, "green", "white", left=35, top=58)
     flow.column("What to show", STEP, WIDE)
-    text = _prompt(flow, clip, "a green square moving up on a white background")
+    text = add_prompt(flow, clip, "a green square moving up on a white background")
     known = flow.add(
         "WanCoreImageToVideo",
         positive=text["positive"],
@@ -69,14 +85,14 @@ def image_to_video(flow: Workflow) -> None:
         first_image=picture["IMAGE"],
     )
     flow.column("Sampling", 2 * STEP, WIDE)
-    sampler = _sampler(flow, model, known["positive"], known["negative"], known["latent"], seed=1)
+    sampler = add_sampler(flow, model["model"], known["positive"], known["negative"], known["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW)
-    decode = _decode(flow, vae, sampler)
-    _save(flow, decode["image"], "WanCore/image_to_video")
+    decode = add_decode(flow, vae, sampler)
+    add_video(flow, decode["image"], "WanCore/image_to_video")
 
 
 def image_to_video_wan21(flow: Workflow) -> None:
-    _note(flow, 520)
+    add_note(flow)
     flow.column("Models", 0, WIDE)
     model = flow.add("WanCoreModelLoader", high="wan2.1_i2v_480p_14B_fp16.safetensors", low="none", space=180)
     clip = flow.add("WanCoreTextEncoderLoader", text_encoder="umt5_xxl_fp16.safetensors", space=60)
@@ -97,23 +113,23 @@ def image_to_video_wan21(flow: Workflow) -> None:
         clip_vision_output=seen["CLIP_VISION_OUTPUT"],
     )
     flow.column("Sampling", 2 * STEP, WIDE)
-    sampler = _sampler(flow, model, known["positive"], known["negative"], known["latent"], seed=1)
+    sampler = add_sampler(flow, model["model"], known["positive"], known["negative"], known["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW)
-    decode = _decode(flow, vae, sampler)
-    _save(flow, decode["image"], "WanCore/image_to_video_wan21", fps=16.0)
+    decode = add_decode(flow, vae, sampler)
+    add_video(flow, decode["image"], "WanCore/image_to_video_wan21", fps=16.0)
 
 
 def embedded_demo(flow: Workflow) -> None:
-    _note(flow, 470)
-    model, clip, vae = _loaders(flow, 0, TINY)
+    add_note(flow)
+    model, clip, vae = add_loaders(flow, 0, TINY)
     flow.column("1  Text to video", STEP, WIDE)
-    text = _prompt(flow, clip, "a red circle moving right on a blue background")
+    text = add_prompt(flow, clip, "a red circle moving right on a blue background")
     size = flow.add("WanCoreEmptyLatent", **SIZE)
     flow.column("Sampling", 2 * STEP, WIDE)
-    sampler = _sampler(flow, model, text["positive"], text["negative"], size["latent"], seed=1)
+    sampler = add_sampler(flow, model["model"], text["positive"], text["negative"], size["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW)
-    decode = _decode(flow, vae, sampler)
-    _save(flow, decode["image"], "WanCore/demo_text")
+    decode = add_decode(flow, vae, sampler)
+    add_video(flow, decode["image"], "WanCore/demo_text")
     flow.column("Plan and report", 3 * STEP + NARROW + 60, WIDE)
     flow.add("WanCorePlanPreview", model=model["model"], space=310)
     flow.add("WanCoreReport", report=decode["report"], space=300)
@@ -121,7 +137,7 @@ def embedded_demo(flow: Workflow) -> None:
     below = BELOW
     flow.column("2  Image to video", STEP, WIDE, y=below)
     last = flow.add("ImageFromBatch", image=decode["image"], batch_index=SIZE["frames"] - 1, length=1)
-    back = _prompt(flow, clip, "a red circle moving left on a blue background")
+    back = add_prompt(flow, clip, "a red circle moving left on a blue background")
     known = flow.add(
         "WanCoreImageToVideo",
         positive=back["positive"],
@@ -133,17 +149,17 @@ def embedded_demo(flow: Workflow) -> None:
     flow.column("Its model", 0, WIDE, y=below)
     second = flow.add("WanCoreModelLoader", high=TINY_I2V, low=TINY_I2V, space=180)
     flow.column("Sampling", 2 * STEP, WIDE, y=below)
-    again = _sampler(flow, second, known["positive"], known["negative"], known["latent"], seed=1)
+    again = add_sampler(flow, second["model"], known["positive"], known["negative"], known["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW, y=below)
-    decode_again = _decode(flow, vae, again)
-    _save(flow, decode_again["image"], "WanCore/demo_image")
+    decode_again = add_decode(flow, vae, again)
+    add_video(flow, decode_again["image"], "WanCore/demo_image")
     flow.column("Its report", 3 * STEP + NARROW + 60, WIDE, y=below)
     flow.add("WanCoreReport", report=decode_again["report"], space=300)
 
 
 def mixed_with_native_nodes(flow: Workflow) -> None:
-    _note(flow, 520)
-    model, clip, vae = _loaders(flow, 0, TINY)
+    add_note(flow)
+    model, clip, vae = add_loaders(flow, 0, TINY)
     flow.column("Text", STEP, WIDE)
     positive = flow.add(
         "CLIPTextEncode", title="Positive", clip=clip["clip"], text="a purple cross moving down on a yellow background"
@@ -153,16 +169,18 @@ def mixed_with_native_nodes(flow: Workflow) -> None:
         "EmptyHunyuanLatentVideo", width=SIZE["width"], height=SIZE["height"], length=SIZE["frames"], batch_size=1
     )
     flow.column("Text to video", 2 * STEP, WIDE)
-    sampler = _sampler(flow, model, positive["CONDITIONING"], negative["CONDITIONING"], empty["LATENT"], seed=1)
+    sampler = add_sampler(
+        flow, model["model"], positive["CONDITIONING"], negative["CONDITIONING"], empty["LATENT"], seed=1
+    )
     flow.column("Video", 3 * STEP, NARROW)
     decode = flow.add("VAEDecode", samples=sampler["latent"], vae=vae["vae"])
-    _save(flow, decode["IMAGE"], "WanCore/mixed_text")
+    add_video(flow, decode["IMAGE"], "WanCore/mixed_text")
 
     below = BELOW
     flow.column("Its model", 0, WIDE, y=below)
     second = flow.add("WanCoreModelLoader", high=TINY_I2V, low=TINY_I2V, space=180)
     flow.column("Its first frame", -500, 460, y=below)
-    picture = _drawn(flow, "purple", "yellow", left=34, top=4)
+    picture = add_drawing(flow, "purple", "yellow", left=34, top=4)
     flow.column("Image", STEP, WIDE, y=below)
     start = flow.add(
         "CLIPTextEncode", title="Positive", clip=clip["clip"], text="a purple square moving down on a yellow background"
@@ -179,18 +197,18 @@ def mixed_with_native_nodes(flow: Workflow) -> None:
         start_image=picture["IMAGE"],
     )
     flow.column("Image to video", 2 * STEP, WIDE, y=below)
-    again = _sampler(flow, second, known["positive"], known["negative"], known["latent"], seed=1)
+    again = add_sampler(flow, second["model"], known["positive"], known["negative"], known["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW, y=below)
     decode_again = flow.add("VAEDecode", samples=again["latent"], vae=vae["vae"])
-    _save(flow, decode_again["IMAGE"], "WanCore/mixed_image")
+    add_video(flow, decode_again["IMAGE"], "WanCore/mixed_image")
 
 
 def fewer_forwards(flow: Workflow) -> None:
-    _note(flow, 520)
-    model, clip, vae = _loaders(flow, 0, TINY)
+    add_note(flow)
+    model, clip, vae = add_loaders(flow, 0, TINY)
     flow.column("What to show", STEP, WIDE)
     caption = "an orange triangle moving left on a black background"
-    text = _prompt(flow, clip, caption)
+    text = add_prompt(flow, clip, caption)
     size = flow.add("WanCoreEmptyLatent", **SIZE)
     cache = flow.add("WanCoreMagCache", space=40)
     numbers: dict[str, Any] = {"model": model["model"], "steps": 40}
@@ -198,8 +216,8 @@ def fewer_forwards(flow: Workflow) -> None:
     flow.column("In full", 2 * STEP, WIDE)
     full = flow.add("WanCoreSampler", **numbers, **encoded, space=300)
     flow.column("Its video", 3 * STEP, NARROW)
-    decode = _decode(flow, vae, full)
-    _save(flow, decode["image"], "WanCore/full")
+    decode = add_decode(flow, vae, full)
+    add_video(flow, decode["image"], "WanCore/full")
     flow.column("What is skipped", 3 * STEP + NARROW + 60, WIDE)
     flow.add("WanCorePlanPreview", **numbers, skipping=cache["skipping"], space=310)
 
@@ -207,16 +225,16 @@ def fewer_forwards(flow: Workflow) -> None:
     flow.column("With fewer forwards", 2 * STEP, WIDE, y=below)
     fewer = flow.add("WanCoreSampler", **numbers, **encoded, skipping=cache["skipping"], space=300)
     flow.column("Its video", 3 * STEP, NARROW, y=below)
-    again = _decode(flow, vae, fewer)
-    _save(flow, again["image"], "WanCore/fewer_forwards")
+    again = add_decode(flow, vae, fewer)
+    add_video(flow, again["image"], "WanCore/fewer_forwards")
     flow.column("What it cost", 3 * STEP + NARROW + 60, WIDE, y=below)
     compared = flow.add("WanCoreCompare", full=decode["image"], other=again["image"], caption=caption, space=120)
     flow.add("PreviewImage", images=compared["image"], space=300)
 
 
 def four_steps(flow: Workflow) -> None:
-    _note(flow, 520)
-    model, clip, vae = _loaders(flow, 0, TINY)
+    add_note(flow)
+    model, clip, vae = add_loaders(flow, 0, TINY)
     flow.column("Four-step LoRAs", STEP, WIDE)
     lora = flow.add(
         "WanCoreLoRA",
@@ -225,30 +243,55 @@ def four_steps(flow: Workflow) -> None:
         low="tiny 4-step low (embedded)",
         space=100,
     )
-    text = _prompt(flow, clip, "a green cross moving down on a white background")
+    text = add_prompt(flow, clip, "a green cross moving down on a white background")
     size = flow.add("WanCoreEmptyLatent", **SIZE)
     flow.column("Sampling", 2 * STEP, WIDE)
-    sampler = _sampler(flow, lora, text["positive"], text["negative"], size["latent"], seed=1)
+    sampler = add_sampler(flow, lora["model"], text["positive"], text["negative"], size["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW)
-    decode = _decode(flow, vae, sampler)
-    _save(flow, decode["image"], "WanCore/four_steps")
+    decode = add_decode(flow, vae, sampler)
+    add_video(flow, decode["image"], "WanCore/four_steps")
     flow.column("The steps", 3 * STEP + NARROW + 60, WIDE)
     flow.add("WanCorePlanPreview", model=lora["model"], space=310)
 
 
-def multi_gpu(flow: Workflow) -> None:
-    _note(flow, 560)
-    flow.column("Workers", 0, WIDE)
-    workers = flow.add("WanCoreLauncher", devices="cpu,cpu", space=40)["workers"]
-    model, clip, vae = _loaders(flow, 0, TINY, y=300, workers=workers)
-    flow.column("What to show", STEP, WIDE)
-    text = _prompt(flow, clip, "a white cross moving down on a purple background")
+def video_to_video(flow: Workflow) -> None:
+    add_note(flow)
+    model, clip, vae = add_loaders(flow, 0, TINY)
+    flow.column("A video", STEP, WIDE)
+    text = add_prompt(flow, clip, "a red circle moving right on a blue background")
     size = flow.add("WanCoreEmptyLatent", **SIZE)
     flow.column("Sampling", 2 * STEP, WIDE)
-    sampler = _sampler(flow, model, text["positive"], text["negative"], size["latent"], seed=1)
+    sampler = add_sampler(flow, model["model"], text["positive"], text["negative"], size["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW)
-    decode = _decode(flow, vae, sampler)
-    _save(flow, decode["image"], "WanCore/multi_gpu")
+    decode = add_decode(flow, vae, sampler)
+    add_video(flow, decode["image"], "WanCore/before")
+
+    below = BELOW
+    flow.column("What to make of it", STEP, WIDE, y=below)
+    again = add_prompt(flow, clip, "an orange circle moving right on a blue background")
+    encoded = flow.add("WanCoreVAEEncode", vae=vae["vae"], image=decode["image"])
+    flow.column("Sampling from the video", 2 * STEP, WIDE, y=below)
+    second = add_sampler(
+        flow, model["model"], again["positive"], again["negative"], encoded["latent"], seed=2, denoise=0.6
+    )
+    flow.column("Its video", 3 * STEP, NARROW, y=below)
+    made = add_decode(flow, vae, second)
+    add_video(flow, made["image"], "WanCore/after")
+
+
+def multi_gpu(flow: Workflow) -> None:
+    add_note(flow)
+    flow.column("Workers", 0, WIDE)
+    workers = flow.add("WanCoreLauncher", devices="cpu,cpu", space=40)["workers"]
+    model, clip, vae = add_loaders(flow, 0, TINY, y=300, workers=workers)
+    flow.column("What to show", STEP, WIDE)
+    text = add_prompt(flow, clip, "a white cross moving down on a purple background")
+    size = flow.add("WanCoreEmptyLatent", **SIZE)
+    flow.column("Sampling", 2 * STEP, WIDE)
+    sampler = add_sampler(flow, model["model"], text["positive"], text["negative"], size["latent"], seed=1)
+    flow.column("Video", 3 * STEP, NARROW)
+    decode = add_decode(flow, vae, sampler)
+    add_video(flow, decode["image"], "WanCore/multi_gpu")
     flow.column("What each part took", 3 * STEP + NARROW + 60, WIDE)
     flow.add("WanCoreReport", report=decode["report"], space=300)
 
@@ -262,61 +305,12 @@ DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
     fewer_forwards,
     four_steps,
     multi_gpu,
+    video_to_video,
+    wan22_image_to_video,
+    wan22_text_to_video,
+    wan22_first_last_frame,
+    wan22_5b,
 )
-
-
-# -------------------------------------------------------------------------------------------------------------- parts
-
-
-def _note(flow: Workflow, height: int) -> None:
-    flow.column(None, -500, 460, y=-70)
-    flow.note((NOTES / f"{flow.name}.md").read_text(encoding="utf-8").rstrip(), height)
-
-
-def _loaders(flow: Workflow, x: int, name: str, y: int = 0, **workers: Output) -> tuple[Node, Node, Node]:
-    flow.column("Models", x, WIDE, y=y)
-    model = flow.add("WanCoreModelLoader", high=name, low=name, space=180, **workers)
-    clip = flow.add("WanCoreTextEncoderLoader", space=60, **workers)
-    return model, clip, flow.add("WanCoreVAELoader", space=60, **workers)
-
-
-def _prompt(flow: Workflow, clip: Node, positive: str) -> Node:
-    return flow.add("WanCoreTextEncode", clip=clip["clip"], positive=positive, negative="")
-
-
-def _sampler(flow: Workflow, model: Node, positive: Output, negative: Output, latent: Output, seed: int) -> Node:
-    return flow.add(
-        "WanCoreSampler",
-        model=model["model"],
-        positive=positive,
-        negative=negative,
-        latent=latent,
-        seed=seed,
-        space=300,  # the plan in words, and the preview
-    )
-
-
-def _decode(flow: Workflow, vae: Node, sampler: Node) -> Node:
-    return flow.add("WanCoreVAEDecode", vae=vae["vae"], latent=sampler["latent"], report=sampler["report"], space=40)
-
-
-def _save(flow: Workflow, images: Output, prefix: str, fps: float = FPS) -> None:
-    video = flow.add("CreateVideo", images=images, fps=fps, space=24)  # newer ones have a widget more
-    flow.add("SaveVideo", video=video["VIDEO"], filename_prefix=prefix, space=290)
-
-
-def _drawn(flow: Workflow, colour: str, background: str, left: int, top: int, side: int = 32) -> Node:
-    """A square on a plain background, in the embedded model's colours."""
-    plain = flow.add("EmptyImage", title="Background", width=96, height=96, color=_number(background))
-    square = flow.add("EmptyImage", title="Square", width=side, height=side, color=_number(colour))
-    return flow.add(
-        "ImageCompositeMasked", title="First frame", destination=plain["IMAGE"], source=square["IMAGE"], x=left, y=top
-    )
-
-
-def _number(colour: str) -> int:
-    red, green, blue = PALETTE[colour]
-    return red << 16 | green << 8 | blue
 
 
 # ------------------------------------------------------------------------------------------------------------- writing

@@ -18,10 +18,12 @@ ROOT = Path(__file__).resolve().parents[1]
 OWN_SCHEMAS = ROOT / "tests" / "nodes" / "node_schemas.json"
 NATIVE_SCHEMAS = ROOT / "tools" / "native_nodes.json"
 WIDGETS = ("COMBO", "INT", "FLOAT", "STRING", "BOOLEAN")  # anything else is a socket
+MATCHED = "COMFY_MATCHTYPE_V3"  # a socket of any type, the same for all of a node
 DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"  # a COMBO whose values bring further widgets
 FILE_LISTS = ("clip_name",)  # inputs of ComfyUI's own nodes that list the files of one machine
 NOTE = "MarkdownNote"  # exists in the page only
-TITLE, SLOT, WIDGET, GAP, MARGIN = 30, 20, 24, 30, 16  # pixels of the page
+TITLE, SLOT, WIDGET, GAP, MARGIN = 30, 20, 28, 30, 16  # pixels of the page
+NOTE_WIDTH, NOTE_LETTERS = 560, 88  # of a note, and of a line in it
 LINES = 88  # of a text field
 FOOTER = 24  # where Nodes 2.0 writes the name of a node's pack
 
@@ -101,8 +103,13 @@ class Node:
     def __getitem__(self, name: str) -> Output:
         for slot, output in enumerate(self.schema["outputs"]):
             if output["name"] == name:
-                return Output(self, slot, output["type"])
+                return Output(self, slot, self.matched(output["type"]))
         raise KeyError(f"{self.kind} has no output {name!r}: {[o['name'] for o in self.schema['outputs']]}")
+
+    def matched(self, kind: str) -> str:
+        """The type of a socket: what is connected says what a matched one is."""
+        connected = [value.type for value in self.values.values() if isinstance(value, Output)]
+        return connected[0] if kind == MATCHED and connected else kind
 
     @property
     def sockets(self) -> list[Schema]:
@@ -150,10 +157,23 @@ class Workflow:
         self._place(node)
         return node
 
-    def note(self, text: str, height: int, title: str = "Read me") -> None:
-        """A note in Markdown."""
-        schema = {"inputs": [], "outputs": []}
-        self._place(Node(len(self.nodes) + 1, NOTE, schema, {"text": text}, title, self._width, height))
+    def note(self, text: str, title: str = "Read me") -> None:
+        """A note in Markdown, to the left of all nodes."""
+        text = readable(text)
+        self._close()
+        self._title = None
+        node = Node(len(self.nodes) + 1, NOTE, {"inputs": [], "outputs": []}, {"text": text}, title, NOTE_WIDTH, 0)
+        node.height = note_height(text)
+        self.nodes.append(node)
+
+    def place_notes(self) -> None:
+        """Left of the leftmost column, one below the other."""
+        left = min(node.x for node in self.nodes if node.kind != NOTE)
+        y = min(node.y for node in self.nodes if node.kind != NOTE)
+        for node in self.nodes:
+            if node.kind == NOTE:
+                node.x, node.y = left - NOTE_WIDTH - 3 * MARGIN, y
+                y += node.height + TITLE + GAP
 
     def _place(self, node: Node) -> None:
         node.x, node.y = self._x, self._y + TITLE
@@ -200,6 +220,7 @@ class Workflow:
     def page(self) -> dict[str, Any]:
         """What the page loads."""
         self._close()
+        self.place_notes()
         links: list[list[Any]] = []
         incoming: dict[tuple[int, str], int] = {}
         outgoing: dict[tuple[int, int], list[int]] = {}
@@ -241,6 +262,27 @@ class Workflow:
         return list(done.values())
 
 
+def readable(text: str) -> str:
+    """Markdown that both node renderers show: Nodes 2.0 draws inline code dark on dark, and cuts wide tables off. Rows
+    of tables become entries of a list."""
+    lines = []
+    for line in text.replace("`", "").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if cells and not set("".join(cells)) <= set("-: ") and cells[0] != "folder in models/":
+            lines.append(f"- **{cells[0]}**: {' | '.join(cells[1:])}")
+        elif not cells:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def note_height(text: str) -> int:
+    """Of the taller renderer."""
+    height = 2 * MARGIN
+    for line in text.splitlines():
+        height += 12 if not line else 40 if line.startswith("#") else 20 * -(-len(line) // NOTE_LETTERS)
+    return height
+
+
 def _height(node: Node, lines: int) -> int:
     rows = max(len(node.sockets), len(node.schema["outputs"]))
     height = rows * SLOT + 16 + (FOOTER if node.kind.startswith("WanCore") else 0)
@@ -266,13 +308,16 @@ def _page_node(
 ) -> dict[str, Any]:
     inputs: list[dict[str, Any]] = []
     for entry in [*node.sockets, *node.widgets]:
-        shown: dict[str, Any] = {"name": entry["name"], "type": entry["type"]}
+        shown: dict[str, Any] = {"name": entry["name"], "type": node.matched(entry["type"])}
         if entry["optional"]:
             shown["shape"] = 7  # a hollow circle
         if entry["type"] in WIDGETS:
             shown["widget"] = {"name": entry["name"]}
         inputs.append({**shown, "link": incoming.get((node.id, entry["name"]))})
-    outputs = [{**output, "links": outgoing.get((node.id, slot))} for slot, output in enumerate(node.schema["outputs"])]
+    outputs = [
+        {**output, "type": node.matched(output["type"]), "links": outgoing.get((node.id, slot))}
+        for slot, output in enumerate(node.schema["outputs"])
+    ]
     values: list[Any] = [node.values["text"]] if node.kind == NOTE else []
     for entry in node.widgets:
         value = node.values[entry["name"]]

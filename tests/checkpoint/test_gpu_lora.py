@@ -8,17 +8,21 @@ from torch import Tensor
 
 from tests.checkpoint.test_lora import LINEARS, lora_of, relative, shapes, wanted
 from wan_core.checkpoint import load_dit
+from wan_core.checkpoint.save import save
 from wan_core.config import LoadOptions, LoraOptions, Request
 from wan_core.execution.graphs import GraphedBlocks
+from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import begin_run, compilations, optimize
 from wan_core.media.metrics import judge
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.quant.schemes import SCHEMES
+from wan_core.pipeline.builder import apply_loras
 from wan_core.pipeline.loras import AppliedLoras, merging
+from wan_core.pipeline.merged_loras import load_with_loras
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.settings import find_quantization
-from wan_core.pipeline.sources import TINY, TINY_LORAS
+from wan_core.pipeline.settings import PartToLoad, find_quantization
+from wan_core.pipeline.sources import TINY, TINY_LORAS, recognise
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -126,3 +130,27 @@ def test_parameters_lie_where_they_lay():
     AppliedLoras.of(model).clear()
     assert addresses == [p.data_ptr() for p in model.parameters()]
     assert all(torch.equal(v.view(torch.uint8), before[n].view(torch.uint8)) for n, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("precision", [None, "fp8", "fp8-weights"])
+def test_a_merged_lora_is_changed_and_taken_off(tmp_path, precision, streamed):
+    """From a file in scaled FP8, on the device and in pinned host memory: the bytes of a fresh load each time."""
+    stored = load_dit(SOURCE, device=CUDA, dtype=torch.bfloat16, quantization=find_quantization("fp8-tensor", CUDA))
+    save(stored, tmp_path / "scaled.safetensors")
+    held = None if precision is None else find_quantization(precision, CUDA)
+    part = PartToLoad(recognise(tmp_path / "scaled.safetensors", "dit", load_dit), torch.bfloat16, held)
+    home = torch.device("cpu") if streamed else CUDA
+    model, residency = load_with_loras(part, [wanted(STATE, 0.3)], home, CUDA), Residency(CUDA, "stream")
+    if streamed:
+        residency.add("high", model)
+        residency.use("high")
+    for strength in (1.0, -0.5, 0.0):
+        forget = (lambda: residency.forget_copies("high")) if streamed else (lambda: None)
+        apply_loras(model, [wanted(STATE, strength)], part, CUDA, forget)
+        if streamed:
+            residency.release("high")
+        exact = load_with_loras(part, [wanted(STATE, strength)], CUDA, CUDA).state_dict()
+        for name, value in model.state_dict().items():
+            assert value.device.type == home.type
+            assert torch.equal(value.to(CUDA).view(torch.uint8), exact[name].view(torch.uint8)), name

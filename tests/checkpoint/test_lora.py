@@ -40,9 +40,10 @@ from wan_core.pipeline.loras import (
     merging,
     read_loras,
 )
+from wan_core.pipeline.merged_loras import MergedLoras
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.settings import find_quantization
-from wan_core.pipeline.sources import TINY
+from wan_core.pipeline.settings import PartToLoad, find_quantization
+from wan_core.pipeline.sources import TINY, recognise
 
 CPU = torch.device("cpu")
 SOURCE = TINY / "t2v_high.safetensors"
@@ -100,6 +101,14 @@ def dense_model(changed: dict[str, Tensor]) -> WanModel:
     return net
 
 
+def put_on(net: WanModel, loras: list[Wanted], mode: str, precision: str | None = None) -> None:
+    """Have just `loras` on a model of SOURCE, merged or attached, whatever was on it."""
+    held = None if precision is None else quantization(precision)
+    part = PartToLoad(recognise(SOURCE, "dit", load_dit), torch.float32, held)
+    MergedLoras.of(net).apply(net, loras if mode == "merge" else [], part, CPU)
+    AppliedLoras.of(net).apply(loras if mode == "attach" else [], original=StoredValues(SOURCE))
+
+
 def wanted(state: dict[str, Tensor], strength: float = 1.0, key: str = "a") -> Wanted:
     return Wanted(read_lora(state, shapes()), strength, (key, 0, 0))
 
@@ -146,7 +155,7 @@ def test_every_spelling_is_the_dense_sum(modules, prefix, pair, diffusers, alpha
     assert f"{len(modules)} LoRA of rank {RANK}" in one.lora.words()
     net = load_dit(SOURCE, dtype=torch.float32, loras=merging([one], CPU)) if mode == "load" else model()
     if mode != "load":
-        AppliedLoras.of(net).apply([one], mode)
+        put_on(net, [one], mode)
     assert bool(attached(net)) == (mode == "attach")
     if mode != "attach":
         for name, value in sums.items():
@@ -230,7 +239,7 @@ def test_lycoris_forms_equal_its_own_code(form, strength):
     assert list(one.lora.kinds) == [f"{kind} with DoRA" if "DoRA" in form else kind]
     for mode in ("merge", "attach"):
         net = model()
-        AppliedLoras.of(net).apply([one], mode)
+        put_on(net, [one], mode)
         torch.testing.assert_close(
             output(net), output(dense_model({f"{module}.weight": expected})), atol=1e-5, rtol=1e-4
         )
@@ -259,7 +268,7 @@ def test_differences_reach_weights_biases_norms_and_modulation():
     sums = {ours: base()[ours] + 0.7 * state[theirs] for theirs, ours in names.items()}
     for mode in ("merge", "attach"):
         net = model()
-        AppliedLoras.of(net).apply([wanted(state, 0.7)], mode)
+        put_on(net, [wanted(state, 0.7)], mode)
         torch.testing.assert_close(output(net), output(dense_model(sums)), atol=1e-5, rtol=1e-5)
 
 
@@ -280,7 +289,7 @@ def test_a_convolution_and_linears_that_are_not_called_are_summed():
         "time_projection.1.weight": base()["time_projection.1.weight"] + second @ first,
     }
     net = model()
-    AppliedLoras.of(net).apply([wanted(state)], "attach")
+    AppliedLoras.of(net).apply([wanted(state)])
     torch.testing.assert_close(output(net), output(dense_model(sums)), atol=1e-5, rtol=1e-5)
 
 
@@ -492,10 +501,10 @@ def test_taken_away_every_bit_is_as_before(precision, steps, seed):
     kinds = {name: type(m) for name, m in net.named_modules()}
     addresses = [p.data_ptr() for p in net.parameters()]
     for mode, strength in steps:
-        AppliedLoras.of(net).apply([wanted(mixed, strength)], mode)
+        put_on(net, [wanted(mixed, strength)], mode, precision)
         assert [p.data_ptr() for p in net.parameters()] == addresses  # what was captured goes on
         assert net.state_dict().keys() == before.keys()
-    AppliedLoras.of(net).apply([])
+    put_on(net, [], mode, precision)
     assert {name: type(m) for name, m in net.named_modules()} == kinds
     assert not list(net.named_buffers())
     for name, value in net.state_dict().items():
@@ -688,11 +697,8 @@ def test_the_expert_that_a_name_speaks_of(name, expert):
 
 
 def test_how_it_is_applied():
-    assert choose_mode("auto", scaled=False, quantized=True, mapped=False)[0] == "merge"
-    assert choose_mode("auto", scaled=True, quantized=True, mapped=False)[0] == "attach"
-    assert choose_mode("auto", scaled=True, quantized=False, mapped=False)[0] == "merge"
-    assert choose_mode("auto", scaled=False, quantized=False, mapped=True)[0] == "attach"
-    assert choose_mode("merge", scaled=True, quantized=True, mapped=True)[0] == "merge"
+    assert choose_mode("auto", packed=False)[0] == "merge" and choose_mode("auto", packed=True)[0] == "attach"
+    assert choose_mode("attach", packed=False)[0] == "attach" and choose_mode("merge", packed=True)[0] == "merge"
 
 
 # ------------------------------------------------------------------------------------------------------------ pipelines

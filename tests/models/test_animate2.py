@@ -236,7 +236,7 @@ def test_branches_share_the_driving_video(model):
         ({"pose": torch.zeros(1, 36, 4, 4, 6)}, "one frame less"),
         ({"pose": torch.zeros(1, 16, 3, 4, 6)}, "36 channels"),
         ({"log_scale": float("nan")}, "log_scale nan"),
-        ({"pose_context": torch.zeros(2, 512, 24)}, "1 driving videos given, and text and image for"),
+        ({"pose": torch.zeros(2, 36, 3, 4, 6), "pose_image": torch.zeros(3, 257, 1280)}, "features for 2, 1, 3 videos"),
         ({"unconditional": [True, False]}, "unconditional for 2 videos"),
         ({"face": torch.zeros(1)}, "face given; a model of the family animate2 takes image, pose"),
     ],

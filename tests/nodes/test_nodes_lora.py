@@ -26,6 +26,9 @@ import sys
 def count_attached(content):
     return sum(getattr(module, "lora_up", None) is not None for module in content.modules())
 
+def count_merged(content):
+    return len(content.__dict__["merged_loras"].parameters)
+
 class Look:
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
     @classmethod
@@ -40,6 +43,7 @@ class Look:
             "sum": float(latent["samples"].double().abs().sum()),
             "modules": [id(content) for content in contents],
             "attached": [content and count_attached(content) for content in contents],
+            "merged": [content and count_merged(content) for content in contents],
             "resident_blocks": model.held["high"].resident_blocks,
         }
         return (json.dumps(facts),)
@@ -58,7 +62,18 @@ class Room:  # the pack believes in a device of so many MB; 0: in the one that i
         host.room = (lambda: int(mb * 1e6)) if mb else host.true_room
         return (model,)
 
-NODE_CLASS_MAPPINGS = {"Look": Look, "Room": Room}
+class Stack:  # as other packs have it
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("LORA_STACK",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"entries": ("STRING", {"default": "[]"})}}
+    def run(self, entries):
+        found = json.loads(entries)
+        if isinstance(found, dict):
+            return (found,)
+        return ([tuple(entry) if isinstance(entry, list) else entry for entry in found],)
+
+NODE_CLASS_MAPPINGS = {"Look": Look, "Room": Room, "Stack": Stack}
 """
 
 
@@ -126,11 +141,23 @@ def test_another_strength_and_no_lora_load_nothing_again(comfy: ComfyUI) -> None
     half = facts(comfy.run(graph(lora(strength_high=0.5, strength_low=0.5))))
     none = facts(comfy.run(graph(lora(strength_high=0.0, strength_low=0.0))))
     assert plain["modules"] == full["modules"] == half["modules"] == none["modules"]
-    assert full["attached"] == [60, 60] and plain["attached"] == [0, 0]
+    assert full["merged"] == [60, 60] and plain["merged"] == none["merged"] == [0, 0]
+    assert full["attached"] == [0, 0]
     assert len({full["sum"], half["sum"], plain["sum"]}) == 3
-    assert none["sum"] == pytest.approx(plain["sum"], rel=1e-9)
+    assert none["sum"] == plain["sum"]
     again = facts(comfy.run(graph(seed=5)))
-    assert again["attached"] == [0, 0]
+    assert again["merged"] == [0, 0]
+
+
+def test_a_loader_that_attaches(comfy: ComfyUI) -> None:
+    made = graph(lora())
+    merged = facts(comfy.run(made))
+    made["model"]["inputs"]["lora_mode"] = "attach"
+    run = comfy.run(made)
+    attached = facts(run)
+    assert "attached: asked for" in run.outputs["lora0"]["text"][0]
+    assert attached["attached"] == [60, 60] and attached["merged"] == [0, 0]
+    assert attached["sum"] == pytest.approx(merged["sum"], rel=1e-3)
 
 
 def test_nodes_are_chained_and_experts_are_told_apart(comfy: ComfyUI) -> None:
@@ -138,7 +165,7 @@ def test_nodes_are_chained_and_experts_are_told_apart(comfy: ComfyUI) -> None:
     first = facts(comfy.run(graph(lora())))
     high = facts(comfy.run(graph(lora(low="none"))))
     assert len({both["sum"], first["sum"], high["sum"]}) == 3
-    assert both["attached"] == [60, 60] and high["attached"] == [60, 0]
+    assert both["merged"] == [60, 60] and high["merged"] == [60, 0]
 
 
 def test_a_distilled_lora_brings_its_settings(comfy: ComfyUI) -> None:
@@ -160,6 +187,42 @@ def test_what_is_no_lora_is_refused_by_name(comfy: ComfyUI) -> None:
         comfy.run(graph(lora(high="absent.safetensors")))
 
 
+def stacked(entries: Any, low: Any = None, **files: Any) -> Graph:
+    """The LoRA node with lists of another pack, and no files of its own unless given."""
+    made = graph(lora(**{"high": "none", **files}))
+    for name, given in (("lora_stack", entries), ("lora_stack_low", low)):
+        if given is not None:
+            made[name] = node("Stack", entries=json.dumps(given))
+            made["lora0"]["inputs"][name] = [name, 0]
+    return made
+
+
+def test_a_stack_of_another_pack_is_the_same_chain(comfy: ComfyUI) -> None:
+    both = [["style.safetensors", 1.0, 1.0], ["other_4steps.safetensors", 0.5, 0.0]]
+    chain = facts(comfy.run(graph(lora(), lora(high="other_4steps.safetensors", strength_high=0.5, strength_low=0.5))))
+    other = {"high": "other_4steps.safetensors", "strength_high": 0.5, "strength_low": 0.5}
+    assert facts(comfy.run(stacked(both)))["sum"] == chain["sum"]
+    assert facts(comfy.run(stacked(both[:1], **other)))["sum"] == chain["sum"]
+    high_only = facts(comfy.run(graph(lora(low="none"))))
+    assert facts(comfy.run(stacked(both[:1], [])))["sum"] == high_only["sum"]
+    assert facts(comfy.run(stacked(both[:1], both[:1])))["sum"] == facts(comfy.run(graph(lora())))["sum"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"style.safetensors": 1.0}, "lora_stack is a dict"),
+        ([["style.safetensors", 1.0, 1.0], ["style.safetensors", "much", 1.0]], "entry 2 of lora_stack"),
+        (["style.safetensors"], "entry 1 of lora_stack"),
+        ([["../style.safetensors", 1.0, 1.0]], "is not a model in"),
+        ([["style.safetensors", 1000.0, 1.0]], "allowed are -100 to 100"),
+    ],
+)
+def test_a_stack_of_another_form_is_refused(comfy: ComfyUI, entries: Any, words: str) -> None:
+    run = comfy.run(stacked(entries))
+    assert not run.ok and words in str(run.status)
+
+
 def with_room(made: Graph, mb: float) -> Graph:
     """The graph, its sampler on a device of so many MB."""
     model = made["sampler"]["inputs"]["model"]
@@ -173,10 +236,10 @@ def test_weights_that_stream_take_loras(comfy: ComfyUI) -> None:
     with_one = facts(comfy.run(with_room(graph(lora(), seed=21), 0)))
     plain = facts(comfy.run(with_room(graph(seed=21), 0)))
     streamed = facts(comfy.run(with_room(graph(lora(), seed=21), NARROW)))
-    assert streamed["resident_blocks"] is not None and streamed["attached"] == [None, 60]
+    assert streamed["resident_blocks"] is not None and streamed["merged"] == [None, 60]
     assert streamed["sum"] == pytest.approx(with_one["sum"], rel=1e-9)
     without = facts(comfy.run(with_room(graph(seed=21), NARROW)))
-    assert without["attached"] == [None, 0] and without["sum"] == pytest.approx(plain["sum"], rel=1e-9)
+    assert without["merged"] == [None, 0] and without["sum"] == pytest.approx(plain["sum"], rel=1e-9)
     comfy.post("/free", {"unload_models": True, "free_memory": True})
     again = facts(comfy.run(with_room(graph(lora(), seed=21), NARROW)))
     assert again["sum"] == pytest.approx(with_one["sum"], rel=1e-9)

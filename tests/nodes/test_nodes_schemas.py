@@ -7,6 +7,7 @@ with a real one). Here the declarations are read without ComfyUI, through a reco
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import sys
@@ -19,7 +20,7 @@ import pytest
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "node_schemas.json").read_text())
 TYPES = {"Combo": "COMBO", "Int": "INT", "Float": "FLOAT", "String": "STRING", "Boolean": "BOOLEAN", "Clip": "CLIP"}
 TYPES |= {"Vae": "VAE", "Latent": "LATENT", "Image": "IMAGE", "Conditioning": "CONDITIONING"}
-TYPES |= {"ClipVisionOutput": "CLIP_VISION_OUTPUT"}
+TYPES |= {"Model": "MODEL", "ClipVisionOutput": "CLIP_VISION_OUTPUT", "Sigmas": "SIGMAS"}
 
 
 class Recorder:
@@ -41,13 +42,18 @@ def modules() -> dict[str, types.ModuleType]:
         name: types.ModuleType(name)
         for name in ("comfy", "comfy.model_management", "comfy.model_patcher", "comfy.utils", "comfy_execution")
     }
-    for name in ("comfy_execution.utils", "folder_paths", "server", "comfy_api", "comfy_api.latest"):
+    names = ("comfy.patcher_extension", "comfy.samplers", "comfy_execution.utils", "comfy_execution.progress")
+    for name in (*names, "folder_paths", "server", "comfy_api", "comfy_api.feature_flags", "comfy_api.latest"):
         made[name] = types.ModuleType(name)
     plain = {
         "comfy": {"model_management": made["comfy.model_management"]},
         "comfy.model_patcher": {"ModelPatcher": object},
+        "comfy.patcher_extension": {"WrappersMP": object, "add_wrapper_with_key": None},
+        "comfy.samplers": {"KSampler": types.SimpleNamespace(SAMPLERS=["euler"], SCHEDULERS=["simple"])},
         "comfy.utils": {"ProgressBar": object},
         "comfy_execution.utils": {"get_executing_context": None},
+        "comfy_execution.progress": {"get_progress_state": None},
+        "comfy_api.feature_flags": {"supports_feature": None},
         "folder_paths": {"get_filename_list": lambda folder: FILES.get(folder, []), "get_folder_paths": lambda _: []},
         "server": {"PromptServer": object},
     }
@@ -134,3 +140,13 @@ def test_the_pack_imports_nothing_of_comfyui_before_its_entry_point() -> None:
     spec.loader.exec_module(pack)
     assert callable(pack.comfy_entrypoint) and not hasattr(pack, "NODE_CLASS_MAPPINGS")
     assert (Path(__file__).resolve().parents[2] / pack.WEB_DIRECTORY).is_dir()
+
+
+@pytest.mark.parametrize("words", ["wan fast", "sage", "teacache", "magcache", "block swap"])
+def test_words_that_people_search_for_find_a_node(schemas: dict[str, Any], words: str) -> None:
+    """ComfyUI's search takes them where its schemas have `search_aliases`; here they are read from the table."""
+    source = (Path(__file__).resolve().parents[2] / "nodes" / "schema.py").read_text(encoding="utf-8")
+    table = source.partition("ALIASES = ")[2].partition("# fmt: skip")[0]
+    names = ast.literal_eval(table)
+    assert names.keys() <= schemas.keys()
+    assert any(words in several for several in names.values())

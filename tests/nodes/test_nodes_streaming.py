@@ -10,14 +10,20 @@ import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.checkpoint.test_gguf import matrices, write
 from tests.nodes.test_nodes_schemas import modules
-from wan_core.config import LoadOptions, LoraOptions
+from wan_core.checkpoint import load_dit, load_text_encoder, open_checkpoint
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import save
+from wan_core.config import LoadOptions, LoraOptions, OptionError
+from wan_core.execution.memory.planning import RESERVE, TEXT
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
@@ -25,8 +31,8 @@ from wan_core.ops.quant.lora import is_attached
 from wan_core.pipeline.builder import finish, load_models
 from wan_core.pipeline.loras import read_loras
 from wan_core.pipeline.pipeline import sample_latents
-from wan_core.pipeline.settings import resolve_settings
-from wan_core.pipeline.sources import TINY, find_experts
+from wan_core.pipeline.settings import PartToLoad, resolve_settings
+from wan_core.pipeline.sources import TINY, find_experts, recognise
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.plan import make_plan
 
@@ -89,10 +95,13 @@ def nodes() -> Iterator[SimpleNamespace]:
         sys.modules.update({name: module for name, module in before.items() if name in made})
 
 
-def socket(nodes: SimpleNamespace, residency: str) -> Any:
+EMBEDDED = {expert: TINY / f"t2v_{expert}.safetensors" for expert in ("high", "low")}
+
+
+def socket(nodes: SimpleNamespace, residency: str, lora_mode: str = "auto", files: dict[str, Path] = EMBEDDED) -> Any:
     """As the model loader makes it."""
-    paths = [str(TINY / f"t2v_{expert}.safetensors") for expert in ("high", "low")]
-    options = LoadOptions(high=paths[0], low=paths[1], residency=residency)
+    paths = [str(path) for path in files.values()]
+    options = LoadOptions(high=paths[0], low=paths[1], residency=residency, lora_mode=lora_mode)
     settings = resolve_settings(find_experts(*paths), options, CPU)
     shared = Residency(CPU, "stream")
     held = {
@@ -126,9 +135,13 @@ def latents(model: Any, on_step: Any = None, relieve: Any = None) -> torch.Tenso
     )
 
 
-def test_loras_on_blocks_that_stream(nodes: SimpleNamespace) -> None:
+MODES = ("merge", "attach")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loras_on_blocks_that_stream(nodes: SimpleNamespace, mode: str) -> None:
     """On, weaker, off: the bits of resident weights; and again after everything was evicted."""
-    resident, streamed = socket(nodes, "resident"), socket(nodes, "stream")
+    resident, streamed = socket(nodes, "resident", mode), socket(nodes, "stream", mode)
     found = []
     for strength in (1.0, 0.5, None):
         makes = [one if strength is None else with_loras(one, strength) for one in (resident, streamed)]
@@ -144,12 +157,12 @@ def test_loras_on_blocks_that_stream(nodes: SimpleNamespace) -> None:
     assert not torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
-def test_the_pipeline_and_the_nodes_agree(nodes: SimpleNamespace) -> None:
-    """The command line attaches by `--lora-mode attach`, ComfyUI always."""
-    streamed = with_loras(socket(nodes, "stream"), 1.0)
+@pytest.mark.parametrize("mode", [*MODES, "auto"])
+def test_the_pipeline_and_the_nodes_agree(nodes: SimpleNamespace, mode: str) -> None:
+    streamed = with_loras(socket(nodes, "stream", mode), 1.0)
     loras = tuple(LoraOptions(path=str(one.key[0]), expert=name) for name, (one,) in streamed.loras.items())
     exact = latents(streamed)
-    options = replace(streamed.options, loras=loras, lora_mode="attach", residency="stream", resident_blocks=2)
+    options = replace(streamed.options, loras=loras, residency="stream", resident_blocks=2)
     models = load_models(streamed.experts, options, Report(CPU))
     engine = SimpleNamespace(
         acquire=lambda expert, *_: models.expert(expert), prefetch=models.prefetch, experts=streamed.experts
@@ -190,9 +203,10 @@ def test_what_is_evicted_holds_no_device_memory(nodes: SimpleNamespace) -> None:
     assert not any(one.is_loaded for one in model.held.values())
 
 
-def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNamespace) -> None:
-    exact = latents(with_loras(socket(nodes, "resident"), 1.0))
-    model = with_loras(socket(nodes, "auto"), 1.0)
+@pytest.mark.parametrize("mode", MODES)
+def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNamespace, mode: str) -> None:
+    exact = latents(with_loras(socket(nodes, "resident", mode), 1.0))
+    model = with_loras(socket(nodes, "auto", mode), 1.0)
     words: list[str | None] = []
 
     def relieve(expert: str) -> bool:
@@ -211,4 +225,78 @@ def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNa
 
     assert torch.equal(latents(model, fail_once, relieve), exact)
     assert words and "stay, the others stream" in str(words[0])
-    assert sum(map(is_attached, dict(model.held["low"].model.content.named_buffers()))) > 0
+    attached = sum(map(is_attached, dict(model.held["low"].model.content.named_buffers())))
+    assert (attached > 0) == (mode == "attach")
+
+
+@pytest.mark.parametrize("residency", ["resident", "stream"])
+def test_packed_weights_are_read_again_where_loras_are_to_be_merged(
+    nodes: SimpleNamespace, tmp_path: Path, residency: str
+) -> None:
+    """What a LoRA changes is no longer packed then: with another strength the same matrices, off all are packed."""
+    model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
+    notes = {"num_heads": model.config.num_heads, "text_len": model.config.text_len, "eps": model.config.eps}
+    write(tmp_path / "m.gguf", model.state_dict(), matrices("Q8_0"), notes=notes)
+    files = {"high": tmp_path / "m.gguf", "low": tmp_path / "m.gguf"}
+    model = socket(nodes, residency, "merge", files)
+    plain = latents(model)
+    for strength in (1.0, 0.5):
+        found = latents(with_loras(model, strength))
+        assert torch.equal(found, latents(with_loras(socket(nodes, residency, "merge", files), strength)))
+        assert not torch.equal(found, plain)
+    assert torch.equal(latents(model), plain)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_a_text_encoder_that_does_not_fit_streams(nodes: SimpleNamespace, tmp_path: Path, small: bool) -> None:
+    """The rows of one that fits; evicted, nothing of it is left, on the device or in host memory."""
+    embedded = load_text_encoder(TINY / "text_encoder.safetensors")
+    config = replace(embedded.encoder.config, num_layers=5)
+    save(random_module(config, device="cpu", dtype=torch.float32, seed=1), tmp_path / "text.safetensors")
+    spiece = open_checkpoint(TINY / "text_encoder.safetensors").read("spiece_model")
+    (tmp_path / "spiece.model").write_bytes(spiece.numpy().tobytes())
+    part = PartToLoad(recognise(tmp_path / "text.safetensors", "text_encoder", load_text_encoder), torch.float32)
+    exact = part.load(CPU)
+    residency = Residency(CPU, "stream")
+    text = nodes.sockets.TextSocket(nodes.host.Held("text encoder", part, residency=residency))
+    fits = part.bytes + TEXT + RESERVE[0]
+    nodes.manager.room = int((fits - 1e4 if small else fits + 1e6) / (1 - RESERVE[1]))
+    try:
+        for prompts in (["a red circle"], ["a blue cross moving up", ""]):
+            found = text.encode(prompts)
+            for made, rows in zip(found, exact.encode(prompts), strict=True):
+                assert torch.equal(made[0][0][0], rows[: made[0][0].shape[1]])
+            assert [bool(stage.slots) for stage in residency.stages.values()] == [True] * small
+            nodes.manager.free_memory(1e30, CPU)
+            assert not residency.models and not any(stage.held for stage in residency.stages.values())
+    finally:
+        nodes.manager.room = 1 << 40
+
+
+def test_weights_that_do_not_fit_into_host_memory_stay_in_their_file(
+    nodes: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The low-noise expert first; a LoRA is merged into the other one alone. What cannot stay there is refused."""
+    files = {}
+    for name, path in EMBEDDED.items():
+        files[name] = tmp_path / f"{name}.safetensors"
+        save(load_dit(path, dtype=torch.float32), files[name])
+    exact = latents(with_loras(socket(nodes, "resident", "merge", files), 1.0))
+    model = with_loras(socket(nodes, "stream", files=files), 1.0)
+    one = model.settings.parts["high"].bytes
+    held, weights = model.held, model.held["high"].residency.host_weights
+
+    def left() -> int:
+        return int(1.5 * one) - sum(u.layout.nbytes for w in weights.values() for u in w.units if u.memory is not None)
+
+    monkeypatch.setattr(nodes.sockets, "host_room", left)
+    found = latents(model)
+    pinned = {name: all(unit.memory is not None for unit in weights[name].units) for name in held}
+    assert pinned == {"high": True, "low": False}
+    attached = {n: any(map(is_attached, dict(h.residency.models[n].named_buffers()))) for n, h in held.items()}
+    assert attached == {"high": False, "low": True}
+    torch.testing.assert_close(found, exact, atol=2e-4, rtol=1e-3)
+    assert torch.equal(latents(model), found)
+    monkeypatch.setattr(nodes.sockets, "host_room", lambda: one // 2)
+    with pytest.raises(OptionError, match="GiB are available"):  # of 16 bits, and computed in 32
+        latents(socket(nodes, "stream"))

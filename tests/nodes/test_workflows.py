@@ -17,6 +17,7 @@ import torch
 from tests.comfyui import ComfyUI, find_comfyui, make_base, python_of
 from tools.make_workflows import DESCRIPTIONS, NATIVE, main
 from tools.page_form import (
+    MATCHED,
     NATIVE_SCHEMAS,
     NOTE,
     WIDGETS,
@@ -32,7 +33,8 @@ from wan_core.media.video import read_video
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 HEADLESS = (WORKFLOWS.parent / "docs" / "headless.md").read_text(encoding="utf-8")
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
-NEED_FILES = ["image_to_video_wan21"]  # run in test_nodes_wan21.py
+TEMPLATES = [name for name in NAMES if name.startswith("wan22_")]  # run in test_nodes_templates.py
+NEED_FILES = ["image_to_video_wan21", *TEMPLATES]  # the first runs in test_nodes_wan21.py
 EMBEDDED = [name for name in NAMES if name not in NEED_FILES]
 SCHEMAS = read_schemas()
 KINDS: dict[str, type | tuple[type, ...]] = {"INT": int, "FLOAT": (int, float), "STRING": str, "BOOLEAN": bool}
@@ -105,9 +107,8 @@ def test_nodes_inputs_and_values_exist(name: str) -> None:
         schema = SCHEMAS[node["type"]]
         names = sorted(entry["name"] for entry in schema["inputs"])
         assert sorted(entry["name"] for entry in node["inputs"]) == names
-        assert [(out["name"], out["type"]) for out in node["outputs"]] == [
-            (out["name"], out["type"]) for out in schema["outputs"]
-        ]
+        for shown, out in zip(node["outputs"], schema["outputs"], strict=True):
+            assert shown["name"] == out["name"] and out["type"] in (shown["type"], MATCHED)
         values = widget_values(node)
         for entry in schema["inputs"]:
             if entry["type"] == "COMBO" and "options" in entry:
@@ -171,7 +172,8 @@ def test_a_note_says_which_files_go_where_and_the_video_is_saved(name: str) -> N
     page = page_form(name)
     notes = " ".join(node["widgets_values"][0] for node in page["nodes"] if node["type"] == NOTE)
     assert "embedded" in notes
-    needed = ["diffusion_models", "text_encoders", "vae", "umt5", "clip_vision" if "wan21" in name else "high_noise"]
+    one = {"image_to_video_wan21": "clip_vision", "wan22_5b": "ti2v_5B"}.get(name, "high_noise")
+    needed = ["diffusion_models", "text_encoders", "vae", "umt5", one]
     assert name == "embedded_demo" or all(folder in notes for folder in needed)
     saved = [node for node in page["nodes"] if node["type"] == "SaveVideo"]
     assert saved and sum(node["type"] == "CreateVideo" for node in page["nodes"]) == len(saved)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wan_core.cli import doctor
-from wan_core.ops.attention import sage
+from wan_core.ops.attention import kitchen, sage
 from wan_core.ops.attention.fp8 import Fp8Attention, key_mean, math_fp8, quantize, reference
 from wan_core.ops.attention.library import Library, probe
 from wan_core.ops.attention.protocol import Attention, AttentionCall, Dense
@@ -87,6 +87,7 @@ def test_an_unknown_name_lists_the_known():
         ("cudnn-fp8", (9, 0), torch.bfloat16, 72, "up to 128 in steps of 16, this model has 72: use sdpa"),
         ("sage", (9, 0), torch.bfloat16, 32, "64 or 96 or 128, this model has 32"),
         ("flash2", (9, 0), torch.bfloat16, 260, "up to 256 in steps of 8"),
+        ("int8", (7, 0), torch.bfloat16, 128, r"7\.5 \(Turing\) or newer, this one has 7\.0"),
     ],
 )
 def test_what_a_kernel_cannot_compute_is_said(name, capability, dtype, head_dim, words):
@@ -217,7 +218,15 @@ def test_the_table_imports_no_library():
         "import sys, wan_core.ops.attention.registry; "
         "print([m for m in sys.modules if m.split('.')[0] in sys.argv[1:]])"
     )
-    libraries = ["flash_attn", "flash_attn_interface", "sageattention", "cudnn", "transformer_engine", "triton"]
+    libraries = [
+        "flash_attn",
+        "flash_attn_interface",
+        "sageattention",
+        "cudnn",
+        "transformer_engine",
+        "triton",
+        "comfy_kitchen",
+    ]
     found = subprocess.run([sys.executable, "-c", program, *libraries], cwd=ROOT, check=True, capture_output=True)
     assert found.stdout.strip() == b"[]"
 
@@ -380,7 +389,9 @@ def test_an_attention_without_a_wrapper_is_its_own_local():
     assert (SDPA.agree, SDPA.ring_size, SDPA.block, SDPA.capturable) == (None, 1, 0, True)
 
 
-@pytest.mark.parametrize("call", [math_fp8(), math_fp8().with_lse, sage.sage], ids=["fp8", "fp8 lse", "sage"])
+@pytest.mark.parametrize(
+    "call", [math_fp8(), math_fp8().with_lse, sage.sage, kitchen.int8], ids=["fp8", "fp8 lse", "sage", "int8"]
+)
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_attention_that_rounds_refuses_gradients(call, which):
     """They would be lost without a word: rounding has none."""
@@ -388,7 +399,7 @@ def test_attention_that_rounds_refuses_gradients(call, which):
     given[which].requires_grad_(True)
     with pytest.raises(RuntimeError, match="has no backward pass"):
         call(*given)
-    if call is not sage.sage:
+    if call not in (sage.sage, kitchen.int8):
         with torch.no_grad():
             call(*given)
         call(*(x.detach() for x in given))

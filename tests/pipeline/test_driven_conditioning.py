@@ -67,8 +67,8 @@ def test_animate_is_told_pose_and_face(experts):
     assert not alone.uncond_inputs
     with pytest.raises(OptionError, match="only one of `positive` and `negative` has face"):
         join(positive, given(2), LATENT, experts["animate"], plan_of())
+    long = torch.zeros(1, 16, T, Y, X)
     with pytest.raises(OptionError, match="not one size"):
-        long = torch.zeros(1, 16, T, Y, X)
         join(*(given(n, pose_video_latent=long) for n in (1, 2)), LATENT, experts["animate"], plan_of())
 
 

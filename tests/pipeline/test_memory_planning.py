@@ -92,7 +92,7 @@ def test_ranks_hold_the_experts_in_parts_where_they_do_not_fit(experts: Experts,
 def test_attached_loras_count_in_every_phase(room) -> None:
     room(8)
     loras = tuple(LoraOptions(path=str(path), expert=expert) for expert, path in TINY_LORAS.items())
-    options = LoadOptions(model="tiny", loras=loras, residency="swap")
+    options = LoadOptions(model="tiny", loras=loras, residency="swap", lora_mode="attach")
     found = find_models(options)
     settings = resolve_settings(found, options, CPU)
     workload = Workload((1, 16, 3, 12, 12), make_plan(task="t2v-tiny"), batched=False)
@@ -101,6 +101,8 @@ def test_attached_loras_count_in_every_phase(room) -> None:
     extra = {name: nbytes - without.beside[name] for name, nbytes in with_loras.beside.items()}
     assert lora_bytes(settings.all_loras) > 0
     assert set(extra.values()) == {lora_bytes(settings.all_loras)}
+    merged = replace(options, lora_mode="auto")
+    assert MemoryPlanner(resolve_settings(found, merged, CPU), merged).plan(workload).beside == without.beside
 
 
 def test_time_left_of_workers_counts_what_sparse_steps_read() -> None:

@@ -12,7 +12,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import NonFiniteError, choose_batched, denoise
 from wan_core.sampling.plan import make_plan
-from wan_core.sampling.solvers import SOLVERS, History
+from wan_core.sampling.solvers import NOISY, SOLVERS, History
 
 
 def small_dit(in_channels: int = 16, out_channels: int = 16, seed: int = 0) -> WanModel:
@@ -44,7 +44,7 @@ def run(plan, conditioning=TEXT, noise=NOISE, acquire=EXPERTS.__getitem__, **opt
 @given(
     steps=st.integers(1, 6),
     guidance=st.tuples(st.sampled_from([1.0, 3.5]), st.sampled_from([1.0, 2.0, 5.0])),
-    solver=st.sampled_from(sorted(SOLVERS)),
+    solver=st.sampled_from(sorted(set(SOLVERS) - set(NOISY))),
     batch=st.integers(1, 2),
 )
 def test_equals_a_plain_reference(steps, guidance, solver, batch):

@@ -37,6 +37,7 @@ from wan_core.pipeline.pipeline import Pipeline, sample_latents
 from wan_core.pipeline.sources import TINY as TINY_FILES
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.start import Start
 from wan_core.workers import client as remote
 from wan_core.workers import processes as worker_processes
 from wan_core.workers.client import RemoteProgress, RemoteResult, generate
@@ -191,15 +192,14 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
         {**model, "residency": "auto"},
         plan,
         given,
-        shape=latents.shape,
-        seed=7,
+        start=Start(shape=tuple(latents.shape), seed=7),
         batched=False,
         report=report,
         fps=8,
         on_step=lambda progress, seconds: steps.append((progress.step.index, tuple(progress.preview().shape))),
     )
     assert (together - alone).abs().max() < 1e-4
-    assert steps == [(i, (1, 16, 1, 6, 8)) for i in range(4)]
+    assert steps == [(i, (1, 16, 2, 6, 8)) for i in range(4)]
     assert report.phases["denoise high"].steps + report.phases["denoise low"].steps == 4
     assert report.settings["mesh"] == MESH
 

@@ -10,26 +10,27 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from wan_core.checkpoint.detect import TOKENIZER, Detected, detect, empty_module
+from wan_core.checkpoint.detect import Detected, detect, empty_module
 from wan_core.checkpoint.errors import CheckpointError
+from wan_core.checkpoint.find_tokenizer import find_tokenizer
 from wan_core.checkpoint.layouts import Kind
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.checkpoint.reader import Source, open_checkpoint
-from wan_core.checkpoint.staged import open_feed
+from wan_core.checkpoint.staged import current_reading, open_feed
 from wan_core.config import OptionError
-from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.shapes import number
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import FP8, Quantized, spread_scale
@@ -103,7 +104,7 @@ def load_text_encoder(
     """
     checkpoint = open_checkpoint(source)
     found = detect(checkpoint, "text_encoder")
-    words = _tokenizer(checkpoint, found, None if tokenizer is None else Path(tokenizer))
+    words = find_tokenizer(checkpoint, found, None if tokenizer is None else Path(tokenizer))
     encoder = _filled(checkpoint, found, device, dtype, quantization)
     assert isinstance(encoder, UMT5Encoder)
     try:
@@ -131,43 +132,66 @@ def _filled(
             f"weights of {dtype} were asked for; {allowed} are possible. Quantise after loading for less."
         )
     module = empty_module(found.config)
-    names: frozenset[str] = frozenset()
-    packed: Mapping[str, Packed] = {}
     out = dtype or _main_dtype(checkpoint, found)
     work = torch.device(device) if quantization is None else quantization.device
+    if current_reading().stays:
+        work = torch.device(device)
+    to = _Target(torch.device(device), work, dtype, out)
     if quantization is not None and issubclass(quantization.kind, PackedLinear):
         changed = frozenset() if loras is None else loras.changes.keys()
         packed = _kept_packed(checkpoint, found, module, quantization, changed)
         put_packed(module, packed.items(), out, quantization.device)
-        quantization = None
-    elif quantization is not None:
-        assert isinstance(found.config, DiTConfig)
-        names = quantized_names(found.config, quantization.keep_blocks)
-        if quantization.as_stored:
-            names = _stored_so(names, found)
-        if quantization.device.type == "cuda" and out != torch.bfloat16:
-            raise OptionError(f"FP8 on a GPU computes in bf16, and {out} was asked for: load with dtype=torch.bfloat16")
-        swap_linears(module, quantization.kind, names, out)
-    values: Iterator[tuple[str, Tensor]]
-    with open_feed(checkpoint, _order(checkpoint, found, packed), work) as feed:
-        stored = _values(checkpoint, found, work, dtype, names, packed, feed.read)
-        if loras is not None:
-            stored = loras.apply(stored, names, found.names)
-        stored = _widened(stored, checkpoint, found, names, packed, _Target(torch.device(device), work, dtype, out))
-        values = _plain(stored) if quantization is None else encode_values(stored, quantization, names)
-        # What was dequantised or encoded on another device moves to its own now. Strict: detect has compared all names.
-        held = {name: value.to(device) for name, value in values}
-    module.load_state_dict(held, assign=True)
+        conversion = _Conversion(checkpoint, found, to, packed=packed)
+    else:
+        names = _encoded_names(found, quantization)
+        if quantization is not None:
+            if quantization.device.type == "cuda" and out != torch.bfloat16:
+                raise OptionError(
+                    f"FP8 on a GPU computes in bf16, and {out} was asked for: load with dtype=torch.bfloat16"
+                )
+            swap_linears(module, quantization.kind, names, out)
+        conversion = _Conversion(checkpoint, found, to, quantization, names)
+    with closing(conversion.read(loras)) as values:
+        module.load_state_dict(dict(values), assign=True)  # strict: detect has compared all names
     for name, buffer in module.named_buffers():
         assert not buffer.is_meta, f"{name} is neither stored nor computed when used"
     return module.requires_grad_(False).eval()
+
+
+def read_again(
+    module: WanModel,
+    source: Source,
+    names: Collection[str],
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    quantization: Quantization | None = None,
+    loras: Merge | None = None,
+) -> None:
+    """Write the parameters `names` of a transformer again, in place and wherever they are: the bits that `load_dit`
+    with the same source, dtype, quantization and `loras` makes. names: official ones, those that `loras` change among
+    them. device: where values are computed. Weights that stay packed are not supported.
+
+    Raises `CheckpointError` if the file is gone or is another one, with some of the parameters written.
+    """
+    assert quantization is None or not issubclass(quantization.kind, PackedLinear)
+    checkpoint = open_checkpoint(source)
+    found = detect(checkpoint, "dit")
+    if found.config != module.config:
+        raise CheckpointError("another model than the one that was loaded from it", where=checkpoint.describe())
+    to = _Target(device, device, dtype, dtype or _main_dtype(checkpoint, found))
+    conversion = _Conversion(checkpoint, found, to, quantization, _encoded_names(found, quantization))
+    with torch.inference_mode(False), torch.no_grad(), closing(conversion.read(loras, names)) as values:
+        for name, value in values:
+            module.get_parameter(name).copy_(value)
 
 
 def read_values(
     checkpoint: Checkpoint, found: Detected, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """(official name, value on `device`) of every parameter, one at a time: for who fills a module by other means."""
-    return _plain(_values(checkpoint, found, device, dtype, frozenset(), {}, checkpoint.read))
+    to = _Target(device, device, dtype, dtype)
+    return _plain(_values(_Conversion(checkpoint, found, to), checkpoint.read))
 
 
 class StoredValues:
@@ -191,36 +215,67 @@ class StoredValues:
         return Quantized(stored, checkpoint.read(found.scales[name]).float()) if name in found.scales else stored
 
 
-def _values(
-    checkpoint: Checkpoint,
-    found: Detected,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    quantized: frozenset[str],
-    packed: Mapping[str, Packed],
-    read: Callable[[str], Tensor],
-) -> Iterator[tuple[str, Any]]:
-    """(official name, value), one at a time. FP8 weights with scales stay so for the linears `quantized`, and are
-    multiplied out for others. What is packed stays so, for `_widened`."""
-    main = dtype or _main_dtype(checkpoint, found)
+class _Target(NamedTuple):
+    """Where values go, where what is packed is widened on the way (a GPU does it sooner), the dtype that was asked for
+    and the one that matrices get."""
+
+    device: torch.device
+    work: torch.device
+    asked: torch.dtype | None
+    main: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """How the tensors of a checkpoint become parameters: the linears `quantized` are encoded by `quantization`, the
+    modules `packed` stay packed, the others are numbers."""
+
+    checkpoint: Checkpoint
+    found: Detected
+    to: _Target
+    quantization: Quantization | None = None
+    quantized: frozenset[str] = frozenset()
+    packed: Mapping[str, Packed] = field(default_factory=dict)
+
+    def read(self, loras: Merge | None, only: Collection[str] | None = None) -> Generator[tuple[str, Tensor]]:
+        """(parameter name, value where it goes), one at a time, `loras` summed in. only: official names."""
+        if only is not None:
+            names = {ours: theirs for ours, theirs in self.found.names.items() if ours in only}
+            yield from replace(self, found=replace(self.found, names=names)).read(loras)
+            return
+        with open_feed(self.checkpoint, _order(self.checkpoint, self.found, self.packed), self.to.work) as feed:
+            stored = _values(self, feed.read)
+            if loras is not None:
+                stored = loras.apply(stored, self.quantized, self.found.names)
+            stored = _widened(stored, self)
+            encoding = self.quantization
+            values = _plain(stored) if encoding is None else encode_values(stored, encoding, self.quantized)
+            for name, value in values:  # what was dequantised or encoded on another device moves to its own now
+                yield name, value.to(self.to.device)
+
+
+def _values(how: _Conversion, read: Callable[[str], Tensor]) -> Iterator[tuple[str, Any]]:
+    """(official name, value), one at a time. FP8 weights with scales stay so for the linears that are quantised, and
+    are multiplied out for others. What is packed stays so, for `_widened`."""
+    checkpoint, found, to = how.checkpoint, how.found, how.to
     for ours, theirs in found.names.items():
         module = ours.rpartition(".")[0]
-        if ours.endswith(".weight") and module in packed:
-            yield ours, packed[module]
+        if ours.endswith(".weight") and module in how.packed:
+            yield ours, how.packed[module]
             continue
         if checkpoint.tensors[theirs].packing is not None:
             yield ours, checkpoint.read_packed(theirs)
             continue
         stored = read(theirs)
         if ours in found.scales:
-            data, scale = stored.to(device), read(found.scales[ours]).to(device)
-            if ours.rpartition(".")[0] in quantized and data.dtype == FP8:
+            data, scale = stored.to(to.work), read(found.scales[ours]).to(to.work)
+            if module in how.quantized and data.dtype == FP8:
                 yield ours, Quantized(data, scale.float())
             else:
-                yield ours, (data.float() * spread_scale(scale, data.shape)).to(main)
+                yield ours, (data.float() * spread_scale(scale, data.shape)).to(to.main)
             continue
-        keep = dtype is None and found.kind == "dit" and stored.dtype in LOADABLE and _FREE.fullmatch(ours)
-        yield ours, _moved(stored, device, stored.dtype if keep else main)
+        keep = to.asked is None and found.kind == "dit" and stored.dtype in LOADABLE and _FREE.fullmatch(ours)
+        yield ours, _moved(stored, to.work, stored.dtype if keep else to.main)
 
 
 def _order(checkpoint: Checkpoint, found: Detected, packed: Mapping[str, Packed]) -> list[str]:
@@ -233,28 +288,12 @@ def _order(checkpoint: Checkpoint, found: Detected, packed: Mapping[str, Packed]
     return names
 
 
-class _Target(NamedTuple):
-    """Where values go, where what is packed is widened on the way (a GPU does it sooner), the dtype that was asked for
-    and the one that matrices get."""
-
-    device: torch.device
-    work: torch.device
-    asked: torch.dtype | None
-    main: torch.dtype
-
-
-def _widened(
-    values: Iterator[tuple[str, Any]],
-    checkpoint: Checkpoint,
-    found: Detected,
-    quantized: frozenset[str],
-    packed: Mapping[str, Packed],
-    to: _Target,
-) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """(parameter name, value): the parts of the modules `packed` as they are, other packed matrices as numbers."""
+def _widened(values: Iterator[tuple[str, Any]], how: _Conversion) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """(parameter name, value): the parts of packed modules as they are, other packed matrices as numbers."""
+    checkpoint, found, to = how.checkpoint, how.found, how.to
     for ours, value in values:
         module = ours.rpartition(".")[0]
-        if isinstance(value, Packed) and module in packed:
+        if isinstance(value, Packed) and module in how.packed:
             for part, tensor in value.parts.items():
                 yield f"{module}.{part}", tensor.to(to.device)
         elif checkpoint.tensors[found.names[ours]].packing is None:
@@ -262,9 +301,10 @@ def _widened(
             yield ours, value
         else:
             exact = to.asked is None and found.kind == "dit" and _FREE.fullmatch(ours)
-            dtype = torch.float32 if exact or module in quantized else to.main  # what is encoded is rounded once
+            encoded = module in how.quantized
+            dtype = torch.float32 if exact or encoded else to.main  # what is encoded is rounded once
             numbers = value.to(to.work).dequantize(dtype) if isinstance(value, Packed) else value.to(dtype)
-            yield ours, numbers if module in quantized else numbers.to(to.device)
+            yield ours, numbers if encoded else numbers.to(to.device)
 
 
 def _kept_packed(
@@ -286,6 +326,15 @@ def _kept_packed(
             parts = {"weight": checkpoint.read(theirs), "weight_scale": checkpoint.read(found.scales[ours]).float()}
             kept[name] = Packed("fp8", info.shape, parts)
     return kept
+
+
+def _encoded_names(found: Detected, quantization: Quantization | None) -> frozenset[str]:
+    """The linears of a transformer that `quantization` encodes."""
+    if quantization is None:
+        return frozenset()
+    assert isinstance(found.config, DiTConfig)
+    names = quantized_names(found.config, quantization.keep_blocks)
+    return _stored_so(names, found) if quantization.as_stored else names
 
 
 def _stored_so(names: frozenset[str], found: Detected) -> frozenset[str]:
@@ -321,55 +370,6 @@ def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     if tensor.dtype.itemsize < dtype.itemsize:
         return tensor.to(device).to(dtype)
     return tensor.to(dtype).to(device)
-
-
-# ------------------------------------------------------------------------------------------------------------ tokenizer
-
-_BESIDE = (
-    "google/umt5-xxl/spiece.model",
-    "spiece.model",
-    "tokenizer/spiece.model",
-    "../tokenizer/spiece.model",
-    "../google/umt5-xxl/spiece.model",
-)
-
-
-def _tokenizer(checkpoint: Checkpoint, found: Detected, given: Path | None) -> Tokenizer:
-    where = checkpoint.describe()
-    try:
-        if given is not None:
-            return Tokenizer.from_file(_spiece(given))
-        if checkpoint.tokenizer is not None:
-            return Tokenizer(checkpoint.tokenizer())
-        if TOKENIZER in found.extras:
-            proto = _embedded(checkpoint.read(found.extras[TOKENIZER]))
-            return Tokenizer(proto, int(number(checkpoint.metadata, "max_length", 512)))
-        if checkpoint.path is not None:
-            folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-            beside = next((folder / name for name in _BESIDE if (folder / name).is_file()), None)
-            if beside is not None:
-                return Tokenizer.from_file(beside)
-    except (ValueError, OSError) as fault:
-        raise CheckpointError(f"its tokenizer cannot be used: {fault}", where=where) from fault
-    raise CheckpointError(
-        "a text encoder without its tokenizer. Put spiece.model (from google/umt5-xxl) beside the file, or name it.",
-        where=where,
-    )
-
-
-def _spiece(given: Path) -> Path:
-    """The file itself, or the one in a folder: `tokenizer/`, `google/umt5-xxl/` or a whole release."""
-    if not given.is_dir():
-        return given
-    return next((given / name for name in _BESIDE[:3] if (given / name).is_file()), given / "spiece.model")
-
-
-def _embedded(stored: Tensor) -> bytes:
-    if stored.dtype not in (torch.uint8, torch.int8) or stored.ndim != 1:
-        raise ValueError(
-            f"the embedded {TOKENIZER} is {stored.dtype} {list(stored.shape)}, and a list of bytes is expected"
-        )
-    return stored.contiguous().numpy().tobytes()
 
 
 def packable(model: nn.Module, config: object, quantization: Quantization) -> set[str]:

@@ -38,10 +38,10 @@ def save(
     tensors = {name: value.detach().to(dtype or value.dtype) for name, value in source.state_dict().items()}
     if isinstance(module, TextEncoder):
         tensors[TOKENIZER] = torch.frombuffer(bytearray(module.tokenizer.proto), dtype=torch.uint8)
-    write_safetensors(tensors, path, _metadata(module))
+    write_safetensors(tensors, path, metadata_of(module))
 
 
-def _metadata(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:
+def metadata_of(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:
     config = module.encoder.config if isinstance(module, TextEncoder) else module.config
     if isinstance(module, WanModel):
         keys = {"num_heads": "num_heads", "text_len": "text_len", "eps": "eps"}

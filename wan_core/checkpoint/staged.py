@@ -45,11 +45,13 @@ AHEAD = 1 << 30  # bytes that may be on the device, or on their way, before they
 @dataclass(frozen=True)
 class Reading:
     """How checkpoints are read in a context. on_bytes: called with every number of bytes that were read, from the
-    thread that loads; may raise to stop. mapped: on a CPU, map files instead of reading them. staged: False maps them
+    thread that loads; may raise to stop. mapped: on a CPU, map files instead of reading them. stays: what is used as it
+    is stored stays in the mapped file, also where a GPU encodes the rest. staged: False maps them
     for a GPU as well, and copies from there. threads: that read one checkpoint; None: `default_threads`."""
 
     on_bytes: Callable[[int], None] | None = None
     mapped: bool = True
+    stays: bool = False
     staged: bool = True
     threads: int | None = None
 

@@ -23,6 +23,7 @@ from wan_core.cli.options import (
     add_overwrite_option,
     add_plan_options,
     add_request_options,
+    add_window_options,
 )
 from wan_core.cli.quality import run_calibrate, run_quality
 from wan_core.cli.workers import add_worker_options
@@ -133,6 +134,7 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", action="store_true", help="plan a video that starts from an image (TI2V-5B)")
     add_lora_options(parser)
     add_plan_options(parser)
+    add_window_options(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     add_memory_plan_options(parser)
 

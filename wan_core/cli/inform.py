@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from wan_core.cli.options import outputs_of, plan_numbers
+from wan_core.cli.options import outputs_of, plan_numbers, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
@@ -45,7 +45,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.memory:
         return run_memory_plan(options)
     files = [path for path in (*loras, options.high, options.low) if path is not None]
-    plan = preset_plan(files=files, task=options.task, **plan_numbers(options))
+    plan = preset_plan(files=files, task=options.task, **plan_numbers(options), window=window_of(options))
     plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0
@@ -74,9 +74,10 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     import torch
 
     from wan_core.execution.memory.planning import Sizes, device_room, factor, limited, plan_memory, unit_bytes
+    from wan_core.execution.memory.streaming import stage_bytes
     from wan_core.pipeline.memory_planning import Workload, beside_workload
     from wan_core.pipeline.resolved_request import make_job
-    from wan_core.pipeline.settings import compute_dtype
+    from wan_core.pipeline.settings import PartToLoad, compute_dtype
     from wan_core.pipeline.sources import find_models
 
     cuda = torch.device("cuda", 0)
@@ -109,6 +110,7 @@ def run_memory_plan(options: argparse.Namespace) -> int:
         units=unit_bytes(models.dit, dtype.itemsize, options.precision in QUANTIZED),
         experts=1 + ("low" in models.of),
         text_encoder=models.of["text_encoder"].bytes(dtype),
+        text_stage=stage_bytes(PartToLoad(models.of["text_encoder"], dtype).units, 0),
         vae=models.of["vae"].bytes(vae_dtype),
         clip_vision=models.of["clip_vision"].bytes(dtype) if "clip_vision" in models.of else 0,
     )

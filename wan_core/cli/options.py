@@ -8,13 +8,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wan_core.config import COMPILES, GUIDANCE_MODES, LORA_MODES, PRECISIONS, RESIDENCIES, LoraOptions, OptionError
+from wan_core.config import (
+    COMPILES,
+    GUIDANCE_MODES,
+    LORA_MODES,
+    PRECISIONS,
+    RESIDENCIES,
+    LoraOptions,
+    NagOptions,
+    OptionError,
+)
 from wan_core.config.checks import parse_size
 from wan_core.config.outputs import Outputs
 from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.arguments import add_skip_options
 from wan_core.sampling.plan import SCHEDULES
 from wan_core.sampling.presets import CHOICES as PRESETS
+from wan_core.sampling.window import Window
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +59,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--lora-mode",
         default="auto",
         choices=LORA_MODES,
-        help="merge LoRAs into the weights, or attach them as extra matmuls; auto: attach to weights that stay in "
-        "their stored format (scaled FP8, GGUF), else merge",
+        help="merge LoRAs into the weights, or attach them as extra matmuls; auto: attach to weights that stay packed "
+        "(GGUF), else merge",
     )
 
 
@@ -73,6 +83,13 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="GIB",
         help="use at most this much device memory, to plan and run as on a smaller GPU",
+    )
+    group.add_argument(
+        "--host-memory-limit",
+        type=float,
+        metavar="GIB",
+        help="use at most this much host memory for weights that wait there; others stay in their mapped files "
+        "(default: what is available)",
     )
 
 
@@ -120,6 +137,17 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
     group.add_argument("--negative-prompt", help="default: the task's own; an empty text is allowed")
     group.add_argument("--image", help="first frame (image-to-video)")
     group.add_argument("--last-image", help="last frame (image-to-video)")
+    group.add_argument("--video", help="video to start from (video-to-video)")
+    group.add_argument(
+        "--denoise", type=float, help="strength of video-to-video, 0 to 1: how much of the noise it gets (default 0.7)"
+    )
+    group.add_argument(
+        "--nag",
+        type=_nag,
+        metavar="SCALE/TAU/ALPHA",
+        help="let the negative prompt count in steps with guidance 1 (normalized attention guidance); 11/2.5/0.25 is "
+        "usual",
+    )
     group.add_argument("--size", type=size, help="WIDTHxHEIGHT in pixels (default: the task's, or the image's aspect)")
     group.add_argument("--frames", type=int, help="4n + 1")
     group.add_argument("--fps", type=int)
@@ -131,6 +159,28 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
         help="run the two guidance branches one after the other (sequential) or as one batch",
     )
     add_plan_options(parser)
+
+
+def _nag(text: str) -> NagOptions:
+    try:
+        return NagOptions.parse(text)
+    except OptionError as fault:
+        raise argparse.ArgumentTypeError(str(fault)) from fault
+
+
+def add_window_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("a part of the schedule, as the sampler node runs it")
+    group.add_argument("--denoise", type=float, default=1.0, help="strength of video-to-video (default %(default)s)")
+    group.add_argument("--start-step", type=int, default=0, metavar="N", help="the first step, from 0")
+    group.add_argument("--end-step", type=int, metavar="N", help="the step before which the run ends")
+    group.add_argument("--leftover-noise", action="store_true", help="where it ends early, leave the rest of the noise")
+
+
+def window_of(options: argparse.Namespace) -> Window | None:
+    """Raises OptionError."""
+    given = {"start": options.start_step, "end": options.end_step, "leftover": options.leftover_noise}
+    window = Window(denoise=options.denoise, **given)
+    return None if window == Window() else window
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +213,7 @@ INPUTS = (
     "clip_vision",
     "image",
     "last_image",
+    "video",
     "latents",
     "source",
 )

@@ -22,7 +22,7 @@ class ProgressLine:
         print(f"{name} ...", file=sys.stderr, flush=True)
 
     def step(self, progress: Any, seconds: float | None) -> None:
-        done, total = progress.step.index + 1, progress.total
+        done, total = progress.plan.number(progress.step), progress.plan.count
         per_step = 0.0 if seconds is None else seconds * len(progress.step.branches) * progress.step.cost
         speed = f"{per_step:.3f} s/step, {_clock(progress.left(seconds))} left" if seconds is not None else ""
         line = f"step {done:>3}/{total}  {progress.step.expert}-noise expert  {speed}"

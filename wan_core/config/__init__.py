@@ -17,6 +17,7 @@ from wan_core.config.options import (
     RESIDENCIES,
     LoadOptions,
     LoraOptions,
+    NagOptions,
     Request,
 )
 from wan_core.config.skipping import (
@@ -47,6 +48,7 @@ __all__ = [
     "LoadOptions",
     "LoraOptions",
     "MagCacheOptions",
+    "NagOptions",
     "OptionError",
     "Request",
     "SkipOptions",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from wan_core.config.checks import OptionError, check_choice
+from wan_core.config.checks import OptionError, check_choice, check_range
 from wan_core.config.skipping import SkipOptions
 
 # Quantised storage and matmuls of the transformer's linears; `wan_core.ops.quant.schemes` describes each.
@@ -16,6 +16,35 @@ RESIDENCIES = ("auto", "resident", "swap", "stream", "shard")
 GUIDANCE_MODES = ("auto", "sequential", "batched")
 LORA_MODES = ("auto", "merge", "attach")
 LORA_EXPERTS = ("auto", "high", "low")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NagOptions:
+    """Normalized attention guidance: a negative prompt in steps without guidance. Raises OptionError.
+
+    scale: how far cross-attention moves away from the negative prompt. tau: at most this many times the norm that it
+    had. alpha: share of the result, the rest is what it was. Source: arXiv:2505.21179.
+    """
+
+    scale: float = 11.0
+    tau: float = 2.5
+    alpha: float = 0.25
+
+    def __post_init__(self) -> None:
+        check_range("NAG scale", self.scale, 1, 100, "11 is usual for Wan, 1 has no effect")
+        check_range("NAG tau", self.tau, 1, 10, "2.5 is usual for Wan")
+        check_range("NAG alpha", self.alpha, 0, 1, "0.25 is usual for Wan, 0 has no effect")
+
+    @classmethod
+    def parse(cls, text: str) -> NagOptions:
+        """`SCALE`, `SCALE/TAU` or `SCALE/TAU/ALPHA`. Raises OptionError."""
+        try:
+            numbers = [float(number) for number in text.split("/")]
+        except ValueError:
+            numbers = []
+        if not 1 <= len(numbers) <= 3:
+            raise OptionError(f"NAG {text!r} given; write scale, or scale/tau/alpha such as 11/2.5/0.25")
+        return cls(**dict(zip(("scale", "tau", "alpha"), numbers, strict=False)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +105,7 @@ class LoadOptions:
     lora_mode: str = "auto"  # see `wan_core.pipeline.loras`
     resident_blocks: int | None = None  # blocks that stay on the device while the others stream; None: as many as fit
     memory_limit: float | None = None  # GiB of device memory to use, to plan and run as on a smaller GPU
+    host_memory_limit: float | None = None  # GiB of host memory for weights that wait there
 
     def __post_init__(self) -> None:
         # Options sent to workers or read from a file hold LoRAs as plain dicts.
@@ -86,6 +116,8 @@ class LoadOptions:
         check_choice("vae precision", self.vae_precision, ("auto", "bf16", "fp32"))
         check_choice("compile", self.compile, COMPILES)
         check_choice("residency", self.residency, RESIDENCIES)
+        if self.host_memory_limit is not None and not self.host_memory_limit > 0:
+            raise OptionError(f"host memory limit {self.host_memory_limit:g} GiB given; allowed are numbers above 0")
         if self.resident_blocks is not None and self.residency not in ("auto", "stream"):
             raise OptionError(
                 f"{self.resident_blocks} resident blocks given with residency {self.residency!r}; resident blocks need "
@@ -122,6 +154,9 @@ class Request:
     preset: str = "auto"  # settings for step-distilled weights, see `wan_core.sampling.presets`
     seed: int = 0
     skip: SkipOptions | None = None  # step caching, guidance schedule, sparse attention; None: every forward runs
+    video: str | None = None  # path of the video that video-to-video starts from
+    denoise: float | None = None  # strength of video-to-video, 0..1; None: 0.7 with a video
+    nag: NagOptions | None = None  # the negative prompt in steps without guidance
 
     def __post_init__(self) -> None:
         check_choice("guidance mode", self.guidance_mode, GUIDANCE_MODES)

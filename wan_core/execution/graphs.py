@@ -94,7 +94,7 @@ class GraphedBlocks:
             return inner(inputs)
         weights = tuple(parameter.data_ptr() for parameter in model.parameters())
         prompt = inputs.text.keys_values[0][0]
-        key = (tokens.shape, tokens.dtype, modulation.shape, id(rope), id(prompt))
+        key = (tokens.shape, tokens.dtype, modulation.shape, id(rope), id(prompt), len(inputs.text.keys_values[0]))
         if self.seen.get(key) != weights:
             # The first time it is launched: that compiles kernels and calibrates scales, and a run of one step needs no
             # graph.

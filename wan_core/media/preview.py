@@ -22,13 +22,23 @@ class RGBMap:
     factors: tuple[tuple[float, float, float], ...]  # one row per latent channel
     bias: tuple[float, float, float]
 
+    def pictures(self, latents: Tensor) -> list[Image.Image]:
+        """A picture of each latent frame of the first video of [B, C, T, Y, X]; waits for the device."""
+        frames = latents[0].float().cpu()  # [C, T, Y, X]
+        rgb = torch.einsum("ctyx,cr->tyxr", frames, torch.tensor(self.factors)) + torch.tensor(self.bias)
+        return [_enlarged(one) for one in ((rgb + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)]
+
     def picture(self, latents: Tensor) -> Image.Image:
-        """The middle frame of the first video of [B, C, T, Y, X]; waits for the device."""
-        frame = latents[0, :, latents.shape[2] // 2].float().cpu()  # [C, Y, X]
-        rgb = torch.einsum("cyx,cr->yxr", frame, torch.tensor(self.factors)) + torch.tensor(self.bias)
-        image = Image.fromarray(((rgb + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).numpy())
-        scale = MIN_SIDE / max(image.size)
-        return image.resize((round(image.width * scale), round(image.height * scale))) if scale > 1 else image
+        """That of the middle frame."""
+        middle = latents.shape[2] // 2
+        return self.pictures(latents[:, :, middle : middle + 1])[0]
+
+
+def _enlarged(rgb: Tensor) -> Image.Image:
+    """uint8 [Y, X, 3]; small ones are enlarged to `MIN_SIDE`."""
+    image = Image.fromarray(rgb.numpy())
+    scale = MIN_SIDE / max(image.size)
+    return image.resize((round(image.width * scale), round(image.height * scale))) if scale > 1 else image
 
 
 def map_of_channels(channels: int) -> RGBMap | None:

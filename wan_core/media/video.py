@@ -162,6 +162,13 @@ def read_video(
     return video
 
 
+def video_size(path: str | os.PathLike[str], most: int) -> tuple[int, int, int]:
+    """(width, height, frames) of what `read_video` gives with at most so many frames, which it decodes: so damage is
+    found now. Raises as it does."""
+    frames, height, width, _ = read_video(path, max_frames=most).shape
+    return width, height, frames
+
+
 def _check_amount(
     path: str | os.PathLike[str],
     frame: av.VideoFrame,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -19,6 +19,7 @@ from torch import nn
 
 from wan_core.checkpoint import find_parts, load_vae
 from wan_core.checkpoint.load import StoredValues
+from wan_core.checkpoint.staged import current_reading, reading
 from wan_core.config import LoadOptions, OptionError
 from wan_core.execution.memory.planning import MemoryPlan
 from wan_core.execution.memory.residency import Residency
@@ -36,9 +37,11 @@ from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
+from wan_core.pipeline.host_planning import HostPlan, host_room, plan_host, staying_in_file
 from wan_core.pipeline.loading import load_parts
-from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, merging, notes_of
+from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
+from wan_core.pipeline.merged_loras import MergedLoras, load_with_loras
 from wan_core.pipeline.model_parts import Experts, Parts
 from wan_core.pipeline.settings import ModelSettings, PartToLoad, choose_device, compute_dtype, resolve_settings
 from wan_core.pipeline.sources import TINY, recognise
@@ -98,7 +101,8 @@ class Models:
         if self.planner is None or self.sharded:
             return None
         plan = self.planner.plan(workload, self.residency)
-        self.residency.follow(plan.policy, plan.resident_blocks, plan.room if plan.together else None, plan.beside)
+        room = plan.room if plan.together else None
+        self.residency.follow(plan.policy, plan.resident_blocks, room, plan.beside, plan.streams_text)
         return plan
 
     def text_encoder(self) -> TextEncoder:
@@ -136,27 +140,32 @@ def load_models(
     plan = None if planner is None or options.residency == "shard" else planner.plan(workload)
     why_not = why_not_sharded(settings, ranks)
     residency, sharded = choose_residency(options, report, plan, found.dit.num_layers, ranks, why_not)
-    how, why = settings.choose_lora_mode(residency.policy)
     shares = ranks is not None and residency.policy == "resident"
-    merged = settings.loras if how == "merge" else {}
-    attached = settings.loras if how == "attach" else {}
+    waits = HostPlan()
+    if planner is not None and residency.policy != "resident" and ranks is None:
+        waits = plan_host(settings.parts, host_room(options.host_memory_limit))
+        parts = {n: staying_in_file(part) if n in waits.mapped else part for n, part in settings.parts.items()}
+        settings = replace(settings, parts=parts)
+        planner = replace(planner, settings=settings)
 
     def load(name: str) -> nn.Module:
         part, config = settings.parts[name], settings.parts[name].part.config
         if sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):
             return load_sharded_dit(part.part.path, ranks, part.dtype, config.family)
         share = partial(shared_checkpoint, ranks=ranks) if ranks and shares and name != "text_encoder" else None
-        return part.load(residency.load_device, merging(merged.get(name, ()), device), share)
+        how, stays = current_reading(), name in waits.mapped
+        with reading(replace(how, mapped=how.mapped or stays, stays=stays)):
+            return load_with_loras(part, settings.loras.get(name, ()), residency.load_device, device, share)
 
     names = [name for name in found.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
     loaded = load_parts(names, load, device, in_order=shares)
     for name in names:
-        model, wanted = loaded.pop(name), settings.loras.get(name, ())
-        if name in attached:
-            apply_loras(model, attached[name], settings.parts[name], device)
-        report.notes += [f"{name}: {one.words('merged' if how == 'merge' else f'attached: {why}')}" for one in wanted]
+        model, part, wanted = loaded.pop(name), settings.parts[name], settings.loras.get(name, ())
+        if part.lora_mode == "attach" and name in settings.loras:
+            apply_loras(model, wanted, part, device)
+        report.notes += [f"{name}: {one.words(part.lora_words)}" for one in wanted]
         graphs = residency.policy == "resident"  # a graph knows addresses, and launches no copies
-        residency.add(name, finish(model, settings, device, graphs=graphs, ranks=ranks))
+        residency.add(name, finish(model, settings, device, graphs=graphs, ranks=ranks), copy=waits.copies(name))
         del model
     report.notes += residency.notes
     for note in (*found.notes, *notes_of(settings.loras)):
@@ -209,12 +218,21 @@ def apply_loras(
     device: torch.device,
     before_writing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Have just these LoRAs attached to a transformer that computes on `device`. before_writing: called before weights
-    change; if they stream, it discards their copies on the device."""
-    loras = AppliedLoras.of(cast(WanModel, model), device)
-    if loras.writes_weights(wanted):
+    """Have just these LoRAs on a transformer that computes on `device`: summed in or attached, as `part` says.
+    before_writing: called before weights change; if they stream, it discards their copies on the device."""
+    assert isinstance(model, WanModel)
+    if changes_weights(model, wanted, part, device):
         before_writing()
-    loras.apply(wanted, original=None if part.part.path is None else StoredValues(part.part.path))
+    merged, attached = (wanted, ()) if part.lora_mode == "merge" else ((), wanted)
+    MergedLoras.of(model).apply(model, merged, part, device)
+    original = None if part.part.path is None else StoredValues(part.part.path)
+    AppliedLoras.of(model, device).apply(attached, original)
+
+
+def changes_weights(model: WanModel, wanted: Sequence[Wanted], part: PartToLoad, device: torch.device) -> bool:
+    """Whether `apply_loras` would change parameters."""
+    merged, attached = (wanted, ()) if part.lora_mode == "merge" else ((), wanted)
+    return MergedLoras.of(model).writes_weights(merged) or AppliedLoras.of(model, device).writes_weights(attached)
 
 
 def load_vae_only(model: str | None, vae: str | None, device: str, precision: str) -> tuple[VideoVAE, torch.device]:

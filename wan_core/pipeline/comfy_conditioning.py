@@ -14,9 +14,10 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import NEUTRAL, TIMES, check_keys, check_refused, family_of
+from wan_core.models.wan.families import NAG, NEUTRAL, TIMES, check_keys, check_refused, family_of
 from wan_core.pipeline.model_parts import Experts
 from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.nag import with_nag
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.texts import WHOLE, TextRange, assign_texts
 
@@ -26,12 +27,13 @@ CONDITIONING: TypeAlias = "list[list[Any]]"
 
 class Joined(NamedTuple):
     """What sockets carry, for a run. `plan`: the one given, with the text of each step. `seconds`: that encoding the
-    text took. `notes`: for the report."""
+    text took. `notes`: for the report. `latents`: un-normalised, that the run begins with; None for noise."""
 
     plan: Plan
     conditioning: Conditioning
     seconds: float
     notes: list[str]
+    latents: Tensor | None
 
 
 class Texts(NamedTuple):
@@ -60,7 +62,7 @@ def join(
     for key in sorted(family.conditioning_keys - family.branch_keys):
         check_same(key, [cond.extras.get(key), uncond.extras.get(key)], "`positive` and `negative`")
     inputs = family.read_conditioning(task, experts.vae, cond.extras, latent)
-    if plan.guided and family.branch_keys:
+    if plan.reads_negative and family.branch_keys:
         own = {key: uncond.extras.get(key) for key in family.branch_keys}
         other = family.read_conditioning(task, experts.vae, {**cond.extras, **own}, latent)["inputs"]
         if lacking := inputs["inputs"].keys() ^ other.keys():
@@ -69,18 +71,20 @@ def join(
                 "node that makes them"
             )
         inputs = {**inputs, "uncond_inputs": other}
-    check_empty(latent["samples"], known=1 if "known" in inputs else 0)
+    latents = first_latents(plan, latent["samples"], inputs["known"].shape[2] if "known" in inputs else 0)
+    if uncond.extras.get(NAG) is not None:
+        plan = with_nag(plan, uncond.extras[NAG])
     conditioning = Conditioning(
         cond=cond.rows[0],
-        uncond=uncond.rows[0] if plan.guided else None,
+        uncond=uncond.rows[0] if plan.reads_negative else None,
         later_cond=stack_rows(cond.rows[1:]),
-        later_uncond=stack_rows(uncond.rows[1:]) if plan.guided else None,
+        later_uncond=stack_rows(uncond.rows[1:]) if plan.reads_negative else None,
         **inputs,
     )
     if (cond.ranges, uncond.ranges) != ([WHOLE], [WHOLE]):
         plan = assign_texts(plan, cond.ranges, uncond.ranges)
-    notes = [*cond.notes, *(uncond.notes if plan.guided else ())]
-    return Joined(plan, conditioning, cond.seconds or uncond.seconds, notes)
+    notes = [*cond.notes, *(uncond.notes if plan.reads_negative else ())]
+    return Joined(plan, conditioning, cond.seconds or uncond.seconds, notes, latents)
 
 
 def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig) -> Texts:
@@ -151,12 +155,16 @@ def check_channels(samples: Tensor, dit: DiTConfig, task: str) -> None:
         )
 
 
-def check_empty(samples: Tensor, known: int) -> None:
-    """Raise OptionError unless latents are empty after their first `known` frames: 0, or in ComfyUI's
-    Wan22ImageToVideoLatent the mean of each channel."""
+def first_latents(plan: Plan, samples: Tensor, known: int) -> Tensor | None:
+    """The latents that `plan` begins with, None where that is noise, or where latents are empty after their first
+    `known` frames: 0, or in ComfyUI's Wan22ImageToVideoLatent the mean of each channel. Raises OptionError for a video
+    that the run would not see."""
     rest = samples[:, :, known:]
-    if rest.numel() and not bool((rest == rest[:, :, :1, :1, :1]).all()):
+    empty = not rest.numel() or bool((rest == rest[:, :, :1, :1, :1]).all())
+    if not empty and not plan.from_latents:
         raise OptionError(
-            "`latent` holds a video, and the sampler starts from noise alone: connect an empty latent (WanCore Empty "
-            "Latent), or WanCore Image to Video to start from an image"
+            "`latent` holds a video, and the sampler starts from noise alone: lower denoise (or raise start_step) for "
+            "video to video; otherwise connect an empty latent (WanCore Empty Latent), or WanCore Image to Video to "
+            "start from an image"
         )
+    return None if empty or not plan.from_latents else samples

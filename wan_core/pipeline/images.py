@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.execution.report import Report
+from wan_core.media.video import fit_image, read_video
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 
@@ -26,6 +27,15 @@ def pixels_to_video(pixels: Tensor) -> Tensor:
 def video_to_pixels(video: Tensor) -> Tensor:
     """The inverse of `pixels_to_video`."""
     return (video[0].permute(1, 2, 3, 0) + 1) / 2
+
+
+def load_video(path: str, size: tuple[int, int], frames: int) -> Tensor:
+    """The first frames of a video file, scaled to cover `size` (width, height) and cropped: [F, H, W, 3] in 0..1.
+    Raises OptionError where it has fewer."""
+    pixels = read_video(path, max_frames=frames)
+    if len(pixels) < frames:
+        raise OptionError(f"{path} has {len(pixels)} frames, and {frames} are asked for: use a longer video or fewer")
+    return torch.stack([torch.from_numpy(fit_image(one.astype(np.float32) / 255, size)) for one in pixels])
 
 
 def decode_latents(vae: VideoVAE, latents: Tensor, report: Report) -> np.ndarray:

@@ -2,14 +2,15 @@
 
 There are two ways.
 
-merge    summed into the weights, in float32 and before they are quantised: costs nothing while the model runs
+merge    summed into the weights, in float32 and before they are quantised: costs nothing while the model runs. FP8
+         weights are encoded again from the exact sum. Other strengths, other LoRAs and none: the parameters that
+         change are read again from the file (`wan_core.pipeline.merged_loras`)
 attach   added to the result: each linear adds a product of low rank to its own (`wan_core.ops.quant.lora`). The
          strength is a number on the device, and changing it reads, compiles and captures nothing again. What is no
          product of low rank, or no linear that is called as one (norms, modulation, differences in full, DoRA), is
          summed into its parameter in place, and what was there is kept on the host
 
-`auto` merges where weights are copied anyway, and attaches where the stored bytes are the weights: FP8 with scales and
-GGUF would have to be rounded again, and mapped weights would have to be copied.
+`auto` merges, and attaches where weights stay packed (GGUF, NVFP4, MXFP8): these are not encoded again.
 
 Attached matrices stay on the device, also where the weights stream. What is summed into a parameter is then written
 into its host copy: all weights must be in host memory while `AppliedLoras.apply` runs (`writes_weights`).
@@ -116,16 +117,11 @@ def lora_files(loras: Iterable[LoraOptions]) -> tuple[Path, ...]:
     return tuple(Path(options.path) for options in loras if options.strength)
 
 
-def choose_mode(mode: str, *, scaled: bool, quantized: bool, mapped: bool) -> tuple[str, str]:
-    """How LoRAs are applied, and why. scaled: the file holds packed weights (FP8 with scales, GGUF), and with
-    `quantized` they are used as they are; mapped: weights stay in the mapped file."""
+def choose_mode(mode: str, *, packed: bool) -> tuple[str, str]:
+    """How LoRAs are applied, and why. packed: the weights stay as their file packs them."""
     if mode != "auto":
         return mode, "asked for"
-    if scaled and quantized:
-        return "attach", "the stored weights are used as they are"
-    if mapped:
-        return "attach", "the weights stay in the mapped file"
-    return "merge", "the weights are copied anyway"
+    return ("attach", "the weights stay packed") if packed else ("merge", "costs nothing while the model runs")
 
 
 def check_packed(wanted: Iterable[Wanted], config: DiTConfig) -> None:
@@ -145,9 +141,10 @@ def check_packed(wanted: Iterable[Wanted], config: DiTConfig) -> None:
 
 
 def merging(wanted: Iterable[Wanted], device: torch.device) -> Merge | None:
-    """The changes to sum into weights while they are read; None where there are none."""
+    """The changes to sum into weights while they are read; None where there are none. A strength of 0 changes
+    nothing."""
     changes: dict[str, tuple[tuple[Change, float], ...]] = {}
-    for one in wanted:
+    for one in (one for one in wanted if one.strength):
         for name, several in one.lora.changes.items():
             changes[name] = (*changes.get(name, ()), *((change, one.strength) for change in several))
     return Merge(changes, device) if changes else None
@@ -157,7 +154,7 @@ def merging(wanted: Iterable[Wanted], device: torch.device) -> Merge | None:
 
 
 class AppliedLoras:
-    """The LoRAs on a model that is in memory. `AppliedLoras.of(model)` is the model's own."""
+    """The LoRAs attached to a model that is in memory. `AppliedLoras.of(model)` is the model's own."""
 
     def __init__(self, model: WanModel, device: torch.device) -> None:
         """device: where the model computes."""
@@ -178,27 +175,23 @@ class AppliedLoras:
             model.__dict__["applied_loras"] = found
         return found
 
-    def writes_weights(self, wanted: Sequence[Wanted], mode: str = "attach") -> bool:
+    def writes_weights(self, wanted: Sequence[Wanted]) -> bool:
         """Whether `apply` would change parameters, or strengths alone."""
         strengths = tuple(one.strength for one in wanted)
-        return self._files(wanted, mode) != self.files or (bool(self.patched) and strengths != self.values)
-
-    @staticmethod
-    def _files(wanted: Sequence[Wanted], mode: str) -> tuple[object, ...]:
-        return (mode, *(one.key for one in wanted)) if wanted else ()
+        return _files(wanted) != self.files or (bool(self.patched) and strengths != self.values)
 
     @torch.no_grad()
-    def apply(self, wanted: Sequence[Wanted], mode: str = "attach", original: StoredValues | None = None) -> None:
+    def apply(self, wanted: Sequence[Wanted], original: StoredValues | None = None) -> None:
         """Have just these on the model, at their strengths. The same files again with other strengths change numbers in
         place and nothing else. Weights that stream must all be in host memory if `writes_weights`.
 
         original: the parameters in the precision of their file; without it, quantised weights that have to be summed
         into are dequantised, and so rounded twice.
         """
-        files = self._files(wanted, mode)
+        files = _files(wanted)
         if files != self.files:
             self.clear()
-            self._put_on(wanted, mode)
+            self._put_on(wanted)
             self.files = files
         else:
             self._move(self.device)
@@ -238,10 +231,10 @@ class AppliedLoras:
         assert model is not None
         return model
 
-    def _put_on(self, wanted: Sequence[Wanted], mode: str) -> None:
+    def _put_on(self, wanted: Sequence[Wanted]) -> None:
         model = self._model()
         pairs: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
-        linears = attachable(model.config) if mode == "attach" else frozenset()
+        linears = attachable(model.config)
         dtype = model.patch_embedding.weight.dtype
         for which, one in enumerate(wanted):
             for name, changes in one.lora.changes.items():
@@ -287,6 +280,10 @@ class AppliedLoras:
         made = {"weight": total} if quantized is None else quantized.encode(total)
         for n in names:
             model.get_parameter(n).copy_(made[n.rpartition(".")[2]] if quantized is not None else total)
+
+
+def _files(wanted: Sequence[Wanted]) -> tuple[object, ...]:
+    return tuple(one.key for one in wanted)
 
 
 def attachable(config: DiTConfig) -> frozenset[str]:

@@ -19,6 +19,7 @@ from wan_core.execution.memory.planning import (
     plan_memory,
 )
 from wan_core.execution.memory.residency import Policy, Residency
+from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
@@ -61,7 +62,7 @@ class MemoryPlanner:
         """workload: None is the task's own size. held: what an earlier plan has put on the device; that plan stays if
         `workload` fits."""
         settings, options = self.settings, self.options
-        extra = lora_bytes(settings.all_loras)
+        extra = lora_bytes(settings.attached_loras)
         beside = beside_workload(settings.found, workload, settings.per_token("cuda"), settings.dtype.itemsize)
         beside = beside_attached(beside, extra)
         sizes = model_sizes(settings)
@@ -114,10 +115,18 @@ def choose_residency(
             return Residency(device, "resident"), True
         if policy != plan.policy:
             report.notes.append(f"residency: {policy} (another rank has no room for more)")
-            return Residency(device, policy, resident_blocks=blocks if policy == "stream" else 0), False
+            blocks = blocks if policy == "stream" else 0
+            return Residency(device, policy, resident_blocks=blocks, streams_text=plan.streams_text), False
     report.notes += [f"residency: {plan.policy} ({plan.why})", plan.table()]
     room = plan.room if plan.together else None
-    made = Residency(device, plan.policy, resident_blocks=plan.resident_blocks, room=room, beside=plan.beside)
+    made = Residency(
+        device,
+        plan.policy,
+        resident_blocks=plan.resident_blocks,
+        room=room,
+        beside=plan.beside,
+        streams_text=plan.streams_text,
+    )
     return made, False
 
 
@@ -127,7 +136,8 @@ def _on_cpu(options: LoadOptions, report: Report, layers: int) -> Residency:
     if not 0 <= blocks <= layers:
         raise OptionError(f"{blocks} resident blocks given; the transformer has {layers}")
     report.notes.append(f"residency: {'stream' if streams else 'resident'} (weights are in host memory on a CPU)")
-    return Residency(report.device, "stream" if streams else "resident", resident_blocks=blocks)
+    policy = "stream" if streams else "resident"
+    return Residency(report.device, policy, resident_blocks=blocks, streams_text=streams)
 
 
 OTHERS = ("text_encoder", "vae", "clip_vision")
@@ -136,7 +146,9 @@ OTHERS = ("text_encoder", "vae", "clip_vision")
 def model_sizes(settings: ModelSettings) -> Sizes:
     """Of what is loaded: transformers alone have no text encoder and no VAE beside them."""
     others = {name: settings.parts[name].bytes if name in settings.parts else 0 for name in OTHERS}
-    return Sizes(units=settings.parts["high"].units, experts=1 + ("low" in settings.parts), **others)
+    stage = stage_bytes(settings.parts["text_encoder"].units, 0) if "text_encoder" in settings.parts else 0
+    units, experts = settings.parts["high"].units, 1 + ("low" in settings.parts)
+    return Sizes(units=units, experts=experts, text_stage=stage, **others)
 
 
 def beside_workload(found: Parts | Experts, workload: Workload | None, per_token: float, itemsize: int) -> Beside:
@@ -154,7 +166,7 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
             workload.latent_shape,
             per_token=per_token,
             itemsize=itemsize,
-            guided=plan.guided,
+            guided=plan.reads_negative,
             residuals=residual_bytes(plan, B * found.dit.tokens(T, Y, X), found.dit.dim, itemsize),
             batched=workload.batched,
             image=workload.image,

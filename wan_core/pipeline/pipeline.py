@@ -22,37 +22,31 @@ from torch import Tensor
 from wan_core.checkpoint.latents import try_to_save_latents
 from wan_core.config import LoadOptions, Request
 from wan_core.execution.graphs import GraphedBlocks
-from wan_core.execution.optimize import begin_run
-from wan_core.execution.report import Report, StepClock
+from wan_core.execution.report import Report
 from wan_core.media.video import load_image
 from wan_core.models.text.notes import TokenCount, prompt_notes
-from wan_core.models.vae.config import VAEConfig
-from wan_core.models.vae.statistics import denormalise
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
-from wan_core.parallel.guidance import SplitBranches
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.builder import Models, load_models
-from wan_core.pipeline.images import decode_latents, pixels_to_video
+from wan_core.pipeline.images import decode_latents, encode_images, load_video, pixels_to_video
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.resolved_request import Job, make_job
+from wan_core.pipeline.sample import OnStep, sample_latents
 from wan_core.pipeline.settings import choose_device, compute_dtype
 from wan_core.pipeline.sources import find_models, own_loras
-from wan_core.sampling.conditioning import Conditioning, draw_noise
-from wan_core.sampling.denoise import Progress, denoise, retried
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.denoise import retried
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.run import check_kernel
 
 log = logging.getLogger(__name__)
 Module = TypeVar("Module")
-OnStep = Callable[[Progress, float | None], None]
-"""Called after every step: what was done, and the seconds of a forward in the newest finished step that ran any (None
-before the first)."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +108,11 @@ class Pipeline:
         job = self.prepare(request)
         on_job(job)
         on_phase("text")
-        conditioning = self.encode(job)
+        conditioning, start = self.encode(job), self.encode_video(job)
         if self.models.compiles:
             on_phase("compile in the first step")
         on_phase("denoise")
-        latents = self.sample(job, conditioning, on_step, checks)
+        latents = self.sample(job, conditioning, on_step, checks, start)
         if keep_latents is not None and self.keep(keep_latents, latents, job.fps):
             on_kept(keep_latents)
         on_latents(latents)
@@ -161,7 +155,8 @@ class Pipeline:
     def encode(self, job: Job) -> Conditioning:
         """Text, and the image if there is one, to what the denoising loop needs."""
         ranks, rows, counts = self.models.ranks, None, None
-        prompts = [job.request.prompt, job.negative_prompt] if job.plan.guided else [job.request.prompt]
+        negative = job.plan.reads_negative
+        prompts = [job.request.prompt, job.negative_prompt] if negative else [job.request.prompt]
 
         def encode() -> tuple[Tensor, list[TokenCount]]:
             encoder = self.fetch("text encoder", self.models.text_encoder)
@@ -173,7 +168,7 @@ class Pipeline:
         with self.report.phase("text"):
             rows = rows_of_all(ranks, rows)
             self.note_prompts(prompts, counts_of_all(ranks, counts, len(prompts)))
-            cond, uncond = rows[:1], rows[1:] if job.plan.guided else None
+            cond, uncond = rows[:1], rows[1:] if negative else None
         if job.request.image is None and job.request.last_image is None:
             return Conditioning(cond=cond, uncond=uncond)
         features = self.image_features(job)
@@ -183,6 +178,16 @@ class Pipeline:
             first, last = (self._image(path, size) for path in (job.request.image, job.request.last_image))
             inputs = family_of(job.task).image_inputs(job.task, vae, first, last, job.frames)
         return Conditioning(cond=cond, uncond=uncond, image_features=features, **inputs)
+
+    @torch.no_grad()
+    def encode_video(self, job: Job) -> Tensor | None:
+        """The un-normalised latents [1, C, T, Y, X] that video-to-video starts from; None where noise alone does."""
+        if job.request.video is None:
+            return None
+        vae = self.fetch("vae", self.models.vae)
+        with self.report.phase("encode video"):
+            frames = load_video(job.request.video, (job.width, job.height), job.frames)
+            return encode_images(vae, frames.to(self.models.device))
 
     def note_prompts(self, prompts: Sequence[str], counts: Sequence[TokenCount]) -> None:
         """Say what was cut, or is not read as it may be meant."""
@@ -226,21 +231,23 @@ class Pipeline:
         conditioning: Conditioning,
         on_step: OnStep | None = None,
         checks: BlockChecks | None = None,
+        latents: Tensor | None = None,
     ) -> Tensor:
-        """Un-normalised latents float32 [1, C, T, Y, X] on the device."""
+        """Un-normalised latents float32 [1, C, T, Y, X] on the device. latents: that the run starts from."""
         models = self.models
 
         def acquire(expert: Expert) -> WanModel:
             return self.fetch(expert, lambda: models.expert(expert))
 
-        noise = draw_noise(job.request.seed, job.latent_shape).to(models.device)
+        start = job.start(latents)
         return sample_latents(
             job.plan,
             acquire,
             conditioning,
-            noise,
+            start.sample(job.plan, models.vae_config, models.device),
             models.vae_config,
             self.report,
+            start=start,
             batched=job.batched,
             on_step=on_step,
             checks=checks,
@@ -284,66 +291,6 @@ def first_job(found: Parts, options: LoadOptions, request: Request, device: torc
         attention, _ = resolve_attention(options.attention, device, dtype, head_dim)
         check_kernel(job.plan.sparse, attention, device, head_dim, job.tokens)
     return job
-
-
-@torch.no_grad()
-def sample_latents(
-    plan: Plan,
-    acquire: Callable[[Expert], WanModel],
-    conditioning: Conditioning,
-    noise: Tensor,
-    vae: VAEConfig,
-    report: Report,
-    *,
-    batched: bool = False,
-    on_step: OnStep | None = None,
-    checks: BlockChecks | None = None,
-    ahead: Callable[[Expert, Expert, int], None] | None = None,
-    relieve: Callable[[Expert], bool] | None = None,
-    ranks: RankMesh | None = None,
-) -> Tensor:
-    """Walk `plan` from `noise` [B, C, T, Y, X] to un-normalised latents of the same shape, float32, timing every step.
-
-    acquire, batched, ahead, relieve: as in `denoise`. ranks: those that run this together. vae: of the VAE whose
-    latents these are. on_step and checks may raise to interrupt.
-    """
-    checks = checks or BlockChecks()
-    split = ranks is not None and ranks.cfg.size == 2
-    clock, forwards = StepClock(report), 0
-
-    def ready(expert: Expert) -> WanModel:
-        model = acquire(expert)
-        begin_run(model)
-        clock.begin()
-        return model
-
-    def note(progress: Progress) -> None:
-        nonlocal forwards
-        forwards += progress.forwards
-        clock.step(progress.step.expert, progress.forwards, progress.step.cost)
-        if on_step is not None:
-            on_step(progress, clock.seconds_per_forward())
-
-    latents = denoise(
-        plan,
-        ready,
-        conditioning,
-        noise,
-        batched=batched,
-        on_step=note,
-        on_block=checks.after_block,
-        ahead=ahead,
-        relieve=relieve,
-        run_branches=SplitBranches(ranks, checks.before_exchange) if ranks is not None and split else None,
-        together=ranks is not None,
-    )
-    clock.finish()
-    if plan.unskipped is not None:
-        report.notes.append(
-            f"forwards: {forwards} of {plan.unskipped} ({100 * (1 - forwards / plan.unskipped):.0f} % saved)"
-        )
-    report.notes += plan.notes
-    return denormalise(latents, vae)
 
 
 def metadata(settings: Mapping[str, Any]) -> dict[str, str]:

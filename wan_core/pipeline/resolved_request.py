@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from wan_core.config import OptionError, Request, check_size
 from wan_core.execution.memory.planning import TRANSFER_TOKENS
-from wan_core.media.video import picture_size
+from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import check_refused, family_of
@@ -18,9 +20,14 @@ from wan_core.models.wan.tasks import Task
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
 from wan_core.sampling.denoise import choose_batched
+from wan_core.sampling.nag import nag_words, with_nag
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.presets import preset_plan
 from wan_core.sampling.sparsity.schedule import with_costs
+from wan_core.sampling.start import Start
+from wan_core.sampling.window import Window
+
+DENOISE = 0.7  # of video-to-video, where nothing is said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +53,14 @@ class Job:
         batched, why = choose_batched(mode, self.plan, self.tokens, streamed=few)
         return replace(self, batched=batched, batched_why=why)
 
+    def start(self, latents: Tensor | None = None) -> Start:
+        """What the run begins with. latents: un-normalised, for video-to-video."""
+        return Start(shape=self.latent_shape, seed=self.request.seed, latents=latents)
+
     def settings(self) -> dict[str, Any]:
         """What reports and video files say about it."""
         request, plan = self.request, self.plan
-        images = {"image": request.image, "last_image": request.last_image}
+        images = {"image": request.image, "last_image": request.last_image, "video": request.video}
         return {
             "task": plan.task,
             "prompt": request.prompt,
@@ -59,12 +70,14 @@ class Job:
             "frames": self.frames,
             "fps": self.fps,
             "tokens": self.tokens,
-            "steps": len(plan.steps),
+            "steps": plan.count,
+            **({} if request.video is None else {"denoise": strength(request)}),
             "shift": plan.shift,
             "boundary": plan.boundary,
             "guidance": {e: plan.guidance_of(e) for e in plan.experts},
             "guidance_mode": "batched" if self.batched else "sequential",
             "solver": plan.solver,
+            **({} if plan.nag is None else {"nag": nag_words(plan.nag)}),
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,
         }
@@ -97,17 +110,32 @@ def make_job(
         guidance_high=request.guidance_high,
         guidance_low=request.guidance_low,
         solver=request.solver,
+        window=None if request.video is None else Window(denoise=strength(request)),
     )
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
     check_refused(family_of(task), sparse=plan.sparse is not None)
+    plan = plan if request.nag is None else with_nag(plan, request.nag)
+    if request.video is not None and not plan.from_latents:
+        raise OptionError(
+            f"denoise {strength(request):g} of {plan.count} steps leaves nothing of the video: use less, or more steps"
+        )
     _check_images(request, task)
     multiple = vae.spatial_stride * dit.patch_size[1]
     width, height = given(request.width, task.width), given(request.height, task.height)
-    if request.width is None and request.image is not None:
-        columns, rows = picture_size(request.image)
-        fit = size_for_image if task.image == "channels" else best_size_for_image
-        width, height = fit(columns, rows, task.width * task.height, multiple)
     frames = given(request.frames, task.frames)
+    picture = None if request.image is None else picture_size(request.image)
+    if request.video is not None:
+        columns, rows, count = video_size(request.video, frames)
+        picture = columns, rows
+        if request.frames is None:
+            frames = (count - 1) // vae.temporal_stride * vae.temporal_stride + 1
+        if count < frames:
+            raise OptionError(
+                f"{request.video} has {count} frames, and {frames} are asked for: use a longer video or fewer frames"
+            )
+    if request.width is None and picture is not None:
+        fit = size_for_image if task.image == "channels" else best_size_for_image
+        width, height = fit(*picture, task.width * task.height, multiple)
     check_size(width, height, frames, multiple=multiple, temporal=vae.temporal_stride)
     T, Y, X = (frames - 1) // vae.temporal_stride + 1, height // vae.spatial_stride, width // vae.spatial_stride
     tokens = dit.tokens(T, Y, X)
@@ -133,6 +161,14 @@ def given(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
+def strength(request: Request) -> float:
+    """Of video-to-video. Raises OptionError where nothing of the video would stay."""
+    denoise = DENOISE if request.denoise is None else request.denoise
+    if denoise >= 1:
+        raise OptionError("denoise 1 given, with which nothing of the video stays: use less, or leave the video out")
+    return denoise
+
+
 def _check_images(request: Request, task: Task) -> None:
     image = request.image or request.last_image
     if task.driven_by:
@@ -140,6 +176,8 @@ def _check_images(request: Request, task: Task) -> None:
             f"{task.name} is driven by videos, which the command line and WanCore's own nodes do not take yet: use "
             f"ComfyUI's {task.driven_by} with WanCore Sampler"
         )
+    if request.denoise is not None and request.video is None:
+        raise OptionError(f"denoise {request.denoise:g} given without a video to start from: give --video as well")
     if task.image == "channels" and not image:
         raise OptionError(f"{task.name} turns an image into a video: give --image (and optionally --last-image)")
     if image and task.image == "none":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +18,12 @@ from wan_core.config import LoadOptions, OptionError
 from wan_core.config.compile_cache import set_compile_caches
 from wan_core.execution.memory.planning import factor, unit_bytes
 from wan_core.execution.optimize import check_compile
+from wan_core.models.text.config import TextConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
@@ -37,15 +39,38 @@ class PartToLoad:
     part: Part
     dtype: torch.dtype
     quantization: Quantization | None = None
+    lora_mode: str = "merge"  # of a transformer: how LoRAs are applied to it, "merge" or "attach", and why
+    lora_why: str = ""
 
     @property
     def bytes(self) -> int:
         return self.part.bytes(self.dtype, self.quantization)
 
     @property
+    def stays_in_file(self) -> bool:
+        """Whether its weights are used as they are stored, so that they can stay in the mapped file."""
+        if self.part.path is None:
+            return False
+        if self.quantization is None:
+            return not self.part.scaled and self.part.packed is None and self.part.stored == self.dtype
+        return is_packed(self.quantization) or (self.part.scaled and self.quantization.as_stored)
+
+    @property
+    def lora_words(self) -> str:
+        """How LoRAs are applied, for reports."""
+        return "merged" if self.lora_mode == "merge" else f"attached: {self.lora_why}"
+
+    @property
     def units(self) -> tuple[int, ...]:
-        """Bytes of a transformer's units, which are copied to the device as one: the rest first, then every block."""
-        config = cast(DiTConfig, self.part.config)
+        """Bytes of the units of a transformer or a text encoder, which are copied to the device as one: the rest first,
+        then every block."""
+        config = self.part.config
+        if isinstance(config, TextConfig):
+            rest = config.vocab_size * config.dim * self.dtype.itemsize
+            if (packed := self.part.packed) is not None and is_packed(self.quantization) and packed.fmt in FORMATS:
+                rest = config.vocab_size * config.dim * packed.bytes // packed.parameters
+            return (rest, *[max(0, self.bytes - rest) // config.num_layers] * config.num_layers)
+        assert isinstance(config, DiTConfig)
         if not is_packed(self.quantization):
             kept = 0 if self.quantization is None else self.quantization.keep_blocks
             return unit_bytes(config, self.dtype.itemsize, self.quantization is not None, kept)
@@ -70,7 +95,6 @@ class ModelSettings:
     attend: Attention
     compile: str
     loras: Mapping[str, Sequence[Wanted]]
-    lora_mode: str
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,21 +110,16 @@ class ModelSettings:
     def all_loras(self) -> list[Wanted]:
         return [one for several in self.loras.values() for one in several]
 
+    @property
+    def attached_loras(self) -> list[Wanted]:
+        return [
+            one for name, several in self.loras.items() if self.parts[name].lora_mode == "attach" for one in several
+        ]
+
     def per_token(self, kind: str) -> float:
         """Bytes of activations over 2 L C, as `planning.factor`. kind: "cuda" or "cpu"."""
         config, itemsize = self.found.dit, self.dtype.itemsize
         return factor(config, itemsize=itemsize, device=kind, compile=self.compile, precision=self.precision)
-
-    def choose_lora_mode(self, policy: str) -> tuple[str, str]:
-        """Whether LoRAs are merged or attached under a residency policy, and why. Raises OptionError for a LoRA that
-        the weights do not allow."""
-        high, quantized = self.parts["high"].part, self.quantization is not None
-        packed = is_packed(self.quantization)
-        mapped = policy == "swap" and not quantized and high.path is not None
-        how, why = choose_mode(self.lora_mode, scaled=high.scaled or packed, quantized=quantized, mapped=mapped)
-        if how == "attach" and packed:
-            check_packed(self.all_loras, self.found.dit)
-        return how, why
 
     def describe(self) -> dict[str, Any]:
         """For reports."""
@@ -127,8 +146,8 @@ class ModelSettings:
 
 
 def resolve_settings(found: Parts | Experts, options: LoadOptions, device: torch.device) -> ModelSettings:
-    """Raises OptionError or AttentionError for what cannot run on `device`, CheckpointError for a LoRA of another
-    model."""
+    """Raises OptionError or AttentionError for what cannot run on `device`, also for a LoRA that packed weights do not
+    take; CheckpointError for a LoRA of another model."""
     high, low = found.of["high"], found.of.get("low")
     precision = precision_of(options.precision, high, device, low)
     stored = options.precision == "checkpoint"
@@ -144,9 +163,13 @@ def resolve_settings(found: Parts | Experts, options: LoadOptions, device: torch
             part,
             compute_dtype(options.vae_precision, device) if name == "vae" else dtype,
             holding(part, quantization, stored, device),
+            *choose_mode(options.lora_mode, packed=is_packed(quantization)),
         )
         for name, part in found.of.items()
     }
+    loras = read_loras(options.loras, found.dit, low is not None)
+    if is_packed(quantization) and parts["high"].lora_mode == "attach":
+        check_packed((one for several in loras.values() for one in several), found.dit)
     return ModelSettings(
         found=found,
         parts=parts,
@@ -156,8 +179,7 @@ def resolve_settings(found: Parts | Experts, options: LoadOptions, device: torch
         attention=attention,
         attend=attend,
         compile=options.compile,
-        loras=read_loras(options.loras, found.dit, low is not None),
-        lora_mode=options.lora_mode,
+        loras=loras,
     )
 
 

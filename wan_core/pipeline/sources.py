@@ -138,14 +138,15 @@ def clues_of(part: Part, *, alone: bool) -> Clues:
     return Clues(part.path, part.metadata, alone)
 
 
-def find_experts(high: str | Path, low: str | Path | None = None) -> Experts:
-    """Recognise one or two transformer files by their headers. Raises CheckpointError or OptionError."""
-    first = recognise(Path(high), "dit", load_dit)
-    second = None if low is None else recognise(Path(low), "dit", load_dit)
+def find_experts(high: str | Path | Checkpoint, low: str | Path | Checkpoint | None = None) -> Experts:
+    """Recognise one or two transformers by the headers of their files, or by their names and shapes where the weights
+    are in memory. Raises CheckpointError or OptionError."""
+    first = recognise(high, "dit", load_dit)
+    second = None if low is None else recognise(low, "dit", load_dit)
     dit = cast(DiTConfig, first.config)
     if second is not None and second.config != dit:
         raise different_experts(first, second)
-    if Path(high).parent == TINY:
+    if first.path is not None and first.path.parent == TINY:
         task, why = embedded_task(dit), ""
         vae = cast(VAEConfig, recognise(TINY / "vae.safetensors", "vae", load_vae).config)
     else:
@@ -178,10 +179,12 @@ def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
     return paths
 
 
-def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module], family: str | None = None) -> Part:
+def recognise(
+    source: str | Path | Checkpoint, kind: Kind, load: Callable[..., nn.Module], family: str | None = None
+) -> Part:
     """Read the file's header and check that it is a whole model of `kind`. family: of a transformer, where a task was
     named."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(source)
     found = detect(checkpoint, kind, family)
     infos = [checkpoint.tensors[name] for name in found.names.values()]
     stored = max(infos, key=lambda info: info.nbytes).dtype
@@ -192,13 +195,14 @@ def recognise(path: Path, kind: Kind, load: Callable[..., nn.Module], family: st
         stored,
         parameters,
         lambda device, dtype, quantization, loras=None, share=None: load(
-            checkpoint if share is None else share(checkpoint),
+            # Opened again: on a CPU, weights are views of the mapping, and LoRAs that are summed in change its pages.
+            open_checkpoint(source) if share is None else share(checkpoint),
             device=device,
             dtype=dtype,
             **({} if kind == "vae" else {"quantization": quantization}),
             **({"loras": loras, "family": family} if kind == "dit" else {}),
         ),
-        path=path,
+        path=source.path if isinstance(source, Checkpoint) else Path(source),
         metadata=checkpoint.metadata,
         scaled=bool(found.scales),
         packed=packed_size(checkpoint, found),

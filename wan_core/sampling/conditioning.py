@@ -1,4 +1,4 @@
-"""What besides noise goes into the transformer: text rows, the known image's channels, or a known first latent frame.
+"""What besides noise goes into the transformer: text rows, the known image's channels, or known first latent frames.
 
 Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
 
@@ -27,7 +27,7 @@ class Conditioning:
     cond: Tensor  # text rows of the prompt, [1 or B, S, text_dim]
     uncond: Tensor | None = None  # of the negative prompt; None where the plan never guides
     concat: Tensor | None = None  # [1 or B, 4 + C, T, Y, X]: mask and image latents after the noise channels (I2V)
-    known: Tensor | None = None  # [1 or B, C, 1, Y, X]: the first latent frame, held fixed at timestep 0 (TI2V)
+    known: Tensor | None = None  # [1 or B, C, K, Y, X]: the first latent frames, held fixed at timestep 0 (TI2V)
     image_features: Tensor | None = None  # [1 or B, N, image_dim]: of CLIP, for transformers that attend to them
     inputs: Mapping[str, Any] = field(default_factory=dict)  # of the model's family: tensors [1 or B, ...] and numbers
     uncond_inputs: Mapping[str, Any] = field(default_factory=dict)  # what the negative prompt's branch has instead
@@ -115,6 +115,13 @@ def best_size_for_image(width: int, height: int, area: int, multiple: int) -> tu
     return by_width if off(by_width) < off(by_height) else by_height
 
 
-def draw_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal float32 noise on the CPU, as ComfyUI draws it, so that a seed means the same on every device."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+def draw_noise(seed: int, shape: tuple[int, ...], batch_index: Sequence[int] | None = None) -> Tensor:
+    """Standard normal float32 noise on the CPU, as ComfyUI draws it, so that a seed means the same on every device.
+
+    batch_index: as ComfyUI's LATENT carries it; video n of the batch gets the noise that was drawn batch_index[n]-th.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if batch_index is None:
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
+    drawn = [torch.randn((1, *shape[1:]), generator=generator) for _ in range(max(batch_index) + 1)]
+    return torch.cat([drawn[index] for index in batch_index])

@@ -26,7 +26,7 @@ from wan_core.sampling.cache.residual import residuals
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.pace import Pace
 from wan_core.sampling.plan import Branch, Expert, Plan, Step
-from wan_core.sampling.solvers import SOLVERS, History
+from wan_core.sampling.solvers import NOISY, SOLVERS, History
 from wan_core.sampling.sparsity.run import sparse_attention
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
@@ -35,6 +35,7 @@ BATCHED_TOKENS = 1024
 
 
 BOTH: tuple[Branch, ...] = ("cond", "uncond")
+NEW = History()
 Made = TypeVar("Made")
 
 RunBranches = Callable[[Sequence[Branch], Callable[[Branch], Tensor], tuple[int, ...]], dict[Branch, Tensor]]
@@ -78,8 +79,13 @@ def denoise(
     relieve: Callable[[Expert], bool] | None = None,
     run_branches: RunBranches | None = None,
     together: bool = False,
+    history: History = NEW,
+    step_noise: Callable[[], Tensor] | None = None,
+    on_end: Callable[[History], None] = lambda _: None,
 ) -> Tensor:
     """Integrate the flow from `noise` to normalised latents, both float32 [B, C, T, Y, X] on the device of the run.
+
+    noise: the noisy sample at the first step's sigma. Where the plan ends above 0, what is returned is noisy too.
 
     acquire: returns an expert ready to run; called once for each phase, so that it may load or swap.
     batched: run both guidance branches as one forward (see `choose_batched`).
@@ -90,9 +96,15 @@ def denoise(
     latents of the one before.
     run_branches: runs the guidance branches of a step (split over ranks); None: here, one after the other or batched.
     together: several ranks run this with the same arguments, and all return the same latents.
+    history: of the solver, from the run that this one goes on with. on_end: told the history at the end.
+    step_noise: draws the noise of one step after the other, for solvers that add some.
     Raises NonFiniteError within a few steps of the first non-finite latent.
     """
-    solver, history, x = SOLVERS[plan.solver], History(), hold_known(noise.float(), conditioning)
+    assert plan.window is None, "`cut_plan` comes before the run"
+    if plan.solver in NOISY and step_noise is None and len(plan.steps) > 1:
+        raise ValueError(f"solver {plan.solver} adds noise: hand in step_noise")
+    solver, x = SOLVERS[plan.solver], hold_known(noise.float(), conditioning)
+    sigmas, past = (*plan.before, *plan.sigmas), len(plan.before)
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device, together)
     image = conditioning.concat is not None or conditioning.known is not None
@@ -111,13 +123,16 @@ def denoise(
                 if ahead is not None and following is not None and step.index == last[0]:
                     ahead(expert, following[0].expert, last[1])
                 velocity, forwards = retried(partial(guided.velocity, x, timesteps[step.index], step), again)
-                x, history = solver(x, velocity, step.index, plan.sigmas, history)
+                if plan.solver in NOISY and step.sigma_next > 0 and step_noise is not None:
+                    history = history._replace(noise=step_noise())
+                x, history = solver(x, velocity, past + step.index, sigmas, history)
                 x = hold_known(x, conditioning)
                 watch.note(step.index, x)
                 if on_step is not None:
                     on_step(Progress(step, len(plan.steps), x, velocity, plan, forwards))
         del prepare, guided, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
+    on_end(history)
     return x
 
 
@@ -171,7 +186,10 @@ class Guided:
         self.batched = batched and run_branches is None
         self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
         self.batch = batch
-        self.named: tuple[Branch, ...] = BOTH if any("uncond" in step.branches for step in phase) else ("cond",)
+        both = any("uncond" in step.branches or step.nag for step in phase)
+        self.named: tuple[Branch, ...] = BOTH if both else ("cond",)
+        device, nag = next(iter(model.parameters())).device, plan.nag
+        self.nag_numbers = None if nag is None else host_numbers([nag.scale, nag.tau, nag.alpha], device)
         self.prepared: tuple[int, int] | None = None
         self.use_texts(phase[0].texts)
         self.adaptive = None
@@ -184,7 +202,7 @@ class Guided:
         if numbers == self.prepared:
             return
         if self.prepared is not None:
-            del self.both, self.text  # keys and values of all blocks: make room for the next
+            del self.both, self.text, self.nag_text  # keys and values of all blocks: make room for the next
             self.prepared = None
         rows = [self.conditioning.text(branch, number) for branch, number in zip(self.named, numbers, strict=False)]
         features = self.conditioning.image_features  # [1 or B, N, D]; both branches see the image
@@ -194,6 +212,9 @@ class Guided:
         own = self.conditioning.family_inputs(self.named, self.batch)
         self.both = self.model.prepare_text(stack_text(rows, self.batch), features, **own)
         self.text = {"cond": self.both.rows(0, self.batch), "uncond": self.both.rows(self.batch, 2 * self.batch)}
+        self.nag_text = None
+        if self.nag_numbers is not None and len(rows) == 2:
+            self.nag_text = self.text["cond"].with_negative(self.text["uncond"], self.nag_numbers)
         self.prepared = numbers
 
     def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
@@ -227,7 +248,9 @@ class Guided:
             return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block)
 
         def forward(branch: Branch) -> Tensor:
-            return self.model(inputs, time, self.text[branch], info((branch,), branch in skipped))
+            text = self.nag_text if step.nag else self.text[branch]
+            assert text is not None
+            return self.model(inputs, time, text, info((branch,), branch in skipped))
 
         if self.run_branches is not None:
             config = self.model.config
@@ -247,7 +270,7 @@ def stack_text(rows: list[Tensor], batch: int) -> Tensor:
 
 
 def model_inputs(x: Tensor, timestep: Tensor, conditioning: Conditioning) -> tuple[Tensor, Tensor]:
-    """The transformer's input [B, C_in, T, Y, X] and its timesteps: [B], or [B, T] where the first latent frame is
+    """The transformer's input [B, C_in, T, Y, X] and its timesteps: [B], or [B, T] where the first latent frames are
     known."""
     B, _, T = x.shape[:3]
     if conditioning.concat is not None:
@@ -255,15 +278,16 @@ def model_inputs(x: Tensor, timestep: Tensor, conditioning: Conditioning) -> tup
     if conditioning.known is None:
         return x, timestep.expand(B)
     frames = timestep.repeat(B, T)
-    frames[:, 0] = 0
+    frames[:, : conditioning.known.shape[2]] = 0
     return x, frames
 
 
 def hold_known(x: Tensor, conditioning: Conditioning) -> Tensor:
-    """Put the known first latent frame back (TI2V): the model is told that it is free of noise."""
-    if conditioning.known is None:
+    """Put the known first latent frames back (TI2V): the model is told that they are free of noise."""
+    known = conditioning.known
+    if known is None:
         return x
-    return torch.cat([conditioning.known.to(x).expand(x.shape[0], -1, -1, -1, -1), x[:, :, 1:]], dim=2)
+    return torch.cat([known.to(x).expand(x.shape[0], -1, -1, -1, -1), x[:, :, known.shape[2] :]], dim=2)
 
 
 def choose_batched(mode: str, plan: Plan, tokens: int, streamed: bool) -> tuple[bool, str]:

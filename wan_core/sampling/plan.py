@@ -6,15 +6,22 @@ a GPU. The same plan drives the sampler, the progress bar, the time estimate and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from math import isfinite
 from typing import Any, Literal
 
-from wan_core.config import AdaptiveOptions, OptionError, SparseOptions
+from wan_core.config import AdaptiveOptions, NagOptions, OptionError, SparseOptions
 from wan_core.models.wan.tasks import find_task
-from wan_core.sampling.schedules import dpmpp_schedule, euler_schedule, unipc_schedule
+from wan_core.sampling.schedules import (
+    dpmpp_schedule,
+    euler_schedule,
+    given_schedule,
+    heun_forwards,
+    unipc_schedule,
+)
+from wan_core.sampling.window import Window
 
 Expert = Literal["high", "low"]
 Branch = Literal["cond", "uncond"]
@@ -24,13 +31,19 @@ SCHEDULES: dict[str, Callable[[int, float], tuple[list[float], list[float]]]] = 
     "unipc": unipc_schedule,
     "dpm++": dpmpp_schedule,
     "euler": euler_schedule,
+    "heun": euler_schedule,
+    "res_multistep": euler_schedule,
+    "lcm": euler_schedule,
 }
 MAX_STEPS = 1000
+PURE_NOISE = 0.999  # a schedule that is given and begins below begins with latents
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step from `sigma` to `sigma_next`. `timestep` (0..1000) is the model's input and selects the expert."""
+    """One step from `sigma` to `sigma_next`. `timestep` (0..1000) is the model's input and selects the expert.
+
+    A solver step of Heun is two of these: the second, its `correction`, predicts at the end of the first."""
 
     index: int
     timestep: float
@@ -46,6 +59,13 @@ class Step:
     sparsity: float = 0.0  # share of the key blocks that attention does not read
     cost: float = 1.0  # estimated time of a forward, relative to one with dense attention
     texts: tuple[int, int] = (0, 0)  # which text of the prompt and of the negative prompt, where they change in a run
+    correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
+    nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
+
+    @property
+    def finishes(self) -> bool:
+        """Whether no noise is left after this step: it is the last of the video."""
+        return self.sigma_next == 0
 
     @property
     def forwards(self) -> int:
@@ -53,22 +73,32 @@ class Step:
         return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings; `texts` only where they change in a run."""
+        """Plain numbers and strings; `texts`, `correction` and `nag` only where they are used."""
         texts = {"texts": list(self.texts)} if any(self.texts) else {}
-        fields = {name: value for name, value in asdict(self).items() if name != "texts"}
-        return {**fields, "branches": list(self.branches), "skipped": list(self.skipped), **texts}
+        used = {name: True for name in ("correction", "nag") if getattr(self, name)}
+        fields = {name: value for name, value in asdict(self).items() if name not in ("texts", "correction", "nag")}
+        return {**fields, "branches": list(self.branches), "skipped": list(self.skipped), **texts, **used}
 
     def words(self) -> str:
         """The step's action as text: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
         skipped = f" {'+'.join(self.skipped)}" if self.skipped not in ((), self.branches) else ""
         keys = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
         texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
-        return f"{self.action}{skipped}{', last guidance' if self.delta else ''}{keys}{texts}"
+        marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag
+        return f"{self.action}{skipped}{marks}{keys}{texts}"
+
+
+def step_numbers(steps: Sequence[Step]) -> list[int]:
+    """Of each forward, the number of its solver step."""
+    numbers: list[int] = []
+    for step in steps:
+        numbers.append((numbers[-1] if numbers else -1) + (not step.correction))
+    return numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All steps of one generation and the settings that determine them."""
+    """The steps of one run and the settings that determine them."""
 
     task: str
     solver: str
@@ -80,6 +110,24 @@ class Plan:
     adaptive: AdaptiveOptions | None = None  # the rule for steps marked "adaptive"
     sparse: SparseOptions | None = None  # how steps with a sparsity select blocks
     keeps: tuple[tuple[Expert, tuple[float, ...]], ...] = ()  # per expert: share of the blocks that each layer reads
+    nag: NagOptions | None = None  # of the steps marked so
+    window: Window | None = None  # the part that is to run, until `cut_plan` has left the other steps out
+    before: tuple[float, ...] = ()  # sigmas of the schedule before the first step of this run
+    from_latents: bool = False  # it begins with latents and part of the noise; otherwise with noise alone
+
+    @property
+    def count(self) -> int:
+        """Solver steps: what a user means by steps."""
+        return sum(not step.correction for step in self.steps)
+
+    @property
+    def reads_negative(self) -> bool:
+        """Whether any step needs the negative prompt."""
+        return self.guided or any(step.nag for step in self.steps)
+
+    def number(self, step: Step) -> int:
+        """Of the solver step that `step` belongs to, from 1."""
+        return step_numbers(self.steps)[step.index] + 1
 
     @property
     def phases(self) -> tuple[tuple[Step, ...], ...]:
@@ -98,7 +146,7 @@ class Plan:
 
     @property
     def sigmas(self) -> tuple[float, ...]:
-        """The sigma before every step, and 0 at the end."""
+        """The sigma before every step, and the one at the end: 0, unless noise is left over."""
         return (*(s.sigma for s in self.steps), self.steps[-1].sigma_next)
 
     @property
@@ -113,7 +161,7 @@ class Plan:
 
     @property
     def guided(self) -> bool:
-        """Whether any step needs the negative prompt."""
+        """Whether any step runs both branches."""
         return any("uncond" in s.branches for s in self.steps)
 
     def estimate(self, seconds: Mapping[Expert, float]) -> float | None:
@@ -143,14 +191,16 @@ class Plan:
             "sparse": None if self.sparse is None else asdict(self.sparse),
             "keeps": {expert: list(keeps) for expert, keeps in self.keeps},
             "notes": list(self.notes),
+            **({"nag": asdict(self.nag)} if self.nag else {}),
+            **({"before": list(self.before)} if self.before else {}),
             "steps": [s.as_dict() for s in self.steps],
         }
 
     def table(self) -> str:
         """The steps as text, one per line, with a line at the change of expert."""
-        count = {e: sum(s.expert == e for s in self.steps) for e in self.experts}
+        count = {e: sum(s.expert == e and not s.correction for s in self.steps) for e in self.experts}
         lines = [
-            f"{self.task}: {len(self.steps)} steps, {self.solver}, shift {self.shift:g}, boundary {self.boundary:g} "
+            f"{self.task}: {self.step_words()}, {self.solver}, shift {self.shift:g}, boundary {self.boundary:g} "
             f"({', '.join(f'{n} {e}-noise' for e, n in count.items())}), {self.forward_words()}",
             *self.notes,
             f"{'step':>4}  {'timestep':>8}  {'sigma':>7}  {'expert':<6}  {'guidance':>8}  {'branches':<11}  action",
@@ -163,6 +213,12 @@ class Plan:
                 f"{'+'.join(step.branches):<11}  {step.words()}"
             )
         return "\n".join(lines)
+
+    def step_words(self) -> str:
+        """`20 steps`, or `10 steps from sigma 0.75 to 0.25` for a part of a schedule."""
+        first, last = self.steps[0].sigma, self.steps[-1].sigma_next
+        part = f" from sigma {first:.4g} to {last:.4g}" if self.from_latents or last else ""
+        return f"{self.count} steps{part}"
 
     def forward_words(self) -> str:
         """`80 forwards`, or `44 of 80 forwards (45 % saved)`; `at most` if the plan has adaptive steps."""
@@ -181,12 +237,15 @@ def make_plan(
     guidance_high: float | None = None,
     guidance_low: float | None = None,
     solver: str = "unipc",
+    sigmas: Sequence[float] | None = None,
+    window: Window | None = None,
 ) -> Plan:
     """The plan of one generation. Arguments that are None take the task's default.
 
     steps 1..1000; shift > 0; boundary 0..1 (the high-noise expert runs where timestep >= boundary * 1000; at 0 it runs
-    every step, as in tasks with one transformer); guidance 0..100 per expert; solver "unipc", "dpm++" or "euler".
-    Raises OptionError.
+    every step, as in tasks with one transformer); guidance 0..100 per expert; solver: a name in `SCHEDULES`.
+    sigmas: the schedule itself, falling, instead of that of the solver. window: the part of the schedule that is to
+    run: the plan has all steps until `cut_plan`. Raises OptionError.
     """
     default = find_task(task)
     if guidance_low is not None and guidance_high is None and not default.two_experts:
@@ -194,7 +253,8 @@ def make_plan(
             f"guidance {guidance_low} given for the low-noise expert, but {default.name} has one transformer, which "
             "uses guidance_high: give that, or both"
         )
-    steps = default.steps if steps is None else steps
+    given = None if sigmas is None else given_schedule(sigmas)
+    steps = (default.steps if given is None else len(given[1])) if steps is None else steps
     shift = default.shift if shift is None else shift
     boundary = default.boundary if boundary is None else boundary
     guidance: dict[Expert, float] = {
@@ -202,21 +262,53 @@ def make_plan(
         "low": default.guidance_low if guidance_low is None else guidance_low,
     }
     _check(steps, shift, boundary, guidance, solver)
-    sigmas, timesteps = SCHEDULES[solver](steps, shift)
+    found, timesteps, within = _schedule(solver, steps, shift, given, window)
+    rows = [(timesteps[i], found[i], found[i + 1], False) for i in range(len(timesteps))]
+    if solver == "heun":
+        rows = heun_forwards(rows)
 
-    def step(i: int) -> Step:
-        expert: Expert = "high" if timesteps[i] >= boundary * 1000 else "low"
+    def step(index: int, row: tuple[float, float, float, bool]) -> Step:
+        timestep, sigma, sigma_next, correction = row
+        expert: Expert = "high" if timestep >= boundary * 1000 else "low"
         return Step(
-            index=i,
-            timestep=timesteps[i],
-            sigma=sigmas[i],
-            sigma_next=sigmas[i + 1],
+            index=index,
+            timestep=timestep,
+            sigma=sigma,
+            sigma_next=sigma_next,
             expert=expert,
             guidance=guidance[expert],
             branches=("cond",) if guidance[expert] == 1 else ("cond", "uncond"),
+            correction=correction,
         )
 
-    return Plan(task=default.name, solver=solver, shift=shift, boundary=boundary, steps=tuple(map(step, range(steps))))
+    return Plan(
+        task=default.name,
+        solver=solver,
+        shift=shift,
+        boundary=boundary,
+        steps=tuple(step(index, row) for index, row in enumerate(rows)),
+        window=within,
+        from_latents=sigmas is not None and sigmas[0] < PURE_NOISE,
+    )
+
+
+def _schedule(
+    solver: str, steps: int, shift: float, given: tuple[list[float], list[float]] | None, window: Window | None
+) -> tuple[list[float], list[float], Window | None]:
+    """(sigmas, timesteps) of the whole schedule, `given` or the solver's, and the window in it. Raises OptionError."""
+    whole, within = (steps, None) if window is None else window.within(steps)
+    if given is None:
+        if whole > MAX_STEPS:
+            raise OptionError(
+                f"{steps} steps given, the last of {whole} by their strength, and {MAX_STEPS} are allowed: use fewer "
+                "steps or a larger denoise"
+            )
+        return *SCHEDULES[solver](whole, shift), within
+    if steps != len(given[1]):
+        raise OptionError(f"{steps} steps given, and sigmas for {len(given[1])}: leave the steps out")
+    if window is not None and window.denoise != 1:
+        raise OptionError("denoise below 1 given, and sigmas, which say where the run begins: leave denoise at 1")
+    return *given, within
 
 
 def _check(steps: int, shift: float, boundary: float, guidance: dict[Expert, float], solver: str) -> None:

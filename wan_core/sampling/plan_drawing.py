@@ -15,7 +15,7 @@ def draw_plan(plan: Plan, seconds: float | None = None, size: tuple[int, int] = 
     """
     canvas = Canvas(*size)
     left, right, top, bottom = 56, size[0] - 24, 64, size[1] - 132
-    canvas.text(24, 16, f"{plan.task}   {len(plan.steps)} steps   {plan.solver}   shift {plan.shift:g}", size=17)
+    canvas.text(24, 16, f"{plan.task}   {plan.step_words()}   {plan.solver}   shift {plan.shift:g}", size=17)
     time = "time unknown before a first run" if seconds is None else f"about {clock(seconds)}"
     canvas.text(size[0] - 24, 19, f"{plan.forward_words()}   {time}", FAINT, anchor="ra")
 
@@ -31,6 +31,8 @@ def draw_plan(plan: Plan, seconds: float | None = None, size: tuple[int, int] = 
         colour, skipped = EXPERT_COLOUR[step.expert], step.skipped == step.branches
         canvas.dot(*points[step.index], min(4, max(1.5, step_width / 3)), PAPER if skipped else colour, colour)
     _draw_guidance(canvas, plan, left, step_width, bottom + 40)
+    if plan.sparse is not None:
+        _draw_sparsity(canvas, plan, left, step_width, bottom + 88)
     _draw_legend(canvas, plan, size[1] - 24)
     return canvas.finish()
 
@@ -71,10 +73,19 @@ def _draw_guidance(canvas: Canvas, plan: Plan, left: float, step_width: float, t
         before = step
 
 
+def _draw_sparsity(canvas: Canvas, plan: Plan, left: float, step_width: float, top: float) -> None:
+    """A bar per step that computes: the share of the keys that attention reads."""
+    canvas.text(left - 8, top + 5, "keys", FAINT, 11, "rm")
+    for step in plan.steps:
+        x, colour = left + step.index * step_width, EXPERT_COLOUR[step.expert]
+        if step.forwards:
+            canvas.box(x + 0.5, top + 10 * step.sparsity, x + step_width - 0.5, top + 10, colour, colour)
+
+
 def _draw_legend(canvas: Canvas, plan: Plan, y: float) -> None:
     x = 56.0
     for expert in plan.experts:
-        count = sum(step.expert == expert for step in plan.steps)
+        count = sum(step.expert == expert and not step.correction for step in plan.steps)
         canvas.dot(x, y, 5, EXPERT_COLOUR[expert], EXPERT_COLOUR[expert])
         words = f"{expert}-noise expert: {count} steps" if plan.boundary else f"one model: {count} steps"
         canvas.text(x + 12, y, words, INK, 12, "lm")

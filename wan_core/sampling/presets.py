@@ -1,4 +1,4 @@
-"""Settings for step-distilled weights: few Euler steps without guidance.
+"""Settings under one name: for step-distilled weights, few Euler steps without guidance; and those of templates.
 
 Step-distilled weights cannot be told from others by their tensors. They are recognised by the metadata or the name of
 the LoRA or checkpoint ("4steps", "lightx2v", "lightning", ...). A preset sets only what the user did not set.
@@ -18,11 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wan_core.config import check_choice
+from wan_core.config import OptionError, check_choice
 from wan_core.config.limits import MAX_HEADER
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.cache.skipping import looks_distilled
 from wan_core.sampling.plan import SCHEDULES, Plan, make_plan
+from wan_core.sampling.schedules import given_schedule
+from wan_core.sampling.window import Window
 
 GUIDED = 3.5  # the usual guidance scale for the high-noise expert of distilled weights
 _STEPS = re.compile(r"(?<![0-9])([1-8])[ _-]?steps?(?![a-z])", re.IGNORECASE)
@@ -46,17 +48,28 @@ PRESETS: dict[str, Preset] = {
         Preset(name=f"{steps}-step-guided", steps=steps, guidance_high=GUIDED),
     )
 }
+STEPPED = tuple(PRESETS)
+PRESETS |= {
+    # As the families of distilled LoRAs are called: four steps each.
+    "lightx2v": Preset(name="lightx2v", steps=4),
+    "lightning": Preset(name="lightning", steps=4),
+    # ComfyUI's own templates of Wan 2.2 A14B: as they are without step-distilled files; with them, four steps.
+    "template": Preset(name="template", steps=20, guidance_high=GUIDED, guidance_low=GUIDED),
+}
 CHOICES = ("auto", "none", *PRESETS)
 
 
 def find_preset(name: str, files: Sequence[Path] = ()) -> tuple[Preset | None, str]:
-    """(preset, reason). "auto" takes the preset of the first file that is step-distilled, or (None, "").
+    """(preset, reason). "auto" takes the preset of the first file that is step-distilled, or (None, ""), and "template"
+    four steps where a file is.
 
     files: the files of the experts and their LoRAs. Raises OptionError for an unknown name.
     """
     check_choice("preset", name, CHOICES)
+    if name == "template" and any(distilled_steps(file) for file in files):
+        return PRESETS["4-step"], "asked for as template, with step-distilled files"
     if name != "auto":
-        unconfirmed = files and not any(distilled_steps(file) for file in files)
+        unconfirmed = name != "template" and files and not any(distilled_steps(file) for file in files)
         return PRESETS.get(name), f"asked for{', but no file says that it is step-distilled' if unconfirmed else ''}"
     for file in files:
         steps = distilled_steps(file)
@@ -73,7 +86,7 @@ def distilled_steps(file: Path) -> int | None:
     if not metadata and not looks_distilled(file):
         return None
     steps = int(match[1]) if match else 4
-    return min((preset.steps for preset in PRESETS.values()), key=lambda count: abs(count - steps))
+    return min((PRESETS[name].steps for name in STEPPED), key=lambda count: abs(count - steps))
 
 
 def safetensors_metadata(file: Path) -> Mapping[str, str]:
@@ -102,18 +115,23 @@ def preset_plan(
     guidance_low: float | None = None,
     solver: str | None = None,
     two_experts: bool | None = None,
+    sigmas: Sequence[float] | None = None,
+    window: Window | None = None,
 ) -> Plan:
     """As `make_plan`. Arguments that are None come from a preset (see `find_preset`), else from the task.
 
     two_experts: whether two transformers are loaded; None: as the task says. Raises OptionError.
     """
+    if sigmas is not None and shift is not None:
+        raise OptionError(f"shift {shift:g} given, and sigmas, which have a shift already: leave the shift out")
     settings, reason = find_preset(preset, files)
     if settings is None:
         return make_plan(
             task=task, steps=steps, shift=shift, boundary=boundary, guidance_high=guidance_high,
-            guidance_low=guidance_low, solver=solver or "unipc",
+            guidance_low=guidance_low, solver=solver or "unipc", sigmas=sigmas, window=window,
         )  # fmt: skip
-    steps, shift, solver = steps or settings.steps, shift or settings.shift, solver or settings.solver
+    steps = steps or (settings.steps if sigmas is None else len(sigmas) - 1)
+    shift, solver = shift or settings.shift, solver or settings.solver
     two = find_task(task).two_experts if two_experts is None else two_experts
     numbers = {
         "task": task,
@@ -122,10 +140,13 @@ def preset_plan(
         "guidance_high": settings.guidance_high if guidance_high is None else guidance_high,
         "guidance_low": settings.guidance_low if guidance_low is None else guidance_low,
         "solver": solver,
+        "sigmas": sigmas,
+        "window": window,
     }
     plan = make_plan(**numbers, boundary=boundary)
     if boundary is None and two and steps > 1:
-        plan = make_plan(**numbers, boundary=halfway(SCHEDULES[solver](steps, shift)[1]))
+        timesteps = SCHEDULES[solver](steps, shift)[1] if sigmas is None else given_schedule(sigmas)[1]
+        plan = make_plan(**numbers, boundary=halfway(timesteps))
     return replace(plan, notes=(*plan.notes, f"preset {settings.name}: {reason}"))
 
 

@@ -40,7 +40,7 @@ def assign_texts(plan: Plan, positive: Sequence[TextRange], negative: Sequence[T
     """
     steps: list[Step] = []
     for phase in plan.phases:
-        guided = any("uncond" in step.branches for step in phase)
+        guided = any("uncond" in step.branches or step.nag for step in phase)
         for step in phase:
             uncond = _text_of(step, plan.shift, negative, "negative") if guided else 0
             steps.append(replace(step, texts=(_text_of(step, plan.shift, positive, "positive"), uncond)))

@@ -16,15 +16,16 @@ from wan_core.config import LoadOptions, Request
 from wan_core.execution.report import Report
 from wan_core.models.text.notes import TokenCount
 from wan_core.sampling.plan import Plan, Step
+from wan_core.sampling.start import Leftover, Start
 from wan_core.workers.launcher import Workers
-from wan_core.workers.wire import plan_from, report_from
+from wan_core.workers.wire import LEFT, plan_from, report_from, start_data
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RemoteProgress:
-    """`denoise.Progress` of a step that ran in the workers. picture: what `preview` returns, the middle frame alone."""
+    """`denoise.Progress` of a step that ran in the workers. picture: what `preview` returns, of the first video."""
 
     step: Step
     plan: Plan
@@ -40,7 +41,7 @@ class RemoteProgress:
         return self.plan.left(self.step, seconds)
 
     def preview(self) -> Tensor:
-        """Normalised latents [1, C, 1, Y, X]."""
+        """Normalised latents [1, C, T, Y, X]."""
         assert self.picture is not None
         return self.picture
 
@@ -104,17 +105,17 @@ def sample(
     plan: Plan,
     conditioning: Mapping[str, Tensor],
     *,
-    shape: Sequence[int],
-    seed: int,
+    start: Start,
     batched: bool,
     report: Report,
     fps: int,
     keep: Path | None = None,
     on_step: OnStep | None = None,
     on_phase: Callable[[str], None] = lambda _: None,
+    on_leftover: Callable[[Leftover], None] = lambda _: None,
     poll: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """As `pipeline.sample_latents`, on all workers: un-normalised latents float32 of `shape` on the CPU.
+    """As `sample.sample_latents`, on all workers: un-normalised latents float32 on the CPU.
 
     model: `LoadOptions` with the paths of the experts, as a dict. conditioning: the fields of `Conditioning` that are
     set. keep: where rank 0 writes the latents before it sends them; the file is deleted when they have arrived. Times
@@ -130,23 +131,25 @@ def sample(
             step = plan.steps[header["step"]]
             on_step(RemoteProgress(step, plan, header["forwards"], tensors.get("preview")), header["seconds"])
 
+    begin, tensors = start_data(start)
     fields = {
         "model": dict(model),
         "mesh": workers.options.mesh,
         "plan": asdict(plan),
-        "shape": list(shape),
-        "seed": seed,
+        "start": begin,
         "batched": batched,
         "keep": None if keep is None else str(keep.absolute()),
         "fps": fps,
         "settings": report.settings,
     }
-    found, tensors = workers.call("sample", fields, conditioning, on_event=event, poll=poll)
+    found, made = workers.call("sample", fields, {**conditioning, **tensors}, on_event=event, poll=poll)
     if keep is not None:
         with suppress(OSError):  # the folder was read-only, and nothing was kept
             keep.unlink()
     add_report(report, found["report"])
-    return tensors["latents"]
+    if found["leftover"] is not None:
+        on_leftover(Leftover.from_tensors(found["leftover"], {name.removeprefix(LEFT): made[name] for name in made}))
+    return made["latents"]
 
 
 def decode(

@@ -40,13 +40,14 @@ from wan_core.pipeline.pipeline import OnStep, Pipeline, sample_latents
 from wan_core.pipeline.resolved_request import Job, make_job
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
 from wan_core.pipeline.sources import find_experts, find_models, own_loras, recognise
-from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel, ring_note
+from wan_core.sampling.start import Leftover
 from wan_core.workers.experts import LoadedExperts
 from wan_core.workers.rank import BLOCKS_BETWEEN_CHECKS, BetweenBlocks, Rank
-from wan_core.workers.wire import load_options_from, plan_from, report_data, request_from
+from wan_core.workers.wire import LEFT, load_options_from, plan_from, prefixed, report_data, request_from, start_from
 
 Answer = tuple[dict[str, Any], dict[str, Tensor]]
 Made = TypeVar("Made")
@@ -139,7 +140,9 @@ class Jobs:
     def sample(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Noise and conditioning to un-normalised latents, by a plan that is given."""
         options = load_options_from(header["model"], self.rank.device)
-        plan, shape, batched = plan_from(header["plan"]), tuple(header["shape"]), header["batched"]
+        plan, batched = plan_from(header["plan"]), header["batched"]
+        start = start_from(header["start"], tensors)
+        shape = start.shape
         report = Report(self.rank.device)
         assert options.high is not None
         found = find_experts(options.high, options.low)
@@ -161,13 +164,16 @@ class Jobs:
         given = Conditioning.of({name: value.to(self.rank.device) for name, value in tensors.items()})
         self.phase("denoise")
         between = self.between_blocks(choice.mesh, found.dit)
+        left: list[Leftover] = []
         latents = sample_latents(
             plan,
             models.expert,
             given,
-            draw_noise(header["seed"], shape).to(self.rank.device),
+            start.sample(plan, found.vae, self.rank.device),
             found.vae,
             report,
+            start=start,
+            on_leftover=left.append,
             batched=batched,
             on_step=self.on_step(between, preview=True),
             checks=between,
@@ -175,7 +181,10 @@ class Jobs:
             ranks=ranks,
         )
         self.keep(header["keep"], latents, header["fps"], report, header["settings"])
-        return {"report": report_data(report), "attention": models.attention}, {"latents": latents.cpu()}
+        answer = {"report": report_data(report), "attention": models.attention}
+        answer["leftover"] = left[0].as_dict() if left else None
+        rest = prefixed(left[0].to(torch.device("cpu")).tensors(), LEFT) if left else {}
+        return answer, {"latents": latents.cpu(), **rest}
 
     def decode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Latents [B, C, T, Y, X] to pictures float32 [B * F, H, W, 3]."""
@@ -291,7 +300,7 @@ class Jobs:
         behind: list[Callable[[], None]] = []
 
         def note(progress: Progress, seconds: float | None) -> None:
-            picture = _middle(progress.preview()) if preview and self.rank.rank == 0 else None
+            picture = _first(progress.preview()) if preview and self.rank.rank == 0 else None
             ready = None  # on a GPU: when this step has run and its picture has arrived
             if self.rank.device.type == "cuda":
                 ready = torch.cuda.Event()
@@ -343,10 +352,9 @@ class Jobs:
             self.rank.send({"kind": "event", "name": "not kept", "path": path, "text": failed})
 
 
-def _middle(latents: Tensor) -> Tensor:
-    """The middle latent frame float32 [1, C, 1, Y, X] of the first video, of which previews are drawn, on the CPU. From
-    a GPU it is still on its way: waiting for it would mean waiting for all that was launched since."""
-    middle = latents.shape[2] // 2
-    frame = latents[:1, :, middle : middle + 1].float()
-    host = torch.empty(frame.shape, pin_memory=frame.is_cuda)
-    return host.copy_(frame, non_blocking=True)
+def _first(latents: Tensor) -> Tensor:
+    """The first video float32 [1, C, T, Y, X], of which previews are drawn, on the CPU. From a GPU it is still on its
+    way: waiting for it would mean waiting for all that was launched since."""
+    video = latents[:1].float()
+    host = torch.empty(video.shape, pin_memory=video.is_cuda)
+    return host.copy_(video, non_blocking=True)

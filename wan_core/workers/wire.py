@@ -10,12 +10,14 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from wan_core.config import (
     AdaptiveOptions,
     GuidanceOptions,
     LoadOptions,
     MagCacheOptions,
+    NagOptions,
     Request,
     SkipOptions,
     SparseOptions,
@@ -23,7 +25,9 @@ from wan_core.config import (
 )
 from wan_core.execution.report import Phase, Report
 from wan_core.sampling.plan import Plan, Step
+from wan_core.sampling.start import Leftover, Start
 
+LEFT = "leftover."  # names of the tensors of a `Leftover`
 SKIPS = {
     "magcache": MagCacheOptions,
     "taylorseer": TaylorSeerOptions,
@@ -49,7 +53,9 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
     adaptive = None if data["adaptive"] is None else AdaptiveOptions(**data["adaptive"])
     sparse = None if data["sparse"] is None else SparseOptions(**data["sparse"])
     keeps = tuple((expert, tuple(shares)) for expert, shares in data["keeps"])
+    nag = None if data["nag"] is None else NagOptions(**data["nag"])
     made = {"steps": steps, "notes": tuple(data["notes"]), "adaptive": adaptive, "sparse": sparse, "keeps": keeps}
+    made |= {"nag": nag, "before": tuple(data["before"])}
     return Plan(**{**data, **made})
 
 
@@ -58,7 +64,34 @@ def request_from(data: Mapping[str, Any]) -> Request:
     skip = data["skip"]
     if skip is not None:
         skip = SkipOptions(**{name: SKIPS[name](**given) for name, given in skip.items() if given is not None})
-    return Request(**{**data, "skip": skip})
+    nag = None if data["nag"] is None else NagOptions(**data["nag"])
+    return Request(**{**data, "skip": skip, "nag": nag})
+
+
+def start_data(start: Start) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a run begins with, as the fields of a header and tensors."""
+    fields: dict[str, Any] = {"shape": list(start.shape), "seed": start.seed, "add_noise": start.add_noise}
+    fields["batch_index"] = None if start.batch_index is None else list(start.batch_index)
+    left, tensors = start.leftover, {} if start.latents is None else {"latents": start.latents}
+    fields["leftover"] = None if left is None else left.as_dict()
+    return fields, tensors | ({} if left is None else prefixed(left.tensors(), LEFT))
+
+
+def start_from(fields: Mapping[str, Any], tensors: dict[str, Tensor]) -> Start:
+    """The inverse of `start_data`. Takes its tensors out of `tensors`."""
+    left = {name.removeprefix(LEFT): tensors.pop(name) for name in list(tensors) if name.startswith(LEFT)}
+    return Start(
+        shape=tuple(fields["shape"]),
+        seed=fields["seed"],
+        add_noise=fields["add_noise"],
+        batch_index=None if fields["batch_index"] is None else tuple(fields["batch_index"]),
+        latents=tensors.pop("latents", None),
+        leftover=Leftover.from_tensors(fields["leftover"], left) if fields["leftover"] else None,
+    )
+
+
+def prefixed(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": value for name, value in tensors.items()}
 
 
 def load_options_from(data: Mapping[str, Any], device: torch.device) -> LoadOptions:

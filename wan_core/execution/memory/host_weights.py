@@ -1,8 +1,8 @@
 """A model's weights in host memory, in pieces that travel to the device as one.
 
 A *unit* is a set of tensors that lie one behind the other in one piece of memory, so that one copy moves all of them. A
-transformer has one for every block and one for the rest; any other model is a single unit. Each tensor of the module
-points either to its place in host memory or to the same place in a copy of the unit on the device.
+transformer and a text encoder have one for every block and one for the rest; any other model is a single unit. Each
+tensor of the module points either to its place in host memory or to the same place in a copy of the unit on the device.
 
 The matrices of attached LoRAs belong to no unit. They are small and stay on the device, so that other LoRAs change no
 layout.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.execution.memory.pinned_memory import PinnedMemory
+from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.lora import is_attached
 
@@ -118,7 +119,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class HostWeights:
-    """The weights of `model` in host memory: its units, the rest first, then the blocks of a transformer.
+    """The weights of `model` in host memory: its units, the rest first, then the blocks of a transformer or a text
+    encoder.
 
     lock: pin the memory, so that a GPU reads it at full speed, from the context of `device` (None: the current one).
     copy: False leaves the weights where they are (a mapped file), where there is not enough memory to pin.
@@ -129,9 +131,10 @@ class HostWeights:
         named = {name: tensor for name, tensor in tensors_of(model).items() if not is_attached(name)}
         assert not any(tensor.is_inference() for tensor in named.values()), "weights made in inference mode stay there"
         groups: list[list[str]] = [list(named)]
-        if isinstance(model, WanModel):
-            prefixes = [f"blocks.{i}." for i in range(len(model.blocks))]
-            groups = [[n for n in named if not n.startswith("blocks.")]]
+        if isinstance(model, WanModel | TextEncoder):
+            blocks, prefix = (model.blocks, "") if isinstance(model, WanModel) else (model.encoder.blocks, "encoder.")
+            prefixes = [f"{prefix}blocks.{i}." for i in range(len(blocks))]
+            groups = [[n for n in named if not n.startswith(f"{prefix}blocks.")]]
             groups += [[n for n in named if n.startswith(prefix)] for prefix in prefixes]
         self.units = [Unit(names, [named[n] for n in names]) for names in groups]
         here = (torch.cuda.current_device() if device is None else device) if lock else None

@@ -27,6 +27,7 @@ from wan_core.models.wan.linears import quantized_names
 # Bytes of activations over 2 L C. benchmarks/results/single-*.json, activation_gib less the prompt's keys and values.
 FACTORS = {"fused": 5.05, "compiled": 6.06, "engine": 5.66, "torch": 10.05}
 DECODE = {False: 11.5, True: 15.5}  # of a VAE's widest layer at full size, 2.1 and 2.2, measured likewise
+TEXT = int(0.15 * GIB)  # activations of encoding prompts
 LATENTS = 0.2 * GIB  # latents and their history, the rotation table, workspaces of products
 CONTEXT = int(0.6 * GIB)  # what CUDA and its libraries take of a card beside torch's own memory
 RESERVE = 0.5 * GIB, 0.025  # for holes between pieces of memory: so much, and this share of the room
@@ -37,13 +38,14 @@ LEAST_STREAMED = SLOTS + 1  # blocks: fewer would take more memory for their slo
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Of the models, in bytes of weights. `units`: of one transformer, the rest first, then every block. `experts`:
-    how many transformers."""
+    how many transformers. `text_stage`: of the text encoder on the device while its blocks stream; 0: they cannot."""
 
     units: tuple[int, ...]
     experts: int
     text_encoder: int
     vae: int
     clip_vision: int = 0
+    text_stage: int = 0
 
     @property
     def expert(self) -> int:
@@ -93,6 +95,7 @@ class MemoryPlan:
     reserve: int
     host: int  # locked host memory
     together: bool  # models stay beside each other where there is room
+    streams_text: bool  # the blocks of the text encoder stream
     phases: tuple[Phase, ...]
     beside: Mapping[str, int]  # by model: what `Residency` keeps free for it
     why: str
@@ -137,6 +140,7 @@ class MemoryPlan:
         return {
             "policy": self.policy,
             "resident_blocks": self.resident_blocks,
+            "streams_text": self.streams_text,
             "peak_gib": round(self.peak / GIB, 3),
             "room_gib": round(self.room / GIB, 3),
             "host_gib": round(self.host / GIB, 3),
@@ -194,7 +198,7 @@ def beside_weights(
     forward = per_token * 2 * tokens * dit.dim * (1 + batched)
     decode = vae_bytes(vae, Y, X)
     return Beside(
-        text=int(0.15 * GIB),
+        text=TEXT,
         denoise=int(forward + prompts + residuals + LATENTS * min(1.0, tokens / 32760)),
         decode=decode,
         image=decode if image else 0,
@@ -270,6 +274,7 @@ def plan_memory(
     resident = blocks
     if policy == "stream":
         resident = _fitting_blocks(sizes, beside, room) if resident_blocks is None else resident_blocks
+    streams_text = policy != "resident" and text_streams(sizes, beside, room)
     named = {"text_encoder": beside.text, "clip_vision": beside.text, "vae": max(beside.decode, beside.image)}
     return MemoryPlan(
         policy=policy,
@@ -279,10 +284,16 @@ def plan_memory(
         reserve=reserve,
         host=0 if policy == "resident" else sizes.all,
         together=together,
-        phases=tuple(_phases(sizes, beside, policy, resident, room if together else 0)),
+        streams_text=streams_text,
+        phases=tuple(_phases(sizes, beside, policy, resident, room if together else 0, streams_text)),
         beside=named | dict.fromkeys(("high", "low"), beside.denoise),
         why=why,
     )
+
+
+def text_streams(sizes: Sizes, beside: Beside, room: int) -> bool:
+    """Whether the text encoder has to stream: it can, and does not fit as a whole."""
+    return 0 < sizes.text_stage < sizes.text_encoder and sizes.text_encoder + beside.text > room
 
 
 def _fitting_blocks(sizes: Sizes, beside: Beside, room: int) -> int:
@@ -294,7 +305,7 @@ def _fitting_blocks(sizes: Sizes, beside: Beside, room: int) -> int:
     return 0
 
 
-def _phases(sizes: Sizes, beside: Beside, policy: Policy, resident: int, room: int) -> list[Phase]:
+def _phases(sizes: Sizes, beside: Beside, policy: Policy, resident: int, room: int, streams_text: bool) -> list[Phase]:
     """room: for models beside the one that runs; 0: it is alone."""
     stage = stage_bytes(sizes.units, resident)
 
@@ -305,8 +316,9 @@ def _phases(sizes: Sizes, beside: Beside, policy: Policy, resident: int, room: i
             held.pop(0)
         return Phase(name, own + sum(held), run, what) if policy != "resident" else Phase(name, sizes.all, run, what)
 
-    text, vae = sizes.text_encoder, sizes.vae
-    phases = [phase("text", text, beside.text, "the text encoder", ())]
+    text, vae = sizes.text_stage if streams_text else sizes.text_encoder, sizes.vae
+    words = "the text encoder" + (f", its blocks stream ({sizes.text_encoder / GIB:.2f})" if streams_text else "")
+    phases = [phase("text", text, beside.text, words, ())]
     image = (vae,) if beside.image else ()
     if beside.image:
         encoders = "the VAE, the CLIP vision encoder" if sizes.clip_vision else "the VAE"

@@ -4,7 +4,7 @@
 it, and are copied to the device when they are used: `swap` has one transformer at a time on the device, `stream` only
 some of its blocks, and the others pass through (`wan_core.execution.memory.streaming`). Experts of one layout share
 their device memory, so that one makes room for the next block by block. Text encoder and VAE leave when their memory
-is needed, and come back when they are used.
+is needed, and come back when they are used; a text encoder that does not fit streams.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from wan_core.execution.memory.host_weights import HostWeights, Layout, tensors_
 from wan_core.execution.memory.pinned_memory import available_bytes
 from wan_core.execution.memory.streaming import Stage
 from wan_core.execution.report import GIB
+from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.lora import is_attached
 
@@ -33,6 +34,8 @@ class Residency:
 
     resident_blocks: under `stream`, how many blocks of a transformer stay on the device. room: bytes on the device for
     weights and what runs beside them; None: one model at a time. beside: what runs beside each model, in bytes.
+    streams_text: all blocks of the text encoder stream, unless everything stays on the device. A prompt runs through
+    them once, so that blocks that stay would save nothing.
     """
 
     def __init__(
@@ -43,8 +46,9 @@ class Residency:
         resident_blocks: int = 0,
         room: int | None = None,
         beside: Mapping[str, int] | None = None,
+        streams_text: bool = False,
     ) -> None:
-        self.device = device
+        self.device, self.streams_text = device, streams_text
         self.policy: Policy = policy
         self.resident_blocks, self.room, self.beside = resident_blocks, room, dict(beside or {})
         self.models: dict[str, nn.Module] = {}
@@ -57,17 +61,18 @@ class Residency:
         """Where a loader should put weights: straight on the device if they stay there."""
         return self.device if self.policy == "resident" else torch.device("cpu")
 
-    def add(self, name: str, model: nn.Module) -> None:
-        """Take `model` over. Its weights move to pinned host memory, unless they stay on the device."""
+    def add(self, name: str, model: nn.Module, *, copy: bool | None = None) -> None:
+        """Take `model` over. Its weights move to pinned host memory, unless they stay on the device. copy: False leaves
+        them where they are, in a mapped file; None decides by the memory that is available."""
         self.models[name] = model
         if self.policy != "resident":
-            self._move_to_host(name, model)
+            self._move_to_host(name, model, copy)
 
     def adopt(self, name: str, weights: HostWeights) -> None:
         """As `add`, for a model whose weights are in host memory already."""
         self.models[name], self.host_weights[name] = weights.model, weights
         if weights.layout not in self.stages:
-            self.stages[weights.layout] = self._stage()
+            self.stages[weights.layout] = self._stage(weights.model)
 
     def remove(self, name: str) -> None:
         """Forget a model. Its weights are in host memory then, unless they stayed on the device."""
@@ -85,6 +90,8 @@ class Residency:
             self._make_room(name, stage)
             if isinstance(model, WanModel):
                 model.runners.weights = stage
+            elif isinstance(model, TextEncoder):
+                model.encoder.weights = stage
             stage.use(weights)
         return model
 
@@ -96,9 +103,12 @@ class Residency:
                 stage.leave_device()
 
     def forget_copies(self, name: str) -> None:
-        """Discard every copy of its weights on the device: those in host memory are about to change."""
+        """Discard every copy of its weights on the device: those in host memory are about to change, and no copy reads
+        them any more."""
         if self.policy != "resident":
             self.stages[self.host_weights[name].layout].leave_device()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
 
     def prefetch(self, name: str, other: str, runs: int) -> None:
         """The next `runs` runs of the blocks of `name` are the last before `other` is used: copy its weights behind
@@ -107,27 +117,39 @@ class Residency:
         if self.policy != "resident" and name != other and name in held and other in held:
             self.stages[held[name].layout].hand_over(held[other], runs)
 
-    def follow(self, policy: Policy, resident_blocks: int, room: int | None, beside: Mapping[str, int]) -> None:
+    def follow(
+        self,
+        policy: Policy,
+        resident_blocks: int,
+        room: int | None,
+        beside: Mapping[str, int],
+        streams_text: bool = False,
+    ) -> None:
         """Go over to another plan. Weights that are in host memory stay there, also where all would fit."""
         self.beside = dict(beside)
         if self.policy == "resident":
             if policy == "resident":
                 return
-            self.policy = policy
+            self.policy, self.streams_text = policy, streams_text
             for name, model in self.models.items():
                 self._move_to_host(name, model)
         elif policy == "resident":
             policy = "swap"
         self.room = room
-        if (policy, resident_blocks) != (self.policy, self.resident_blocks) or not self.stages:
-            self.policy, self.resident_blocks = policy, resident_blocks
+        now = self.policy, self.resident_blocks, self.streams_text
+        if (policy, resident_blocks, streams_text) != now or not self.stages:
+            self.policy, self.resident_blocks, self.streams_text = policy, resident_blocks, streams_text
             self._rebuild()
 
     def _rebuild(self) -> None:
         """New stages, empty ones."""
+        models = {weights.layout: weights.model for weights in self.host_weights.values()}
         for layout, stage in list(self.stages.items()):
             stage.leave_device()
-            self.stages[layout] = self._stage()
+            if layout in models:
+                self.stages[layout] = self._stage(models[layout])
+            else:
+                del self.stages[layout]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -146,6 +168,8 @@ class Residency:
             blocks = len(model.blocks) if self.policy == "swap" else self.resident_blocks
             self.policy, self.resident_blocks = "stream", blocks // 2
             words = f"{blocks // 2} of {len(model.blocks)} blocks stay, the others stream"
+        elif isinstance(model, TextEncoder) and not self.streams_text:
+            self.streams_text, words = True, "the blocks of the text encoder stream"
         else:
             return None
         self._rebuild()
@@ -162,23 +186,26 @@ class Residency:
         )
         return stay + sum(stage.held for stage in self.stages.values())
 
-    def _move_to_host(self, name: str, model: nn.Module) -> None:
+    def _move_to_host(self, name: str, model: nn.Module, copy: bool | None = None) -> None:
         same = next((other for other, known in self.host_weights.items() if known.model is model), None)
         if same is not None:
             self.host_weights[name] = self.host_weights[same]
             return
         needed = sum(t.nbytes for t in tensors_of(model).values())
         available = available_bytes()
-        copy = available is None or needed < available * (1 - KEPT_FREE)
+        if copy is None:
+            copy = available is None or needed < available * (1 - KEPT_FREE)
         if not copy:
             self.notes.append(
-                f"{name}: weights stay in the mapped file, {needed / GIB:.1f} GiB of pinned memory would not fit into "
-                f"{(available or 0) / GIB:.1f} GiB: copies to the device are slower"
+                f"{name}: weights are not pinned, {needed / GIB:.1f} GiB beside the others would not fit into "
+                f"{(available or 0) / GIB:.1f} GiB of host memory: copies to the device are slower"
             )
         weights = HostWeights(model, lock=self.device.type == "cuda", copy=copy, device=self.device)
         self.adopt(name, weights)
 
-    def _stage(self) -> Stage:
+    def _stage(self, model: nn.Module) -> Stage:
+        if isinstance(model, TextEncoder):
+            return Stage(self.device, 0 if self.streams_text else None)
         return Stage(self.device, self.resident_blocks if self.policy == "stream" else None)
 
     def _make_room(self, name: str, wanted: Stage) -> None:

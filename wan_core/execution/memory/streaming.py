@@ -3,8 +3,8 @@
 A `Stage` holds what a transformer needs on the device: its rest and so many blocks stay, the others come through two
 slots, one copied while the other computes: at 55 GB/s, 13 ms for an A14B block in bf16, which computes for 55 ms at
 480p. With all blocks resident, experts take turns: while one runs for the last time, each block makes room for the same
-block of the next. The loop over the blocks tells `model.runners.weights`, the stage, which one comes next. On a CPU the
-same happens with plain copies and without waiting.
+block of the next. The loop over the blocks tells its `weights`, the stage, which one comes next. A text encoder goes
+through a stage of its own. On a CPU the same happens with plain copies and without waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wan_core.execution.memory.host_weights import HostWeights
-from wan_core.models.wan.runners import BlockWeights
+from wan_core.models.block_weights import BlockWeights
 
 SLOTS = 2
 REST = 0  # the unit of what belongs to no block; block i is unit i + 1
@@ -68,9 +68,10 @@ def stage_bytes(units: Sequence[int], resident: int | None) -> int:
 
 
 class Stage(BlockWeights):
-    """resident: how many blocks of a transformer stay; None: all. Models that share a stage have one layout.
+    """resident: how many blocks stay; None: all. Models that share a stage have one layout.
 
-    A transformer whose `runners.weights` is a stage tells it which block it needs next.
+    A transformer whose `runners.weights` is a stage, or a text encoder whose `weights` is one, tells it which block it
+    needs next.
     """
 
     name = "streamed"

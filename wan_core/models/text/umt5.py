@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan_core.models.block_weights import RESIDENT, BlockWeights
 from wan_core.models.text.config import TextConfig
 from wan_core.models.text.tokenizer import Tokenizer
 
@@ -96,7 +97,7 @@ class Block(nn.Module):
 
 
 class UMT5Encoder(nn.Module):
-    """Token ids -> features. Built from a `TextConfig`."""
+    """Token ids -> features. Built from a `TextConfig`. `weights`: where those of its blocks are."""
 
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
@@ -105,6 +106,7 @@ class UMT5Encoder(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.eps)
+        self.weights: BlockWeights = RESIDENT
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """ids int64 [B, L] below `config.vocab_size`, mask bool [B, L], False for padding (never attended to) ->
@@ -112,8 +114,12 @@ class UMT5Encoder(nn.Module):
         buckets = distance_buckets(ids.shape[1], self.config.num_buckets, self.thresholds, ids.device)
         padding = ~mask[:, None, None]
         x = self.token_embedding(ids)
-        for block in self.blocks:
+        self.weights.begin_run()
+        for layer, block in enumerate(self.blocks):
+            self.weights.enter(layer)
             x = block(x, buckets, padding)
+            self.weights.leave(layer)
+        self.weights.end_run()
         return self.norm(x)
 
 

@@ -29,6 +29,7 @@ from wan_core.ops.quant.linear import Linear, QuantLinear
 
 HALVED_TOKENS = 16384  # from here on a feed-forward runs in two halves
 HEAD_TOKENS = 16384  # that the head takes at a time
+NAG_TOKENS = 4096  # that normalized attention guidance takes at a time
 Fp8 = Quantized | Blocked
 QKV = tuple[Tensor, Tensor, Tensor] | tuple[Fp8, Fp8, Fp8]
 
@@ -106,7 +107,10 @@ class SelfAttention(AttentionLayer):
 
 
 class CrossAttention(AttentionLayer):
-    """Attention of video tokens to text rows. Keys and values do not depend on the step: `kv` runs once per prompt."""
+    """Attention of video tokens to text rows. Keys and values do not depend on the step: `kv` runs once per prompt.
+
+    Where a `PreparedText` has a negative prompt too, its keys and values, with the numbers of `nag`, follow the others.
+    """
 
     def kv(self, text: Tensor) -> tuple[Tensor, ...]:
         """Keys and values [B, S, H, D] of embedded text [B, S, C]."""
@@ -114,12 +118,43 @@ class CrossAttention(AttentionLayer):
         return k, self.v(text).unflatten(-1, (self.heads, -1))
 
     def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...]) -> Tensor:
-        """x [B, L, C], kv two of [B, S, H, D] -> [B, L, C]."""
+        """x [B, L, C], kv two of [B, S, H, D], and what `nag` needs -> [B, L, C]."""
         q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
-        k, v = kv
-        out = self.attend(q, k, v).flatten(-2)
+        k, v, *negative = kv
+        out = self.text_attention(q, k, v, negative)
         del q
         return self.o(out)
+
+    def text_attention(self, q: Tensor, k: Tensor, v: Tensor, negative: list[Tensor]) -> Tensor:
+        """Attention of q [B, L, H, D] to text, [B, L, C]. negative: of `nag`: keys and values, and its numbers."""
+        out = self.attend(q, k, v).flatten(-2)
+        if not negative:
+            return out
+        keys, values, numbers = negative
+        return nag(out, self.attend(q, keys, values).flatten(-2), numbers)
+
+
+def nag(positive: Tensor, negative: Tensor, numbers: Tensor) -> Tensor:
+    """Normalized attention guidance of attention to a prompt and to a negative prompt, [B, L, C]; `positive` may be
+    overwritten. In float32, because it amplifies a difference; some tokens at a time, but for a compiler, which keeps
+    nothing of it in memory. Source: Chen et al. 2025, arXiv:2505.21179.
+
+    numbers: float32 [3], scale, tau and alpha.
+    """
+    if torch.compiler.is_compiling():
+        return nag_rows(positive, negative, numbers)
+    for rows, away in zip(positive.split(NAG_TOKENS, 1), negative.split(NAG_TOKENS, 1), strict=True):
+        rows.copy_(nag_rows(rows, away, numbers))
+    return positive
+
+
+def nag_rows(positive: Tensor, negative: Tensor, numbers: Tensor) -> Tensor:
+    scale, tau, alpha = numbers.unbind()
+    out, away = positive.float(), negative.float()
+    guided = out + (out - away) * (scale - 1)
+    norm, grown = (one.abs().sum(-1, keepdim=True).clamp_min(1e-6) for one in (out, guided))
+    guided = guided * (torch.minimum(grown / norm, tau) * norm / grown)
+    return torch.lerp(out, guided, alpha).to(positive.dtype)
 
 
 class Block(nn.Module):

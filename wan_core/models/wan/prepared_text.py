@@ -17,7 +17,8 @@ class OwnInputs(Protocol):
 
 class PreparedText(NamedTuple):
     """What a prompt is to one expert: cross-attention keys and values of every block, each [B, S, H, D], as
-    `CrossAttention.kv` makes them. own: what its family takes beside text; None where that is nothing."""
+    `CrossAttention.kv` makes them. With normalized attention guidance also those of the negative prompt, and float32
+    [3]: its scale, tau and alpha. own: what its family takes beside text; None where that is nothing."""
 
     keys_values: tuple[tuple[Tensor, ...], ...]
     own: OwnInputs | None = None
@@ -26,3 +27,8 @@ class PreparedText(NamedTuple):
         """Views of the prompts start..stop of the batch."""
         own = None if self.own is None else self.own.rows(start, stop)
         return PreparedText(tuple(tuple(t[start:stop] for t in kv) for kv in self.keys_values), own)
+
+    def with_negative(self, negative: PreparedText, numbers: Tensor) -> PreparedText:
+        """The same with normalized attention guidance away from the text of `negative`."""
+        both = zip(self.keys_values, negative.keys_values, strict=True)
+        return self._replace(keys_values=tuple((*kv, *away[:2], numbers) for kv, away in both))

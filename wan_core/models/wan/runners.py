@@ -5,7 +5,8 @@ A runner is handed the inputs of the blocks and the rest of the chain, and retur
     print(model.runners)   # sparse tiles > sharded tokens > residual cache > blocks
 
 Runners stand in the order of `Place`, outermost first, in whatever order they were added. Below them is the plain loop,
-which tells `weights` which block comes next: weights that stream are copied to the device in time.
+which tells `weights` (`wan_core.models.block_weights`) which block comes next: weights that stream are copied to the
+device in time.
 
 Legend: B batch, L tokens, C channels, D head dim, F modulation rows per sample.
 """
@@ -20,6 +21,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
+from wan_core.models.block_weights import RESIDENT, BlockWeights
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.ops.attention.protocol import SparseState
 
@@ -91,27 +93,6 @@ class Runner(Protocol):
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         """inner: the rest of the chain."""
         ...
-
-
-class BlockWeights:
-    """Weights that are where the model computes. Subclasses bring them there, block by block."""
-
-    name = "resident"
-
-    def begin_run(self) -> None:
-        """The loop over the blocks begins."""
-
-    def enter(self, block: int, *, text: bool = False) -> None:
-        """The weights of `block` are needed next, or only those that a prompt needs."""
-
-    def leave(self, block: int) -> None:
-        """The work of `block` has been launched."""
-
-    def end_run(self) -> None:
-        """The loop over the blocks has ended."""
-
-
-RESIDENT = BlockWeights()
 
 
 class RunnerChain:

@@ -26,8 +26,8 @@ Capability = tuple[int, int]
 """CUDA compute capability; None stands for a device that is not an NVIDIA GPU."""
 
 HALF = (torch.bfloat16, torch.float16)
-AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
-CARDS = {AMPERE: "Ampere", HOPPER: "Hopper", BLACKWELL: "Blackwell"}
+TURING, AMPERE, HOPPER, BLACKWELL = (7, 5), (8, 0), (9, 0), (10, 0)
+CARDS = {TURING: "Turing", AMPERE: "Ampere", HOPPER: "Hopper", BLACKWELL: "Blackwell"}
 
 
 class AttentionError(UserError):
@@ -158,6 +158,9 @@ BACKENDS: dict[str, Backend] = {
                 Needs(AMPERE, dtypes=HALF, head_dims=range(8, 257, 8)), FLASH2.why_not),
         Backend("sage", "SageAttention, queries and keys in int8", _dense("sage", "sage"),
                 Needs(AMPERE, dtypes=HALF, head_dims=(64, 96, 128)), SAGE.why_not, gives_lse=False, exact=False),
+        Backend("int8", "comfy-kitchen's attention, q, k, v and probabilities in int8", _dense("kitchen", "int8"),
+                Needs(TURING, dtypes=HALF, head_dims=range(8, 257, 8)), lambda: imported("kitchen", "why_not")(),
+                gives_lse=False, exact=False),
         Backend("cudnn-fp8", "cuDNN's FP8 graph, K's mean removed", _made("cudnn_fp8", "attention"),
                 Needs(HOPPER, dtypes=HALF, head_dims=range(16, 129, 16)), CUDNN_FRONTEND.why_not, exact=False),
         Backend("te-fp8", "Transformer Engine's FP8 attention, K's mean removed", _made("te_fp8", "attention"),

@@ -18,6 +18,7 @@ from wan_core.execution.optimize import begin_run
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.sampling.cache.curves import Curve, curve_name
+from wan_core.sampling.cache.skipping import check_cacheable
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress, denoise
 from wan_core.sampling.plan import Branch, Expert, Plan
@@ -128,6 +129,7 @@ def measure(
 
 def plain(plan: Plan) -> Plan:
     """`plan` without skipping and sparsity, because a calibration measures the full model."""
+    check_cacheable(plan.solver, "a calibration")
     whole = {"action": "compute", "skipped": (), "order": 0, "sparsity": 0.0, "cost": 1.0}
     steps = tuple(replace(step, **whole) for step in plan.steps)
     return replace(plan, steps=steps, notes=(), unskipped=None, adaptive=None, sparse=None, keeps=())

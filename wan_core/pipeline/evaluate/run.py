@@ -34,6 +34,7 @@ from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.budgets import coverage_path, write_coverage
+from wan_core.sampling.start import Start
 
 FULL = "full"
 ALONE = "full, one video at a time"
@@ -276,6 +277,7 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
         batch.noise,
         models.vae_config,
         report,
+        start=Start(shape=tuple(batch.noise.shape), seed=batch.job.request.seed),
         batched=batch.job.batched and len(batch.samples) == 1,
         on_step=count,
     )

@@ -25,7 +25,7 @@ def mark_adaptive(plan: Plan, options: AdaptiveOptions) -> Plan:
         keep = retained(len(phase), options.retention)
         cached: set[Branch] = set()  # branches with a residual of this expert
         for at, step in enumerate(phase):
-            may_skip = at >= keep and step is not plan.steps[-1] and cached.issuperset(step.branches)
+            may_skip = at >= keep and not step.finishes and cached.issuperset(step.branches)
             cached |= set(step.branches)
             steps.append(replace(step, action="adaptive", skipped=step.branches) if may_skip else step)
     return replace(plan, steps=tuple(steps), adaptive=options)

@@ -118,7 +118,7 @@ def joint_rule(plan: Plan, options: MagCacheOptions, ratios: Ratios) -> list[tup
         keep = retained(len(phase), options.retention)
         for at, step in enumerate(phase):
             drifts = {branch: drift.after(ratios[branch][step.index]) for branch, drift in drifts.items()}
-            may_skip = at >= keep and step is not plan.steps[-1]
+            may_skip = at >= keep and not step.finishes
             skip = may_skip and all(b in drifts and drifts[b].allows(options) for b in step.branches)
             if not skip:
                 drifts |= {branch: Drift() for branch in step.branches}

@@ -76,11 +76,65 @@ def residual_bytes(plan: Plan, tokens: int, dim: int, itemsize: int = 2) -> int:
     return max(slots) * tokens * dim * itemsize
 
 
+class Residuals:
+    """What one branch keeps of its computed steps, as its program says.
+
+    The buffer [S, B, L, C] is allocated once, in the dtype and shape of what arrives first. A slot counts as filled
+    only after `filled`, and a step can be skipped only where its slots hold what the program expects: after a step that
+    was broken off, or for a branch that begins in the middle of a run, they do not.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.buffer: Tensor | None = None
+        self.steps: dict[int, int] = {}  # by slot: the step whose residual it holds
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self.buffer is None else self.buffer.numel() * self.buffer.element_size()
+
+    def can_skip(self, step: int) -> bool:
+        """Whether everything that a skipped `step` uses is there."""
+        store, terms = self.program.store, self.program.use.get(step, ())
+        newest = {slot: max((s for s in store if s < step and store[s] == slot), default=-1) for slot, _ in terms}
+        if step in store:  # an adaptive step uses whatever was computed last
+            return all(slot in self.steps for slot in newest)
+        return bool(terms) and all(self.steps.get(slot) == source for slot, source in newest.items())
+
+    def slot(self, step: int, like: Tensor) -> Tensor | None:
+        """Where the residual of this step goes, shaped as `like`; None if nothing will use it."""
+        if step not in self.program.store:
+            return None
+        if self.buffer is None:
+            self.buffer = like.new_empty(self.program.slots, *like.shape)
+        self.steps.pop(self.program.store[step], None)
+        return self.buffer[self.program.store[step]]
+
+    def filled(self, step: int) -> None:
+        """The residual of this step is in its slot."""
+        self.steps[self.program.store[step]] = step
+
+    def reused(self, step: int, base: Tensor | None = None) -> Tensor:
+        """What a skipped step uses: the sum of its residuals, on top of `base` where one is given."""
+        assert self.buffer is not None, f"step {step} is skipped before anything was computed"
+        terms = self.program.use[step]
+        if len(terms) == 1:  # its weight is 1
+            kept = self.buffer[terms[0][0]]
+            return kept.clone() if base is None else base + kept
+        # Weights of a forecast are several and of both signs: bf16 would round each term.
+        (first, scale), *others = terms
+        total = (
+            self.buffer[first].float() * scale if base is None else base.float().add(self.buffer[first], alpha=scale)
+        )
+        for slot, weight in others:
+            total.add_(self.buffer[slot], alpha=weight)
+        return total.to(self.buffer.dtype)
+
+
 class ResidualCache:
     """The runner of one phase that keeps what the blocks add, or adds it in their place.
 
-    Every branch has a state of its own. Buffers are allocated once, in the dtype and shape of the tokens that arrive:
-    below a runner that shards them, a shard.
+    Every branch has a state of its own, below a runner that shards the tokens that of a shard.
     """
 
     name: ClassVar[str] = "residual cache"
@@ -88,45 +142,48 @@ class ResidualCache:
 
     def __init__(self, programs: Mapping[Branch, Program]) -> None:
         self.programs = programs
-        self.buffers: dict[Branch, Tensor] = {}  # [S, B, L, C]
+        self.branches: dict[Branch, Residuals] = {b: Residuals(program) for b, program in programs.items()}
+
+    @property
+    def buffers(self) -> dict[Branch, Tensor]:
+        """[S, B, L, C] of every branch that has stored something."""
+        return {branch: kept.buffer for branch, kept in self.branches.items() if kept.buffer is not None}
 
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         """Tokens [N * B, L, C] after all blocks."""
         step, branches, tokens = inputs.info.step, cast("tuple[Branch, ...]", inputs.info.branches), inputs.tokens
-        parts = list(zip(branches, tokens.chunk(len(branches)), strict=True))
+        parts = list(zip((self.branches[branch] for branch in branches), tokens.chunk(len(branches)), strict=True))
         if inputs.info.skip:
-            sums = [self._reused(branch, step, part) for branch, part in parts]
-            return sums[0] if len(sums) == 1 else torch.cat(sums)
-        # The tokens are kept before the blocks run, in the buffer itself: blocks may work in place.
-        slots = {branch: self._slot(branch, step, part) for branch, part in parts}
-        for branch, part in parts:
-            if (kept := slots[branch]) is not None:
-                kept.copy_(part)
+            return joined([kept.reused(step, part) for kept, part in parts])
+        slots = keep_before(parts, step)
         result = inner(inputs)
-        for (branch, _), after in zip(parts, result.chunk(len(parts)), strict=True):
-            if (kept := slots[branch]) is not None:
-                torch.sub(after, kept, out=kept)
+        keep_after(parts, slots, step, result)
         return result
 
-    def _slot(self, branch: Branch, step: int, part: Tensor) -> Tensor | None:
-        """The buffer [B, L, C] of this step, None if nothing will use its residual."""
-        program = self.programs[branch]
-        if step not in program.store:
-            return None
-        if branch not in self.buffers:
-            self.buffers[branch] = part.new_empty(program.slots, *part.shape)
-        return self.buffers[branch][program.store[step]]
 
-    def _reused(self, branch: Branch, step: int, part: Tensor) -> Tensor:
-        """The tokens `part` of a skipped step plus the kept residuals."""
-        terms = self.programs[branch].use[step]
-        buffers = self.buffers[branch]
-        if len(terms) == 1:
-            return part + buffers[terms[0][0]]  # its weight is 1
-        total = part.float()  # weights of a forecast are several and of both signs: bf16 would round each term
-        for slot, weight in terms:
-            total.add_(buffers[slot], alpha=weight)
-        return total.to(part.dtype)
+Parts = Sequence["tuple[Residuals, Tensor]"]
+"""The branches of a forward, each with its rows [B, L, C] of the tokens before the blocks."""
+
+
+def joined(rows: list[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def keep_before(parts: Parts, step: int) -> list[Tensor | None]:
+    """Keep the tokens before the blocks run, in the slots themselves: blocks may work in place."""
+    slots = [kept.slot(step, part) for kept, part in parts]
+    for (_, part), slot in zip(parts, slots, strict=True):
+        if slot is not None:
+            slot.copy_(part)
+    return slots
+
+
+def keep_after(parts: Parts, slots: Sequence[Tensor | None], step: int, result: Tensor) -> None:
+    """Make residuals of the tokens in `slots`. result: [N * B, L, C] after the blocks."""
+    for (kept, _), slot, after in zip(parts, slots, result.chunk(len(parts)), strict=True):
+        if slot is not None:
+            torch.sub(after, slot, out=slot)
+            kept.filled(step)
 
 
 @contextmanager

@@ -14,11 +14,17 @@ from wan_core.sampling.cache.curves import Curve, find_curve
 from wan_core.sampling.cache.guidance import schedule_guidance
 from wan_core.sampling.cache.magcache import skip_magcache
 from wan_core.sampling.cache.taylorseer import skip_taylorseer
+from wan_core.sampling.cutting import cut_plan
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.budgets import find_keeps
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
 
 MIN_STEPS = 10
+# Solvers whose forwards do not follow one another as a cache expects, and why.
+UNCACHED = {
+    "heun": "which runs two forwards at almost one sigma",
+    "lcm": "whose steps begin with new noise each",
+}
 # Names that authors give step-distilled weights, which cannot be recognised by their tensors. A number of steps must
 # stand alone: "4steps" and "4-step" match, the "3-step-1200" (epoch and step) of a training run does not.
 _DISTILLED = re.compile(
@@ -40,7 +46,8 @@ def skip_forwards(
     image: bool = False,
     loras: Sequence[Path] = (),
 ) -> Plan:
-    """`plan` with `options` applied: sparse attention and `leave_out`, with the model's own files.
+    """The part of `plan` that is to run, with `options` applied to the whole: sparse attention and `leave_out`, with
+    the model's own files.
 
     Those are the sparse budgets beside the checkpoints, and the MagCache curve beside the checkpoint or published for
     the task. File names tell whether the weights are step-distilled.
@@ -49,13 +56,21 @@ def skip_forwards(
     from an image (TI2V). loras: LoRA files of both experts. Raises OptionError.
     """
     if options is None:
-        return plan
+        return cut_plan(plan)
+    everything = cut_plan(plan).forwards
     if options.sparse is not None:
         keeps = find_keeps(plan, options.sparse, checkpoint, low) if options.sparse.budgets else {}
         plan = sparsify(plan, options.sparse, keeps)
     curve = find_curve(checkpoint, plan.task, image=image) if options.magcache else None
     distilled = [path.name for path in (checkpoint, low, *loras) if path is not None and looks_distilled(path)]
-    return leave_out(plan, options, curve, distilled="".join(distilled[:1]))
+    plan = cut_plan(leave_out(plan, options, curve, distilled="".join(distilled[:1])))
+    return replace(plan, unskipped=everything)
+
+
+def check_cacheable(solver: str, name: str) -> None:
+    """Raise OptionError where a solver's forwards do not follow one another as `name` expects."""
+    if solver in UNCACHED:
+        raise OptionError(f"{name} does not fit the solver {solver}, {UNCACHED[solver]}: leave one of them out")
 
 
 def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: str = "") -> Plan:
@@ -69,11 +84,14 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         return plan
     full, steps = plan.forwards, len(plan.steps)
     if options.guidance is not None:
+        if options.guidance.every > 1 and plan.solver == "lcm":
+            raise OptionError(f"the reused guidance does not fit the solver lcm, {UNCACHED['lcm']}: use every 1")
         plan = schedule_guidance(plan, options.guidance)
     policy = options.magcache or options.taylorseer or options.adaptive
     if policy is None:
         return replace(plan, unskipped=full)
     name = "MagCache" if options.magcache else "TaylorSeer" if options.taylorseer else "the adaptive cache"
+    check_cacheable(plan.solver, name)
     if distilled or steps < MIN_STEPS:
         too_few = f"{steps} steps, fewer than {MIN_STEPS}, differ too much from each other"
         named = f"the name of {distilled} or of its folder says that it is step-distilled; rename it to override"

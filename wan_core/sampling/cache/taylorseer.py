@@ -24,7 +24,7 @@ def skip_taylorseer(plan: Plan, options: TaylorSeerOptions) -> Plan:
         for at, step in enumerate(phase):
             # Each branch has its own age: one that runs only in some steps might otherwise never be computed.
             recent = all(b in computed and step.index - computed[b] < options.interval for b in step.branches)
-            skip = at >= keep and recent and step is not plan.steps[-1]
+            skip = at >= keep and recent and not step.finishes
             computed |= {} if skip else dict.fromkeys(step.branches, step.index)
             skipped.append(step.branches if skip else ())
     return mark(plan, skipped, options.order)

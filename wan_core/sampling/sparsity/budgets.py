@@ -155,3 +155,17 @@ def find_keeps(
             )
         keeps[expert] = choose_keeps(coverage, 1 - options.sparsity)
     return keeps
+
+
+def keeps_of(options: SparseOptions, checkpoint: Path | None, layers: int) -> tuple[float, ...] | None:
+    """The share of the blocks per layer for a transformer of `layers` whose task is not known, if a coverage file is
+    beside its checkpoint file. Raises OptionError for one that is damaged or of another model."""
+    path = None if checkpoint is None or not options.budgets else coverage_path(checkpoint, "", "")
+    if path is None or not path.is_file():
+        return None
+    keeps = choose_keeps(read_coverage(path), 1 - options.sparsity)
+    if len(keeps) != layers:
+        raise OptionError(
+            f"{path} has {len(keeps)} layers, and the model has {layers}: calibrate it again, or move the file away"
+        )
+    return keeps

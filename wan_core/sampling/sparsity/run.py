@@ -84,16 +84,7 @@ class SparseTiles:
 
     def rules(self, sparsity: float) -> list[Rule | None]:
         """Of every layer; None for one that reads everything."""
-        options, layers = self.options, len(self.attentions)
-        if sparsity == 0:
-            return [None] * layers
-        shared = self.keeps is not None and sparsity == options.sparsity  # what was calibrated is for the full one
-        keeps = self.keeps if shared and self.keeps is not None else [1 - sparsity] * layers
-        rules: list[Rule | None] = []
-        for layer, keep in enumerate(keeps):
-            rule = Rule(keep, options.mass, options.floor, "mean" if options.score == "mean" else "spread")
-            rules.append(None if layer < options.dense_layers else rule)
-        return rules
+        return [layer_rule(self.options, self.keeps, layer, sparsity) for layer in range(len(self.attentions))]
 
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         """Tokens [B, L, C] in their own order, which are overwritten -> [B, L, C] in their own order."""
@@ -124,6 +115,15 @@ class SparseTiles:
         if self.table is None or self.table[0] is not rope or self.table[1] is not tiles:
             self.table = rope, tiles, rope[tiles.order]
         return self.table[2]
+
+
+def layer_rule(options: SparseOptions, keeps: Sequence[float] | None, layer: int, sparsity: float) -> Rule | None:
+    """How many blocks `layer` reads in a step of `sparsity`; None: all. keeps: calibrated shares, of every layer."""
+    if sparsity == 0 or layer < options.dense_layers:
+        return None
+    # What was calibrated is for the full sparsity.
+    keep = keeps[layer] if keeps is not None and sparsity == options.sparsity else 1 - sparsity
+    return Rule(keep, options.mass, options.floor, "mean" if options.score == "mean" else "spread")
 
 
 def check_kernel(options: SparseOptions, attention: str, device: torch.device, head_dim: int, tokens: int) -> None:

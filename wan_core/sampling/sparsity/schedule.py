@@ -43,20 +43,22 @@ def sparsify(
     """
     if options is None or options.sparsity == 0:
         return plan
-    dense, ramp = (math.ceil(share * len(plan.steps) - 1e-9) for share in (options.dense_steps, options.ramp))
-
-    early = max(min(HALF, options.sparsity), 2 * options.sparsity - 1)
-
-    def sparsity(index: int) -> float:
-        return 0.0 if index < dense else early if index < ramp else options.sparsity
-
-    steps = tuple(replace(step, sparsity=sparsity(step.index)) for step in plan.steps)
+    sparsities = step_sparsities(options, len(plan.steps))
+    steps = tuple(replace(step, sparsity=sparsities[step.index]) for step in plan.steps)
+    dense = sparsities.count(0.0)
     calibrated = tuple((expert, keeps[expert]) for expert in plan.experts if keeps and expert in keeps)
     note = f"sparse attention: {sparse_words(options)}, from step {dense} on" if dense < len(steps) else ""
     if calibrated:
         note += "; calibrated share per layer for " + " and ".join(expert for expert, _ in calibrated)
     notes = (*plan.notes, note) if note else plan.notes
     return replace(plan, steps=steps, sparse=options, keeps=calibrated, notes=notes)
+
+
+def step_sparsities(options: SparseOptions, steps: int) -> tuple[float, ...]:
+    """The sparsity of every one of `steps` steps."""
+    dense, ramp = (math.ceil(share * steps - 1e-9) for share in (options.dense_steps, options.ramp))
+    early = max(min(HALF, options.sparsity), 2 * options.sparsity - 1)
+    return tuple(0.0 if i < dense else early if i < ramp else options.sparsity for i in range(steps))
 
 
 def with_costs(plan: Plan, config: DiTConfig, tokens: int) -> Plan:

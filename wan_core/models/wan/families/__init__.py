@@ -20,6 +20,7 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (ANIMATE, WAN, 
 # Of ComfyUI's CONDITIONING: what text encoders and FluxGuidance add, which no Wan model looks at, and what WanCore's
 # own text encoder says about a prompt.
 NEUTRAL = ("pooled_output", "attention_mask", "guidance", "wancore_seconds", "wancore_notes")
+NAG = "wancore_nag"  # NagOptions, on a negative prompt
 TIMES = ("start_percent", "end_percent")  # where in a run a text is used (`wan_core.sampling.texts`)
 NO_EFFECT: Mapping[str, Any] = {"strength": 1.0, "set_area_to_bounds": False, "mask_strength": 1.0}
 
@@ -39,7 +40,7 @@ def family_of(of: DiTConfig | Task) -> Family:
 def check_keys(family: Family, name: str, extras: Mapping[str, Any]) -> None:
     """Raise OptionError for what a CONDITIONING called `name` carries and a model of the family would not see. Values
     that have no effect pass: None, and a strength of 1."""
-    known = {*NEUTRAL, *TIMES, *family.conditioning_keys}
+    known = {*NEUTRAL, *TIMES, *family.conditioning_keys, *([NAG] if name == "negative" else ())}
     given = {key: value for key, value in extras.items() if key not in known and value is not None}
     unknown = [key for key, value in given.items() if key not in NO_EFFECT or value != NO_EFFECT[key]]
     if unknown:

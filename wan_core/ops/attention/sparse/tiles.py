@@ -73,6 +73,24 @@ def make_tiles(
     return Tiles(grid, block, *(torch.from_numpy(a).to(device) for a in (order, inverse, forced)))
 
 
+@functools.lru_cache(maxsize=8)
+def with_extra(tiles: Tiles, front: int, length: int) -> Tiles:
+    """`tiles` of a video in a sequence of `length` tokens that has `front` others before the video's and the rest
+    behind. The others come last in the order; every block reads the blocks that they are in."""
+    video = len(tiles.order)
+    device = tiles.order.device
+    others = torch.arange(length, device=device)
+    others = torch.cat([others[:front], others[front + video :]])
+    order = torch.cat([tiles.order + front, others])
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(length, device=device)
+    blocks = -(-length // tiles.block)
+    forced = torch.zeros(blocks, blocks, dtype=torch.bool, device=device)
+    forced[: tiles.blocks, : tiles.blocks] = tiles.forced
+    forced[:, video // tiles.block :] = True
+    return Tiles(tiles.grid, tiles.block, order, inverse, forced)
+
+
 def _cut(tokens: np.ndarray, cells: np.ndarray, block: int) -> np.ndarray:
     """`tokens` in blocks; the one that is not full, if any, comes last."""
     blocks = -(-len(tokens) // block)

@@ -109,40 +109,22 @@ class Animate2Model(ImageWanModel):
         these videos, or of each of them, is the one without the prompt. pose_strength, reference_strength: factors on
         the values of the driving video and of the reference. Raises ValueError.
         """
-        prepared = super().prepare_text(context, image)
-        videos = len(context)
-        given = (unconditional,) if isinstance(unconditional, bool) else tuple(unconditional)
-        if len(given) not in (1, videos):
-            raise ValueError(f"unconditional for {len(given)} videos given, and text for {videos}")
-        driving = Driving((), (0, 0, 0), finite_scale(log_scale), reference_strength, given, videos)
+        prepared, videos = super().prepare_text(context, image), len(context)
+        without = (unconditional,) if isinstance(unconditional, bool) else tuple(unconditional)
+        if len(without) not in (1, videos):
+            raise ValueError(f"unconditional for {len(without)} videos given, and text for {videos}")
+        driving = Driving((), (0, 0, 0), finite_scale(log_scale), reference_strength, without, videos)
         if pose is not None:
-            text = self._driving_text(len(pose), prepared, context, image, pose_context, pose_image)
-            layers, grid = self.drive(pose, text)
+            assert image is not None  # or `embed_text` would have raised
+            text = context if pose_context is None else pose_context
+            seen = image if pose_image is None else pose_image
+            pose, text, seen = same_rows(videos, pose, text, seen)
+            own = pose_context is not None or pose_image is not None
+            layers, grid = self.drive(pose, super().prepare_text(text, seen) if own else prepared)
             if pose_strength != 1.0:
                 layers = [(k, v * pose_strength) for k, v in layers]
             driving = replace(driving, layers=layers, grid=grid)
         return prepared._replace(own=driving)
-
-    def _driving_text(
-        self,
-        videos: int,
-        prepared: PreparedText,
-        context: Tensor,
-        image: Tensor | None,
-        pose_context: Tensor | None,
-        pose_image: Tensor | None,
-    ) -> PreparedText:
-        """Keys and values of the text and image that belong to the driving videos."""
-        if pose_context is None and pose_image is None and videos == len(context):
-            return prepared
-        context = context if pose_context is None else pose_context
-        image = image if pose_image is None else pose_image
-        if image is None or not all(len(x) in (1, videos) for x in (context, image)):
-            given = [len(x) for x in (context, image) if x is not None]
-            raise ValueError(
-                f"{videos} driving videos given, and text and image for {given}: give one, or one for each"
-            )
-        return super().prepare_text(*(x.expand(videos, -1, -1) for x in (context, image)))
 
     def drive(self, pose: Tensor, text: PreparedText) -> tuple[list[tuple[Tensor, Tensor]], tuple[int, int, int]]:
         """The pass over driving videos [B, 36, T, Y, X]: keys and values [B, M, H, D] of every block, and the grid."""
@@ -184,3 +166,15 @@ class Animate2Model(ImageWanModel):
         stay = torch.tensor(skipped, device=tokens.device)[:, None, None]
         before = tokens.clone()
         return torch.where(stay, before, super().run_block(layer, tokens, inputs, own))
+
+
+def same_rows(videos: int, *given: Tensor) -> list[Tensor]:
+    """Driving videos, and the text and CLIP features that belong to them, with a row each for the largest number of
+    them. Branches of the same videos follow one another. Raises ValueError."""
+    rows = max(map(len, given))
+    if videos % rows or any(rows % len(x) for x in given):
+        raise ValueError(
+            f"driving videos, text and CLIP features for {', '.join(str(len(x)) for x in given)} videos given, and "
+            f"{videos} videos: give one of each, or one for every video"
+        )
+    return [x.repeat(rows // len(x), *[1] * (x.ndim - 1)) for x in given]

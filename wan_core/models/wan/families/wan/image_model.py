@@ -52,10 +52,10 @@ class ImageCrossAttention(CrossAttention):
     def forward(self, x: Tensor | Quantized, kv: tuple[Tensor, ...]) -> Tensor:
         """x [B, L, C], kv as `kv` made them -> [B, L, C]."""
         q = fused.head_norm(self.q(x), self.norm_q.weight, self.heads, self.norm_q.eps)
-        k, v, k_img, v_img = kv
-        out = self.attend(q, k, v) + self.attend(q, k_img, v_img)
+        k, v, k_img, v_img, *negative = kv
+        out = self.text_attention(q, k, v, negative) + self.attend(q, k_img, v_img).flatten(-2)
         del q
-        return self.o(out.flatten(-2))
+        return self.o(out)
 
 
 class ImageWanModel(WanModel):

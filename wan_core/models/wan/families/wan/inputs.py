@@ -22,7 +22,7 @@ from wan_core.models.wan.families.family import Inputs, Task
 
 
 def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
-    """The fields of `Conditioning` that known frames give: first, last [1, 3, 1, H, W] in -1..1, in a video of `frames`
+    """The fields of `Conditioning` that known frames give: first, last [1, 3, N, H, W] in -1..1, in a video of `frames`
     frames."""
     if task.image == "channels":
         return {"concat": image_channels(vae, first, last, frames)}
@@ -76,7 +76,7 @@ def read_features(task: Task, output: Any) -> Tensor:
 def image_channels(vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Tensor:
     """The 4 mask and C image channels of I2V: [1, 4 + C, T, Y, X], float32, normalised.
 
-    first, last: [1, 3, 1, H, W] in -1..1, either may be None.
+    first, last: known frames at the beginning and the end, [1, 3, N, H, W] in -1..1, either may be None.
     """
     video, unknown = known_frames(first, last, frames)
     latents = vae.encode(video)
@@ -84,19 +84,25 @@ def image_channels(vae: VideoVAE, first: Tensor | None, last: Tensor | None, fra
 
 
 def known_frames(first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
-    """A clip [1, 3, F, H, W] of which the first frame, the last or both are known, and which are not [F] (1: unknown).
+    """A clip [1, 3, F, H, W] of which the first frames, the last or both are known, and which are not [F] (1: unknown).
 
-    The unknown frames between are grey (0): so the model was trained. Raises OptionError where nothing is known.
+    The unknown frames between are grey (0): so the model was trained. Raises OptionError where nothing is known, and
+    where more is known than there are frames.
     """
     given = first if first is not None else last
     if given is None:
         raise OptionError("image conditioning needs a first frame, a last frame or both; none was given")
     video = given.new_zeros(1, 3, frames, *given.shape[-2:])
     unknown = video.new_ones(frames)
-    for index, image in ((0, first), (-1, last)):
-        if image is not None:
-            video[:, :, index] = image[:, :, 0]
-            unknown[index] = 0
+    known = sum(image.shape[2] for image in (first, last) if image is not None)
+    if known > frames:
+        raise OptionError(f"{known} known frames given for a video of {frames}: give fewer, or make a longer video")
+    if first is not None:
+        video[:, :, : first.shape[2]] = first
+        unknown[: first.shape[2]] = 0
+    if last is not None:
+        video[:, :, -last.shape[2] :] = last
+        unknown[-last.shape[2] :] = 0
     return video, unknown
 
 
@@ -128,21 +134,34 @@ def join_image(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor:
 
 
 def first_latent(vae: VideoVAE, first: Tensor) -> Tensor:
-    """The known first latent frame of TI2V: [1, C, 1, Y, X] normalised, from an image [1, 3, 1, H, W] in -1..1."""
+    """The known first latent frames of TI2V: [1, C, K, Y, X] normalised, from 4 (K - 1) + 1 frames [1, 3, N, H, W] in
+    -1..1."""
     return vae.normalise(vae.encode(first))
 
 
+def check_first(known: int, frames: int, config: VAEConfig) -> None:
+    """Raise OptionError unless so many first frames can be known of TI2V: whole latent frames, and not all of them."""
+    stride = config.temporal_stride
+    if known % stride != 1 or known >= frames:
+        raise OptionError(
+            f"{known} first frames given for a video of {frames}; this model takes 1, {stride + 1}, "
+            f"{2 * stride + 1} and so on, fewer than the video has: choose them with ImageFromBatch"
+        )
+
+
 def hold_first(first: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Latents [1, C, T, Y, X] that begin with the known `first` [1, C, 1, Y, X], and the mask [1, 1, T, Y, X] of what
+    """Latents [B, C, T, Y, X] that begin with the known `first` [1, C, K, Y, X], and the mask [B, 1, T, Y, X] of what
     is unknown: TI2V's image conditioning as ComfyUI's LATENT carries it, and as `known_first` reads it."""
     unknown = torch.ones_like(latents[:, :1])
-    unknown[:, :, 0] = 0
-    return torch.cat([first.to(latents), latents[:, :, 1:]], dim=2), unknown
+    unknown[:, :, : first.shape[2]] = 0
+    known = first.to(latents).expand(latents.shape[0], -1, -1, -1, -1)
+    return torch.cat([known, latents[:, :, first.shape[2] :]], dim=2), unknown
 
 
 def known_first(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor | None:
     """`Conditioning.known` from un-normalised latents [1 or B, C, T, Y, X] and a mask [1 or B, 1, T, Y, X] of what is
-    unknown (1), as ComfyUI's LATENT carries it; None where nothing is known. Raises OptionError for any other mask."""
+    unknown (1), as ComfyUI's LATENT carries it; None where nothing is known. Raises OptionError for a mask of anything
+    but whole frames from the first on."""
     if unknown.shape[1:] != (1, *latents.shape[2:]):
         raise OptionError(
             f"a noise mask of {list(unknown.shape)} given for latents of {list(latents.shape)}: only a mask over "
@@ -150,6 +169,10 @@ def known_first(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor |
         )
     if bool((unknown == 1).all()):
         return None
-    if bool((unknown[:, :, 0] != 0).any()) or bool((unknown[:, :, 1:] != 1).any()):
-        raise OptionError("the noise mask keeps more or less than the whole first latent frame, which is not supported")
-    return normalise(latents[:, :, :1], config)
+    count = int((unknown[0, 0, :, 0, 0] == 0).sum())
+    first, rest = unknown[:, :, :count], unknown[:, :, count:]
+    if not 0 < count < unknown.shape[2] or bool((first != 0).any()) or bool((rest != 1).any()):
+        raise OptionError(
+            "the noise mask keeps something else than whole latent frames from the first on, which is not supported"
+        )
+    return normalise(latents[:, :, :count], config)

@@ -1,154 +1,34 @@
-"""ComfyUI as the nodes see it: devices, model folders, progress and interruption, and its memory manager.
-
-The only file that touches comfy.*, folder_paths and the server.
-"""
+"""Models of the engine under ComfyUI's memory manager."""
 
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import cast
 
-import folder_paths
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
-from comfy.utils import ProgressBar
-from comfy_execution.utils import get_executing_context
-from PIL import Image
-from server import PromptServer
-from torch import Tensor, nn
+from torch import nn
 
 from wan_core.checkpoint.staged import Reading, reading
-from wan_core.config import OptionError
 from wan_core.execution.memory.planning import CONTEXT
 from wan_core.execution.memory.residency import Residency, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.builder import apply_loras
+from wan_core.pipeline.builder import apply_loras, changes_weights
+from wan_core.pipeline.host_planning import staying_in_file
 from wan_core.pipeline.loras import AppliedLoras, Wanted
+from wan_core.pipeline.merged_loras import load_with_loras
+from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import PartToLoad
 
+from .devices import device
+
 log = logging.getLogger("WanCore")
-PREVIEW_SIDE = 512  # pixels of the longer side of a live preview, at most
-_SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
-
-
-# ------------------------------------------------------------------------------------------------------------- devices
-
-
-def device() -> torch.device:
-    """Where models run."""
-    return model_management.get_torch_device()
-
-
-def gpu_count() -> int:
-    """NVIDIA GPUs that torch sees, whether or not ComfyUI uses one."""
-    return torch.cuda.device_count()
-
-
-def to_intermediate(tensor: Tensor) -> Tensor:
-    """Where ComfyUI keeps what travels between nodes: the CPU, unless it was told otherwise."""
-    return tensor.to(model_management.intermediate_device())
-
-
-# ------------------------------------------------------------------------------------------------------- model folders
-
-
-def model_names(folder: str) -> list[str]:
-    """What ComfyUI finds in a kind of model folder; the shards of a model appear as the folder that holds them."""
-    names = [*folder_paths.get_filename_list(folder), *_gguf_names(folder)]
-    return list(dict.fromkeys(_whole(name) for name in names))
-
-
-def _gguf_names(folder: str) -> list[str]:
-    """GGUF files, which ComfyUI does not list: packs that do so use lists of their own."""
-    found: set[str] = set()
-    for root in folder_paths.get_folder_paths(folder):
-        names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
-        found.update(folder_paths.filter_files_extensions(names, [".gguf"]))
-    return sorted(found)
-
-
-def _whole(name: str) -> str:
-    parent = Path(name).parent.as_posix()
-    return f"{parent}/" if _SHARD.search(name) and parent != "." else name
-
-
-def model_path(folder: str, name: object) -> Path:
-    """The file or folder behind a name of `model_names`. Raises OptionError for every other name, before anything is
-    opened: a workflow may come from a stranger, and ComfyUI does not check inputs that `validate_inputs` names, nor
-    values that come through a link."""
-    roots = folder_paths.get_folder_paths(folder)
-    if isinstance(name, str) and _is_listed(folder, name):
-        for root in roots:
-            path = Path(root) / name
-            if path.is_dir() if name.endswith("/") else path.is_file():
-                return path
-    raise OptionError(
-        f"{repr(name)[:200]} is not a model in {' or '.join(roots)}: put the file there and refresh, or choose another"
-    )
-
-
-def _is_listed(folder: str, name: str) -> bool:
-    """Whether it is one of `model_names`; folders are searched for GGUF files only where that can matter."""
-    if name in map(_whole, folder_paths.get_filename_list(folder)):
-        return True
-    return name.lower().endswith((".gguf", "/")) and name in map(_whole, _gguf_names(folder))
-
-
-def stamps(folder: str, ending: str) -> list[tuple[str, int]]:
-    """Files of a kind of model folder whose name ends so, with when they were written: for `fingerprint_inputs`."""
-    roots = [Path(root) for root in folder_paths.get_folder_paths(folder)]
-    found = sorted({path for root in roots for path in root.rglob(f"*{ending}") if path.is_file()})
-    return [(str(path), path.stat().st_mtime_ns) for path in found]
-
-
-def unfinished_path(seed: int) -> Path:
-    """Where latents lie that are finished and have not arrived yet: what a run leaves there was interrupted by force,
-    and `python -m wan_core decode` makes a video of it. In a folder that is read-only nothing is kept, and the run
-    says so."""
-    folder = Path(folder_paths.get_output_directory()) / "WanCore"
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{seed}.latents.safetensors"
-
-
-# ----------------------------------------------------------------------------------------------------------- progress
-
-
-def check_interruption() -> None:
-    """Raises ComfyUI's interruption if the user asked for it."""
-    model_management.throw_exception_if_processing_interrupted()
-
-
-class Progress:
-    """The progress bar, live preview and line of text of the node that is running."""
-
-    def __init__(self, total: int) -> None:
-        model_management.throw_exception_if_processing_interrupted()
-        self.bar = ProgressBar(total)
-
-    def update(self, done: int, total: int, words: str, picture: Image.Image | None = None) -> None:
-        """Raises ComfyUI's interruption if the user asked for it."""
-        if words:
-            show(words)
-        self.bar.update_absolute(done, total, None if picture is None else ("JPEG", picture, PREVIEW_SIDE))
-
-
-def show(words: str) -> None:
-    """Text on the node that is running, in every page that is open."""
-    context = get_executing_context()
-    if context is not None:
-        PromptServer.instance.send_progress_text(words, context.node_id)
-
-
-# -------------------------------------------------------------------------------------------------------------- memory
 
 
 class Weights(nn.Module):
@@ -163,7 +43,8 @@ class Held(ModelPatcher):
     """A model of the engine that ComfyUI's memory manager may evict; it is read from its file again when used again.
 
     Nothing is loaded before the first use. An evicted model is not in host memory either: a second load reads the
-    system's file cache. The exception are transformers whose blocks stream: their weights stay in host memory.
+    system's file cache. The exception are transformers whose blocks stream: their weights stay in host memory. A text
+    encoder's stream from there only while it is used.
     """
 
     def __init__(
@@ -173,11 +54,14 @@ class Held(ModelPatcher):
         finish: Callable[[nn.Module], nn.Module] = lambda module: module,
         residency: Residency | None = None,
     ) -> None:
-        """finish: applied to the module after every load. residency: of a transformer, holds its weights while its
-        blocks stream; both experts share one, so that one hands its device memory over to the other."""
+        """finish: applied to the module after every load. residency: of a transformer or a text encoder, holds its
+        weights while its blocks stream; both experts share one, so that one hands its device memory over to the
+        other."""
         super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=part.bytes)
         self.name, self.part, self.finish, self.residency = name, part, finish, residency
-        self.resident_blocks: int | None = None  # of a transformer whose blocks stream; None: it is loaded as a whole
+        self.resident_blocks: int | None = None  # where blocks stream; None: it is loaded as a whole
+        self.copies: bool | None = None  # where blocks stream: whether weights are pinned; False: they stay in the file
+        self.loras: tuple[Wanted, ...] = ()  # of a transformer: those to sum in when it is read next
 
     @property
     def is_loaded(self) -> bool:
@@ -186,6 +70,8 @@ class Held(ModelPatcher):
     def use(self, memory: int) -> nn.Module:
         """The module, on its device, with about `memory` bytes left free beside it."""
         load([self], memory)
+        if self.residency is not None and self.in_host_memory:
+            return self.residency.use(self.name)
         return self.model.content
 
     @property
@@ -193,25 +79,45 @@ class Held(ModelPatcher):
         """Whether its weights are in host memory, from where they stream."""
         return self.residency is not None and self.name in self.residency.models
 
+    def expect(self, loras: Sequence[Wanted]) -> None:
+        """The LoRAs that `ready` will ask for: those that are summed in are, while weights are read. Weights that stay
+        packed are read again for that."""
+        self.loras = tuple(loras)
+        merges = self.part.lora_mode == "merge" and is_packed(self.part.quantization)
+        if merges and self._in_memory() is not None and not self.has_loras(loras):
+            evict_all()
+            if self.in_host_memory and self.residency is not None:
+                self.residency.remove(self.name)
+
     def ready(self, loras: Sequence[Wanted]) -> WanModel:
-        """A transformer that is loaded, with just these LoRAs attached. If its blocks stream, they come from now on."""
+        """A transformer that is loaded, with just these LoRAs on it. If its blocks stream, they come from now on."""
         model = cast(WanModel, self.model.content)
         streams = self.residency if self.in_host_memory else None
         discard = (lambda: None) if streams is None else partial(streams.forget_copies, self.name)
-        apply_loras(model, loras, self.part, self.load_device, discard)
+        with _weights(Reading(on_bytes=_interrupted)):
+            apply_loras(model, loras, self.part, self.load_device, discard)
         return model if streams is None else cast(WanModel, streams.use(self.name))
 
     def has_loras(self, loras: Sequence[Wanted]) -> bool:
-        """Whether its weights in host memory are what they are with `loras`."""
-        assert self.residency is not None
-        model = cast(WanModel, self.residency.models[self.name])
-        return not AppliedLoras.of(model, self.load_device).writes_weights(loras)
+        """Whether its weights in memory are what they are with `loras`."""
+        model = self._in_memory()
+        return model is not None and not changes_weights(model, loras, self.part, self.load_device)
+
+    def _in_memory(self) -> WanModel | None:
+        """A transformer, on the device or in host memory, from where it streams."""
+        if self.residency is not None and self.in_host_memory:
+            return cast(WanModel, self.residency.models[self.name])
+        return cast(WanModel, self.model.content) if isinstance(self.model.content, WanModel) else None
 
     def take_over(self, loras: Sequence[Wanted]) -> None:
         """Use the device memory of the other expert, with what `prefetch` has copied there. The other one is still
         loaded as far as ComfyUI knows, and may be evicted then."""
         if self.residency is not None and self.in_host_memory and self.has_loras(loras):
             self.residency.use(self.name)
+
+    def wait(self, part: PartToLoad, copies: bool | None) -> None:
+        """Where its weights wait when they are read to stream. part: as it is loaded otherwise."""
+        self.part, self.copies = staying_in_file(part) if copies is False else part, copies
 
     def stream(self, resident_blocks: int) -> None:
         """Have so many blocks stay on the device when it is loaded next, and the others stream."""
@@ -222,20 +128,24 @@ class Held(ModelPatcher):
             # The module stays the same one: a run may be in the middle of it.
             self.residency.add(self.name, self.model.content)
         self.detach()
-        self.residency.follow("stream", resident_blocks, None, {})
+        self.residency.follow("stream", resident_blocks, None, {}, streams_text=True)
         self.resident_blocks = resident_blocks
         self.size = stage_bytes(list(self.part.units), resident_blocks)
 
     def _load(self) -> nn.Module:
         if self.resident_blocks is None:
             with _weights(Reading(on_bytes=_interrupted)):
-                return self.finish(self.part.load(self.load_device))
+                return self._read(self.load_device)
         assert self.residency is not None
         if not self.in_host_memory:
-            with _weights(Reading(on_bytes=_interrupted, mapped=False)):
-                self.residency.add(self.name, self.finish(self.part.load(self.offload_device)))
+            stays = self.copies is False
+            with _weights(Reading(on_bytes=_interrupted, mapped=stays, stays=stays)):
+                self.residency.add(self.name, self._read(self.offload_device), copy=self.copies)
         log.info("WanCore streams the %s: %d blocks stay on the device", self.name, self.resident_blocks)
         return self.residency.models[self.name]
+
+    def _read(self, device: torch.device) -> nn.Module:
+        return self.finish(load_with_loras(self.part, self.loras, device, self.load_device))
 
     # What the memory manager calls.
 
@@ -259,8 +169,11 @@ class Held(ModelPatcher):
         """Evict. ComfyUI calls this with False on models that stay, before it uses them again."""
         if unpatch_all and self.is_loaded:
             if self.residency is not None and self.in_host_memory:
-                self.residency.release(self.name)
-                AppliedLoras.of(self.model.content, self.load_device).offload()
+                if isinstance(self.model.content, WanModel):
+                    self.residency.release(self.name)
+                    AppliedLoras.of(self.model.content, self.load_device).offload()
+                else:
+                    self.residency.remove(self.name)
             else:
                 for tensor in tensors_of(self.model.content).values():
                     tensor.data = tensor.new_empty(

@@ -1,0 +1,158 @@
+"""Files with random weights under the names that ComfyUI's own Wan 2.2 templates ask for, as a server finds them.
+
+Shapes, dtypes and spellings are those of the real files: FP8 experts with a scale for each matrix, a LoRA of rank 64
+for each expert, UMT5 in FP8, the 2.1 VAE in bf16. The numbers are random, of the variance that keeps activations
+finite. With `layers` the experts have fewer blocks. A file that is there with the same number of blocks is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.four_step import write_lora
+from benchmarks.measure import make_room
+from wan_core.checkpoint import open_checkpoint
+from wan_core.checkpoint.detect import TOKENIZER
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import metadata_of, save, write_safetensors
+from wan_core.models.text.config import UMT5_XXL
+from wan_core.models.text.tokenizer import Tokenizer
+from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.linears import quantized_names
+from wan_core.models.wan.model import WanModel
+from wan_core.pipeline.sources import RANDOM, TINY
+
+EXPERTS = ("high", "low")
+TEXT = "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
+VAE = "wan_2.1_vae.safetensors"
+IMAGE = "start.png"
+FP8_MAX = 448.0
+
+
+def expert_file(task: str, expert: str, precision: str, layers: int | None) -> str:
+    """The name of an expert's file. task: i2v or t2v. precision: fp8_scaled or fp16 (which holds bf16 here)."""
+    fewer = "" if layers is None else f"_{layers}_blocks"
+    return f"wan2.2_{task}_{expert}_noise_14B_{precision}{fewer}.safetensors"
+
+
+def lora_file(task: str, expert: str) -> str:
+    return f"wan2.2_{task}_lightx2v_4steps_lora_v1_{expert}_noise.safetensors"
+
+
+def write_experts(
+    models: Path, task: str, device: torch.device, layers: int | None, precisions: Iterable[str] = ("fp8_scaled",)
+) -> None:
+    """Both experts in every precision, from the same random numbers."""
+    folder = models / "diffusion_models"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = RANDOM[f"{task}-A14B"][0]
+    config = replace(config, num_layers=layers or config.num_layers)
+    for seed, expert in enumerate(EXPERTS):
+        missing = {p: path for p in precisions if not (path := folder / expert_file(task, expert, p, layers)).exists()}
+        if not missing:
+            continue
+        module = random_module(config, device=device, dtype=torch.bfloat16, seed=seed)
+        assert isinstance(module, WanModel)
+        values = {name: value.detach() for name, value in module.named_parameters()}
+        if "fp16" in missing:
+            write_safetensors(values, missing["fp16"], metadata_of(module))
+        if "fp8_scaled" in missing:
+            write_safetensors(as_fp8(values, quantized_names(config)), missing["fp8_scaled"], metadata_of(module))
+        del module, values
+        make_room(device)
+
+
+def write_loras(models: Path, task: str, device: torch.device) -> None:
+    folder = models / "loras"
+    folder.mkdir(parents=True, exist_ok=True)
+    for expert in EXPERTS:
+        if not (folder / lora_file(task, expert)).exists():
+            write_lora(folder / lora_file(task, expert), plain_config(task), device)
+
+
+def plain_config(task: str) -> DiTConfig:
+    return RANDOM[f"{task}-A14B"][0]
+
+
+def write_text_encoder(models: Path, device: torch.device) -> None:
+    """UMT5-XXL with Hugging Face's names and the embedded model's tokenizer, as in ComfyUI's own file."""
+    path = models / "text_encoders" / TEXT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        return
+    module = random_module(UMT5_XXL, device=device, dtype=torch.bfloat16)
+    matrices = frozenset(name for name, part in module.named_modules() if isinstance(part, nn.Linear))
+    values = as_fp8({name: value.detach() for name, value in module.named_parameters()}, matrices)
+    tensors = {hf_name(name): value for name, value in values.items()}
+    proto = open_checkpoint(TINY / "text_encoder.safetensors").read(TOKENIZER)
+    tensors[TOKENIZER] = proto
+    assert isinstance(module, UMT5Encoder)
+    write_safetensors(tensors, path, metadata_of(TextEncoder(module, Tokenizer(proto.numpy().tobytes()))))
+    del module, values, tensors
+    make_room(device)
+
+
+_MODULES = {"token_embedding.weight": "shared.weight", "norm.weight": "encoder.final_layer_norm.weight"}
+_BLOCK_MODULES = {
+    "norm1": "layer.0.layer_norm",
+    "attn.q": "layer.0.SelfAttention.q",
+    "attn.k": "layer.0.SelfAttention.k",
+    "attn.v": "layer.0.SelfAttention.v",
+    "attn.o": "layer.0.SelfAttention.o",
+    "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
+    "norm2": "layer.1.layer_norm",
+    "ffn.gate.0": "layer.1.DenseReluDense.wi_0",
+    "ffn.fc1": "layer.1.DenseReluDense.wi_1",
+    "ffn.fc2": "layer.1.DenseReluDense.wo",
+}
+
+
+def hf_name(name: str) -> str:
+    """The name that Hugging Face's UMT5EncoderModel has for a parameter of ours."""
+    if name in _MODULES or not name.startswith("blocks."):
+        return _MODULES.get(name, name)
+    _, block, rest = name.split(".", 2)
+    module, _, parameter = rest.rpartition(".")
+    return f"encoder.block.{block}.{_BLOCK_MODULES[module]}.{parameter}"
+
+
+def write_vae(models: Path, device: torch.device) -> None:
+    path = models / "vae" / VAE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        return
+    module = random_module(RANDOM["i2v-A14B"][1], device=device, dtype=torch.bfloat16)
+    assert isinstance(module, VideoVAE)
+    save(module, path)
+
+
+def write_image(base: Path, seed: int = 0, name: str = IMAGE, side: int = 640) -> None:
+    """A square picture of soft colours, as smooth as a photograph out of focus."""
+    from PIL import Image
+
+    draw = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(1, 3, 10, 10, generator=draw)
+    pixels = nn.functional.interpolate(coarse, (side, side), mode="bicubic").clamp(0, 1)[0].permute(1, 2, 0)
+    folder = base / "input"
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.fromarray((pixels * 255).byte().numpy()).save(folder / name)
+
+
+def as_fp8(values: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """`values` with the weights of the linears `names` as e4m3, a scale for each, in the spelling of the files of
+    2025: `X.scale_weight`, and a marker without numbers, which lets ComfyUI multiply in FP8."""
+    found = dict(values)
+    for name in names:
+        weight = values[f"{name}.weight"]
+        scale = weight.abs().amax().float() / FP8_MAX
+        found[f"{name}.weight"] = (weight.float() / scale).to(torch.float8_e4m3fn)
+        found[f"{name}.scale_weight"] = scale
+    found["scaled_fp8"] = torch.empty(0, dtype=torch.float8_e4m3fn)
+    return found

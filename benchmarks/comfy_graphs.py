@@ -1,0 +1,258 @@
+"""ComfyUI's own Wan 2.2 template for two experts as an API graph, with native nodes and with ours.
+
+Node ids are words, so that events, errors and times can be read: `loaders.*`, `text`, `image`, `samplers.*`, `decode`,
+`save.*`. What stands before the dot is the column of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.comfy_files import EXPERTS, IMAGE, TEXT, VAE, expert_file, lora_file
+from benchmarks.comfyui import Graph
+
+NEGATIVE = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留"
+)
+PROMPT = "The white dragon warrior stands still, eyes full of determination. The camera slowly circles around it."
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the template makes. four_steps: its switch. denoise_only: latents are saved, and nothing is decoded."""
+
+    task: str = "i2v"
+    width: int = 640
+    height: int = 640
+    frames: int = 81
+    four_steps: bool = True
+    precision: str = "fp8_scaled"
+    layers: int | None = None
+    seed: int = 1
+    prompt: str = PROMPT
+    image: str = IMAGE
+    steps: int | None = None  # of both samplers; None: the template's
+    cfg: float | None = None  # guidance; None: the template's
+    denoise_only: bool = False
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps or (4 if self.four_steps else 20)
+
+    @property
+    def guidance(self) -> float:
+        return self.cfg or (1.0 if self.four_steps else 3.5)
+
+    @property
+    def shift(self) -> float:
+        return 5.0 if self.task == "i2v" or self.four_steps else 8.0
+
+    @property
+    def size(self) -> str:
+        return f"{self.width}x{self.height}x{self.frames}"
+
+
+def node(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
+
+
+def native_graph(job: Job, attention: str | None = None, accelerate: dict[str, Any] | None = None) -> Graph:
+    """The template. attention: of ComfyUI's node ModelAttentionBackend. accelerate: inputs of our node for native
+    models, behind each loader chain; links in it are ids of nodes in the same graph."""
+    graph: Graph = {}
+    steps, half = job.total_steps, job.total_steps // 2
+    for expert in EXPERTS:
+        file = expert_file(job.task, expert, job.precision, job.layers)
+        graph[f"loaders.{expert}"] = node("UNETLoader", unet_name=file, weight_dtype="default")
+        model: list[Any] = [f"loaders.{expert}", 0]
+        if job.four_steps:
+            inputs = {"lora_name": lora_file(job.task, expert), "strength_model": 1.0, "model": model}
+            graph[f"loaders.lora_{expert}"] = node("LoraLoaderModelOnly", **inputs)
+            model = [f"loaders.lora_{expert}", 0]
+        if attention is not None:
+            graph[f"loaders.attention_{expert}"] = node("ModelAttentionBackend", model=model, attention=attention)
+            model = [f"loaders.attention_{expert}", 0]
+        graph[f"loaders.shift_{expert}"] = node("ModelSamplingSD3", model=model, shift=job.shift)
+        if accelerate is not None:
+            model = [f"loaders.shift_{expert}", 0]
+            graph[f"loaders.accelerate_{expert}"] = node("WanCoreAccelerate", model=model, **accelerate)
+    last = "shift" if accelerate is None else "accelerate"
+    graph |= native_conditioning(job)
+    both = {
+        "noise_seed": job.seed,
+        "steps": steps,
+        "cfg": job.guidance,
+        "sampler_name": "euler",
+        "scheduler": "simple",
+        "positive": ["image", 0],
+        "negative": ["image", 1],
+    }
+    if job.task == "t2v":
+        both |= {"positive": ["text", 0], "negative": ["text.negative", 0]}
+    graph["samplers.high"] = node(
+        "KSamplerAdvanced",
+        **both,
+        model=[f"loaders.{last}_high", 0],
+        latent_image=["image", 2 if job.task == "i2v" else 0],
+        add_noise="enable",
+        start_at_step=0,
+        end_at_step=half,
+        return_with_leftover_noise="enable",
+    )
+    graph["samplers.low"] = node(
+        "KSamplerAdvanced",
+        **both,
+        model=[f"loaders.{last}_low", 0],
+        latent_image=["samplers.high", 0],
+        add_noise="disable",
+        start_at_step=half,
+        end_at_step=10000,
+        return_with_leftover_noise="disable",
+    )
+    if job.denoise_only:
+        return graph | {"save.latent": node("SaveLatent", samples=["samplers.low", 0], filename_prefix="native")}
+    graph["decode"] = node("VAEDecode", samples=["samplers.low", 0], vae=["loaders.vae", 0])
+    return graph | saving("native")
+
+
+def accelerated_graph(job: Job, attention: str, presets: Mapping[str, str] | None = None) -> Graph:
+    """The template with our node for native models behind each loader chain."""
+    skipping = skipping_nodes(presets)
+    last = {"skipping": [list(skipping)[-1], 0]} if skipping else {}
+    return skipping | native_graph(job, accelerate={"attention": attention, **last})
+
+
+def native_conditioning(job: Job) -> Graph:
+    graph: Graph = {
+        "loaders.text": node("CLIPLoader", clip_name=TEXT, type="wan", device="default"),
+        "loaders.vae": node("VAELoader", vae_name=VAE),
+        "text": node("CLIPTextEncode", text=job.prompt, clip=["loaders.text", 0]),
+        "text.negative": node("CLIPTextEncode", text=NEGATIVE, clip=["loaders.text", 0]),
+    }
+    size = {"width": job.width, "height": job.height, "length": job.frames, "batch_size": 1}
+    if job.task == "t2v":
+        return graph | {"image": node("EmptyHunyuanLatentVideo", **size)}
+    graph["image.load"] = node("LoadImage", image=job.image)
+    graph["image"] = node(
+        "WanImageToVideo",
+        **size,
+        positive=["text", 0],
+        negative=["text.negative", 0],
+        vae=["loaders.vae", 0],
+        start_image=["image.load", 0],
+    )
+    return graph
+
+
+def our_graph(job: Job, attention: str = "auto", presets: Mapping[str, str] | None = None, **sampler: Any) -> Graph:
+    """The same video with our nodes. presets: of "sparse" and "cache". sampler: more inputs of the sampler."""
+    both = {expert: expert_file(job.task, expert, job.precision, job.layers) for expert in EXPERTS}
+    graph: Graph = {
+        "loaders.model": node(
+            "WanCoreModelLoader",
+            **both,
+            precision="checkpoint",
+            attention=attention,
+            residency="auto",
+            compile="off",
+            keep_blocks=0,
+        ),
+        "loaders.text": node("WanCoreTextEncoderLoader", text_encoder=TEXT, precision="checkpoint"),
+        "loaders.vae": node("WanCoreVAELoader", vae=VAE, precision="auto"),
+        "text": node("WanCoreTextEncode", positive=job.prompt, negative=NEGATIVE, clip=["loaders.text", 0]),
+    }
+    model = ["loaders.model", 0]
+    if job.four_steps:
+        loras = {expert: lora_file(job.task, expert) for expert in EXPERTS}
+        graph["loaders.lora"] = node("WanCoreLoRA", **loras, strength_high=1.0, strength_low=1.0, model=model)
+        model = ["loaders.lora", 0]
+    size = {"width": job.width, "height": job.height, "frames": job.frames}
+    source = "text"
+    if job.task == "t2v":
+        graph["image"] = node("WanCoreEmptyLatent", **size, latent_type="Wan 2.1 VAE (A14B, tiny)")
+    else:
+        source = "image"
+        graph["image.load"] = node("LoadImage", image=job.image)
+        graph["image"] = node(
+            "WanCoreImageToVideo",
+            **size,
+            positive=["text", 0],
+            negative=["text", 1],
+            vae=["loaders.vae", 0],
+            first_image=["image.load", 0],
+        )
+    skipping = skipping_nodes(presets)
+    if skipping:
+        sampler["skipping"] = [list(skipping)[-1], 0]
+    graph |= skipping
+    graph["samplers"] = node(
+        "WanCoreSampler",
+        seed=job.seed,
+        steps=job.total_steps,
+        shift=job.shift,
+        boundary=middle(job),
+        guidance_high=job.guidance,
+        guidance_low=job.guidance,
+        solver="euler",
+        guidance_mode="auto",
+        preset="none",
+        model=model,
+        positive=[source, 0],
+        negative=[source, 1],
+        latent=["image", 2 if job.task == "i2v" else 0],
+        **sampler,
+    )
+    if job.denoise_only:
+        return graph | {"save.latent": node("SaveLatent", samples=["samplers", 0], filename_prefix="ours")}
+    graph["decode"] = node("WanCoreVAEDecode", tiling="auto", vae=["loaders.vae", 0], latent=["samplers", 0])
+    return graph | saving("ours")
+
+
+def skipping_nodes(presets: Mapping[str, str] | None) -> Graph:
+    """A chain of nodes, the last of which goes into the sampler."""
+    graph: Graph = {}
+    kinds = {"sparse": "WanCoreSparseAttention", "cache": "WanCoreMagCache"}
+    for name, preset in (presets or {}).items():
+        before = {"skipping": [list(graph)[-1], 0]} if graph else {}
+        graph[f"samplers.{name}"] = node(kinds[name], preset=preset, **before)
+    return graph
+
+
+def with_defaults(graph: Graph, kinds: Mapping[str, Any]) -> Graph:
+    """The graph with the default of every input that it leaves out. kinds: what a server says of its nodes."""
+    filled: Graph = {}
+    for name, entry in graph.items():
+        inputs = dict(entry["inputs"])
+        for key, (what, *rest) in kinds[entry["class_type"]]["input"].get("required", {}).items():
+            if key not in inputs and rest and "default" in rest[0]:
+                inputs[key] = rest[0]["default"]
+            elif key not in inputs and isinstance(what, list):
+                inputs[key] = what[0]
+        filled[name] = {"class_type": entry["class_type"], "inputs": inputs}
+    return filled
+
+
+def saving(name: str) -> Graph:
+    """SaveVideo with its own encoder settings, of the frames of `decode`."""
+    return {
+        "save.create": node("CreateVideo", images=["decode", 0], fps=16.0),
+        "save": node("SaveVideo", video=["save.create", 0], filename_prefix=name, format="auto", codec="auto"),
+    }
+
+
+def middle(job: Job) -> float:
+    """The boundary that gives each expert half of the steps, as the template does."""
+
+    def sigma(step: int) -> float:
+        u = 1 - step / job.total_steps
+        return job.shift * u / (1 + (job.shift - 1) * u)
+
+    half = job.total_steps // 2
+    return round((sigma(half - 1) + sigma(half)) / 2, 4)
+
+
+def another(job: Job, run: int) -> Job:
+    """The same work with a new seed."""
+    return replace(job, seed=job.seed + 100 * run)

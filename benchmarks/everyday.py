@@ -1,0 +1,317 @@
+"""Suite `everyday`: ComfyUI's own image-to-video template, from the click to the file, with its nodes and with ours.
+
+Needs a checkout of ComfyUI (COMFYUI_PATH; its Python: COMFYUI_PYTHON or this one) and about 40 GB for files with random
+weights (`--scratch`, /dev/shm keeps them in memory; files that are there are used again). Everything runs in a real
+ComfyUI server over its API. `--setting` takes parts of it:
+
+on       the template's switch on: a LoRA for each expert, four steps, no guidance. All sides in one server, each
+         `--runs` (3) times in a row with new seeds, after one that is not counted
+other    the same with a new prompt and a new image in each run
+off      the switch off: 20 steps with guidance 3.5. ComfyUI's own nodes run only `--steps` (4) of them, and the time of
+         their samplers is scaled; ours run all
+cold     a fresh server for each side and run: from POST, as soon as it answers, to the file
+errors   final latents of 8 of 40 blocks against ComfyUI's own nodes on bf16 weights of the same values, same noise
+
+Rows, by name: "native ..." are ComfyUI's own nodes, "ours ..." this pack's.
+
+seconds   from POST to the end of the prompt, the median; spread: the slowest less the fastest
+nodes     of the median run: seconds by loaders, text, image, samplers, decode, save
+ratio     seconds of the fastest native row over this one's; error: relative, of the latents
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases import parse_size
+from benchmarks.comfy_files import write_experts, write_image, write_loras, write_text_encoder, write_vae
+from benchmarks.comfy_graphs import Job, accelerated_graph, native_graph, our_graph, with_defaults
+from benchmarks.comfyui import ComfyUI, Graph, Run, make_base
+from benchmarks.measure import make_room, relative_error
+from benchmarks.options import EVERYDAY_PARTS
+from benchmarks.rows import Row, guarded
+from wan_core.config import OptionError
+
+ERROR_LAYERS = 8
+SIDE = 640
+PATIENCE = 400.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """A row: who makes the video, and how. native: with nothing of ours."""
+
+    name: str
+    graph: Callable[[Job], Graph]
+    native: bool = False
+
+
+KITCHEN = "comfy kitchen attention"
+NATIVE = Side("native", native_graph, native=True)
+NATIVE_KITCHEN = Side("native, comfy kitchen attention", lambda job: native_graph(job, attention=KITCHEN), native=True)
+OURS = Side("ours, auto", our_graph)
+OURS_FP8 = Side("ours, cudnn-fp8", lambda job: our_graph(job, "cudnn-fp8"))
+SIDES = (
+    NATIVE,
+    NATIVE_KITCHEN,
+    OURS,
+    OURS_FP8,
+    Side("ours, cudnn-fp8, sparse fast", lambda job: our_graph(job, "cudnn-fp8", {"sparse": "fast"})),
+)
+OFF_SIDES = (
+    NATIVE,
+    NATIVE_KITCHEN,
+    OURS,
+    OURS_FP8,
+    Side(
+        "ours, cudnn-fp8, cache and sparse balanced",
+        lambda job: our_graph(job, "cudnn-fp8", {"cache": "balanced", "sparse": "balanced"}),
+    ),
+)
+ACCELERATED = (
+    Side("native, accelerated, auto", lambda job: accelerated_graph(job, "auto")),
+    Side("native, accelerated, sparse fast", lambda job: accelerated_graph(job, "cudnn-fp8", {"sparse": "fast"})),
+)
+
+
+def chosen(sides: Sequence[Side], options: argparse.Namespace) -> list[Side]:
+    """Those that `--setup` names, or all. Raises OptionError for a name that no part of the suite has."""
+    known = {side.name for side in (*SIDES, *OFF_SIDES, *ACCELERATED)}
+    if unknown := set(options.setup or ()) - known:
+        raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(sorted(known))}")
+    return [side for side in sides if not options.setup or side.name in options.setup]
+
+
+def everyday_rows(
+    name: str, sizes: list[str], device: torch.device, options: argparse.Namespace, details: dict[str, Any]
+) -> Iterator[Row]:
+    """Rows of the suite. Raises OptionError where there is no ComfyUI."""
+    wanted = options.setting or EVERYDAY_PARTS
+    chosen((), options)
+    with server_files(options.scratch, options.checkout) as (checkout, base):
+        details |= {"layers": options.layers}
+        files = Files(base / "models", device)
+        for size in sizes:
+            width, height, frames = parse_size(size)
+            job = Job(width=width, height=height, frames=frames, layers=options.layers)
+            if {"on", "other", "off", "cold"} & set(wanted):
+                files.write(job)
+            if {"on", "other", "off"} & set(wanted):
+                with Server(checkout, base, device) as server:
+                    for part in ("on", "other", "off"):
+                        if part in wanted:
+                            yield from PARTS[part](server, job, options)
+            if "cold" in wanted:
+                yield from cold_rows(checkout, base, device, job, options)
+            if "errors" in wanted:
+                few = replace(job, layers=min(options.layers or ERROR_LAYERS, ERROR_LAYERS), denoise_only=True)
+                files.write(few, precisions=("fp8_scaled", "fp16"))
+                with Server(checkout, base, device) as server:
+                    yield from error_rows(server, few, options)
+
+
+@contextmanager
+def server_files(scratch: Path | None, checkout: Path | None) -> Iterator[tuple[Path, Path]]:
+    """The checkout of ComfyUI and a base folder for its servers. Files in `scratch` are kept and used again."""
+    found = checkout or Path(os.environ.get("COMFYUI_PATH", "~/comfy/ComfyUI")).expanduser()
+    if not (found / "main.py").is_file():
+        raise OptionError(f"no ComfyUI at {found}: name its folder with --checkout or COMFYUI_PATH")
+    if scratch is not None and not scratch.is_dir():
+        raise OptionError(f"--scratch {scratch} is no folder: make it, or leave it out")
+    with tempfile.TemporaryDirectory(prefix="wancore-everyday-", dir=scratch) as temporary:
+        base = make_base(Path(temporary))
+        if scratch is not None:
+            (base / "models").rmdir()
+            (scratch / "models").mkdir(exist_ok=True)
+            (base / "models").symlink_to(scratch / "models", target_is_directory=True)
+        page = base / "page"
+        page.mkdir()
+        (page / "index.html").write_text("<!doctype html><title>ComfyUI</title>")
+        yield found, base
+
+
+class Files:
+    """The files of a models folder, written when a job needs them."""
+
+    def __init__(self, models: Path, device: torch.device) -> None:
+        self.models, self.device = models, device
+
+    def write(self, job: Job, precisions: tuple[str, ...] = ("fp8_scaled",)) -> None:
+        write_experts(self.models, job.task, self.device, job.layers, precisions)
+        write_loras(self.models, job.task, self.device)
+        write_text_encoder(self.models, self.device)
+        write_vae(self.models, self.device)
+        for number in range(8):
+            write_image(self.models.parent.resolve(), number, f"start{number or ''}.png", SIDE)
+        make_room(self.device)
+        if self.device.type == "cuda":
+            os.sync()
+
+
+class Server:
+    """A ComfyUI server that measures prompts. Use as a context: it ends with it."""
+
+    def __init__(self, checkout: Path, base: Path, device: torch.device) -> None:
+        page = ["--front-end-root", str(base / "page")]
+        environment = {"PYTHONUNBUFFERED": "1"}
+        cpu = device.type == "cpu"
+        self.comfyui = ComfyUI(checkout, base, environment, page, cpu=cpu, patience=PATIENCE)
+        self.base, self.kinds = base, self.comfyui.get("/object_info")
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.comfyui.stop()
+
+    def run(self, graph: Graph) -> tuple[Row, Run]:
+        """Seconds of a prompt by group of nodes. Raises RuntimeError with what failed."""
+        run = self.comfyui.watch(with_defaults(graph, self.kinds))
+        if not run.ok:
+            fault = next((said for kind, said in run.status["messages"] if kind == "execution_error"), {})
+            raise RuntimeError(f"{fault.get('node_id')}: {fault.get('exception_message', 'interrupted')[:500]}")
+        return times(run), run
+
+
+def times(run: Run) -> Row:
+    """Seconds from POST to the end of the prompt, and of each group of nodes."""
+    groups: dict[str, float] = defaultdict(float)
+    current, since = "start", run.begin
+    for event in run.events:
+        if event["type"] == "executing":
+            groups[current] += event["at"] - since
+            current, since = (event["data"]["node"] or "").split(".")[0], event["at"]
+    return {
+        "seconds": round(since - run.begin, 3),
+        "nodes": {name: round(seconds, 3) for name, seconds in groups.items() if seconds >= 0.0005},
+    }
+
+
+def side_by_side(server: Server, sides: Sequence[Side], jobs: list[Job], label: str) -> Iterator[Row]:
+    """Each side makes all jobs in a row, since ComfyUI keeps what nodes gave only for the prompt that comes next. The
+    first job is not counted."""
+    rows: list[tuple[Side, Row]] = []
+    for side in sides:
+        found = [guarded(side.name, job.size, None, lambda s=side, j=job: server.run(s.graph(j))[0]) for job in jobs]
+        failed = next((row for row in found if "failed" in row), None)
+        rows.append((side, failed or middle_row(found[1:])))
+    peers = [row["seconds"] for side, row in rows if side.native and "seconds" in row]
+    for _, row in rows:
+        if peers and "seconds" in row:
+            row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": "the fastest native row"}
+        yield row | {"name": f"{label}: {row['name']}"}
+
+
+def middle_row(rows: list[Row]) -> Row:
+    rows = sorted(rows, key=lambda row: row["seconds"])
+    spread = rows[-1]["seconds"] - rows[0]["seconds"]
+    return rows[(len(rows) - 1) // 2] | {"spread": round(spread, 3), "runs": len(rows)}
+
+
+def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
+    jobs = [replace(job, seed=seed) for seed in range(1, 2 + (options.runs or 3))]
+    yield from side_by_side(server, chosen((*SIDES, *ACCELERATED), options), jobs, "on, new seed")
+
+
+def other_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
+    jobs = [
+        replace(job, seed=seed, prompt=f"{job.prompt} Take {seed}.", image=f"start{seed}.png")
+        for seed in range(1, 2 + (options.runs or 3))
+    ]
+    yield from side_by_side(server, chosen(SIDES, options), jobs, "on, new prompt and image")
+
+
+def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
+    """Steps of the native nodes take equally long, so that few of them tell the time of all."""
+    whole = replace(job, four_steps=False)
+    fewer = replace(whole, steps=options.steps or 4)
+    sides = chosen(OFF_SIDES, options)
+    native = [guarded(s.name, job.size, None, lambda s=s: scaled(server, s, fewer, whole)) for s in sides if s.native]
+    peers = [row["seconds"] for row in native if "seconds" in row]
+    ours = []
+    for side in sides:
+        if side.native:
+            continue
+        server.run(side.graph(replace(whole, seed=2, steps=4)))
+        ours.append(guarded(side.name, job.size, None, lambda s=side: server.run(s.graph(whole))[0]))
+    for row in (*native, *ours):
+        if peers and "seconds" in row:
+            row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": "the fastest native row"}
+        yield row | {"name": f"off: {row['name']}"}
+
+
+def scaled(server: Server, side: Side, fewer: Job, whole: Job) -> Row:
+    server.run(side.graph(replace(fewer, seed=2, steps=2)))
+    row = server.run(side.graph(fewer))[0]
+    share = whole.total_steps / fewer.total_steps
+    sampling = row["nodes"]["samplers"]
+    row["nodes"]["samplers"] = round(sampling * share, 3)
+    row["seconds"] = round(row["seconds"] + sampling * (share - 1), 3)
+    return row | {"steps_measured": fewer.total_steps}
+
+
+PARTS = {"on": on_rows, "other": other_rows, "off": off_rows}
+
+
+def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, options: argparse.Namespace) -> Iterator[Row]:
+    sides = chosen((NATIVE, NATIVE_KITCHEN, OURS, OURS_FP8), options)
+    found: dict[str, list[Row]] = defaultdict(list)
+    for run in range(options.runs or 3):
+        for side in sides:
+            found[side.name].append(
+                guarded(side.name, job.size, None, lambda s=side, r=run: cold(checkout, base, device, s, r, job))
+            )
+    medians = {name: middle_row([r for r in rows if "seconds" in r] or rows) for name, rows in found.items()}
+    peers = [medians[side.name]["seconds"] for side in sides if side.native and "seconds" in medians[side.name]]
+    for name, row in medians.items():
+        if peers and "seconds" in row:
+            row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": "the fastest native row"}
+        yield row | {"name": f"cold: {name}"}
+
+
+def cold(checkout: Path, base: Path, device: torch.device, side: Side, run: int, job: Job) -> Row:
+    with Server(checkout, base, device) as server:
+        return server.run(side.graph(replace(job, seed=run)))[0]
+
+
+def error_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
+    """Relative errors of final latents, against native nodes on the same weights in bf16."""
+    for four_steps in (True, False):
+        work = replace(job, four_steps=four_steps)
+        exact = latents(server, native_graph(replace(work, precision="fp16")))
+        for side in chosen((*SIDES, *ACCELERATED) if four_steps else OFF_SIDES, options):
+            row = guarded(
+                side.name,
+                job.size,
+                None,
+                lambda s=side, w=work, e=exact: {"error": relative_error(latents(server, s.graph(w)), e)},
+            )
+            yield row | {"name": f"{'on' if four_steps else 'off'}, {job.layers} blocks: {side.name}"}
+        bf16 = replace(work, precision="fp16")
+        row = guarded(
+            "ours", job.size, None, lambda b=bf16, e=exact: {"error": relative_error(latents(server, our_graph(b)), e)}
+        )
+        yield row | {"name": f"{'on' if four_steps else 'off'}, {job.layers} blocks: ours, auto, bf16 file"}
+
+
+def latents(server: Server, graph: Graph) -> torch.Tensor:
+    return saved_latents(server, server.run(graph)[1])
+
+
+def saved_latents(server: Server, run: Run) -> torch.Tensor:
+    """What the prompt's SaveLatent wrote, float32."""
+    from safetensors.torch import load_file
+
+    saved = run.outputs["save.latent"]["latents"][0]
+    path = server.base / saved["type"] / saved["subfolder"] / saved["filename"]
+    return load_file(str(path))["latent_tensor"].float()

@@ -1,0 +1,164 @@
+"""ComfyUI's own MODELs as a model of WanCore: their files or weights, LoRAs and shift."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from comfy_api.latest import io, ui
+from torch import nn
+
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.config import LoadOptions, LoraOptions, OptionError
+from wan_core.ops.quant.packed import PRECISION as PACKED
+from wan_core.pipeline.loras import Wanted, check_packed, read_loras
+from wan_core.pipeline.native_patches import lora_checkpoints, loras_of_patches
+from wan_core.pipeline.settings import ModelSettings, resolve_settings
+from wan_core.pipeline.sources import find_experts
+from wan_core.sampling.plan import Expert
+
+from . import host
+from .files import fingerprint
+from .model_loader import check_choices, hold, info_of, run_inputs, socket_of
+from .native_model import NativeModel, read_native
+from .schema import aliases
+from .sockets import MODEL
+from .workers import WorkersSocket, workers_input
+
+IN_MEMORY = "the weights of a MODEL"  # in place of a file's name
+
+# What was made of a native model: kept as long as that model is, so that another strength of a LoRA in front of this
+# node loads nothing again. The key of the dictionary is the module that all copies of a MODEL share.
+_MADE: weakref.WeakKeyDictionary[nn.Module, tuple[object, ModelSettings, Mapping[Expert, host.Held]]]
+_MADE = weakref.WeakKeyDictionary()
+
+
+class WanCoreFromModel(io.ComfyNode):
+    """One or two native MODELs for WanCore's sampler and workers."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreFromModel",
+            display_name="WanCore from MODEL",
+            category="WanCore",
+            **aliases("WanCoreFromModel"),
+            description="Takes ComfyUI's own MODELs (Load Diffusion Model, LoRA loaders, ModelSamplingSD3) for the "
+            "WanCore Sampler. Files, LoRAs with their strengths and the shift are taken over; what cannot be is named.",
+            inputs=[
+                io.Model.Input("model", tooltip="The high-noise expert, or a model with one transformer."),
+                *run_inputs(),
+                io.Model.Input(
+                    "low",
+                    optional=True,
+                    tooltip="The low-noise expert. Nothing connected: the model above runs every step.",
+                ),
+                workers_input(),
+            ],
+            outputs=[
+                MODEL.Output("model_out", display_name="model", tooltip="For the WanCore Sampler and Plan Preview."),
+                io.String.Output("info", display_name="info", tooltip="What was taken over, and what was not."),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls, precision: str | None = None, attention: str | None = None, keep_blocks: int | None = None
+    ) -> bool:
+        """As of the model loader."""
+        check_choices(precision, keep_blocks or 0, attention, None)
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        precision: str,
+        attention: str,
+        residency: str,
+        compile: str = "off",
+        keep_blocks: int = 0,
+        low: Any = None,
+        workers: WorkersSocket | None = None,
+    ) -> io.NodeOutput:
+        natives: dict[str, NativeModel] = {"high": read_native(model, "the MODEL" if low is None else "the high MODEL")}
+        if low is not None:
+            natives["low"] = read_native(low, "the low MODEL")
+        _check_workers(natives, residency, workers)
+        files = [str(native.source) if isinstance(native.source, Path) else IN_MEMORY for native in natives.values()]
+        options = LoadOptions(
+            high=files[0],
+            low=(*files, None)[1],
+            precision=precision,
+            keep_blocks=keep_blocks,
+            attention=attention,
+            compile=compile,
+            residency=residency,
+        )
+        settings, held = _made(natives, options, workers)
+        loras = {expert: _loras(native, settings, expert, workers) for expert, native in natives.items()}
+        if settings.precision == PACKED:
+            check_packed((one for wanted in loras.values() for one in wanted), settings.found.dit)
+        shift = _shift(natives)
+        socket = replace(socket_of(options, settings, held, workers), loras=loras, shift=shift)
+        lines = [info_of(settings)]
+        lines += [f"{expert}: {one.words('attached')}" for expert, wanted in loras.items() for one in wanted]
+        lines += [f"shift {shift:g}, as ModelSamplingSD3 set it" if shift else "no ModelSamplingSD3: its own shift"]
+        lines += [note for native in natives.values() for note in native.notes]
+        info = "\n".join(lines)
+        return io.NodeOutput(socket, info, ui=ui.PreviewText(info))
+
+
+def _check_workers(natives: Mapping[str, NativeModel], residency: str, workers: WorkersSocket | None) -> None:
+    if residency == "shard" and workers is None:
+        raise OptionError("residency 'shard' is for several GPUs: connect a WanCore Launcher, or choose another")
+    unknown = [native.where for native in natives.values() if not isinstance(native.source, Path)]
+    if workers is not None and unknown:
+        raise OptionError(
+            f"workers read files, and the file of {' and '.join(unknown)} is not known: use the WanCore Model Loader, "
+            "or ComfyUI 0.33 or newer with Load Diffusion Model"
+        )
+
+
+def _made(
+    natives: Mapping[str, NativeModel], options: LoadOptions, workers: WorkersSocket | None
+) -> tuple[ModelSettings, Mapping[Expert, host.Held]]:
+    """The experts of these native models: those of the last time, where nothing but LoRAs and shift changed."""
+    device = host.device() if workers is None else workers.device
+    sources = [native.source for native in natives.values()]
+    stamps = fingerprint(*(source for source in sources if isinstance(source, Path)))
+    owner, owners = natives["high"].owner, tuple(weakref.ref(native.owner) for native in natives.values())
+    key = (tuple(sorted(asdict(options).items())), tuple(stamps), owners, device)
+    if owner not in _MADE or _MADE[owner][0] != key:
+        settings = resolve_settings(find_experts(*sources), options, device)
+        _MADE[owner] = key, settings, hold(settings)
+    return _MADE[owner][1:]
+
+
+def _loras(
+    native: NativeModel, settings: ModelSettings, expert: str, workers: WorkersSocket | None
+) -> tuple[Wanted, ...]:
+    """What the patches of a native model are here. Workers read them from files in ComfyUI's temporary folder."""
+    config = settings.found.dit
+    if workers is None:
+        return tuple(loras_of_patches(native.patches, config, native.where))
+    options = []
+    for strength, checkpoint in lora_checkpoints(native.patches, native.where):
+        name = "".join(letter if letter.isalnum() else "_" for letter in checkpoint.describe())
+        path = host.temporary_folder() / f"wancore_{name}.safetensors"
+        if not path.is_file():
+            tensors = {name: checkpoint.read(name).contiguous() for name in checkpoint.tensors}
+            write_safetensors(tensors, path, {})
+        options.append(LoraOptions(path=str(path), strength=strength, expert=expert))
+    return tuple(read_loras(options, config, "low" in settings.found.of)[expert])
+
+
+def _shift(natives: Mapping[str, NativeModel]) -> float | None:
+    found = {native.shift for native in natives.values()}
+    if len(found) > 1:
+        words = " and ".join(f"{native.where} has {native.shift or 'none'}" for native in natives.values())
+        raise OptionError(f"the shift differs ({words}): put ModelSamplingSD3 with one shift behind both models")
+    return found.pop()

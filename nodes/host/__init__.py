@@ -1,0 +1,48 @@
+"""ComfyUI as the nodes see it: devices, folders, progress and interruption, its memory manager, and its Wan models.
+
+The only folder that touches comfy.*, folder_paths and the server.
+"""
+
+from .devices import device, gpu_count, to_intermediate
+from .folders import model_names, model_path, stamps, temporary_folder, unfinished_path
+from .memory import Held, Remote, Weights, evict_all, load, log, room
+from .native import accelerate, check_wan, checkpoint_of, compute_dtype
+from .native_cache import StepCache, attach, attached, plan_of_part
+from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of
+from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
+
+__all__ = [
+    "PREVIEW_SIDE",
+    "Held",
+    "Progress",
+    "Remote",
+    "StepCache",
+    "Weights",
+    "accelerate",
+    "attach",
+    "attached",
+    "check_interruption",
+    "check_wan",
+    "checkpoint_of",
+    "compute_dtype",
+    "describe",
+    "device",
+    "evict_all",
+    "gpu_count",
+    "load",
+    "log",
+    "model_names",
+    "model_path",
+    "plan_of_part",
+    "reporter",
+    "room",
+    "sampler_names",
+    "sampler_sigmas",
+    "scheduler_names",
+    "show",
+    "sparse_of",
+    "stamps",
+    "temporary_folder",
+    "to_intermediate",
+    "unfinished_path",
+]

@@ -1,0 +1,80 @@
+"""ComfyUI's model and output folders."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import folder_paths
+
+from wan_core.config import OptionError
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
+
+
+def model_names(folder: str) -> list[str]:
+    """What ComfyUI finds in a kind of model folder; the shards of a model appear as the folder that holds them."""
+    names = [*folder_paths.get_filename_list(folder), *_gguf_names(folder)]
+    return list(dict.fromkeys(_whole(name) for name in names))
+
+
+def _gguf_names(folder: str) -> list[str]:
+    """GGUF files, which ComfyUI does not list: packs that do so use lists of their own."""
+    found: set[str] = set()
+    for root in folder_paths.get_folder_paths(folder):
+        names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
+        found.update(folder_paths.filter_files_extensions(names, [".gguf"]))
+    return sorted(found)
+
+
+def _whole(name: str) -> str:
+    parent = Path(name).parent.as_posix()
+    return f"{parent}/" if _SHARD.search(name) and parent != "." else name
+
+
+def model_path(folder: str, name: object) -> Path:
+    """The file or folder behind a name of `model_names`. Raises OptionError for every other name, before anything is
+    opened: a workflow may come from a stranger, and ComfyUI does not check inputs that `validate_inputs` names, nor
+    values that come through a link."""
+    roots = folder_paths.get_folder_paths(folder)
+    if isinstance(name, str) and _is_listed(folder, name):
+        for root in roots:
+            path = Path(root) / name
+            if path.is_dir() if name.endswith("/") else path.is_file():
+                return path
+    raise OptionError(
+        f"{repr(name)[:200]} is not a model in {' or '.join(roots)}: put the file there and refresh, or choose another"
+    )
+
+
+def _is_listed(folder: str, name: str) -> bool:
+    """Whether it is one of `model_names`; folders are searched for GGUF files only where that can matter."""
+    if name in map(_whole, folder_paths.get_filename_list(folder)):
+        return True
+    return name.lower().endswith((".gguf", "/")) and name in map(_whole, _gguf_names(folder))
+
+
+def stamps(folder: str, ending: str) -> list[tuple[str, int]]:
+    """Files of a kind of model folder whose name ends so, with when they were written: for `fingerprint_inputs`."""
+    roots = [Path(root) for root in folder_paths.get_folder_paths(folder)]
+    found = sorted({path for root in roots for path in root.rglob(f"*{ending}") if path.is_file()})
+    return [(str(path), path.stat().st_mtime_ns) for path in found]
+
+
+def unfinished_path(seed: int) -> Path:
+    """Where latents lie that are finished and have not arrived yet: what a run leaves there was interrupted by force,
+    and `python -m wan_core decode` makes a video of it. In a folder that is read-only nothing is kept, and the run
+    says so."""
+    folder = Path(folder_paths.get_output_directory()) / "WanCore"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"unfinished-{time.strftime('%Y%m%d-%H%M%S')}-{seed}.latents.safetensors"
+
+
+def temporary_folder() -> Path:
+    """ComfyUI's folder for files that it deletes when it starts."""
+    folder = Path(folder_paths.get_temp_directory())
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

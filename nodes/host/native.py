@@ -1,0 +1,172 @@
+"""Hooks into Wan models that ComfyUI runs itself: its attention override and wrappers, on a clone of the MODEL.
+
+Nothing of ComfyUI is replaced. The state of a sampling run is in the options that ComfyUI copies for each sampler. It
+ends with the sampler, also when that is interrupted or runs out of memory.
+
+Legend: B batch, C channels, T/Y/X latent frames, rows, columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from torch import Tensor
+
+from wan_core.config import OptionError, SparseOptions
+from wan_core.sampling.native.attention import NativeAttention
+from wan_core.sampling.native.plan import WholeRun
+from wan_core.sampling.native.run import FORWARD, RUN, NativeForward, NativeRun
+from wan_core.sampling.native.schedule import find_part
+from wan_core.sampling.sparsity.schedule import step_sparsities
+
+KEY, OVERRIDE = "wancore_accelerate", "optimized_attention_override"
+# Models that may have tokens beside those of the video, in places that are known: before them Fun's reference and
+# SCAIL's reference frames, which are in its `grid_sizes` too, all others behind.
+REFERENCE_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
+EXTRA_TOKENS = ("WanModel", "WanModel_S2V", "HumoWanModel", *REFERENCE_FRAMES)
+
+
+def check_wan(model: ModelPatcher) -> Any:
+    """The transformer of a Wan model. Raises OptionError for others."""
+    from comfy.ldm.wan.model import WanModel
+
+    transformer = model.model.diffusion_model
+    if not isinstance(transformer, WanModel):
+        raise OptionError(
+            f"WanCore Accelerate takes Wan models, this is {type(model.model).__name__}: connect a Wan model"
+        )
+    return transformer
+
+
+def compute_dtype(model: ModelPatcher) -> torch.dtype:
+    """What the transformer computes in."""
+    return model.model.manual_cast_dtype or model.model.get_dtype()
+
+
+def checkpoint_of(model: ModelPatcher) -> Path | None:
+    """The file that ComfyUI's own loader read the model from; None where it does not say."""
+    made = getattr(model, "cached_patcher_init", None)  # not before 0.33
+    path = made[1][0] if made and made[1] else None
+    return Path(path) if isinstance(path, str) else None
+
+
+def accelerate(
+    model: ModelPatcher,
+    attention: str,
+    sparse: SparseOptions | None,
+    keeps: Sequence[float] | None,
+    report: Callable[[str], None],
+    whole: WholeRun = WholeRun(),  # noqa: B008
+) -> ModelPatcher:
+    """A clone of `model` whose self-attention is ours. attention: as for `NativeAttention`. keeps: calibrated shares of
+    the key blocks, by layer. report: called after every sampling run, with what was accelerated in words.
+    whole: what is known of the run of which a sampler walks a part."""
+    clone = model.clone()
+    options = clone.model_options["transformer_options"]
+    earlier = options.get(OVERRIDE)
+    if isinstance(earlier, NativeAttention):  # of an Accelerate node before this one, which replaces it
+        earlier = earlier.earlier
+    options[OVERRIDE] = override = NativeAttention(attention, sparse, keeps, earlier)
+
+    def sample(executor: Any, noise: Any, latent: Any, sampler: Any, sigmas: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return _sample(override, sparse, whole, report, executor, noise, latent, sampler, sigmas, *args, **kwargs)
+
+    for kind, wrapper in ((WrappersMP.OUTER_SAMPLE, sample), (WrappersMP.APPLY_MODEL, _apply)):
+        clone.remove_wrappers_with_key(kind, KEY)
+        clone.add_wrapper_with_key(kind, KEY, wrapper)
+    return clone
+
+
+def _sample(
+    override: NativeAttention,
+    sparse: SparseOptions | None,
+    whole: WholeRun,
+    report: Callable[[str], None],
+    executor: Any,
+    noise: Tensor,
+    latent: Tensor,
+    sampler: Any,
+    sigmas: Tensor,
+    denoise_mask: Tensor | None = None,
+    callback: Callable[..., None] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Around a whole sampling run of ComfyUI's guider."""
+    guider = executor.class_obj
+    sampling = guider.model_patcher.get_model_object("model_sampling")
+    shift = getattr(sampling, "shift", 1.0)
+    part = find_part(sigmas.tolist(), shift) if whole == WholeRun() else whole.place(sigmas.tolist(), shift)
+    run = NativeRun(part, () if sparse is None else step_sparsities(sparse, part.total))
+    options = guider.model_options["transformer_options"]  # this run's own copy
+    options[RUN] = run
+    later = options.get(OVERRIDE)
+    if later is not override:
+        run.notes.append(f"{_name(later)} was set later and computes attention: put WanCore Accelerate after that node")
+
+    def stepped(step: int, *arguments: Any) -> None:
+        run.step = step + 1
+        if callback is not None:
+            callback(step, *arguments)
+
+    result = executor(noise, latent, sampler, sigmas, denoise_mask, stepped, *args, **kwargs)
+    report(f"WanCore Accelerate: {run.words()}")
+    return result
+
+
+def _apply(
+    executor: Any,
+    x: Tensor,
+    t: Tensor,
+    c_concat: Tensor | None = None,
+    c_crossattn: Tensor | None = None,
+    control: Any = None,
+    transformer_options: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Around a forward: says what it is, in its options."""
+    options = {} if transformer_options is None else transformer_options
+    run = options.get(RUN)
+    if run is not None and x.ndim == 5:
+        options[FORWARD] = describe(run, executor.class_obj.diffusion_model, x, c_concat, options, kwargs)
+    return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+
+
+def describe(
+    run: NativeRun,
+    transformer: Any,
+    x: Tensor,
+    concat: Tensor | None,
+    options: dict[str, Any],
+    conditions: dict[str, Any],
+) -> NativeForward:
+    """x [B, C, T, Y, X]: latents of a forward. conditions: what the model gets beside them."""
+    patch = transformer.patch_size
+    sizes = list(x.shape[2:])
+    if conditions.get("time_dim_concat") is not None:
+        sizes[0] += conditions["time_dim_concat"].shape[2]
+    grid = tuple(-(-size // each) for size, each in zip(sizes, patch, strict=True))
+    reference, front = conditions.get("reference_latent"), 0
+    if reference is not None and type(transformer).__name__ in REFERENCE_FRAMES:
+        front = -(-reference.shape[2] // patch[0]) * grid[1] * grid[2]
+    elif reference is not None and getattr(transformer, "ref_conv", None) is not None:
+        front = (reference.shape[-2] // patch[1]) * (reference.shape[-1] // patch[2])
+    window = options.get("context_window")
+    return NativeForward(
+        run,
+        grid=grid,
+        front=front,
+        extra=type(transformer).__name__ in EXTRA_TOKENS,
+        image=concat is not None or conditions.get("denoise_mask") is not None,
+        branches=(tuple(options.get("uuids", ())), None if window is None else tuple(window.index_list)),
+    )
+
+
+def _name(override: Any) -> str:
+    kind = override if hasattr(override, "__qualname__") else type(override)
+    return f"an attention override ({kind.__module__}.{kind.__qualname__})"

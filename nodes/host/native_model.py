@@ -1,0 +1,88 @@
+"""What ComfyUI's own Wan models are, in the engine's terms: architecture, task, file and shift."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.samplers import KSampler
+from torch import Tensor
+
+from wan_core.config import OptionError, SparseOptions
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import choose_task
+from wan_core.models.wan.families.family import Clues, Task
+from wan_core.sampling.native.attention import NativeAttention
+
+from .native import OVERRIDE, check_wan, checkpoint_of
+
+IMAGE_DIM = 1280  # of the CLIP features that an image-to-video model of Wan 2.1 takes
+STATEFUL = ("CausalWanModel",)  # keep keys and values between forwards: no forward can be left out
+
+
+@dataclass(frozen=True)
+class NativeModel:
+    """A native model as it would be sampled, with the patches that change its noise schedule."""
+
+    variant: str  # its class: WanModel, VaceWanModel, ...
+    config: DiTConfig
+    task: Task | None  # None: a variant of which the engine has no task
+    path: Path | None  # its file, where ComfyUI says it
+    shift: float
+    note: str = ""  # what decided the task, where the tensors do not
+
+    @property
+    def name(self) -> str:
+        return self.variant if self.task is None else self.task.name
+
+    @property
+    def boundary(self) -> float:
+        """Of two experts; 0 where one transformer runs every step."""
+        return 0.0 if self.task is None else self.task.boundary
+
+
+def describe(patcher: ModelPatcher) -> NativeModel:
+    """Raises OptionError for what is no Wan model."""
+    dit = check_wan(patcher)
+    config = DiTConfig(
+        in_channels=dit.in_dim,
+        out_channels=dit.out_dim,
+        dim=dit.dim,
+        ffn_dim=dit.ffn_dim,
+        num_heads=dit.num_heads,
+        num_layers=dit.num_layers,
+        text_dim=dit.text_dim,
+        text_len=dit.text_len,
+        freq_dim=dit.freq_dim,
+        patch_size=tuple(dit.patch_size),
+        eps=dit.eps,
+        image_dim=None if dit.img_emb is None else IMAGE_DIM,
+    )
+    path, variant, task, note = checkpoint_of(patcher), type(dit).__name__, None, ""
+    if variant == "WanModel" and dit.ref_conv is None:
+        with suppress(OptionError):  # of a control model: its channels belong to no task of the engine
+            task, note = choose_task(config, Clues(path=path))
+    sampling = patcher.get_model_object("model_sampling")
+    return NativeModel(variant, config, task, path, float(getattr(sampling, "shift", 1.0)), note)
+
+
+def sparse_of(patcher: ModelPatcher) -> SparseOptions | None:
+    """How WanCore Accelerate makes attention of this model sparse."""
+    override = patcher.model_options["transformer_options"].get(OVERRIDE)
+    return override.sparse.options if isinstance(override, NativeAttention) and override.sparse else None
+
+
+def sampler_names() -> list[str]:
+    return list(KSampler.SAMPLERS)
+
+
+def scheduler_names() -> list[str]:
+    return list(KSampler.SCHEDULERS)
+
+
+def sampler_sigmas(patcher: ModelPatcher, sampler: str, scheduler: str, steps: int, denoise: float) -> Tensor:
+    """The sigmas with which ComfyUI's KSampler would run this model."""
+    return KSampler(patcher, steps, torch.device("cpu"), sampler, scheduler, denoise).sigmas

@@ -1,0 +1,154 @@
+"""Node that shows the plan of a graph with ComfyUI's own models and samplers, before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from comfy_api.latest import io
+from torch import Tensor
+
+from wan_core.config import OptionError, SkipOptions
+from wan_core.sampling.native.plan import WholeRun, joined
+from wan_core.sampling.plan import MAX_STEPS, Expert, Plan
+from wan_core.sampling.plan_drawing import draw_plan
+from wan_core.sampling.sparsity.schedule import with_costs
+
+from . import host
+from .pictures import as_image, shown
+
+
+class WanCoreNativePlan(io.ComfyNode):
+    """Show which steps of a native graph are skipped and which read sparsely."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreNativePlan",
+            display_name="WanCore Plan for KSampler",
+            category="WanCore",
+            description="Shows the steps of ComfyUI's own samplers with WanCore Accelerate: which are skipped, which "
+            "read sparsely, and the estimated time. Connect the models as they go to the samplers. Nothing is loaded.",
+            inputs=[
+                io.Model.Input("model", tooltip="As it goes to the sampler; of two experts, the high-noise one."),
+                io.Int.Input("steps", default=20, min=1, max=MAX_STEPS, tooltip="As in the sampler: of the whole run."),
+                io.Float.Input(
+                    "cfg", default=3.5, min=0.0, max=100.0, step=0.1, round=0.01, tooltip="As in the sampler."
+                ),
+                io.Combo.Input("sampler_name", options=host.sampler_names(), tooltip="As in the sampler."),
+                io.Combo.Input("scheduler", options=host.scheduler_names(), tooltip="As in the sampler."),
+                io.Float.Input(
+                    "denoise",
+                    default=1.0,
+                    min=0.01,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="As in the sampler: below 1, it starts in the middle of a longer run.",
+                ),
+                io.Float.Input(
+                    "seconds_per_forward",
+                    default=0.0,
+                    min=0.0,
+                    max=100000.0,
+                    step=0.01,
+                    round=0.0001,
+                    tooltip="Seconds of one forward, for the time estimate. 0: as measured in the last run with a step "
+                    "cache, if there was one.",
+                ),
+                io.Model.Input(
+                    "model_low", optional=True, tooltip="The low-noise expert, where a second sampler runs it."
+                ),
+                io.Int.Input(
+                    "split_step",
+                    default=10,
+                    min=1,
+                    max=MAX_STEPS,
+                    optional=True,
+                    tooltip="With model_low: the step at which its sampler starts (end_at_step of the first sampler).",
+                ),
+                io.Float.Input(
+                    "cfg_low",
+                    default=0.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    round=0.01,
+                    optional=True,
+                    tooltip="With model_low: cfg of its sampler. 0: the same.",
+                ),
+                io.Sigmas.Input(
+                    "sigmas", optional=True, tooltip="Of the whole run, in place of steps, scheduler and denoise."
+                ),
+                io.Latent.Input(
+                    "latent", optional=True, tooltip="The size of the video, for the estimate of sparse steps."
+                ),
+            ],
+            outputs=[
+                io.Image.Output("image", display_name="image", tooltip="The plan, drawn."),
+                io.String.Output("text", display_name="text", tooltip="The plan as a table."),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, seconds_per_forward: float = 0, **_: Any) -> float:
+        return seconds_per_forward or float("nan")  # NaN is never cached: measured times change with every run
+
+    @classmethod
+    def execute(
+        cls,
+        model: Any,
+        steps: int,
+        cfg: float,
+        sampler_name: str,
+        scheduler: str,
+        denoise: float,
+        seconds_per_forward: float,
+        model_low: Any = None,
+        split_step: int = 10,
+        cfg_low: float = 0.0,
+        sigmas: Tensor | None = None,
+        latent: dict[str, Any] | None = None,
+    ) -> io.NodeOutput:
+        parts: list[tuple[Any, float, list[float]]] = []
+        for one, scale in ((model, cfg), (model_low, cfg_low or cfg)):
+            if one is not None:
+                own = host.sampler_sigmas(one, sampler_name, scheduler, steps, denoise) if sigmas is None else sigmas
+                parts.append((one, scale, own.tolist()))
+        if model_low is not None:
+            count = len(parts[0][2]) - 1
+            if split_step >= count:
+                raise OptionError(f"split_step {split_step} given; the run has {count} steps: both models need some")
+            parts = [(*parts[0][:2], parts[0][2][: split_step + 1]), (*parts[1][:2], parts[1][2][split_step:])]
+        size = None if latent is None else tuple(latent["samples"].shape[2:])
+        plan = joined([_plan(one, scale, own, sampler_name, size, latent) for one, scale, own in parts])
+        seconds: dict[Expert, float] = {}
+        for expert, part in zip(plan.experts, parts if len(parts) > 1 else parts * 2, strict=False):
+            cache = host.attached(part[0])
+            measured = cache.pace[0] if cache is not None and cache.pace else 0.0
+            if seconds_per_forward or measured:
+                seconds[expert] = seconds_per_forward or measured
+        image, text = as_image(draw_plan(plan, plan.estimate(seconds))), plan.table()
+        return io.NodeOutput(image, text, ui=shown(image, text.splitlines()[0], cls))
+
+
+def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple[int, ...] | None, latent: Any) -> Plan:
+    """The plan of what one sampler runs with `model`. size: T, Y, X of the latents."""
+    cache, sparse = host.attached(model), host.sparse_of(model)
+    options = replace(SkipOptions() if cache is None else cache.options, sparse=sparse)
+    found = host.describe(model)
+    if size is None and found.task is not None:
+        task = found.task
+        size = ((task.frames - 1) // task.vae.temporal_stride + 1,
+                task.height // task.vae.spatial_stride, task.width // task.vae.spatial_stride)  # fmt: skip
+    plan = host.plan_of_part(
+        found,
+        sigmas,
+        WholeRun() if cache is None else cache.whole,
+        options,
+        guidance=cfg,
+        branches=("cond",) if cfg == 1 else ("cond", "uncond"),
+        solver=sampler,
+        image=latent is not None and "noise_mask" in latent,
+    )
+    return plan if size is None else with_costs(plan, found.config, found.config.tokens(*size))

@@ -1,0 +1,44 @@
+"""What newer versions of ComfyUI can say of a node, and older ones cannot: inputs that are folded away, and words by
+which the page's search finds a node."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from comfy_api.latest import io
+
+# For inputs that few change: the page shows them when asked to.
+ADVANCED: dict[str, Any] = {"advanced": True} if "advanced" in inspect.signature(io.Int.Input).parameters else {}
+
+ALIASES = {
+    "WanCoreModelLoader": ("wan", "wan 2.2", "wan fast", "unet loader", "gguf", "fp8", "block swap"),
+    "WanCoreTextEncoderLoader": ("wan text encoder", "umt5", "clip loader", "t5"),
+    "WanCoreVAELoader": ("wan vae", "load vae"),
+    "WanCoreTextEncode": ("wan prompt", "clip text encode", "negative prompt"),
+    "WanCoreEmptyLatent": ("wan empty latent", "empty video latent", "wan text to video"),
+    "WanCoreImageToVideo": ("wan i2v", "wan image to video", "first last frame", "flf2v"),
+    "WanCoreSampler": ("wan fast", "wan sampler", "ksampler", "wan 2.2", "lightning", "4 steps", "speed"),
+    "WanCorePlanPreview": ("wan sigmas", "wan schedule", "steps preview"),
+    "WanCoreVAEDecode": ("wan decode", "vae decode tiled"),
+    "WanCoreVAEEncode": ("wan encode", "vae encode"),
+    "WanCoreReport": ("wan timing", "benchmark", "vram"),
+    "WanCoreMagCache": ("magcache", "mag cache", "teacache", "easycache", "wan fast", "step caching", "cache"),
+    "WanCoreTaylorSeer": ("taylorseer", "teacache", "easycache", "step caching", "cache"),
+    "WanCoreAdaptiveCache": ("teacache", "easycache", "first block cache", "step caching", "wan fast", "cache"),
+    "WanCoreGuidanceSchedule": ("cfg schedule", "cfg zero", "skip cfg", "guidance"),
+    "WanCoreCalibrate": ("magcache calibration", "magcache ratios"),
+    "WanCoreCompare": ("compare videos", "psnr", "quality"),
+    "WanCoreLoRA": ("wan lora", "lora loader", "lora stack", "lightx2v"),
+    "WanCoreSparseAttention": ("sparse attention", "radial attention", "sage", "wan fast", "sla"),
+    "WanCoreNAG": ("nag", "normalized attention guidance", "negative prompt", "cfg 1"),
+    "WanCoreLauncher": ("multi gpu", "xdit", "ulysses", "parallel", "distributed"),
+    "WanCoreAccelerate": ("wan fast", "sage", "sage attention", "sageattention", "flash attention", "patch sage"),
+    "WanCoreFromModel": ("wan bridge", "model to wancore", "convert model", "block swap", "wan fast"),
+}  # fmt: skip
+
+
+def aliases(node_id: str) -> dict[str, Any]:
+    """For `io.Schema`, where it has them."""
+    known = "search_aliases" in getattr(io.Schema, "__dataclass_fields__", {})
+    return {"search_aliases": list(ALIASES[node_id])} if known else {}

@@ -1,0 +1,56 @@
+"""What the sampler does beside sampling: progress, preview, making room after out of memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from wan_core.execution.report import Report
+from wan_core.media.drawing import clock
+from wan_core.sampling.denoise import Progress
+from wan_core.sampling.plan import Expert, Plan
+from wan_core.workers.client import RemoteProgress
+
+from . import host
+from .sockets import ModelSocket
+
+
+def relieve_once(model: ModelSocket, videos: int, kept: int, report: Report) -> Callable[[Expert], bool]:
+    """For `denoise`: after out of memory, make room once in a run, and say so. videos: tokens of a forward. kept: bytes
+    of residuals."""
+    relieved: list[str] = []
+
+    def relieve(expert: Expert) -> bool:
+        words = None if relieved else model.relieve(expert, videos, kept)
+        if words is None:
+            return False
+        relieved.append(words)
+        host.log.warning("WanCore ran out of memory and goes on: %s", words)
+        report.notes.append(f"out of memory, going on with what takes less ({words}); finished steps stay")
+        return True
+
+    return relieve
+
+
+class Watcher:
+    """After every step: the preview, the bar and how long the rest will take. Raises where the user interrupts.
+    `forwards`: that ran, which a plan that decides while running does not know, each as the part that it costs."""
+
+    def __init__(self, model: ModelSocket, plan: Plan) -> None:
+        self.forwards: dict[Expert, float] = defaultdict(float)
+        self.rgb = model.rgb
+        self.frames_per_second = model.experts.task.fps / model.experts.vae.temporal_stride
+        self.progress = host.Progress(plan.count)
+
+    def __call__(self, progress: Progress | RemoteProgress, seconds: float | None) -> None:
+        step, plan = progress.step, progress.plan
+        done, total = plan.number(step), plan.count
+        self.forwards[step.expert] += progress.forwards * step.cost
+        each = 0.0 if seconds is None else seconds * len(step.branches) * step.cost
+        left = "" if seconds is None else f", {each:.3g} s a step, {clock(progress.left(seconds))} left"
+        pictures = self.rgb.pictures(progress.preview()) if self.rgb else []
+        words = f"step {done} of {total}, {step.expert}-noise expert{left}"
+        self.progress.update(done, total, words, pictures, self.frames_per_second)
+
+    def close(self) -> None:
+        self.progress.close()

@@ -1,0 +1,131 @@
+"""The suite that drives a real ComfyUI: its files, its graphs, its clock, and our sides in a real server."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import comfy_files, everyday
+from benchmarks.comfy_files import as_fp8, expert_file, hf_name, write_experts
+from benchmarks.comfy_graphs import Job, middle, native_graph, with_defaults
+from benchmarks.comfyui import Graph, Run
+from benchmarks.everyday import ACCELERATED, OFF_SIDES, SIDES, everyday_rows, times
+from benchmarks.native import SIDES as NATIVE_SIDES
+from tests.comfyui import find_comfyui
+from wan_core.checkpoint import detect, load_dit, open_checkpoint
+from wan_core.checkpoint.detect import empty_module
+from wan_core.checkpoint.layouts_text import hf_text_names
+from wan_core.models.text.config import UMT5_XXL
+from wan_core.pipeline.sources import TINY
+from wan_core.sampling.plan import make_plan
+
+SCHEMAS = json.loads((Path(__file__).parents[1] / "nodes" / "node_schemas.json").read_text())
+TINY_DIT = detect(open_checkpoint(TINY / "i2v_high.safetensors")).config
+TINY_VAE = detect(open_checkpoint(TINY / "vae.safetensors")).config
+TINY_TEXT = detect(open_checkpoint(TINY / "text_encoder.safetensors")).config
+
+
+def test_names_of_the_text_encoder_are_those_that_its_reader_knows() -> None:
+    names = {hf_name(name): name for name, _ in empty_module(UMT5_XXL).named_parameters()}
+    assert hf_text_names(names) == names
+
+
+def test_experts_are_written_in_both_precisions_from_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(comfy_files.RANDOM, "i2v-A14B", (TINY_DIT, TINY_VAE))
+    write_experts(tmp_path, "i2v", torch.device("cpu"), 2, ("fp8_scaled", "fp16"))
+    written = {
+        (expert, precision): tmp_path / "diffusion_models" / expert_file("i2v", expert, precision, 2)
+        for expert in ("high", "low")
+        for precision in ("fp8_scaled", "fp16")
+    }
+    models = {key: load_dit(path, device="cpu", dtype=torch.float32).state_dict() for key, path in written.items()}
+    for expert in ("high", "low"):
+        exact, scaled = models[expert, "fp16"], models[expert, "fp8_scaled"]
+        assert len({name.split(".")[1] for name in exact if name.startswith("blocks.")}) == 2
+        weight = "blocks.1.ffn.0.weight"
+        assert 0 < float((scaled[weight] - exact[weight]).norm() / exact[weight].norm()) < 0.04
+        assert torch.equal(scaled["head.head.weight"], exact["head.head.weight"])
+    assert not torch.equal(models["high", "fp16"][weight], models["low", "fp16"][weight])
+
+
+def test_the_largest_number_of_a_matrix_is_exact_in_fp8() -> None:
+    weight = torch.randn(8, 16)
+    found = as_fp8({"a.weight": weight, "b.weight": weight}, ["a"])
+    largest = (found["a.weight"].float() * found["a.scale_weight"]).abs().max()
+    assert largest == pytest.approx(float(weight.abs().max()), rel=1e-6)
+    assert found["b.weight"] is weight and found["scaled_fp8"].numel() == 0
+
+
+@pytest.mark.parametrize("job", [Job(), Job(four_steps=False), Job(task="t2v"), Job(denoise_only=True)])
+@pytest.mark.parametrize("make", [side.graph for side in (*SIDES, *OFF_SIDES, *ACCELERATED, *NATIVE_SIDES)])
+def test_links_lead_somewhere_and_our_nodes_know_their_inputs(make: Any, job: Job) -> None:
+    graph: Graph = make(job)
+    for entry in graph.values():
+        for name, value in entry["inputs"].items():
+            if isinstance(value, list):
+                assert value[0] in graph
+            if entry["class_type"] in SCHEMAS:
+                schema = SCHEMAS[entry["class_type"]]
+                assert name in {item["name"] for item in schema["inputs"]}, (entry["class_type"], name)
+
+
+@pytest.mark.parametrize("job", [Job(), Job(four_steps=False), Job(task="t2v", four_steps=False)])
+def test_each_expert_has_half_of_the_steps_on_both_sides(job: Job) -> None:
+    plan = make_plan(
+        steps=job.total_steps,
+        shift=job.shift,
+        boundary=middle(job),
+        guidance_high=job.guidance,
+        guidance_low=job.guidance,
+        solver="euler",
+    )
+    assert [step.expert for step in plan.steps].count("high") == job.total_steps // 2
+    native = native_graph(job)
+    assert native["samplers.high"]["inputs"]["end_at_step"] == job.total_steps // 2
+
+
+def test_defaults_fill_only_what_is_left_out() -> None:
+    kinds = {
+        "K": {"input": {"required": {"a": ["INT", {"default": 3}], "b": ["INT", {"default": 4}], "c": [["x", "y"]]}}}
+    }
+    filled = with_defaults({"n": {"class_type": "K", "inputs": {"a": 1}}}, kinds)
+    assert filled["n"]["inputs"] == {"a": 1, "b": 4, "c": "x"}
+
+
+def test_seconds_belong_to_the_group_of_the_node_that_runs() -> None:
+    events = [
+        {"type": "executing", "data": {"node": name}, "at": at}
+        for name, at in (
+            ("loaders.a", 10.5),
+            ("samplers.high", 12.0),
+            ("samplers.low", 14.0),
+            ("save", 17.0),
+            (None, 18.0),
+        )
+    ]
+    row = times(Run("", {}, {}, events, begin=10.0))
+    assert row == {"seconds": 8.0, "nodes": {"start": 0.5, "loaders": 1.5, "samplers": 5.0, "save": 1.0}}
+
+
+@pytest.mark.comfy
+def test_our_sides_in_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On small files in place of the real ones; the native nodes need those of full size."""
+    for task in ("i2v", "t2v"):
+        monkeypatch.setitem(comfy_files.RANDOM, f"{task}-A14B", (replace(TINY_DIT, text_len=512), TINY_VAE))
+    monkeypatch.setattr(comfy_files, "UMT5_XXL", TINY_TEXT)
+    monkeypatch.setattr(everyday, "SIDES", (everyday.OURS,))
+    monkeypatch.setattr(everyday, "ACCELERATED", ())
+    options = argparse.Namespace(setting=["on"], scratch=None, checkout=find_comfyui(), layers=2, runs=1)
+    options.setup, options.steps = None, None
+    rows = list(everyday_rows("", ["64x64x5"], torch.device("cpu"), options, {}))
+    assert [row["name"] for row in rows] == ["on, new seed: ours, auto"]
+    assert all(row["nodes"]["samplers"] > 0 and row["nodes"]["save"] > 0 for row in rows)
+    assert "loaders" not in rows[0]["nodes"]  # the second prompt of a server finds its models loaded

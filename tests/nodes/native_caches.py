@@ -1,0 +1,433 @@
+"""Run by ComfyUI's Python: step caching on tiny Wan models of ComfyUI's own classes, sampled by its own samplers.
+Prints one JSON object on its last line, by check: "" or what was wrong.
+
+    python native_caches.py COMFYUI_PATH [CHECK ...]
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import native_models as world
+
+SIZE = (1, 16, 3, 4, 6)  # of latents
+EULER = [1.0, 0.97, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.0]
+
+
+class World:
+    """Models, caches put on them, and what was reported."""
+
+    def __init__(self, pack: types.ModuleType) -> None:
+        import comfy.model_patcher
+
+        self.cache = importlib.import_module("pack.nodes.host.native_cache")
+        self.patcher = comfy.model_patcher.ModelPatcher
+        self.said: list[str] = []
+        self.free_memory = self.patcher.get_free_memory
+
+    def cached(self, model: Any, whole: Any = None, **policy: Any) -> Any:
+        from wan_core.config import SkipOptions
+        from wan_core.sampling.native.plan import WholeRun
+
+        clone = model.clone()
+        self.cache.attach(clone, self.cache.StepCache(SkipOptions(**policy), whole or WholeRun(), self.said.append))
+        return clone
+
+    @contextmanager
+    def guidance(self, batched: bool) -> Iterator[None]:
+        """Whether ComfyUI has memory for both prompts in one forward."""
+        self.patcher.get_free_memory = lambda *_: 1 << 60 if batched else 0
+        try:
+            yield
+        finally:
+            self.patcher.get_free_memory = self.free_memory
+
+    def counts(self) -> tuple[int, int]:
+        """Skipped and all forwards of the last run."""
+        words = self.said[-1].split(": ", 1)[1].split()
+        return int(words[0]), int(words[2])
+
+
+def policies() -> dict[str, dict[str, Any]]:
+    from wan_core.config import AdaptiveOptions, MagCacheOptions, TaylorSeerOptions
+
+    return {
+        "magcache": {"magcache": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1)},
+        "taylorseer": {"taylorseer": TaylorSeerOptions(interval=2, order=2, retention=0.1)},
+        "adaptive": {"adaptive": AdaptiveOptions(threshold=0.3, max_skips=2, retention=0.1)},
+    }
+
+
+def every_second() -> dict[str, Any]:
+    from wan_core.config import TaylorSeerOptions
+
+    return {"taylorseer": TaylorSeerOptions(interval=2, order=0, retention=0.1)}
+
+
+def never() -> list[dict[str, Any]]:
+    from wan_core.config import AdaptiveOptions, MagCacheOptions, TaylorSeerOptions
+
+    return [
+        {"magcache": MagCacheOptions(threshold=0, max_skips=2, retention=0.1)},
+        {"taylorseer": TaylorSeerOptions(interval=1)},
+        {"adaptive": AdaptiveOptions(threshold=0)},
+    ]
+
+
+def sample(
+    model: Any, sigmas: list[float], extra: dict[str, Any] | None = None, latent: Any = None, **changed: Any
+) -> Any:
+    """The steps of `sigmas`, from noise or from `latent`."""
+    import comfy.sample
+    import comfy.samplers
+    import torch
+
+    how = {"sampler": "euler", "size": SIZE, "cfg": 3.0, "callback": None, **changed}
+    positive, negative = world.conditions(extra or {})
+    noise = world.rows(*how["size"], seed=9) if latent is None else torch.zeros_like(latent)
+    given = torch.zeros_like(noise) if latent is None else latent
+    with torch.inference_mode():
+        return comfy.sample.sample_custom(
+            model, noise, how["cfg"], comfy.samplers.sampler_object(how["sampler"]), torch.tensor(sigmas),
+            positive, negative, given, disable_pbar=True, seed=0, callback=how["callback"],
+        )  # fmt: skip
+
+
+def engine(model: Any, seed: int) -> Any:
+    """The engine's model with the weights of a native one."""
+    from wan_core.models.wan.config import DiTConfig
+    from wan_core.models.wan.model import WanModel
+
+    small = {name: value for name, value in world.SMALL.items() if name != "in_dim"}
+    made = WanModel(DiTConfig(in_channels=16, out_channels=16, **small)).eval()
+    made.load_state_dict(model.model.diffusion_model.state_dict())
+    return made
+
+
+def ours(models: dict[str, Any], sigmas: list[float], boundary: float, policy: dict[str, Any]) -> tuple[Any, Any]:
+    """The engine's latents and its plan, for the same sigmas, prompts and noise."""
+    import torch
+
+    from wan_core.config import SkipOptions
+    from wan_core.sampling.cache.curves import find_curve
+    from wan_core.sampling.cache.skipping import leave_out
+    from wan_core.sampling.conditioning import Conditioning
+    from wan_core.sampling.denoise import denoise
+    from wan_core.sampling.plan import Plan, Step
+
+    steps = tuple(
+        Step(index=i, timestep=1000 * s, sigma=s, sigma_next=sigmas[i + 1], expert="high" if s >= boundary else "low",
+             guidance=3.0, branches=("cond", "uncond"))
+        for i, s in enumerate(sigmas[:-1])
+    )  # fmt: skip
+    plan = Plan(task="t2v-A14B", solver="euler", shift=5.0, boundary=boundary, steps=steps)
+    plan = leave_out(plan, SkipOptions(**policy), find_curve(None, "t2v-A14B"))
+    ran: list[int] = []
+    conditioning = Conditioning(cond=padded(world.rows(1, 6, 32, seed=2)), uncond=padded(world.rows(1, 6, 32, seed=3)))
+    with torch.inference_mode():
+        noise = world.rows(*SIZE, seed=9)
+        made = denoise(plan, models.__getitem__, conditioning, noise, on_step=lambda p: ran.append(p.forwards))
+    return made, (2 * len(steps) - sum(ran), 2 * len(steps))
+
+
+def padded(rows: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.pad(rows, (0, 0, 0, 512 - rows.shape[1]))
+
+
+def native_conditions(_: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    return [[padded(world.rows(1, 6, 32, seed=2)), {}]], [[padded(world.rows(1, 6, 32, seed=3)), {}]]
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    error = world.error(found, expected)
+    assert error <= tolerance, f"error {error:.2e}"
+
+
+def check_never(it: World) -> None:
+    """A cache that never skips: bit for bit, both ways of guidance."""
+    model = world.tiny("WAN21_T2V")
+    for batched in (True, False):
+        with it.guidance(batched):
+            plain = sample(model, EULER)
+            for policy in never():
+                assert (sample(it.cached(model, **policy), EULER) == plain).all(), (batched, policy)
+
+
+def check_one_model(it: World) -> None:
+    """Every policy equals the engine's own run with the same weights: sigmas of both experts' ranges, one model."""
+    world.conditions = native_conditions
+    model = world.tiny("WAN21_T2V")
+    net = engine(model, 0)
+    full = sample(model, EULER)
+    ran: list[int] = []
+    model.model.diffusion_model.blocks[1].register_forward_pre_hook(lambda _, args: ran.append(len(args[0])))
+    for name, policy in policies().items():
+        expected, skipped = ours({"high": net, "low": net}, EULER, 0.875, policy)
+        for batched in (True, False):
+            ran.clear()
+            with it.guidance(batched):
+                found = model.model.process_latent_in(sample(it.cached(model, **policy), EULER))
+            close(found, expected)
+            assert it.counts() == skipped and 4 <= skipped[0] <= 12, (name, batched, it.said[-1], skipped)
+            assert sum(ran) == skipped[1] - skipped[0], "blocks run as often as is reported"
+        assert world.error(found, model.model.process_latent_in(full)) > 1e-3, "skipping must show"
+
+
+def check_two_experts(it: World) -> None:
+    """Two samplers with an expert each: parts of 6 and 5 steps of a run of 11, as the engine's run of both."""
+    world.conditions = native_conditions
+    models = [world.tiny("WAN21_T2V", seed) for seed in (0, 1)]
+    nets = dict(zip(("high", "low"), (engine(model, 0) for model in models), strict=True))
+    from wan_core.sampling.native.plan import WholeRun
+
+    for name, policy in policies().items():
+        expected, skipped = ours(nets, EULER, 0.79, policy)
+        for whole in (WholeRun(steps=11), WholeRun(sigmas=tuple(EULER))):
+            fast = [it.cached(model, whole, **policy) for model in models]
+            half = sample(fast[0], EULER[:7])
+            first = it.counts()
+            found = models[0].model.process_latent_in(sample(fast[1], EULER[6:], latent=half))
+            close(found, expected)
+            assert tuple(a + b for a, b in zip(first, it.counts(), strict=True)) == skipped, (name, it.said)
+    short = it.cached(models[0], WholeRun(steps=9), **policy)
+    sample(short, EULER[:7])
+    assert "fewer than 10" in it.said[-1], it.said[-1]
+
+
+def check_variants(it: World) -> None:
+    """Without skips bit for bit; every second step skipped: what the velocity of the step before gives."""
+    import torch
+
+    made = world.variants()
+    fixed = world.rows(3, 512, seed=8)
+    for name in ("i2v", "5B", "fun", "vace", "camera", "animate", "animate2", "s2v", "humo", "scail", "wandancer"):
+        make, extra, size = made[name]
+        model = make()
+        if name == "animate":  # its motion encoder takes seconds
+            model.model.diffusion_model.motion_encoder.get_motion = lambda image: image.mean((2, 3)) @ fixed
+            extra = {**extra, "face_video_pixels": world.rows(1, 3, 4, 8, 8)}
+        sigmas = [1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.2, 0.0]
+        plain = sample(model, sigmas, extra, size=size)
+        assert (sample(it.cached(model, **never()[1]), sigmas, extra, size=size) == plain).all(), name
+        seen: list[Any] = []
+        fast = it.cached(model, **every_second())
+        found = sample(fast, sigmas, extra, size=size, callback=lambda i, x0, x, n, seen=seen: seen.append((x0, x)))
+        skipped, forwards = it.counts()
+        assert found.isfinite().all() and (found != plain).any() and 0 < skipped <= forwards // 2, (name, it.said[-1])
+        level = "blocks" if name in ("i2v", "5B", "fun", "camera", "humo", "scail") else "output"
+        assert f"{level} kept" in it.said[-1], (name, it.said[-1])
+        if level == "output":  # x0 = x - sigma * velocity: the velocity of step 0 is that of step 1
+            velocities = [(x - x0) / sigma for (x0, x), sigma in zip(seen, sigmas, strict=False)]
+            torch.testing.assert_close(velocities[1], velocities[0], rtol=1e-4, atol=1e-4)
+            assert (velocities[2] - velocities[1]).abs().max() > 1e-3, name
+
+
+def check_windows(it: World) -> None:
+    """Context windows have residuals of their own; windows that move are computed in every step."""
+    from comfy_extras.nodes_context_windows import WanContextWindowsManualNode
+
+    size = (1, 16, 9, 4, 6)
+    windows = {"context_length": 17, "context_overlap": 9, "context_stride": 1, "closed_loop": False,
+               "fuse_method": "pyramid", "freenoise": False}  # fmt: skip
+
+    def windowed(schedule: str) -> Any:
+        model = world.tiny("WAN21_T2V")
+        return WanContextWindowsManualNode.execute(model, context_schedule=schedule, **windows).result[0]
+
+    model = windowed("standard_static")
+    plain = sample(model, EULER, size=size)
+    assert (sample(it.cached(model, **never()[1]), EULER, size=size) == plain).all()
+    runs = []
+    real = it.cache.CachedRun
+    it.cache.CachedRun = lambda *given: runs.append(real(*given)) or runs[-1]
+    states = []
+    fast = it.cached(model, **policies()["taylorseer"])
+    found = sample(fast, EULER, size=size, callback=lambda *_: states.append(len(runs[-1].states)))
+    it.cache.CachedRun = real
+    assert states[-1] == 2 * 3, states  # two prompts, three windows
+    assert it.counts() == (30, 66), it.said[-1]
+    assert world.error(found, plain) < 0.5 and (found != plain).any()
+    moving = windowed("standard_uniform")
+    assert (sample(it.cached(moving, **every_second()), EULER, size=size) == sample(moving, EULER, size=size)).all()
+    assert "move from step to step" in it.said[-1], it.said[-1]
+
+
+def check_faults(it: World) -> None:
+    """Interrupted, or out of memory in a block: nothing is left, and the next run is that of a fresh model."""
+    import comfy.model_management
+    import torch
+
+    policy = policies()["taylorseer"]
+    fresh = sample(it.cached(world.tiny("WAN21_T2V"), **policy), EULER)
+    model = it.cached(world.tiny("WAN21_T2V"), **policy)
+    for fault in (comfy.model_management.InterruptProcessingException(), torch.cuda.OutOfMemoryError("says the test")):
+        calls: list[int] = []
+
+        def stop(*_: Any, fault: BaseException = fault, calls: list[int] = calls) -> None:
+            calls.append(1)
+            if len(calls) == 5:
+                raise fault
+
+        handle = model.model.diffusion_model.blocks[1].register_forward_pre_hook(stop)
+        try:
+            sample(model, EULER)
+            raise AssertionError("nothing was raised")
+        except (comfy.model_management.InterruptProcessingException, torch.cuda.OutOfMemoryError) as seen:
+            seen.__traceback__ = None
+        finally:
+            handle.remove()
+        gc.collect()
+        alive = [thing for thing in gc.get_objects() if isinstance(thing, it.cache.CachedRun)]
+        kept = [thing for thing in gc.get_objects() if isinstance(thing, it.cache.Residuals)]
+        assert not alive and not kept, (alive, kept)
+        assert "patches_replace" not in model.model_options["transformer_options"]
+        assert "wrappers" not in model.model_options["transformer_options"]
+        other = sample(model, EULER, size=(1, 16, 2, 6, 4))
+        assert (other == sample(it.cached(world.tiny("WAN21_T2V"), **policy), EULER, size=(1, 16, 2, 6, 4))).all()
+        assert (sample(model, EULER) == fresh).all() and "freed" in it.said[-1]
+
+
+def check_image_to_image(it: World) -> None:
+    """The second half of 24 steps by KSampler's denoise: its place in the run, and never skipping."""
+    model, plans = world.tiny("WAN21_T2V"), []
+    real = it.cache.CachedRun
+    it.cache.CachedRun = lambda plan, *given: plans.append(plan) or real(plan, *given)
+    parts = {"steps": 12, "denoise": 0.5}
+    plain = world.sample(model, {}, SIZE, **parts)
+    fast = world.sample(it.cached(model, **policies()["magcache"]), {}, SIZE, **parts)
+    it.cache.CachedRun = real
+    assert [step.index for step in plans[0].steps] == list(range(12, 24))
+    assert plans[0].steps[0].action == "compute" and it.counts()[0] > 2 and (fast != plain).any()
+    assert (world.sample(it.cached(model, **never()[0]), {}, SIZE, **parts) == plain).all()
+
+
+def check_samplers(it: World) -> None:
+    """Samplers that evaluate twice in a step skip both; what they evaluate between two sigmas is not kept."""
+    model = world.tiny("WAN21_T2V")
+    expected = {
+        "heun": (20, 42),
+        "dpm_2": (20, 42),
+        "uni_pc": (10, 22),
+        "dpmpp_2m": (10, 22),
+        "res_multistep": (10, 22),
+    }
+    for sampler in expected:
+        plain = sample(model, EULER, sampler=sampler)
+        assert (sample(it.cached(model, **never()[1]), EULER, sampler=sampler) == plain).all(), sampler
+        fast = sample(it.cached(model, **every_second()), EULER, sampler=sampler)
+        assert fast.isfinite().all() and world.error(fast, plain) < 0.6, (sampler, world.error(fast, plain))
+        assert it.counts() == expected[sampler], (sampler, it.said[-1])
+
+
+def check_conditions(it: World) -> None:
+    """Prompts that change in a run, skip-layer guidance, a second cache, and what is refused."""
+    import comfy.sample
+    import comfy.samplers
+    import torch
+    from comfy_extras.nodes_easycache import EasyCacheNode
+    from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
+
+    from wan_core.config import GuidanceOptions, OptionError
+
+    model = world.tiny("WAN21_T2V")
+    fast = it.cached(model, **every_second())
+    slg = SkipLayerGuidanceDiT.execute(model, 2.0, 0.0, 1.0, "1", "")
+    guided = slg.result[0]
+    plain = sample(guided, EULER)
+    assert (plain != sample(model, EULER)).any()
+    assert (sample(it.cached(guided, **never()[1]), EULER) == plain).all()
+    assert world.error(sample(it.cached(guided, **every_second()), EULER), plain) < 0.6
+    late = [[world.rows(1, 6, 32, seed=4), {"start_percent": 0.75}], [world.rows(1, 6, 32, seed=2), {}]]
+    with torch.inference_mode():
+        found = comfy.sample.sample_custom(
+            fast, world.rows(*SIZE, seed=9), 1.0, comfy.samplers.sampler_object("euler"), torch.tensor(EULER),
+            late, late, torch.zeros(SIZE), disable_pbar=True, seed=0,
+        )  # fmt: skip
+    assert found.isfinite().all() and 0 < it.counts()[0] < it.counts()[1] / 2, it.said[-1]
+    both = EasyCacheNode.execute(fast, 0.2, 0.15, 0.95, False).result[0]
+    refused = []
+    for run in (lambda: sample(both, EULER), lambda: it.cached(model, guidance=GuidanceOptions(every=2))):
+        with suppress(OptionError):
+            run()
+            refused.append("not refused")
+    assert not refused
+
+
+def check_preview(it: World) -> None:
+    """The plan preview shows what the samplers then do, for one model and for two."""
+    from wan_core.config import SparseOptions
+
+    accelerate = importlib.import_module("pack.nodes.accelerate").WanCoreAccelerate
+    node = importlib.import_module("pack.nodes.native_plan").WanCoreNativePlan
+    skipping = importlib.import_module("wan_core.config").SkipOptions(
+        sparse=SparseOptions(sparsity=0.5, dense_steps=0.1, ramp=0), **policies()["taylorseer"]
+    )
+    plans = []
+    real = it.cache.CachedRun
+    it.cache.CachedRun = lambda plan, *given: plans.append(plan) or real(plan, *given)
+    models = [
+        accelerate.execute(world.tiny("WAN21_T2V", seed), "comfyui", "off", skipping).result[0] for seed in (0, 1)
+    ]
+
+    def rows(table: str) -> list[str]:
+        actions = [line.split("  ")[-1] for line in table.splitlines() if line[:4].strip().isdigit()]
+        return [action.removesuffix(", 50 % of keys") for action in actions]
+
+    given = {"steps": 20, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
+    for low, denoise in ((None, 1.0), (None, 0.5), (models[1], 1.0)):
+        plans.clear()
+        picture, table = node.execute(
+            models[0], **given, denoise=denoise, seconds_per_forward=1.0, model_low=low, split_step=9
+        ).result
+        parts = [(models[0], {"denoise": denoise})] if low is None else [
+            (models[0], {"start_step": 0, "last_step": 9, "force_full_denoise": False}),
+            (low, {"start_step": 9, "last_step": 20}),
+        ]  # fmt: skip
+        for model, part in parts:
+            world.sample(model, {}, SIZE, **given, **part)
+        ran = [step.words() for plan in plans for step in plan.steps]
+        assert rows(table) == ran and any("forecast" in row for row in ran), (low, denoise, table, ran)
+        assert "50 % of keys" in table and picture.shape[-1] == 3 and len(ran) == 20
+    it.cache.CachedRun = real
+
+
+def check_memory(it: World) -> None:
+    """ComfyUI is asked for memory for the residuals too, and what they took is reported."""
+    import comfy.sampler_helpers
+
+    asked = []
+    real = comfy.sampler_helpers.estimate_memory
+    comfy.sampler_helpers.estimate_memory = lambda model, shape, conds: asked.append(shape) or real(model, shape, conds)
+    model = world.tiny("WAN21_T2V")
+    sample(model, EULER)
+    sample(it.cached(model, **policies()["taylorseer"]), EULER)
+    comfy.sampler_helpers.estimate_memory = real
+    needed = [model.model.memory_required([2 * shape[0], *shape[1:]]) for shape in asked]
+    residuals = 3 * 2 * 18 * 48 * 4  # slots, prompts, tokens, channels, bytes
+    assert needed[1] - needed[0] >= residuals, (asked, needed)
+
+
+CHECKS: dict[str, Callable[[World], None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}
+
+if __name__ == "__main__":
+    found, usual = {}, world.conditions
+    pack = world.set_up(sys.argv[1])
+    with ThreadPoolExecutor(1) as thread:
+        for name in sys.argv[2:] or CHECKS:
+            world.conditions = usual
+            fault = thread.submit(CHECKS[name], World(pack)).exception()
+            found[name] = "" if fault is None else "".join(traceback.format_exception(fault))[-3000:]
+    print(json.dumps(found))

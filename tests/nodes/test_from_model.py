@@ -1,0 +1,255 @@
+"""WanCore from MODEL in a running ComfyUI: native MODELs give the same bits as the files in our loader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.comfyui import ComfyUI, Graph, Run, find_comfyui, make_base
+from tests.nodes.test_nodes_comfy import node
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import save, write_safetensors
+from wan_core.models.wan.config import DiTConfig
+
+pytestmark = pytest.mark.comfy
+CONFIG = DiTConfig(  # ComfyUI takes text of 4096 and heads of 128 for granted
+    in_channels=16, out_channels=16, dim=256, ffn_dim=128, num_heads=2, num_layers=2, text_dim=4096, text_len=512
+)
+
+# A second pack: conditioning without a text encoder, patches of other kinds, and a look at what came out.
+HELPERS = """
+import hashlib, json, torch
+
+class Base:
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("MODEL",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("MODEL",)}}
+
+class Text:
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("CONDITIONING",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"seed": ("INT", {"default": 0})}}
+    def run(self, seed):
+        rows = torch.randn(1, 7, 4096, generator=torch.Generator().manual_seed(seed))
+        return ([[rows, {"pooled_output": None}]],)
+
+class ObjectPatch(Base):
+    def run(self, model):
+        model = model.clone()
+        model.add_object_patch("diffusion_model.head", model.model.diffusion_model.head)
+        return (model,)
+
+class Wrapped(Base):
+    def run(self, model):
+        model = model.clone()
+        model.add_wrapper_with_key("apply_model", "some_cache", lambda run, *args, **kwargs: run(*args, **kwargs))
+        return (model,)
+
+class SetWeight(Base):
+    def run(self, model):
+        model = model.clone()
+        key = "diffusion_model.blocks.0.self_attn.q.weight"
+        model.add_patches({key: ("set", (torch.zeros(256, 256),))}, 1.0)
+        return (model,)
+
+class Attention(Base):
+    def run(self, model):
+        model = model.clone()
+        model.model_options["transformer_options"]["optimized_attention_override"] = lambda f, *a, **k: f(*a, **k)
+        return (model,)
+
+class ForgetFile(Base):
+    def run(self, model):
+        model = model.clone()
+        model.cached_patcher_init = None
+        return (model,)
+
+class Hash:
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"latent": ("LATENT",)}}
+    def run(self, latent):
+        return (hashlib.sha256(latent["samples"].contiguous().numpy().tobytes()).hexdigest(),)
+
+class Look:
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("STRING",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"model": ("WANCORE_MODEL",), "latent": ("LATENT",)}}
+    @classmethod
+    def IS_CHANGED(cls, **inputs):
+        return float("nan")
+    def run(self, model, latent):
+        samples = latent["samples"]
+        facts = {
+            "hash": hashlib.sha256(samples.contiguous().numpy().tobytes()).hexdigest(),
+            "modules": [id(model.held[expert].model.content) for expert in ("high", "low")],
+            "finite": bool(samples.isfinite().all()),
+        }
+        return (json.dumps(facts),)
+
+CLASSES = (Text, ForgetFile, ObjectPatch, Wrapped, SetWeight, Attention, Hash, Look)
+NODE_CLASS_MAPPINGS = {made.__name__: made for made in CLASSES}
+"""
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    base = make_base(tmp_path_factory.mktemp("comfyui"), {"helpers": HELPERS})
+    for folder in ("diffusion_models", "loras"):
+        (base / "models" / folder).mkdir(parents=True, exist_ok=True)
+    for seed, expert in enumerate(("high", "low")):
+        model = random_module(CONFIG, device=torch.device("cpu"), dtype=torch.bfloat16, seed=seed)
+        save(model, base / "models" / "diffusion_models" / f"t2v_{expert}_noise.safetensors", torch.bfloat16)
+        write_lora(base / "models" / "loras" / f"style_{expert}.safetensors", seed, every=1)
+        write_lora(base / "models" / "loras" / f"other_{expert}.safetensors", seed + 7, every=2)
+    server = ComfyUI(find_comfyui(), base)
+    yield server
+    server.stop()
+
+
+def write_lora(path: Path, seed: int, every: int) -> None:
+    """On every so-manyeth matrix of the blocks, with an alpha, and a difference of a bias."""
+    draw, state = torch.Generator().manual_seed(seed), {}
+    matrices = [f"blocks.{n}.{m}" for n in range(2) for m in ("self_attn.q", "self_attn.o", "cross_attn.k", "ffn.0")]
+    for name in matrices[::every]:
+        n, k = (CONFIG.ffn_dim if name.endswith("ffn.0") else 256), 256
+        state[f"diffusion_model.{name}.lora_down.weight"] = torch.randn(4, k, generator=draw) * k**-0.5
+        state[f"diffusion_model.{name}.lora_up.weight"] = torch.randn(n, 4, generator=draw) * 0.3
+        state[f"diffusion_model.{name}.alpha"] = torch.tensor(2.0)
+    state["diffusion_model.blocks.1.self_attn.v.diff_b"] = torch.randn(256, generator=draw) * 0.1
+    write_safetensors(state, path, {})
+
+
+def sampled(graph: Graph, model: list[Any], shift: float = 0.0) -> Graph:
+    graph["positive"], graph["negative"] = node("Text", seed=1), node("Text", seed=2)
+    graph["size"] = node("EmptyHunyuanLatentVideo", width=64, height=64, length=5, batch_size=1)
+    links = {"model": model, "positive": ["positive", 0], "negative": ["negative", 0], "latent": ["size", 0]}
+    numbers = {"steps": 3, "shift": shift, "boundary": 0.9, "guidance_high": 2.0, "guidance_low": 1.0}
+    graph["sampler"] = node("WanCoreSampler", **links, seed=5, **numbers, solver="unipc", guidance_mode="auto")
+    graph["look"] = node("Look", model=model, latent=["sampler", 0])
+    graph["facts"] = node("PreviewAny", source=["look", 0])
+    return graph
+
+
+def ours(*loras: tuple[str, float], shift: float = 5.0) -> Graph:
+    """The files in our loader, and our LoRA nodes."""
+    graph: Graph = {
+        "model": node("WanCoreModelLoader", high="t2v_high_noise.safetensors", low="t2v_low_noise.safetensors",
+                      precision="checkpoint", attention="auto", residency="auto")
+    }  # fmt: skip
+    last = "model"
+    for name, strength in loras:
+        files = {"high": f"{name}_high.safetensors", "low": f"{name}_low.safetensors"}
+        strengths = {"strength_high": strength, "strength_low": strength}
+        graph[f"lora {name}"] = node("WanCoreLoRA", model=[last, 0], **files, **strengths)
+        last = f"lora {name}"
+    return sampled(graph, [last, 0], shift)
+
+
+def native(*loras: tuple[str, float], shift: float | None = 5.0, extra: str = "", **inputs: Any) -> Graph:
+    """ComfyUI's loaders, LoRA loaders and ModelSamplingSD3, and our bridge."""
+    graph: Graph = {}
+    ends = {}
+    for expert in ("high", "low"):
+        graph[expert] = node("UNETLoader", unet_name=f"t2v_{expert}_noise.safetensors", weight_dtype="default")
+        last = expert
+        for name, strength in loras:
+            made = f"{expert} lora {name}"
+            graph[made] = node("LoraLoaderModelOnly", model=[last, 0], lora_name=f"{name}_{expert}.safetensors",
+                               strength_model=strength)  # fmt: skip
+            last = made
+        if shift is not None:
+            graph[f"{expert} shift"] = node("ModelSamplingSD3", model=[last, 0], shift=shift)
+            last = f"{expert} shift"
+        if extra and (expert == "high" or extra == "ForgetFile"):
+            graph[f"{expert} extra"] = node(extra, model=[last, 0])
+            last = f"{expert} extra"
+        ends[expert] = [last, 0]
+    choices = {"precision": "checkpoint", "attention": "auto", "residency": "auto"}
+    graph["bridge"] = node("WanCoreFromModel", model=ends["high"], low=ends["low"], **choices, **inputs)
+    return sampled(graph, ["bridge", 0])
+
+
+def facts(run: Run) -> dict[str, Any]:
+    assert run.ok, run.status
+    found = json.loads(run.outputs["facts"]["text"][0])
+    assert found["finite"]
+    return found
+
+
+def test_native_models_give_what_our_loader_gives(comfy: ComfyUI) -> None:
+    """With no LoRA, with one, and with two of which the second is on half of the matrices."""
+    seen = set()
+    for loras in ((), (("style", 0.8),), (("style", 0.8), ("other", -0.5))):
+        run = comfy.run(native(*loras))
+        bridged, expected = facts(run), facts(comfy.run(ours(*loras)))
+        assert bridged["hash"] == expected["hash"], loras
+        seen.add(bridged["hash"])
+        info = run.outputs["bridge"]["text"][0]
+        assert "shift 5, as ModelSamplingSD3" in info and info.count("LoRA #") == 2 * len(loras)
+    assert len(seen) == 3
+    assert facts(comfy.run(native(shift=9.0)))["hash"] == facts(comfy.run(ours(shift=9.0)))["hash"]
+    assert facts(comfy.run(native(shift=None)))["hash"] == facts(comfy.run(ours(shift=0.0)))["hash"]
+
+
+def test_another_strength_loads_nothing_again(comfy: ComfyUI) -> None:
+    first = facts(comfy.run(native(("style", 0.8))))
+    second = facts(comfy.run(native(("style", 0.3))))
+    without = facts(comfy.run(native()))
+    assert first["modules"] == second["modules"] == without["modules"]
+    assert len({first["hash"], second["hash"], without["hash"]}) == 3
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ("ObjectPatch", "object patch diffusion_model.head"),
+        ("Wrapped", "wrapper some_cache"),
+        ("SetWeight", "patch of kind 'set'"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused_by_name(comfy: ComfyUI, extra: str, words: str) -> None:
+    run = comfy.run(native(extra=extra))
+    assert not run.ok and words in str(run.status) and "the high MODEL" in str(run.status)
+
+
+def test_what_changes_only_the_speed_is_reported(comfy: ComfyUI) -> None:
+    run = comfy.run(native(extra="Attention"))
+    assert facts(run)["hash"] == facts(comfy.run(ours()))["hash"]
+    assert "the high MODEL: not taken over: an attention backend" in run.outputs["bridge"]["text"][0]
+
+
+def test_weights_in_memory_stand_for_a_file_that_is_not_known(comfy: ComfyUI) -> None:
+    """Also while ComfyUI has LoRAs merged into them, and its weights stay as they were."""
+    for loras in ((), (("style", 0.8),)):
+        expected = facts(comfy.run(ours(*loras)))
+        own = native(*loras)
+        own["native"] = node("KSampler", model=own["sampler"]["inputs"]["model"], seed=1, steps=1, cfg=1.0,
+                             sampler_name="euler", scheduler="simple", positive=["positive", 0],
+                             negative=["negative", 0], latent_image=["size", 0], denoise=1.0)  # fmt: skip
+        own["native"]["inputs"]["model"] = own["bridge"]["inputs"]["model"]
+        own["hash"] = node("Hash", latent=["native", 0])
+        own["before"] = node("PreviewAny", source=["hash", 0])
+        before = comfy.run({name: one for name, one in own.items() if name not in ("sampler", "look", "facts")})
+        run = comfy.run(native(*loras, extra="ForgetFile"))
+        assert "the file is not known" in run.outputs["bridge"]["text"][0]
+        assert facts(run)["hash"] == expected["hash"], loras
+        comfy.post("/free", {"unload_models": True, "free_memory": True})
+        after = comfy.run({name: one for name, one in own.items() if name not in ("sampler", "look", "facts")})
+        assert before.outputs["before"] == after.outputs["before"]
+
+
+def test_two_shifts_are_refused(comfy: ComfyUI) -> None:
+    graph = native()
+    graph["low shift"]["inputs"]["shift"] = 8.0
+    run = comfy.run(graph)
+    assert not run.ok and "the shift differs" in str(run.status)

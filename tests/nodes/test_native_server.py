@@ -1,0 +1,111 @@
+"""WanCore Accelerate in a running ComfyUI: graphs of ComfyUI's own nodes with it in them, through the API."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.comfyui import ComfyUI, Graph, Run, find_comfyui, make_base
+from tests.nodes.test_nodes_comfy import CAPTION, TINY, node
+from wan_core.checkpoint.random import random_module
+from wan_core.models.wan.config import DiTConfig
+
+pytestmark = pytest.mark.comfy
+EXPERTS = ("high.safetensors", "low.safetensors")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two experts of Wan 2.2 T2V in miniature, as ComfyUI recognises them, with the embedded text encoder's width."""
+    made = make_base(tmp_path_factory.mktemp("native"))
+    folder = made / "models" / "diffusion_models"
+    folder.mkdir(parents=True)
+    config = DiTConfig(
+        in_channels=16, out_channels=16, dim=256, ffn_dim=256, num_heads=2, num_layers=2, text_dim=64, text_len=512
+    )
+    metadata = {"config": json.dumps({"transformer": {"text_dim": 64}})}
+    for seed, name in enumerate(EXPERTS):
+        weights = random_module(config, device=torch.device("cpu"), dtype=torch.float32, seed=seed).state_dict()
+        save_file({key: value.contiguous() for key, value in weights.items()}, folder / name, metadata)
+    return made
+
+
+@pytest.fixture
+def comfy(base: Path) -> Iterator[ComfyUI]:
+    server = ComfyUI(find_comfyui(), base)
+    yield server
+    server.stop()
+
+
+def graph(accelerate: dict[str, Any] | None, seed: int = 1, length: int = 17) -> Graph:
+    """Two experts, two KSamplerAdvanced; accelerate: inputs of the node, None: without it."""
+    made = {
+        "encoder": node("WanCoreTextEncoderLoader", text_encoder=TINY, precision="checkpoint"),
+        "text": node("WanCoreTextEncode", clip=["encoder", 0], positive=CAPTION, negative=""),
+        "size": node("EmptyHunyuanLatentVideo", width=96, height=64, length=length, batch_size=1),
+    }
+    latent = ["size", 0]
+    for index, expert in enumerate(EXPERTS):
+        made[f"load{index}"] = node("UNETLoader", unet_name=expert, weight_dtype="default")
+        made[f"shift{index}"] = node("ModelSamplingSD3", model=[f"load{index}", 0], shift=8.0)
+        model = [f"shift{index}", 0]
+        if accelerate is not None:
+            made[f"fast{index}"] = node("WanCoreAccelerate", model=model, **accelerate)
+            model = [f"fast{index}", 0]
+        made[f"sample{index}"] = node(
+            "KSamplerAdvanced", model=model, add_noise="disable" if index else "enable", noise_seed=seed, steps=4,
+            cfg=3.0, sampler_name="euler", scheduler="simple", positive=["text", 0], negative=["text", 1],
+            latent_image=latent, start_at_step=2 * index, end_at_step=2 + 2 * index,
+            return_with_leftover_noise="disable" if index else "enable",
+        )  # fmt: skip
+        latent = [f"sample{index}", 0]
+    made["save"] = node("SaveLatent", samples=latent, filename_prefix="native")
+    return made
+
+
+def latents(comfy: ComfyUI, run: Run) -> torch.Tensor:
+    assert run.ok, run.status
+    [saved] = run.outputs["save"]["latents"]
+    return load_file(comfy.base / saved["type"] / saved["subfolder"] / saved["filename"])["latent_tensor"]
+
+
+EXACT = {"attention": "auto", "sparse": "off"}
+SPARSE = {"attention": "auto", "sparse": "balanced"}
+
+
+def test_a_graph_of_two_experts_with_the_node_in_it(comfy: ComfyUI) -> None:
+    plain = latents(comfy, comfy.run(graph(None)))
+    watched = comfy.watch(graph(EXACT))
+    found = latents(comfy, watched)
+    assert (found - plain).abs().max() <= 1e-5 * plain.abs().max()
+    for expert in "01":
+        [words] = [e["data"] for e in watched.events if e["type"] == "text" and e["node"] == f"fast{expert}"]
+        # With and without guidance in one forward or two, as the memory that is free allows.
+        assert re.fullmatch(
+            "WanCore Accelerate: self-attention calls: ([48]) by sdpa; left to ComfyUI: \\1 cross-attention calls",
+            words,
+        )
+        assert watched.outputs[f"fast{expert}"]["text"] == ["attention: sdpa"]
+    assert comfy.log().count(words) == 2
+    sparse = latents(comfy, comfy.run(graph(SPARSE)))
+    assert (sparse - plain).abs().max() > 1e-3 * plain.abs().max()
+
+
+def test_prompts_in_a_row_equal_fresh_servers(base: Path, comfy: ComfyUI) -> None:
+    """Other sizes, seeds and settings before a prompt change nothing of it."""
+    prompts = [graph(SPARSE, seed=3, length=9), graph(EXACT, seed=4), graph(SPARSE, seed=5)]
+    row = [latents(comfy, comfy.run(prompt)) for prompt in prompts]
+    comfy.stop()
+    fresh = ComfyUI(find_comfyui(), base)
+    try:
+        for prompt, expected in zip(reversed(prompts), reversed(row), strict=True):
+            assert torch.equal(latents(fresh, fresh.run(prompt)), expected)
+    finally:
+        fresh.stop()

@@ -1,0 +1,129 @@
+"""Where weights wait in host memory: pinned, in their files, or refused before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wan_core.checkpoint import load_dit
+from wan_core.checkpoint.save import save
+from wan_core.checkpoint.staged import Reading, reading
+from wan_core.config import LoadOptions, OptionError
+from wan_core.execution.memory.pinned_memory import _left_in_container, available_bytes
+from wan_core.execution.memory.residency import KEPT_FREE, Residency
+from wan_core.execution.report import GIB
+from wan_core.models.text.config import UMT5_XXL
+from wan_core.models.vae.config import VAE_21
+from wan_core.models.wan.config import I2V_A14B
+from wan_core.ops.quant.fp8 import Fp8RowLinear
+from wan_core.ops.quant.packed import PackedLinear
+from wan_core.ops.quant.swap import Quantization
+from wan_core.pipeline.host_planning import host_room, plan_host, staying_in_file
+from wan_core.pipeline.model_parts import PackedSize, Part
+from wan_core.pipeline.settings import PartToLoad, find_quantization
+from wan_core.pipeline.sources import TINY, recognise
+
+CPU = torch.device("cpu")
+FILE = Path("model.safetensors")
+DIT, TEXT = 14_288_000_000, 5_680_000_000  # parameters
+
+
+def everyday(scaled: bool) -> dict[str, PartToLoad]:
+    """I2V A14B and UMT5 as ComfyUI's files have them, or all in bf16."""
+
+    def part(config, count: int, **more) -> Part:
+        return Part("a file", config, torch.bfloat16, count, lambda *_: None, path=FILE, **more)  # type: ignore
+
+    matrices = I2V_A14B.block_matrices * I2V_A14B.num_layers
+    expert = part(I2V_A14B, DIT, scaled=True, fp8_parameters=matrices) if scaled else part(I2V_A14B, DIT)
+    table = UMT5_XXL.vocab_size * UMT5_XXL.dim
+    size = PackedSize("fp8", TEXT - table, TEXT - table) if scaled else None
+    text = part(UMT5_XXL, TEXT, scaled=scaled, packed=size)
+    held = Quantization(Fp8RowLinear, CPU, as_stored=True) if scaled else None
+    return {
+        "high": PartToLoad(expert, torch.bfloat16, held),
+        "low": PartToLoad(expert, torch.bfloat16, held),
+        "text_encoder": PartToLoad(text, torch.bfloat16, Quantization(PackedLinear, CPU) if scaled else None),
+        "vae": PartToLoad(part(VAE_21, 127_000_000), torch.bfloat16),
+    }
+
+
+def test_the_everyday_graph_in_32_gb() -> None:
+    """Both experts in FP8 and UMT5 take 36 GB: one expert is pinned, the rest stays in its files."""
+    parts = everyday(scaled=True)
+    assert sum(part.bytes for part in parts.values()) > 34e9
+    plan = plan_host(parts, 29 * 10**9)
+    assert plan.mapped == {"text_encoder", "low"} and plan.pins
+    assert [plan.copies(name) for name in parts] == [True, False, False, True]
+    assert plan_host(parts, 64 * 10**9).mapped == frozenset() and plan_host(parts, None).pins is None
+    assert plan_host(parts, 15 * 10**9).mapped == {"text_encoder", "low", "high"}
+
+
+@given(gib=st.floats(0.1, 100), scaled=st.booleans(), stored=st.sampled_from([torch.bfloat16, torch.float16]))
+def test_what_is_pinned_fits_and_no_file_is_mapped_in_vain(gib, scaled, stored):
+    parts = {n: replace(p, part=replace(p.part, stored=stored)) for n, p in everyday(scaled).items()}
+    room = gib * GIB
+    try:
+        plan = plan_host(parts, int(room))
+    except OptionError:
+        least = sum(part.bytes for name, part in parts.items() if name == "vae" or not part.stays_in_file)
+        assert least > int(room)
+        return
+    pinned = sum(part.bytes for name, part in parts.items() if name not in plan.mapped)
+    assert pinned <= room and (plan.pins is None or pinned <= room * (1 - KEPT_FREE))
+    assert not plan.mapped or sum(p.bytes for p in parts.values()) > room * (1 - KEPT_FREE) - 1
+
+
+def test_what_would_be_converted_is_refused_with_numbers() -> None:
+    """fp16 files that compute in bf16 cannot stay in their files."""
+    parts = {n: replace(p, part=replace(p.part, stored=torch.float16)) for n, p in everyday(scaled=False).items()}
+    with pytest.raises(OptionError, match=r"takes 64.\d GiB \(high 26.6, low 26.6, text_encoder 10.6.*29.0 GiB are av"):
+        plan_host(parts, 29 * GIB)
+
+
+def test_limits(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 100\nactive_file 200\ninactive_file 300\n")
+    assert _left_in_container(tmp_path) is None and _left_in_container(tmp_path / "absent") is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert _left_in_container(tmp_path) == 800  # what is cached can be dropped
+    assert host_room(0.001) == int(0.001 * GIB) and host_room() == pytest.approx(available_bytes(), rel=0.1)
+    with pytest.raises(OptionError, match="host memory limit 0 GiB"):
+        LoadOptions(model="tiny", host_memory_limit=0.0)
+
+
+def mappings(path: Path) -> list[tuple[int, int]]:
+    """Where this process has mapped a file."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    return [(int(begin, 16), int(end, 16)) for begin, end in (line[0].split("-") for line in lines)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize("precision", [None, "fp8"])
+def test_weights_in_their_file_are_no_copy_and_compute_the_same(tmp_path: Path, precision: str | None) -> None:
+    held = None if precision is None else find_quantization(precision, CPU)
+    stored = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32, quantization=held)
+    save(stored, tmp_path / "model.safetensors")
+    held = None if held is None else replace(held, as_stored=True)
+    part = PartToLoad(recognise(tmp_path / "model.safetensors", "dit", load_dit), torch.float32, held)
+    assert part.stays_in_file and staying_in_file(part).lora_mode == "attach"
+    with reading(Reading(stays=True)):
+        model = part.load(CPU)
+    weights = [m.weight for name, m in model.named_modules() if name.startswith("blocks.") and hasattr(m, "weight")]
+    matrices = [weight for weight in weights if weight is not None and weight.ndim == 2]
+    ranges = mappings(tmp_path / "model.safetensors")
+    assert matrices and all(any(a <= m.data_ptr() < b for a, b in ranges) for m in matrices)
+    residency = Residency(CPU, "stream", resident_blocks=2)
+    residency.add("high", model, copy=False)
+    assert all(unit.memory is None for unit in residency.host_weights["high"].units)
+    streamed = residency.use("high")
+    draw = torch.Generator().manual_seed(0)
+    x, text = torch.randn(1, 16, 2, 4, 4, generator=draw), torch.randn(1, 4, 64, generator=draw)
+    with torch.no_grad():
+        assert torch.equal(streamed(x, torch.tensor([500.0]), text), stored(x, torch.tensor([500.0]), text))

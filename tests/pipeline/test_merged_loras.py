@@ -1,0 +1,168 @@
+"""LoRAs summed into weights, FP8 as stored among them: the error of the sum, changes in memory, and what is left when
+they are taken off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.checkpoint.test_lora import CONFIG, LINEARS, lora_of, shapes
+from wan_core.checkpoint import load_dit
+from wan_core.checkpoint.lora.read import read_lora
+from wan_core.checkpoint.save import save
+from wan_core.checkpoint.staged import Reading, reading
+from wan_core.execution.memory.residency import Residency
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.kernels.formats import FP8_MAX, Quantized
+from wan_core.pipeline.builder import apply_loras, changes_weights
+from wan_core.pipeline.loras import AppliedLoras, Wanted
+from wan_core.pipeline.merged_loras import MergedLoras, load_with_loras
+from wan_core.pipeline.settings import PartToLoad, find_quantization
+from wan_core.pipeline.sources import TINY, recognise
+
+CPU = torch.device("cpu")
+SOURCE = TINY / "t2v_high.safetensors"
+STORED = {"row scales": "fp8", "a tensor's scale": "fp8-tensor"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The embedded model as people have it: in its own precision, and as scaled FP8."""
+    folder = tmp_path_factory.mktemp("scaled")
+    made = {"its own precision": SOURCE}
+    for name, precision in STORED.items():
+        made[name] = folder / f"{precision}.safetensors"
+        save(load_dit(SOURCE, dtype=torch.float32, quantization=find_quantization(precision, CPU)), made[name])
+    return made
+
+
+def part_of(path: Path, precision: str | None) -> PartToLoad:
+    quantization = None if precision is None else find_quantization(precision, CPU)
+    return PartToLoad(recognise(path, "dit", load_dit), torch.float32, quantization)
+
+
+@cache
+def one(seed: int, strength: float = 1.0, everywhere: bool = True) -> Wanted:
+    state = lora_of(LINEARS if everywhere else LINEARS[seed % 5 :: 7], seed, scale=0.2)
+    state["diffusion_model.blocks.1.norm3.diff"] = torch.full(shapes()["blocks.1.norm3.weight"], 0.1 * seed)
+    return Wanted(read_lora(state, shapes()), strength, (str(seed), 0, 0))
+
+
+def bits(model: WanModel) -> dict[str, Tensor]:
+    return {name: value.detach().clone().view(torch.uint8) for name, value in model.state_dict().items()}
+
+
+def equal(model: WanModel, expected: dict[str, Tensor]) -> bool:
+    found = bits(model)
+    return found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_a_merged_weight_is_no_further_from_the_sum_than_rounding_it(files, stored):
+    """The error of every weight is that of quantising the exact sum, computed in float64 here, with a scale a row."""
+    part, wanted = part_of(files[stored], "fp8"), one(3)
+    plain, merged = (load_with_loras(part, loras, CPU, CPU) for loras in ((), (wanted,)))
+    for name in LINEARS:
+        if not name.startswith("blocks."):
+            continue
+        was, now = plain.get_submodule(name), merged.get_submodule(name)
+        (change,) = wanted.lora.changes[f"{name}.weight"]
+        up, down = (factor.double() for factor in change.factors)
+        exact = was.weight.double() * was.weight_scale.double() + up @ down * change.scale
+        scale = exact.abs().amax(1, keepdim=True) / FP8_MAX
+        rounded = (exact / scale).to(torch.float8_e4m3fn).double() * scale
+        error = (Quantized(now.weight, now.weight_scale).dequantize().double() - exact).norm()
+        assert error <= (rounded - exact).norm() * (1 + 1e-4) and error > 0
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    stored=st.sampled_from([*STORED, "its own precision"]),
+    precision=st.sampled_from([None, "fp8", "fp8-weights"]),
+    strengths=st.lists(st.floats(-2, 2), min_size=20, max_size=20),
+    seed=st.integers(1, 9),
+)
+def test_changed_twenty_times_and_taken_off_the_bytes_are_as_at_first(files, stored, precision, strengths, seed):
+    part = part_of(files[stored], precision)
+    model = load_with_loras(part, (), CPU, CPU)
+    first, addresses = bits(model), [p.data_ptr() for p in model.parameters()]
+    for at, strength in enumerate(strengths):
+        loras = [replace(one(seed, everywhere=False), strength=strength)]
+        loras += [one(seed + 1, everywhere=False)] if at % 3 == 0 else []
+        apply_loras(model, loras, part, CPU)
+    assert equal(model, bits(load_with_loras(part, loras, CPU, CPU)))  # as if it had been read with them
+    assert not AppliedLoras.of(model, CPU).before and not list(model.named_buffers())  # nothing was kept of the model
+    apply_loras(model, [], part, CPU)
+    assert equal(model, first) and addresses == [p.data_ptr() for p in model.parameters()]
+
+
+def test_only_what_changes_is_read_again(files):
+    part = part_of(files["row scales"], "fp8")
+    model = load_with_loras(part, (), CPU, CPU)
+    read: list[int] = []
+    wanted = replace(one(2, everywhere=False), strength=0.5)
+    for loras, reads in (([wanted], True), ([wanted], False), ([replace(wanted, strength=0.0)], True), ([], False)):
+        read.clear()
+        assert changes_weights(model, loras, part, CPU) == reads
+        with reading(Reading(on_bytes=read.append)):
+            apply_loras(model, loras, part, CPU)
+        changed = sum(model.get_parameter(name).nbytes for name in wanted.lora.changes)
+        assert bool(read) == reads and sum(read) < 2 * changed
+
+
+@pytest.mark.parametrize("taken_off", [False, True])
+def test_an_interrupted_change_is_made_good(files, taken_off):
+    part = part_of(files["row scales"], "fp8")
+    model = load_with_loras(part, [one(1)], CPU, CPU)
+    wanted = [] if taken_off else [one(2, everywhere=False)]
+    left = 9
+
+    def stop(_: int) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), reading(Reading(on_bytes=stop)):
+        apply_loras(model, wanted, part, CPU)
+    assert MergedLoras.of(model).applied is None
+    assert changes_weights(model, [one(1)], part, CPU) and changes_weights(model, wanted, part, CPU)
+    apply_loras(model, wanted, part, CPU)
+    assert equal(model, bits(load_with_loras(part, wanted, CPU, CPU)))
+
+
+@pytest.mark.parametrize("resident", [None, 2])
+def test_weights_that_stream_are_changed_in_host_memory(files, resident):
+    part = part_of(files["row scales"], "fp8")
+    residency = Residency(CPU, "swap" if resident is None else "stream", resident_blocks=resident or 0)
+    residency.add("high", load_with_loras(part, (), CPU, CPU))
+    for loras in ([one(1)], [one(2, everywhere=False)], []):
+        model = residency.use("high")
+        assert isinstance(model, WanModel)
+        apply_loras(model, loras, part, CPU, lambda: residency.forget_copies("high"))
+        residency.release("high")
+        assert equal(model, bits(load_with_loras(part, loras, CPU, CPU)))
+        homes = {tensor.data_ptr() for unit in residency.host_weights["high"].units for tensor in unit.home}
+        assert all(parameter.data_ptr() in homes for parameter in model.parameters())
+
+
+def test_a_file_that_became_another_model_is_refused(files, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(SOURCE.read_bytes())
+    part = part_of(path, None)
+    model = load_with_loras(part, (), CPU, CPU)
+    other = replace(CONFIG, num_layers=CONFIG.num_layers - 1)
+    path.unlink()
+    from wan_core.checkpoint import CheckpointError
+    from wan_core.checkpoint.random import random_module
+
+    save(random_module(other, device="cpu", dtype=torch.float32), path)
+    with pytest.raises(CheckpointError, match="another model"):
+        apply_loras(model, [one(1)], part, CPU)

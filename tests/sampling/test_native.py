@@ -1,0 +1,262 @@
+"""Attention of ComfyUI's own Wan models, without ComfyUI: what is taken and what is left, sparse calls, and steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan_core.config import SparseOptions
+from wan_core.ops.attention.protocol import AttentionCall
+from wan_core.ops.attention.registry import BACKENDS
+from wan_core.ops.attention.sdpa import SDPA, math_reference
+from wan_core.ops.attention.sparse.forward import SparseForward
+from wan_core.ops.attention.sparse.kernels import KERNELS, block_length
+from wan_core.ops.attention.sparse.tiles import make_tiles, with_extra
+from wan_core.sampling.native.attention import COMFYUI, NativeAttention
+from wan_core.sampling.native.run import FORWARD, NativeForward, NativeRun
+from wan_core.sampling.native.schedule import SchedulePart, find_part
+from wan_core.sampling.plan import make_plan
+from wan_core.sampling.sparsity.run import layer_rule
+from wan_core.sampling.sparsity.schedule import PRESETS, sparsify, step_sparsities
+
+GRID, HEADS, DIM = (3, 5, 7), 2, 16
+TOKENS = 3 * 5 * 7
+HALF = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0)
+
+
+def forward(sparsity: float = 0.0, **changed: Any) -> NativeForward:
+    return NativeForward(NativeRun(SchedulePart(0, 1, 1), (sparsity,) if sparsity else ()), GRID, **changed)
+
+
+def qkv(length: int = TOKENS, keys: int | None = None, batch: int = 1, seed: int = 0) -> list[torch.Tensor]:
+    """[B, L, H * D]."""
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, n, HEADS * DIM, generator=draw) for n in (length, keys or length, keys or length)]
+
+
+def heads(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, (HEADS, DIM))
+
+
+def original(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **_: Any) -> torch.Tensor:
+    """In the place of ComfyUI's function: no attention could give this."""
+    return torch.full_like(q, 7.0)
+
+
+def options(of: NativeForward, layer: int = 0, **changed: Any) -> dict[str, Any]:
+    return {"transformer_options": {FORWARD: of, "block_index": layer, **changed}, "heads": HEADS}
+
+
+# ------------------------------------------------------------------------------------------------- taken and left
+
+
+def test_self_attention_is_taken_in_every_layout() -> None:
+    of, attend, given = forward(), NativeAttention("auto"), qkv(batch=2)
+    expected = math_reference(*map(heads, given))
+    flat = attend(original, *given, **options(of))
+    apart = [heads(x).transpose(1, 2) for x in given]
+    tall = attend(original, *apart, skip_reshape=True, skip_output_reshape=True, **options(of))
+    torch.testing.assert_close(heads(flat), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(tall.transpose(1, 2), expected, atol=1e-5, rtol=1e-5)
+    assert of.run.taken == {"sdpa": 2} and not of.run.left
+
+
+LEFT = {
+    "cross-attention calls": (qkv(TOKENS, 12), {}),
+    "calls with a mask": (qkv(), {"mask": torch.ones(TOKENS, TOKENS)}),
+    "calls that ask for a precision": (qkv(), {"low_precision_attention": False}),
+    "calls with scale": (qkv(), {"scale": 0.5}),
+    "calls with new_thing": (qkv(), {"new_thing": torch.ones(2)}),
+    "calls of training": ([x.requires_grad_() for x in qkv()], {}),
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+def test_what_is_left_goes_to_the_override_before_or_to_comfyui(why: str) -> None:
+    given, keywords = LEFT[why]
+    of = forward()
+    assert (NativeAttention("auto")(original, *given, **keywords, **options(of)) == 7).all()
+    assert of.run.left == {why: 1} and not of.run.taken
+
+    def earlier(func: Any, q: torch.Tensor, *_: Any, **given: Any) -> torch.Tensor:
+        assert func is original and given.keys() == keywords.keys() | {"heads", "transformer_options"}
+        return torch.full_like(q, 3.0)
+
+    assert (NativeAttention("auto", earlier=earlier)(original, *given, **keywords, **options(of)) == 3).all()
+
+
+def test_calls_outside_of_a_sampling_run_are_left() -> None:
+    assert (NativeAttention("auto")(original, *qkv(), heads=HEADS, transformer_options={}) == 7).all()
+    assert (NativeAttention("auto")(original, *qkv(), heads=HEADS) == 7).all()
+
+
+def test_what_a_backend_cannot_compute_is_left_with_its_reason() -> None:
+    of = forward()
+    assert (NativeAttention("flash4")(original, *qkv(), **options(of)) == 7).all()
+    assert of.run.left == {"self-attention (flash4 needs an NVIDIA GPU)": 1}
+    NativeAttention("math-fp8")(original, *qkv(), **options(of))
+    NativeAttention(COMFYUI)(original, *qkv(), **options(of))
+    assert list(of.run.left)[1:] == ["self-attention of fewer than 1024 tokens", "self-attention, as chosen"]
+    assert "left to ComfyUI: 1 self-attention (flash4" in of.run.words()
+
+
+def test_fp8_is_quantised_as_in_our_engine() -> None:
+    of = NativeForward(NativeRun(SchedulePart(0, 1, 1)), (1, 32, 32))
+    given = qkv(1024)
+    found = NativeAttention("math-fp8")(original, *given, **options(of))
+    assert torch.equal(heads(found), BACKENDS["math-fp8"].load()(*map(heads, given)))
+
+
+def test_a_frame_of_queries_over_all_keys_is_self_attention() -> None:
+    """Animate-2 attends so, to the pose's frame as well."""
+    of, frame = forward(), GRID[1] * GRID[2]
+    given = qkv(frame, TOKENS + frame)
+    found = NativeAttention("auto", HALF)(original, *given, **options(of))
+    torch.testing.assert_close(heads(found), math_reference(*map(heads, given)), atol=1e-5, rtol=1e-5)
+    assert of.run.taken == {"sdpa": 1}
+
+
+# --------------------------------------------------------------------------------------------------------- sparse
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8)),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_reading_nearly_all_blocks_is_dense_attention(grid: Any, front: int, behind: int, image: bool) -> None:
+    """Wherever other tokens are: nothing is lost, doubled or put elsewhere."""
+    video = grid[0] * grid[1] * grid[2]
+    given = qkv(video + front + behind)
+    run = NativeRun(SchedulePart(0, 1, 1), (1e-6,))
+    of = NativeForward(run, grid, front=front, image=image)
+    attend = NativeAttention("auto", SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0))
+    found = attend(original, *given, **options(of))
+    torch.testing.assert_close(heads(found), math_reference(*map(heads, given)), atol=1e-5, rtol=1e-4)
+    assert run.taken == {"sparse attention (math)": 1}
+
+
+def test_sparse_calls_are_those_of_our_engine() -> None:
+    """Bit for bit, for a video without other tokens."""
+    of, given = forward(0.5), qkv(batch=2)
+    found = NativeAttention("auto", HALF)(original, *given, **options(of, layer=1))
+    kernel = KERNELS["math"]
+    tiles = make_tiles(GRID, block_length(kernel, TOKENS), torch.device("cpu"))
+    state = SparseForward(kernel, (SDPA,), tiles, (layer_rule(HALF, None, 1, 0.5),))
+    ordered = [heads(x)[:, tiles.order] for x in given]
+    assert torch.equal(heads(found), state.attend(AttentionCall(0), *ordered)[:, tiles.inverse])
+    dense = math_reference(*map(heads, given))
+    assert (heads(found) - dense).norm() > 0.01 * dense.norm()
+
+
+def test_other_tokens_are_read_by_all_and_read_everything() -> None:
+    """Whatever the share: their values reach every query, and their own queries are dense."""
+    front, behind = 4, 6
+    of, given = forward(0.9, front=front), qkv(TOKENS + front + behind)
+    sparse = SparseOptions(sparsity=0.9, dense_steps=0, ramp=0, pooled=False)
+    found = heads(NativeAttention("auto", sparse)(original, *given, **options(of)))
+    dense = math_reference(*map(heads, given))
+    others = [*range(front), *range(front + TOKENS, TOKENS + front + behind)]
+    torch.testing.assert_close(found[:, others], dense[:, others], atol=1e-5, rtol=1e-5)
+    for token in others:
+        given[2][:, token] += 100
+        changed = heads(NativeAttention("auto", sparse)(original, *given, **options(of)))
+        assert ((changed - found).abs().amax((0, 2, 3)) > 1e-4).all()
+        given[2][:, token] -= 100
+
+
+def test_other_tokens_take_nothing_of_the_share_of_the_video() -> None:
+    tiles = make_tiles(GRID, 4, torch.device("cpu"))
+    wide = with_extra(tiles, 3, TOKENS + 11)
+    assert sorted(wide.order.tolist()) == list(range(TOKENS + 11))
+    assert torch.equal(wide.order[wide.inverse], torch.arange(TOKENS + 11))
+    assert torch.equal(wide.order[:TOKENS], tiles.order + 3)
+    assert wide.forced[:, TOKENS // 4 :].all() and wide.blocks == -(-(TOKENS + 11) // 4)
+
+
+def test_sequences_whose_order_is_not_known_are_dense() -> None:
+    frame = GRID[1] * GRID[2]
+    for length, extra, expected in (
+        (TOKENS + 5, False, "sdpa"),
+        (TOKENS - 1, True, "sdpa"),
+        (TOKENS - frame, True, ""),
+    ):
+        of = forward(0.5, extra=extra)
+        NativeAttention("auto", HALF)(original, *qkv(length), **options(of))
+        assert list(of.run.taken) == [expected or "sparse attention (math)"]
+
+
+def test_no_sparsity_takes_the_dense_way_bit_for_bit() -> None:
+    given = qkv()
+    dense = NativeAttention("auto")(original, *given, **options(forward()))
+    for of, sparse in ((forward(), HALF), (forward(0.5), SparseOptions(sparsity=0)),
+                       (forward(0.5), SparseOptions(sparsity=0.5, dense_layers=1))):  # fmt: skip
+        assert torch.equal(NativeAttention("auto", sparse)(original, *given, **options(of)), dense)
+        assert of.run.taken == {"sdpa": 1}
+
+
+def test_a_selection_of_blocks_is_used_again_by_the_same_call_of_a_later_step() -> None:
+    reuse = SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, reuse=2)
+    run = NativeRun(SchedulePart(0, 3, 3), (0.5,) * 3)
+    attend = NativeAttention("auto", reuse)
+
+    def step(index: int, branch: str = "a") -> None:
+        run.step = index
+        of = NativeForward(run, GRID, branches=branch)
+        for layer in (0, 0, 1):  # twice in a block, as VACE does
+            attend(original, *qkv(seed=index), **options(of, layer=layer))
+
+    step(0)
+    first = {key: value[2].blocks for key, value in run.routes.items()}
+    assert len(first) == 3
+    step(1)
+    assert all(run.routes[key][2].blocks is blocks for key, blocks in first.items())
+    step(1, "b")
+    assert len(run.routes) == 6
+    step(2)
+    assert not any(run.routes[key][2].blocks is blocks for key, blocks in first.items())
+
+
+# ---------------------------------------------------------------------------------------------------------- steps
+
+
+def simple(steps: int, shift: float) -> list[float]:
+    """ComfyUI's schedule of this name."""
+    table = [shift * t / (1 + (shift - 1) * t) for t in ((i + 1) / 1000 for i in range(1000))]
+    return [table[-(1 + int(i * 1000 / steps))] for i in range(steps)] + [0.0]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 60), st.floats(1, 12), st.data())
+def test_a_part_of_a_schedule_finds_its_place(steps: int, shift: float, data: Any) -> None:
+    begin = data.draw(st.integers(0, steps - 1))
+    end = data.draw(st.integers(begin + 1, steps))
+    part = find_part(simple(steps, shift)[begin : end + 1], shift)
+    if (begin == 0 and end == steps) or (steps <= 40 and end - begin > 2):
+        assert part == SchedulePart(begin, end - begin, steps)
+    assert part.steps == end - begin and abs(part.first - begin) <= 0.1 * part.total
+
+
+def test_an_empty_or_rising_part_is_a_whole() -> None:
+    assert find_part([], 5) == find_part([1.0], 5) == SchedulePart(0, 1, 1)
+    assert find_part([0.2, 0.9], 5) == SchedulePart(0, 1, 1)
+    assert SchedulePart(4, 2, 10).index(9) == 5
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("steps", [4, 20, 40])
+def test_two_samplers_have_the_sparsity_of_one_plan(name: str, steps: int) -> None:
+    plan = sparsify(make_plan(task="t2v-A14B", steps=steps), PRESETS[name])
+    sigmas, found = simple(steps, 8.0), []
+    for begin, end in ((0, steps // 2), (steps // 2, steps)):
+        part = find_part(sigmas[begin : end + 1], 8.0)
+        run = NativeRun(part, step_sparsities(PRESETS[name], part.total))
+        for run.step in range(end - begin):
+            found.append(run.sparsity)
+    assert found == [step.sparsity for step in plan.steps]

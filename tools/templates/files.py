@@ -1,0 +1,85 @@
+"""Run by ComfyUI's Python: tiny Wan models of ComfyUI's own classes with random weights, saved in the layout that its
+loaders recognise.
+
+    python tools/templates/files.py COMFYUI_PATH JSON        {"file": "kind of model", ...}
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+# What ComfyUI reads from a file: the width (heads of 128), the layers. It takes the rest for granted.
+SMALL = {"dim": 256, "ffn_dim": 128, "num_heads": 2, "num_layers": 2}
+# Kind -> the name of ComfyUI's class, and what makes it this variant.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "t2v": ("WAN21_T2V", {"in_dim": 16}),
+    "i2v": ("WAN21_T2V", {"in_dim": 36}),
+    "5B": ("WAN22_T2V", {"in_dim": 48, "out_dim": 48}),
+    "vace": ("WAN21_Vace", {"in_dim": 16, "vace_layers": 2, "vace_in_dim": 96}),
+    "s2v": ("WAN22_S2V", {"in_dim": 16}),
+    "camera": ("WAN22_Camera", {"in_dim": 36}),
+    "fun control": ("WAN21_T2V", {"in_dim": 52, "in_dim_ref_conv": 16}),
+    "animate2": ("WAN_Animate2", {"in_dim": 36}),
+}
+
+
+def transformer(kind: str, seed: int) -> dict[str, Any]:
+    import comfy.supported_models
+    import torch
+
+    name, changed = KINDS[kind]
+    config = getattr(comfy.supported_models, name)
+    made = config({**config.unet_config, **SMALL, **changed})
+    made.set_inference_dtype(torch.float32, None)
+    return _drawn(made.get_model({}).diffusion_model, seed)
+
+
+def vae() -> dict[str, Any]:
+    """The 2.1 VAE with 8 channels in place of 96."""
+    from comfy.ldm.wan.vae import WanVAE
+
+    return _drawn(WanVAE(dim=8, z_dim=16, temperal_downsample=[False, True, True]), 1)
+
+
+def lora(seed: int) -> dict[str, Any]:
+    """For the queries of the first block, which every kind has."""
+    import torch
+
+    draw, name = torch.Generator().manual_seed(seed), "diffusion_model.blocks.0.self_attn.q"
+    down, up = (torch.randn(*shape, generator=draw) * 0.05 for shape in ((4, 256), (256, 4)))
+    return {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(4.0)}
+
+
+def _drawn(module: Any, seed: int) -> dict[str, Any]:
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in module.named_parameters():
+            torch.nn.init.normal_(tensor, std=tensor[0].numel() ** -0.5 if tensor.ndim > 1 else 0.02, generator=draw)
+            if ("norm" in name and name.endswith("weight")) or name.endswith("gamma"):
+                tensor.add_(1)
+    return {name: value.contiguous() for name, value in module.state_dict().items()}
+
+
+def main(checkout: str, wanted: dict[str, str]) -> None:
+    sys.path[:] = [checkout, *(path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent)]
+    importlib.import_module("comfy.cli_args").args.cpu = True
+    import torch
+    from safetensors.torch import save_file
+
+    with torch.inference_mode(False):
+        for seed, (path, kind) in enumerate(wanted.items()):
+            made = vae() if kind == "vae" else lora(seed) if kind == "lora" else transformer(kind, seed)
+            # Nothing in the tensors tells Animate-2 from image-to-video: its file says it.
+            told = {"config": json.dumps({"transformer": {"model_type": "animate2"}})} if kind == "animate2" else None
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            save_file(made, path, told)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

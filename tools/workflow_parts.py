@@ -1,0 +1,65 @@
+"""Parts that several workflows have: notes, loaders, a prompt, sampling, decoding, a drawn picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.page_form import ROOT, Node, Output, Workflow
+from wan_core.media.shapes import PALETTE
+
+NOTES = ROOT / "tools" / "notes"
+FPS = 8.0  # of the embedded model
+WIDE, NARROW = 360, 300  # columns
+STEP = WIDE + 60
+
+
+def add_note(flow: Workflow) -> None:
+    flow.note((NOTES / f"{flow.name}.md").read_text(encoding="utf-8").rstrip())
+
+
+def add_loaders(flow: Workflow, x: int, name: str, y: int = 0, **workers: Output) -> tuple[Node, Node, Node]:
+    flow.column("Models", x, WIDE, y=y)
+    model = flow.add("WanCoreModelLoader", high=name, low=name, space=180, **workers)
+    clip = flow.add("WanCoreTextEncoderLoader", space=60, **workers)
+    return model, clip, flow.add("WanCoreVAELoader", space=60, **workers)
+
+
+def add_prompt(flow: Workflow, clip: Node, positive: str) -> Node:
+    return flow.add("WanCoreTextEncode", clip=clip["clip"], positive=positive, negative="")
+
+
+def add_sampler(
+    flow: Workflow, model: Output, positive: Output, negative: Output, latent: Output, **numbers: Any
+) -> Node:
+    return flow.add(
+        "WanCoreSampler",
+        model=model,
+        positive=positive,
+        negative=negative,
+        latent=latent,
+        **numbers,
+        space=300,  # the plan in words, and the preview
+    )
+
+
+def add_decode(flow: Workflow, vae: Node, sampler: Node) -> Node:
+    return flow.add("WanCoreVAEDecode", vae=vae["vae"], latent=sampler["latent"], report=sampler["report"], space=40)
+
+
+def add_video(flow: Workflow, images: Output, prefix: str, fps: float = FPS) -> None:
+    video = flow.add("CreateVideo", images=images, fps=fps, space=24)  # newer ones have a widget more
+    flow.add("SaveVideo", video=video["VIDEO"], filename_prefix=prefix, space=290)
+
+
+def add_drawing(flow: Workflow, colour: str, background: str, left: int, top: int, side: int = 32) -> Node:
+    """A square on a plain background, in the embedded model's colours."""
+    plain = flow.add("EmptyImage", title="Background", width=96, height=96, color=colour_number(background))
+    square = flow.add("EmptyImage", title="Square", width=side, height=side, color=colour_number(colour))
+    return flow.add(
+        "ImageCompositeMasked", title="First frame", destination=plain["IMAGE"], source=square["IMAGE"], x=left, y=top
+    )
+
+
+def colour_number(colour: str) -> int:
+    red, green, blue = PALETTE[colour]
+    return red << 16 | green << 8 | blue

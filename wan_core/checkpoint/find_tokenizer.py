@@ -1,0 +1,61 @@
+"""Where the tokenizer of a text encoder comes from: the file itself, or spiece.model beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from wan_core.checkpoint.detect import TOKENIZER, Detected
+from wan_core.checkpoint.errors import CheckpointError
+from wan_core.checkpoint.opened import Checkpoint
+from wan_core.models.text.tokenizer import Tokenizer
+from wan_core.models.wan.families.shapes import number
+
+_BESIDE = (
+    "google/umt5-xxl/spiece.model",
+    "spiece.model",
+    "tokenizer/spiece.model",
+    "../tokenizer/spiece.model",
+    "../google/umt5-xxl/spiece.model",
+)
+
+
+def find_tokenizer(checkpoint: Checkpoint, found: Detected, given: Path | None) -> Tokenizer:
+    """The tokenizer of an encoder. given: a spiece.model or a folder that holds one. Raises `CheckpointError`."""
+    where = checkpoint.describe()
+    try:
+        if given is not None:
+            return Tokenizer.from_file(_spiece(given))
+        if checkpoint.tokenizer is not None:
+            return Tokenizer(checkpoint.tokenizer())
+        if TOKENIZER in found.extras:
+            proto = _embedded(checkpoint.read(found.extras[TOKENIZER]))
+            return Tokenizer(proto, int(number(checkpoint.metadata, "max_length", 512)))
+        if checkpoint.path is not None:
+            folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+            beside = next((folder / name for name in _BESIDE if (folder / name).is_file()), None)
+            if beside is not None:
+                return Tokenizer.from_file(beside)
+    except (ValueError, OSError) as fault:
+        raise CheckpointError(f"its tokenizer cannot be used: {fault}", where=where) from fault
+    raise CheckpointError(
+        "a text encoder without its tokenizer. Put spiece.model (from google/umt5-xxl) beside the file, or name it.",
+        where=where,
+    )
+
+
+def _spiece(given: Path) -> Path:
+    """The file itself, or the one in a folder: `tokenizer/`, `google/umt5-xxl/` or a whole release."""
+    if not given.is_dir():
+        return given
+    return next((given / name for name in _BESIDE[:3] if (given / name).is_file()), given / "spiece.model")
+
+
+def _embedded(stored: Tensor) -> bytes:
+    if stored.dtype not in (torch.uint8, torch.int8) or stored.ndim != 1:
+        raise ValueError(
+            f"the embedded {TOKENIZER} is {stored.dtype} {list(stored.shape)}, and a list of bytes is expected"
+        )
+    return stored.contiguous().numpy().tobytes()

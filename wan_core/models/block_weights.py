@@ -1,0 +1,25 @@
+"""Where the weights of a model's blocks are: its loop over the blocks says which one it needs next, so that those that
+stream arrive in time."""
+
+from __future__ import annotations
+
+
+class BlockWeights:
+    """Weights that are where the model computes. Subclasses bring them there, block by block."""
+
+    name = "resident"
+
+    def begin_run(self) -> None:
+        """The loop over the blocks begins."""
+
+    def enter(self, block: int, *, text: bool = False) -> None:
+        """The weights of `block` are needed next, or only those that a prompt needs."""
+
+    def leave(self, block: int) -> None:
+        """The work of `block` has been launched."""
+
+    def end_run(self) -> None:
+        """The loop over the blocks has ended."""
+
+
+RESIDENT = BlockWeights()

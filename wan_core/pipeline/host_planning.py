@@ -1,0 +1,69 @@
+"""Which weights move to pinned host memory, decided before any are read.
+
+Weights that do not stay on the GPU wait in pinned host memory, from where they reach it at full speed. Where there is
+not enough of it, weights that are used as they are stored stay in their mapped files: the system reads and drops their
+pages as it has room, and copies are slower. The text encoder goes first, which a prompt needs once, then the low-noise
+expert, which the last steps need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from wan_core.config import OptionError
+from wan_core.execution.memory.pinned_memory import available_bytes
+from wan_core.execution.memory.residency import KEPT_FREE
+from wan_core.execution.report import GIB
+from wan_core.pipeline.settings import PartToLoad
+
+STAY_IN_FILES = ("text_encoder", "low", "high")  # in this order
+LORA_WHY = "the weights stay in the mapped file"
+
+
+class HostPlan(NamedTuple):
+    """`mapped`: names of the models whose weights stay in their files. `pins`: there is room to pin the others; None:
+    that is decided one by one."""
+
+    mapped: frozenset[str] = frozenset()
+    pins: bool | None = None
+
+    def copies(self, name: str) -> bool | None:
+        """For `Residency.add`."""
+        return False if name in self.mapped else self.pins
+
+
+def plan_host(parts: Mapping[str, PartToLoad], available: int | None) -> HostPlan:
+    """Where the weights of `parts` wait. available: bytes of host memory; None: not known.
+
+    Raises OptionError where they do not fit: what they need, and what to do."""
+    if available is None:
+        return HostPlan()
+    mapped: set[str] = set()
+    needed, room = sum(part.bytes for part in parts.values()), int(available * (1 - KEPT_FREE))
+    for name in STAY_IN_FILES:
+        if needed > room and name in parts and parts[name].stays_in_file:
+            mapped.add(name)
+            needed -= parts[name].bytes
+    if needed > available:
+        sizes = ", ".join(f"{name} {part.bytes / GIB:.1f}" for name, part in parts.items() if name not in mapped)
+        raise OptionError(
+            f"these models wait in host memory, which takes {needed / GIB:.1f} GiB ({sizes}), and "
+            f"{available / GIB:.1f} GiB are available: end other programs, or use files in scaled FP8 or GGUF with "
+            "precision 'checkpoint', whose weights can stay in their files"
+        )
+    return HostPlan(frozenset(mapped), True if needed <= room else None)
+
+
+def host_room(limit_gib: float | None = None) -> int | None:
+    """Bytes of host memory for weights, at most the limit; None: not known."""
+    available = available_bytes()
+    if limit_gib is None:
+        return available
+    return int(limit_gib * GIB) if available is None else min(available, int(limit_gib * GIB))
+
+
+def staying_in_file(part: PartToLoad) -> PartToLoad:
+    """`part` for weights that are a mapped file's: LoRAs are attached, because merging would copy them."""
+    return replace(part, lora_mode="attach", lora_why=LORA_WHY)

@@ -1,0 +1,102 @@
+"""A plan walked on models that are ready: the noisy sample in, finished latents out, with a report of every step.
+
+Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from wan_core.execution.optimize import begin_run
+from wan_core.execution.report import Report, StepClock
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.wan.model import WanModel
+from wan_core.parallel.guidance import SplitBranches
+from wan_core.parallel.mesh import RankMesh
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.denoise import Progress, denoise
+from wan_core.sampling.pace import BlockChecks
+from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.solvers import History
+from wan_core.sampling.start import Leftover, Start, finished
+
+OnStep = Callable[[Progress, float | None], None]
+"""Called after every step: what was done, and the seconds of a forward in the newest finished step that ran any (None
+before the first)."""
+
+
+@torch.no_grad()
+def sample_latents(
+    plan: Plan,
+    acquire: Callable[[Expert], WanModel],
+    conditioning: Conditioning,
+    noise: Tensor,
+    vae: VAEConfig,
+    report: Report,
+    *,
+    start: Start | None = None,
+    batched: bool = False,
+    on_step: OnStep | None = None,
+    on_leftover: Callable[[Leftover], None] = lambda _: None,
+    checks: BlockChecks | None = None,
+    ahead: Callable[[Expert, Expert, int], None] | None = None,
+    relieve: Callable[[Expert], bool] | None = None,
+    ranks: RankMesh | None = None,
+) -> Tensor:
+    """Walk `plan` from `noise` [B, C, T, Y, X], the noisy sample at its first sigma, to un-normalised latents of the
+    same shape, float32, timing every step.
+
+    acquire, batched, ahead, relieve: as in `denoise`. start: what `noise` was made of, for solvers that need more than
+    that. ranks: those that run this together. vae: of the VAE whose latents these are. on_step and checks may raise to
+    interrupt. on_leftover: told what another run can go on with, where noise is left over.
+    """
+    checks = checks or BlockChecks()
+    split = ranks is not None and ranks.cfg.size == 2
+    clock, forwards = StepClock(report), 0
+    history = History()
+
+    def ready(expert: Expert) -> WanModel:
+        model = acquire(expert)
+        begin_run(model)
+        clock.begin()
+        return model
+
+    def note(progress: Progress) -> None:
+        nonlocal forwards
+        forwards += progress.forwards
+        clock.step(progress.step.expert, progress.forwards, progress.step.cost)
+        if on_step is not None:
+            on_step(progress, clock.seconds_per_forward())
+
+    def keep(last: History) -> None:
+        nonlocal history
+        history = last
+
+    x = denoise(
+        plan,
+        ready,
+        conditioning,
+        noise,
+        batched=batched,
+        on_step=note,
+        on_block=checks.after_block,
+        ahead=ahead,
+        relieve=relieve,
+        run_branches=SplitBranches(ranks, checks.before_exchange) if ranks is not None and split else None,
+        together=ranks is not None,
+        history=History() if start is None else start.history(plan, noise.device),
+        step_noise=None if start is None else start.step_noise(plan, noise.device),
+        on_end=keep,
+    )
+    clock.finish()
+    if plan.unskipped is not None:
+        report.notes.append(
+            f"forwards: {forwards} of {plan.unskipped} ({100 * (1 - forwards / plan.unskipped):.0f} % saved)"
+        )
+    report.notes += plan.notes
+    if plan.sigmas[-1] > 0:
+        on_leftover(Leftover(x, plan.sigmas[-1], plan.solver, history._replace(noise=None)))
+    return finished(x, plan, vae, conditioning.known)

@@ -1,0 +1,52 @@
+"""The part of a plan that its window asks for, as a plan of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wan_core.sampling.plan import Branch, Plan, Step, step_numbers
+
+
+def cut_plan(plan: Plan) -> Plan:
+    """The part of `plan` that its window asks for, with steps numbered from 0. Forwards that would reuse what a step
+    before the window computed are computed."""
+    window = plan.window
+    if window is None:
+        return plan
+    numbers = step_numbers(plan.steps)
+    assert window.end is not None
+    kept = [step for step, number in zip(plan.steps, numbers, strict=True) if window.start <= number < window.end]
+    before = tuple(step.sigma for step in plan.steps[: kept[0].index])
+    if window.end <= numbers[-1] and not window.leftover:
+        kept = [step for step in kept if not (step.correction and step is kept[-1])]
+        kept[-1] = replace(kept[-1], sigma_next=0.0)
+    steps = tuple(replace(step, index=index) for index, step in enumerate(kept))
+    from_latents = plan.from_latents or window.start > 0
+    return replace(plan, window=None, steps=without_lost_sources(steps), before=before, from_latents=from_latents)
+
+
+def without_lost_sources(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """`steps`, in which forwards run whose residual or difference of the branches would come from none of them."""
+    found: list[Step] = []
+    computed: dict[Branch, int] = {}
+    both = False
+    for step in steps:
+        if found and found[-1].expert != step.expert:
+            computed, both = {}, False
+        if step.delta and not both:
+            step = replace(step, delta=False, branches=("cond", "uncond"))
+        skipped: tuple[Branch, ...] = tuple(branch for branch in step.skipped if computed.get(branch))
+        if step.action == "adaptive" and skipped != step.branches:
+            skipped = ()
+        if skipped != step.skipped or step.order:
+            order = min(step.order, *(computed[branch] - 1 for branch in skipped)) if skipped else 0
+            action = "compute" if not skipped else "forecast" if order else step.action
+            action = "reuse" if action == "forecast" and not order else action
+            step = replace(step, skipped=skipped, order=order, action=action)
+        for branch in step.branches:
+            if branch in skipped and step.action != "adaptive":
+                continue
+            computed[branch] = computed.get(branch, 0) + 1
+        both = both or ("uncond" in step.branches and not step.delta)
+        found.append(step)
+    return tuple(found)

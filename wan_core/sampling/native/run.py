@@ -1,0 +1,112 @@
+"""The state of one sampling run of a native model, and of one of its forwards.
+
+A run begins with a sampler and ends with it, whatever happens. It travels in the options that ComfyUI hands to every
+forward, so nothing is left when they are dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wan_core.ops.attention.sparse.tiles import Grid
+from wan_core.sampling.native.schedule import SchedulePart
+
+RUN, FORWARD = "wancore_run", "wancore_forward"  # keys in ComfyUI's transformer_options
+SELF = "self-attention"
+
+
+class NativeRun:
+    """One sampling run. `step` counts the sampler's steps; `routes` keeps selections of blocks for later steps.
+
+    Forwards of several GPUs run in threads: what they count goes through a lock.
+    """
+
+    def __init__(self, part: SchedulePart, sparsities: Sequence[float] = ()) -> None:
+        """sparsities: of every step of the whole schedule; empty: dense."""
+        self.part, self.sparsities = part, sparsities
+        self.step = 0
+        self.sparse_steps: list[int] = []  # computed so far
+        self.routes: dict[Any, Any] = {}
+        self.notes: list[str] = []
+        self._taken: Counter[str] = Counter()
+        self._left: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def index(self) -> int:
+        """Of the current step in the whole schedule."""
+        return self.part.index(self.step)
+
+    @property
+    def sparsity(self) -> float:
+        """Of the current step."""
+        return self.sparsities[self.index] if self.sparsities else 0.0
+
+    def sparse_step(self) -> int:
+        """How many sparse steps were computed, this one included."""
+        with self._lock:
+            if self.index not in self.sparse_steps:
+                self.sparse_steps.append(self.index)
+            return len(self.sparse_steps)
+
+    def take(self, by: str) -> None:
+        """Count a call of self-attention that `by` computes."""
+        with self._lock:
+            self._taken[by] += 1
+
+    def leave(self, why: str) -> None:
+        """Count a call that ComfyUI computes, and `why`."""
+        with self._lock:
+            self._left[why] += 1
+
+    @property
+    def taken(self) -> dict[str, int]:
+        return dict(self._taken)
+
+    @property
+    def left(self) -> dict[str, int]:
+        return dict(self._left)
+
+    def words(self) -> str:
+        """What was accelerated and what was not, in one line."""
+        taken = ", ".join(f"{count} by {by}" for by, count in self._taken.items()) or "none"
+        left = ", ".join(f"{count} {why}" for why, count in self._left.items())
+        return "; ".join(
+            [f"self-attention calls: {taken}", *([f"left to ComfyUI: {left}"] if left else []), *self.notes]
+        )
+
+
+@dataclass
+class NativeForward:
+    """One forward of the transformer.
+
+    grid: token frames, rows and columns of the latents. front: tokens before those of the grid. extra: whether it is
+    known where other tokens are (behind the grid's). image: the video starts from one. branches: conditions and context
+    window of this forward.
+    """
+
+    run: NativeRun
+    grid: Grid
+    front: int = 0
+    extra: bool = True
+    image: bool = False
+    branches: Hashable = None
+    _calls: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def tokens(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def frame(self) -> int:
+        """Tokens of a latent frame."""
+        return self.grid[1] * self.grid[2]
+
+    def call(self, layer: int) -> int:
+        """The index of this call of self-attention among those of `layer`: VACE and Animate-2 have two for a block."""
+        self._calls[layer] += 1
+        return self._calls[layer] - 1

@@ -1,0 +1,105 @@
+"""Sparse self-attention of native models.
+
+The engine orders tokens in tiles once, outside all blocks. Here blocks are ComfyUI's, so q, k and v are put into that
+order in every call and the result back. Tokens beside those of the video (reference frames, poses, motion) have no
+place in its grid: all queries read them, and their own queries read everything.
+
+Legend: B batch, L query tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from wan_core.config import SparseOptions
+from wan_core.ops.attention.protocol import Attention, AttentionCall
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.attention.sparse.forward import SparseForward
+from wan_core.ops.attention.sparse.kernels import block_length, resolve_kernel
+from wan_core.ops.attention.sparse.routing import Rule
+from wan_core.ops.attention.sparse.tiles import Grid, make_tiles, with_extra
+from wan_core.sampling.native.run import NativeForward
+from wan_core.sampling.sparsity.run import layer_rule
+
+
+class NativeSparse:
+    """Sparse attention by `options`. keeps: calibrated shares of the blocks, of every layer."""
+
+    def __init__(self, options: SparseOptions, keeps: Sequence[float] | None = None) -> None:
+        self.options, self.keeps = options, keeps
+
+    def attend(
+        self,
+        forward: NativeForward,
+        transformer_options: Mapping[str, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dense: Attention | None,
+    ) -> Tensor | None:
+        """q, k, v [B, L, H, D] -> [B, L, H, D]; None where this call attends to all keys. dense: what computes that,
+        None where it is ComfyUI's."""
+        run, layer = forward.run, transformer_options.get("block_index")
+        if not run.sparsity or layer is None:
+            return None
+        rule = layer_rule(self.options, self.keeps, layer, run.sparsity)
+        grid = None if rule is None else grid_of(forward, transformer_options, q.shape[1], k.shape[1])
+        if rule is None or grid is None:
+            return None
+        if dense is None:
+            dense = resolve_attention("auto", q.device, q.dtype, q.shape[-1])[1]
+        state = self._state(forward, layer, rule, grid, q, dense)
+        ordered = (x[:, state.tiles.order] for x in (q, k, v))
+        out = state.attend(AttentionCall(0), *ordered)[:, state.tiles.inverse]
+        video = grid[0] * grid[1] * grid[2]
+        for extra in (slice(0, forward.front), slice(forward.front + video, None)):
+            if q[:, extra].shape[1]:
+                out[:, extra] = dense(q[:, extra], k, v)
+        run.take(f"sparse attention ({state.kernel.name})")
+        return out
+
+    def _state(
+        self, forward: NativeForward, layer: int, rule: Rule, grid: Grid, q: Tensor, dense: Attention
+    ) -> SparseForward:
+        """What this call of `layer` reads, for q [B, L, H, D]."""
+        run, options, tokens = forward.run, self.options, q.shape[1]
+        kernel = resolve_kernel(
+            options.kernel, q.device, q.dtype, q.shape[-1], tokens,
+            fp8=dense.takes_fp8, counts=options.mass is not None,
+        )  # fmt: skip
+        block = block_length(kernel, tokens)
+        tiles = make_tiles(grid, block, q.device, image=forward.image)
+        if tokens > len(tiles.order):
+            video, tiles = tiles, with_extra(tiles, forward.front, tokens)
+            extra = tiles.blocks - video.blocks
+            shares = {name: (Rule(value).most(video.blocks) + extra) / tiles.blocks
+                      for name, value in (("keep", rule.keep), ("floor", rule.floor))}  # fmt: skip
+            rule = replace(rule, **shares)
+        return SparseForward(
+            kernel=kernel,
+            dense=(dense,),
+            tiles=tiles,
+            rules=(rule,),
+            pooled=options.pooled,
+            step=run.sparse_step(),
+            branches=(forward.branches, layer, forward.call(layer), q.device),
+            reuse=options.reuse,
+            routes=run.routes,
+        )
+
+
+def grid_of(forward: NativeForward, transformer_options: Mapping[str, Any], length: int, keys: int) -> Grid | None:
+    """Token frames, rows and columns of a sequence of `length` tokens; None where they are not known."""
+    frames, rows, columns = forward.grid
+    if not forward.front:
+        frames, rows, columns = transformer_options.get("grid_sizes") or forward.grid
+    if length != keys:
+        return None  # a frame of queries
+    extra = length - frames * rows * columns
+    if extra < 0:  # Animate-2's pose video: fewer frames of the same size
+        return None if length % (rows * columns) else (length // (rows * columns), rows, columns)
+    return (frames, rows, columns) if not extra or forward.extra else None
