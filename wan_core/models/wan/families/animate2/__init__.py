@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.animate2.config import NO_SPARSE
+from wan_core.models.wan.families.animate2.config import NO_SPARSE, prepared_bytes
 from wan_core.models.wan.families.animate2.keys import (
     comfyui_names,
     diffusers_names,
@@ -54,6 +54,7 @@ ANIMATE2 = Family(
     metadata=METADATA,
     claims=claims,
     named=NAMED,
+    prepared_bytes=prepared_bytes,
     refuses={"sparse attention": NO_SPARSE},
     lora_modules=diffusers_modules,
     config=read_config,

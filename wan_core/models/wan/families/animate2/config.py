@@ -27,3 +27,9 @@ ANIMATE2_14B = Animate2Config(
         for field in ("in_channels", "out_channels", "dim", "ffn_dim", "num_heads", "num_layers", "image_dim")
     }
 )
+
+
+def prepared_bytes(dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:
+    """Keys and values of the driving video in every block, for latents [B, C, T, Y, X] that begin with the reference."""
+    B, _, T, Y, X = latents
+    return 2 * dit.num_layers * B * dit.tokens(T - 1, Y, X) * dit.dim * itemsize
