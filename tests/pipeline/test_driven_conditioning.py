@@ -90,8 +90,10 @@ def test_animate2_is_told_its_driving_video(experts):
 
 def test_what_they_cannot_do_is_refused(experts):
     sparse = sparsify(plan_of(), parse_sparse("0.5/0/0:ramp0"))
-    with pytest.raises(OptionError, match="sparse attention: not available for Animate-2"):
-        join(given(1), given(2), LATENT, experts["animate2"], sparse)
+    distilled = replace(experts["animate2"], task=find_task("animate2-14B-distilled"))
+    with pytest.raises(OptionError, match="sparse attention: distilled weights of Animate-2"):
+        join(given(1), given(2), LATENT, distilled, sparse)
+    join(given(1), given(2), LATENT, experts["animate2"], sparse)
     with pytest.raises(OptionError, match="carries face_video_pixels, which this model does not take"):
         join(given(1, face_video_pixels=torch.zeros(1)), given(2), LATENT, experts["animate2"], plan_of())
     ranges = [given(1, start_percent=0.0, end_percent=0.5)[0], given(1, start_percent=0.5, pose_video_latent=None)[0]]

@@ -151,7 +151,7 @@ class ShardedAttention(Attention):
 
     @property
     def local(self) -> Attention:
-        return self._local
+        return self._local.local
 
     def around(self, local: Attention) -> Attention:
         return ShardedAttention(self.ranks, self._local.around(local), self.dense)

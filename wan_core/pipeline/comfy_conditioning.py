@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import NAG, NEUTRAL, TIMES, check_keys, check_refused, family_of
+from wan_core.models.wan.families import NAG, NEUTRAL, TIMES, check_keys, check_sparse, family_of
 from wan_core.pipeline.model_parts import Experts
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.nag import with_nag
@@ -53,7 +53,8 @@ def join(
     not see."""
     task, dit = experts.task, experts.dit
     family = family_of(task)
-    check_refused(family, sparse=plan.sparse is not None)
+    if plan.sparse is not None:
+        check_sparse(task)
     check_channels(latent["samples"], dit, task.name)
     for given, name in ((positive, "positive"), (negative, "negative")):
         for _, extras in given:

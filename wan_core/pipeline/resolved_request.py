@@ -15,7 +15,7 @@ from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import check_refused, family_of
+from wan_core.models.wan.families import check_sparse
 from wan_core.models.wan.tasks import Task
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
@@ -113,7 +113,8 @@ def make_job(
         window=None if request.video is None else Window(denoise=strength(request)),
     )
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
-    check_refused(family_of(task), sparse=plan.sparse is not None)
+    if plan.sparse is not None:
+        check_sparse(task)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
     if request.video is not None and not plan.from_latents:
         raise OptionError(

@@ -50,9 +50,9 @@ def check_keys(family: Family, name: str, extras: Mapping[str, Any]) -> None:
         )
 
 
-def check_refused(family: Family, *, sparse: bool) -> None:
-    """Raise OptionError for what the family's models cannot do. sparse: some steps have sparse attention."""
-    if sparse and (why := family.refuses.get("sparse attention")):
+def check_sparse(task: Task) -> None:
+    """Raise OptionError where the models of a task cannot have sparse attention."""
+    if why := family_of(task).why_not_sparse(task):
         raise OptionError(f"sparse attention: {why}")
 
 

@@ -106,7 +106,7 @@ class Family:
     give. Frames are [1, 3, 1, H, W] in -1..1; `vision` is called for the CLIP encoder, where the task needs one.
     conditioning_keys: of ComfyUI's CONDITIONING, what it understands; other keys are refused.
     read_conditioning(task, vae, extras, latent): the fields of `Conditioning` that these keys and a LATENT give.
-    refuses: what its models cannot do, "sparse attention", and why.
+    why_not_sparse: why a task cannot have sparse attention; "": it can.
     prepared_bytes(dit, latents, itemsize): of what is prepared beside text, for latents [B, C, T, Y, X].
     branch_keys: of `conditioning_keys`, those that the negative prompt may have other values of.
     """
@@ -123,7 +123,7 @@ class Family:
     conditioning_keys: frozenset[str]
     read_conditioning: Callable[[Task, VAEConfig, Mapping[str, Any], Mapping[str, Any]], Inputs]
     branch_keys: frozenset[str] = frozenset()
-    refuses: Mapping[str, str] = field(default_factory=dict)
+    why_not_sparse: Callable[[Task], str] = lambda _: ""
     prepared_bytes: Callable[[DiTConfig, tuple[int, ...], int], int] = lambda *_: 0
     constants: re.Pattern[str] | None = None
     assembled: Callable[[Shapes], Mapping[str, Assembled]] = lambda _: {}

@@ -19,14 +19,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.animate2.config import NO_SPARSE, prepared_bytes
+from wan_core.models.wan.families.animate2.config import prepared_bytes
 from wan_core.models.wan.families.animate2.keys import (
     comfyui_names,
     diffusers_names,
     official_names,
     parameter_names,
 )
-from wan_core.models.wan.families.animate2.recognise import METADATA, NAMED, choose, claims, read_config
+from wan_core.models.wan.families.animate2.recognise import METADATA, NAMED, choose, claims, read_config, why_not_sparse
 from wan_core.models.wan.families.animate2.tasks import TASKS
 from wan_core.models.wan.families.family import Family, Inputs
 from wan_core.models.wan.families.wan.keys import diffusers_modules
@@ -55,7 +55,7 @@ ANIMATE2 = Family(
     claims=claims,
     named=NAMED,
     prepared_bytes=prepared_bytes,
-    refuses={"sparse attention": NO_SPARSE},
+    why_not_sparse=why_not_sparse,
     lora_modules=diffusers_modules,
     config=read_config,
     choose=choose,

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from wan_core.config.checks import OptionError
-from wan_core.models.wan.families.animate2.config import NO_SPARSE
 from wan_core.ops.attention.merge import merge, merge_lse
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring
 
@@ -56,28 +55,49 @@ class Driven:
 
 
 class DrivenAttention(Attention):
-    """Around a backend. It gives the backend plain numbers: one that computes in FP8 quantises each part by itself."""
+    """Around a backend. It gives the backend plain numbers: one that computes in FP8 quantises each part by itself.
 
-    def __init__(self, inner: Attention) -> None:
-        self.inner = inner
-        self.capturable, self.gives_lse = inner.capturable, inner.gives_lse
+    Sparse attention takes the place of the backend for the frames of the video; driving frames are always read whole.
+    """
+
+    def __init__(self, inner: Attention, dense: Attention | None = None) -> None:
+        """inner: reads the video's frames, sparsely in some steps. dense: the backend, which reads everything."""
+        self.inner, self.dense = inner, inner if dense is None else dense
+        self.capturable, self.gives_lse = inner.capturable, self.dense.gives_lse
+
+    @property
+    def local(self) -> Attention:
+        return self.dense
+
+    def around(self, local: Attention) -> Attention:
+        return DrivenAttention(local, self.dense)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
         own = call.own
         if isinstance(own, Recording):
             own.keep(call.layer, k, v)
-            return self.inner(q, k, v)
+            return self.dense(q, k, v)
         assert isinstance(own, Driven), "the attention of Animate-2 was called by another family"
         if own.plain:
-            return self.inner(q, k, v)
+            return self.inner(q, k, v, call)
+        if call.sparse is None:
+            return self.driven(q, k, v, own)
+        order, inverse = call.sparse.tiles.order, call.sparse.tiles.inverse
+        if self.inner is self.dense:
+            return self.driven(q[:, inverse], k[:, inverse], v[:, inverse], own)[:, order]
+        assert own.log_scale == 0.0, "blocks of keys are read or not, none is scaled"
+        if own.reference_strength != 1.0:
+            v = torch.where((order < own.frame)[:, None, None], v * own.reference_strength, v)
+        out, lse = self.inner.with_lse(q, k, v, call)
+        return self.add_driving(q[:, inverse], out[:, inverse], lse[..., inverse], 0, own)[:, order]
+
+    def driven(self, q: Tensor, k: Tensor, v: Tensor, own: Driven) -> Tensor:
+        """Of all tokens in their own order, everything read."""
         out, lse = merge_lse(list(self.parts(q, k, v, 0, own)))
         return self.add_driving(q, out, lse, 0, own)
 
-    def around(self, local: Attention) -> Attention:
-        raise OptionError(f"sparse attention: {NO_SPARSE}")
-
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.inner.with_lse(q, k, v)
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> tuple[Tensor, Tensor]:
+        return self.dense.with_lse(q, k, v)
 
     def over_ring(self, q: Tensor, k: Tensor, v: Tensor, ring: Ring, call: AttentionCall) -> Tensor:
         own = call.own
@@ -85,6 +105,8 @@ class DrivenAttention(Attention):
             own.keep(call.layer, *(ring.gather(x.contiguous(), ring.lengths, 1) for x in (k, v)))
             return ring.attend(q, k, v)
         assert isinstance(own, Driven), "the attention of Animate-2 was called by another family"
+        if call.sparse is not None:
+            raise OptionError("sparse attention of Animate-2 around a ring is not supported: use a mesh without a ring")
         begins = [sum(ring.lengths[:rank]) for rank in range(len(ring.lengths))]
         parts = [p for rank, keys, values in ring.around(k, v) for p in self.parts(q, keys, values, begins[rank], own)]
         out, lse = ring.merge(parts)
@@ -98,12 +120,13 @@ class DrivenAttention(Attention):
             v = torch.cat([v[:, : n - begin] * own.reference_strength, v[:, n - begin :]], 1)
         first, last = (min(max(edge, begin), end) - begin for edge in (n, 2 * n))  # of frame 1, in this part
         if own.log_scale == 0.0 or first == last:
-            yield self.inner.with_lse(q, k, v)
+            yield self.dense.with_lse(q, k, v)
             return
-        scaled, lse = self.inner.with_lse(q, k[:, first:last], v[:, first:last])
+        scaled, lse = self.dense.with_lse(q, k[:, first:last], v[:, first:last])
         yield scaled, lse + own.log_scale
         if last - first < k.shape[1]:
-            yield self.inner.with_lse(q, *(torch.cat([x[:, :first], x[:, last:]], 1) for x in (k, v)))
+            k, v = (torch.cat([x[:, :first], x[:, last:]], 1) for x in (k, v))
+            yield self.dense.with_lse(q, k, v)
 
     def add_driving(self, q: Tensor, out: Tensor, lse: Tensor, begin: int, own: Driven) -> Tensor:
         """Merge attention to the driving frames into `out` [B, N, H, D], of queries of which the first is token
@@ -125,9 +148,10 @@ class DrivenAttention(Attention):
     def by_frame(self, q: Tensor, k: Tensor, v: Tensor, frames: int) -> tuple[Tensor, Tensor]:
         """Attention of the queries of each of `frames` frames to the keys of one driving frame, and its log-sum-exp."""
         if frames == 1:
-            return self.inner.with_lse(q, k, v)
+            return self.dense.with_lse(q, k, v)
         B = q.shape[0]
-        out, lse = self.inner.with_lse(*(x.unflatten(1, (frames, -1)).flatten(0, 1) for x in (q, k, v)))
+        q, k, v = (x.unflatten(1, (frames, -1)).flatten(0, 1) for x in (q, k, v))
+        out, lse = self.dense.with_lse(q, k, v)
         lse = lse.unflatten(0, (B, frames)).transpose(1, 2).flatten(2)  # [B * frames, H, n] -> [B, H, frames * n]
         return out.unflatten(0, (B, frames)).flatten(1, 2), lse
 

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 
 from wan_core.models.wan.config import I2V_14B, DiTConfig
 
-NO_SPARSE = (
-    "not available for Animate-2 yet, because sparse kernels give no log-sum-exp to merge attention to the driving "
-    "video by: leave it off, or use step caching"
-)
 DISTILLED_LOG_SCALE = -1.3  # of the distilled weights; 0 of the others
 
 
@@ -30,6 +26,7 @@ ANIMATE2_14B = Animate2Config(
 
 
 def prepared_bytes(dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:
-    """Keys and values of the driving video in every block, for latents [B, C, T, Y, X] that begin with the reference."""
+    """Keys and values of the driving video in every block, for latents [B, C, T, Y, X], of which the first frame is the
+    reference."""
     B, _, T, Y, X = latents
     return 2 * dit.num_layers * B * dit.tokens(T - 1, Y, X) * dit.dim * itemsize

@@ -11,7 +11,7 @@ from wan_core.config.checks import OptionError, UserError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.animate2.config import Animate2Config
 from wan_core.models.wan.families.animate2.tasks import BASE, DISTILLED
-from wan_core.models.wan.families.family import Choice, Clues, Shapes
+from wan_core.models.wan.families.family import Choice, Clues, Shapes, Task
 from wan_core.models.wan.families.shapes import transformer_settings
 from wan_core.models.wan.families.wan.recognise import read_config as read_wan_config
 
@@ -35,6 +35,16 @@ def read_config(shapes: Shapes, metadata: Mapping[str, str]) -> Animate2Config:
         )
     fields = {field.name: getattr(wan, field.name) for field in dataclasses.fields(DiTConfig)}
     return Animate2Config(**{**fields, "family": "animate2"})
+
+
+def why_not_sparse(task: Task) -> str:
+    """Why a task cannot have sparse attention; "": it can."""
+    if task.name != DISTILLED.name:
+        return ""
+    return (
+        "distilled weights of Animate-2 scale the scores of one frame, and sparse kernels read blocks as they are: "
+        "leave it off"
+    )
 
 
 def choose(dit: DiTConfig, clues: Clues) -> Choice:
