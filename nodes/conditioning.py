@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -264,5 +263,4 @@ def _with(conditioning: CONDITIONING, values: dict[str, Any]) -> CONDITIONING:
 
 def on_device(conditioning: Conditioning) -> Conditioning:
     """The same where models run."""
-    given = {field.name: getattr(conditioning, field.name) for field in fields(conditioning)}
-    return Conditioning(**{name: value.to(host.device()) for name, value in given.items() if value is not None})
+    return Conditioning.of({name: value.to(host.device()) for name, value in conditioning.flat().items()})

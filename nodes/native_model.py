@@ -3,6 +3,7 @@ cannot be carried to the engine is refused by name if it changes the result, and
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,9 @@ def _weights(model: Any, where: str) -> Checkpoint:
             )
     infos = {n: TensorInfo(tuple(t.shape), t.dtype, t.numel() * t.element_size()) for n, t in state.items()}
     # A copy: what the engine writes into its weights must not reach ComfyUI's, nor the other way round.
-    return Checkpoint(where, None, infos, {}, lambda name: current(name).detach().to("cpu", copy=True))
+    kind = getattr(getattr(model.model, "model_config", None), "unet_config", {}).get("model_type")
+    metadata = {"config": json.dumps({"transformer": {"model_type": kind}})}  # what tensors do not tell of every model
+    return Checkpoint(where, None, infos, metadata, lambda name: current(name).detach().to("cpu", copy=True))
 
 
 def _attribute(module: nn.Module, name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,12 +75,11 @@ class WorkersSocket:
             for one in wanted
             if one.strength
         )
-        given = {f.name: getattr(conditioning, f.name) for f in fields(conditioning)}
         return remote.sample(
             self.ready(sum(held.size for held in set(model.held.values()))),
             asdict(replace(model.options, loras=loras)),
             plan,
-            {name: value for name, value in given.items() if value is not None},
+            conditioning.flat(),
             start=start,
             batched=batched,
             report=report,

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.exchanges import exchanges
+from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_inputs, draw_weights
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.random import random_module
 from wan_core.config import GuidanceOptions, LoadOptions, MagCacheOptions, Request, SkipOptions, SparseOptions
@@ -252,6 +253,21 @@ def fp8_forward(mesh: str) -> tuple[float, float, float]:
     optimize(model, attend=attend, ranks=ranks)
     sharded = model(x, time, text)
     return tuple(float((a - b).norm() / exact.norm()) for a, b in ((whole, exact), (sharded, exact), (sharded, whole)))
+
+
+@torch.no_grad()
+def driven_forward(mesh: str, family: str, **changed) -> tuple[float, float]:
+    """Of one forward of a family that is driven by a video: the difference of sharded and whole, and how much driving
+    counts."""
+    config = ANIMATE2 if family == "animate2" else TINY_ANIMATE
+    model = load_dit(draw_weights(config), family=family, metadata={"num_heads": config.num_heads})
+    given = draw_inputs(config, (1, 4, 3, 2)) | changed
+    x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    attend = BACKENDS["math"].load()
+    whole = optimize(model, attend=attend)(x, time, context, **given)
+    free = model(x, time, context, image=given["image"])
+    optimize(model, attend=attend, ranks=ranks_of(mesh))
+    return relative(model(x, time, context, **given), whole), relative(free, whole)
 
 
 def sharded_weights(mesh: str) -> tuple[int, list[str]]:

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.structured import mass_kept, structured
+from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import AttentionError
-from wan_core.ops.attention.sdpa import math_lse, math_reference
+from wan_core.ops.attention.sdpa import SDPA, math_lse, math_reference
 from wan_core.ops.attention.sparse import reference
 from wan_core.ops.attention.sparse.flex import block_mask, sparse_flex
+from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS, Run, block_length, resolve_kernel
 from wan_core.ops.attention.sparse.reference import sparse_reference
 from wan_core.ops.attention.sparse.ring import read_around
@@ -399,3 +401,28 @@ def test_what_was_chosen_is_read_part_by_part(run: Run) -> None:
     found, lse = read_around(run, q[:, 32:80], k, v, rows, 16, ring)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_the_log_sum_exp_is_of_all_that_is_attended_to(pooled: bool) -> None:
+    """Of the blocks that are read, and of the means of the others, each as often as it has keys: keys that are attended
+    to elsewhere are merged by it."""
+    generator = torch.Generator().manual_seed(3)
+    grid, block = (2, 5, 7), 16
+    tiles = make_tiles(grid, block, torch.device("cpu"))
+    q, k, v = torch.randn(3, 2, 70, 2, 8, generator=generator)
+    rule = Rule(0.4)
+    state = SparseForward(KERNELS["math"], [SDPA], tiles, [rule], pooled=pooled)
+    call = AttentionCall(sparse=state)
+    out, lse = SparseAttention().with_lse(q, k, v, call)
+    assert torch.equal(out, SparseAttention()(q, k, v, call))
+    route = state.route(0, rule, blocked.pool(q, block)[0], *blocked.pool(k, block))
+    kept = reference.spread(route.kept(tiles.blocks), block, 70, 70)
+    scores = torch.einsum("blhd,bshd->bhls", q, k) * 8**-0.5
+    wanted = scores.masked_fill(~kept, -torch.inf)
+    if pooled:
+        blocks = torch.arange(70) // block
+        means = torch.stack([k[:, blocks == n].mean(1) for n in range(tiles.blocks)], 1)[:, blocks]
+        wanted = torch.where(kept, scores, torch.einsum("blhd,bshd->bhls", q, means) * 8**-0.5)
+    assert not bool(kept.all())
+    torch.testing.assert_close(lse, wanted.logsumexp(-1), rtol=1e-5, atol=1e-5)

@@ -73,6 +73,15 @@ def equal_on_all(answers, wanted) -> None:
         assert int((answers[0][1].int() - wanted[1].int()).abs().max()) <= 1
 
 
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "1x2x2"])
+@pytest.mark.parametrize("family", ["animate", "animate2"])
+def test_driven_families_equal_one_rank(ranks, mesh, family):
+    """24 tokens of 4 frames. Shards end inside of frames, and 2 heads are split."""
+    changed = {"log_scale": -1.3} if family == "animate2" else {}
+    for error, counts in ranks.ask("driven_forward", mesh=mesh, family=family, **changed):
+        assert error < ROUNDING and counts > 1e-2
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
     """The embedded model has 4 heads, so 3 ranks have 2, 1 and 1; 50 tokens go into 3, 4 or 6 parts that differ."""

@@ -32,8 +32,8 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.vision.config import VisionConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import FAMILIES, family_of
-from wan_core.models.wan.families.family import Shapes
+from wan_core.models.wan.families import FAMILIES, family_of, find_family
+from wan_core.models.wan.families.family import Family, Shapes
 from wan_core.models.wan.families.shapes import MAX_SIZE, block_count
 
 Config: TypeAlias = DiTConfig | TextConfig | VAEConfig | VisionConfig
@@ -64,30 +64,35 @@ class Detected:
     scales: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def detect(source: Source, expected: Kind | None = None) -> Detected:
-    """What `source` holds. With `expected`, anything but that kind is an error that names both.
+def detect(source: Source, expected: Kind | None = None, family: str | None = None) -> Detected:
+    """What `source` holds. With `expected`, anything but that kind is an error that names both. family: that of a
+    transformer, where its tensors and metadata leave it open.
 
     Raises `CheckpointError`: not a Wan model (and what it seems to be), or missing, unexpected or wrong-shaped tensors.
     """
     checkpoint = open_checkpoint(source)
     try:
-        return _detect(checkpoint, expected)
+        return _detect(checkpoint, expected, None if family is None or expected != "dit" else find_family(family))
     except CheckpointError as fault:
         raise fault if fault.where else CheckpointError(str(fault), where=checkpoint.describe()) from None
 
 
-def _detect(checkpoint: Checkpoint, expected: Kind | None) -> Detected:
+def _detect(checkpoint: Checkpoint, expected: Kind | None, family: Family | None) -> Detected:
     embedded = next((name for name in checkpoint.tensors if name.rpartition(".")[2] == TOKENIZER), None)
     scaled = find_scales(checkpoint)
     names = [name for name in checkpoint.tensors if name != embedded and name not in scaled.names]
     _refuse_extended(names, expected)
-    layout, official = _find_layout(names, expected)
-    label = f"this is {KINDS[layout.kind]} ({layout.name} layout)"
+    layout, official = _find_layout(names, expected, family or _claimed(checkpoint.metadata))
+    if family is None and layout.kind == "dit":
+        _refuse_ambiguous(official.values(), layout.family, checkpoint)
+    kind = KINDS[layout.kind] + (f" of the family {layout.family}" if layout.family not in ("", "wan") else "")
+    label = f"this is {kind} ({layout.name} layout)"
     if expected is not None and layout.kind != expected:
         raise CheckpointError(f"{label}, and {KINDS[expected]} is expected here.")
     reached = {ours: theirs for theirs, ours in reversed(official.items())}
     shapes = {ours: checkpoint.tensors[theirs].shape for ours, theirs in reached.items()}
-    unexpected = [name for name in names if name not in official]
+    constants = FAMILIES[layout.family].constants if layout.family else None
+    unexpected = [n for n in names if n not in official and not (constants is not None and constants.fullmatch(n))]
     twins = [theirs for theirs, ours in official.items() if checkpoint.tensors[theirs].shape != shapes[ours]]
     if twins:  # a tensor stored twice, as Hugging Face's files may have the embedding
         raise CheckpointError(f"{label}, but {counted(twins, 'stored twice with different shapes')}.")
@@ -117,13 +122,39 @@ def _refuse_extended(names: Collection[str], expected: Kind | None) -> None:
         raise CheckpointError(f"{found}.{wanted}")
 
 
-def _find_layout(names: Collection[str], expected: Kind | None) -> tuple[Layout, dict[str, str]]:
-    """The layout of `names`, and file name -> official name, with a common prefix taken off."""
+def _claimed(metadata: Mapping[str, str]) -> Family | None:
+    """The family that the metadata of a file names, where tensors may be another's."""
+    return next((family for family in FAMILIES.values() if family.claims(metadata)), None)
+
+
+def _refuse_ambiguous(names: Collection[str], found: str, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError where official `names` fit the family `found`, and the name of the file says another that
+    they fit too: metadata that would tell is missing."""
+    file = "" if checkpoint.path is None else checkpoint.path.name
+    for family in FAMILIES.values():
+        if family.name == found or family.named is None or family.claims(checkpoint.metadata):
+            continue
+        fits = any(len(table(list(names)) or ()) == len(names) for _, table in family.layouts)
+        if fits and family.named.search(file):
+            raise CheckpointError(
+                f"its tensors fit the families {found} and {family.name}, its name says {family.name}, and its "
+                f"metadata does not say which: name the family, load_dit(..., family={family.name!r}), or a task of "
+                f"it, --task {family.tasks[0].name}"
+            )
+
+
+def _find_layout(names: Collection[str], expected: Kind | None, family: Family | None) -> tuple[Layout, dict[str, str]]:
+    """The layout of `names`, and file name -> official name, with a common prefix taken off. family: of a transformer,
+    None where the names decide."""
     for prefix in _prefixes(names):
         for layout in LAYOUTS:
+            if family is not None and layout.kind == "dit" and layout.family != family.name:
+                continue
             found = layout.names([name[len(prefix) :] for name in names])
             if found:
                 return layout, {prefix + theirs: ours for theirs, ours in found.items()}
+    if family is not None:
+        raise CheckpointError(f"its tensors are not those of a transformer of the family {family.name}.")
     seems = foreign.recognise(names, foreign.OTHERS) or f"unknown; its tensors are {listing(sorted(names), 3)}"
     wanted = KINDS[expected] if expected else "a Wan transformer, a UMT5 text encoder or a Wan VAE"
     raise CheckpointError(f"not a Wan 2.2 model: it seems to be {seems}. Expected is {wanted}.")

@@ -7,6 +7,7 @@ share its memory.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
@@ -47,14 +48,19 @@ _FREE = re.compile(r"(.*\.)?modulation|head\..*|time_(embedding|projection)\..*|
 
 def load_dit(
     source: Source,
+    metadata: Mapping[str, Any] | None = None,
+    family: str | None = None,
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     quantization: Quantization | None = None,
     loras: Merge | None = None,
 ) -> WanModel:
-    """A transformer from a file, folder, index or state dict, in eval mode, its parameters without gradients.
+    """A transformer from a file, folder, index or state dict, in eval mode, its parameters without gradients. Its
+    attribute `family` says of which kind it is.
 
+    metadata: what came with a state dict, as the header of a file has it; it is added to the file's own. family: of
+    `wan_core.models.wan.families`, where tensors and metadata leave it open.
     dtype None keeps what is stored. Matrices get one dtype, that of most of the file's bytes (bfloat16 for plain
     fp8); norms, modulation, time embedding and head keep their own, wider one. With a dtype, everything is converted
     to it. With a quantization, the matrices of the blocks are encoded one by one as they are read; `loras` are summed
@@ -63,7 +69,10 @@ def load_dit(
     Raises `CheckpointError`: not a whole Wan transformer; the message says what it is and what to do.
     """
     checkpoint = open_checkpoint(source)
-    module = _filled(checkpoint, detect(checkpoint, "dit"), device, dtype, quantization, loras)
+    if metadata is not None:
+        said = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
+        checkpoint = checkpoint.replaced(metadata={**checkpoint.metadata, **said})
+    module = _filled(checkpoint, detect(checkpoint, "dit", family), device, dtype, quantization, loras)
     assert isinstance(module, WanModel)
     return module
 

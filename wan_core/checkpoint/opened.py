@@ -111,18 +111,21 @@ class Checkpoint:
         *,
         tensors: Mapping[str, TensorInfo] | None = None,
         metadata: Mapping[str, str] | None = None,
+        read: Callable[[str], Tensor] | None = None,
         read_packed: Callable[[str], Packed] | None = None,
+        places: Mapping[str, tuple[Path, int]] | None = None,
     ) -> Checkpoint:
-        """This checkpoint with other names and shapes, other metadata, or another way to read what is packed."""
+        """This checkpoint with other names and shapes (and `places` for them), other metadata, or another way to
+        read."""
         return Checkpoint(
             self._where,
             self.path,
             self.tensors if tensors is None else tensors,
             self.metadata if metadata is None else metadata,
-            self.read,
+            self.read if read is None else read,
             self._read_packed if read_packed is None else read_packed,
             self.tokenizer,
-            self.places if tensors is None else None,
+            self.places if tensors is None else places,
             self.readers,
         )
 

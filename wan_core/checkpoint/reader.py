@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from wan_core.checkpoint.assembled import with_assembled
 from wan_core.checkpoint.errors import CheckpointError, counted, listing
 from wan_core.checkpoint.folder import find_parts
 from wan_core.checkpoint.gguf_file import MAGIC, open_gguf
@@ -40,8 +41,11 @@ def open_checkpoint(source: Source) -> Checkpoint:
     if isinstance(source, Checkpoint):
         return source
     if isinstance(source, Mapping):
-        return from_state_dict(source, "the given state dict")
-    path = Path(source)
+        return with_assembled(from_state_dict(source, "the given state dict"))
+    return with_assembled(_open_path(Path(source)))
+
+
+def _open_path(path: Path) -> Checkpoint:
     where = short_path(path)
     try:
         if path.is_dir():
@@ -190,7 +194,15 @@ def _open_index(index: Path) -> Checkpoint:
 
 # ---------------------------------------------------------------------------------------------------------- config.json
 
-_CONFIGS = ("WanTransformer3DModel", "WanModel", "AutoencoderKLWan", "UMT5EncoderModel")
+_CONFIGS = (
+    "WanTransformer3DModel",
+    "WanAnimateTransformer3DModel",
+    "WanAnimate2Transformer3DModel",
+    "WanModel",
+    "WanAnimateModel",
+    "AutoencoderKLWan",
+    "UMT5EncoderModel",
+)
 _CONFIG_KEYS = {
     "num_heads": "num_heads",
     "num_attention_heads": "num_heads",

@@ -15,6 +15,7 @@ from wan_core.config import OptionError
 from wan_core.config.outputs import written_beside
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.linear import QuantLinear
 from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
@@ -64,7 +65,8 @@ def metadata_of(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:
     found = {key: json.dumps(getattr(config, field)) for key, field in keys.items()}
     if isinstance(module, TextEncoder):
         found["max_length"] = json.dumps(module.tokenizer.max_length)
-    return {"format": "pt", **found}
+    own = family_of(module.config).metadata if isinstance(module, WanModel) else {}
+    return {"format": "pt", **found, **own}
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:

@@ -22,7 +22,7 @@ def _table(*rows: tuple[str, str]) -> tuple[Foreign, ...]:
 
 _NOT_YET = "not supported yet by this version. Use the bf16 or the fp8_scaled file of the same model"
 
-_UNSUPPORTED = "which is not supported; T2V and I2V of Wan 2.1 and 2.2, and TI2V, are"
+_UNSUPPORTED = "which is not supported; T2V and I2V of Wan 2.1 and 2.2, TI2V and Animate are"
 
 EXTENDED = _table(
     (
@@ -36,10 +36,6 @@ EXTENDED = _table(
     (
         r"\.(qweight|qzeros|absmax|quant_map|quant_state\..*|_data|SCB)$",
         f"a checkpoint with quantised weights, {_NOT_YET}",
-    ),
-    (
-        r"(^|\.)(face_adapter|face_encoder|motion_encoder|pose_patch_embedding)\.",
-        f"a Wan Animate transformer, {_UNSUPPORTED}",
     ),
     (
         r"(^|\.)(casual_audio_encoder|audio_injector|trainable_cond_mask|frame_packer|cond_encoder|zip_motion_out)(\.|$)",

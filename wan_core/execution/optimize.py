@@ -50,6 +50,7 @@ def optimize(
     never exist side by side.
     """
     device = model.patch_embedding.weight.device if device is None else device
+    attend = model.own_attention(attend)
     model.runners.remove(ShardedTokens)
     model.runners.remove(GraphedBlocks)  # what it holds was captured with the old options
     set_attention(model, attend)
@@ -88,7 +89,7 @@ def set_attention(model: WanModel, attend: Attention) -> None:
     assert model.runners.find(ShardedTokens) is None, "ranks share this model: use `optimize`"
     GraphedBlocks.clear(model)
     for block in model.blocks:
-        block.self_attn.attend = attend
+        block.self_attn.attend = model.own_attention(attend)
 
 
 def check_compile(compile: str, device: torch.device) -> None:

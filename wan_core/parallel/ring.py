@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wan_core.ops.attention.merge import merge, merge_lse
 from wan_core.parallel.mesh import Group, as_words, gather_parts
 
 Partial = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -57,23 +58,7 @@ class Ring:
     def merge(self, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Partial outputs [B, N, h, D] with log-sum-exps float32 [B, h, N] -> the output, in their dtype, and its own.
         Where a part's is -inf the part has no weight."""
-        if len(parts) == 1:
-            return parts[0]
-        return merge(parts), torch.stack([lse for _, lse in parts]).logsumexp(0)
-
-
-def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Partial outputs [B, N, h, D] with log-sum-exps float32 [B, h, N] -> the output, in their dtype."""
-    if len(parts) == 1:
-        return parts[0][0]
-    # softmax over the parts: exp(lse - largest) / sum, which is numerators over one maximum, divided once
-    weights = torch.stack([lse for _, lse in parts]).softmax(0).transpose(2, 3)[..., None]  # [R, B, N, h, 1]
-    dtype = parts[0][0].dtype
-    outs = [out.to(torch.bfloat16) if dtype.itemsize == 1 else out for out, _ in parts]  # E4M3 is exact in bf16
-    total = outs[0] * weights[0]  # float32, as the weights are
-    for out, weight in zip(outs[1:], weights[1:], strict=True):
-        total.addcmul_(out, weight)
-    return total.to(dtype)
+        return merge_lse(parts)
 
 
 def _one_way(held: Tensor, lengths: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:

@@ -125,7 +125,8 @@ class ShardedTokens:
         shard = tokens[:, begin:end]
         shard = shard.contiguous() if B > 1 else shard  # of one video it is in one piece already
         rope = inputs.rope[begin:end]
-        out = inner(replace(inputs, tokens=shard, modulation=modulation, rope=rope, lengths=lengths))
+        order = torch.arange(begin, end, device=tokens.device) if inputs.order is None else inputs.order[begin:end]
+        out = inner(replace(inputs, tokens=shard, modulation=modulation, rope=rope, lengths=lengths, order=order))
         return gather_parts(out, lengths, self.ranks.sequence, 1)
 
 
@@ -150,10 +151,10 @@ class ShardedAttention(Attention):
 
     @property
     def local(self) -> Attention:
-        return self._local
+        return self._local.local
 
     def around(self, local: Attention) -> Attention:
-        return ShardedAttention(self.ranks, local, self.dense)
+        return ShardedAttention(self.ranks, self._local.around(local), self.dense)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
         """q, k, v [B, n, H, D] of this shard -> [B, n, H, D], contiguous."""

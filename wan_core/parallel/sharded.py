@@ -36,14 +36,15 @@ def why_not_shard(ranks: RankMesh | None, quantized: bool, compiled: bool, scale
 
 
 @torch.no_grad()
-def load_sharded_dit(path: Path, ranks: RankMesh, dtype: torch.dtype) -> WanModel:
+def load_sharded_dit(path: Path, ranks: RankMesh, dtype: torch.dtype, family: str | None = None) -> WanModel:
     """The transformer of `path` on this rank's device, with sharded blocks. Every rank of a sequence must call this.
+    family: where the file does not say.
 
     Raises CheckpointError, or OptionError for quantised weights."""
     from torch.distributed.tensor import DTensor  # imported here because it takes a second
 
     checkpoint = open_checkpoint(path)
-    detected = detect(checkpoint, "dit")
+    detected = detect(checkpoint, "dit", family)
     if detected.scales or any(info.packing is not None for info in checkpoint.tensors.values()):
         raise OptionError(f"{checkpoint.describe()}: {why_not_shard(ranks, True, False, True, True)}")
     model = cast(WanModel, empty_module(detected.config)).to(dtype).requires_grad_(False).eval()

@@ -151,7 +151,7 @@ def load_models(
     def load(name: str) -> nn.Module:
         part, config = settings.parts[name], settings.parts[name].part.config
         if sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):
-            return load_sharded_dit(part.part.path, ranks, part.dtype)
+            return load_sharded_dit(part.part.path, ranks, part.dtype, config.family)
         share = partial(shared_checkpoint, ranks=ranks) if ranks and shares and name != "text_encoder" else None
         how, stays = current_reading(), name in waits.mapped
         with reading(replace(how, mapped=how.mapped or stays, stays=stays)):

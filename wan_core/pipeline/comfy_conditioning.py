@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import NAG, NEUTRAL, TIMES, check_keys, family_of
+from wan_core.models.wan.families import NAG, NEUTRAL, TIMES, check_keys, check_sparse, family_of
 from wan_core.pipeline.model_parts import Experts
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.nag import with_nag
@@ -53,14 +53,25 @@ def join(
     not see."""
     task, dit = experts.task, experts.dit
     family = family_of(task)
+    if plan.sparse is not None:
+        check_sparse(task)
     check_channels(latent["samples"], dit, task.name)
     for given, name in ((positive, "positive"), (negative, "negative")):
         for _, extras in given:
             check_keys(family, name, extras)
     cond, uncond = read_texts(positive, "positive", dit), read_texts(negative, "negative", dit)
-    for key in sorted(family.conditioning_keys):
+    for key in sorted(family.conditioning_keys - family.branch_keys):
         check_same(key, [cond.extras.get(key), uncond.extras.get(key)], "`positive` and `negative`")
     inputs = family.read_conditioning(task, experts.vae, cond.extras, latent)
+    if plan.reads_negative and family.branch_keys:
+        own = {key: uncond.extras.get(key) for key in family.branch_keys}
+        other = family.read_conditioning(task, experts.vae, {**cond.extras, **own}, latent)["inputs"]
+        if lacking := inputs["inputs"].keys() ^ other.keys():
+            raise OptionError(
+                f"only one of `positive` and `negative` has {', '.join(sorted(lacking))}: connect both outputs of the "
+                "node that makes them"
+            )
+        inputs = {**inputs, "uncond_inputs": other}
     latents = first_latents(plan, latent["samples"], inputs["known"].shape[2] if "known" in inputs else 0)
     if uncond.extras.get(NAG) is not None:
         plan = with_nag(plan, uncond.extras[NAG])

@@ -15,6 +15,7 @@ from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import check_sparse
 from wan_core.models.wan.tasks import Task
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
@@ -112,6 +113,8 @@ def make_job(
         window=None if request.from_video is None else Window(denoise=strength(request)),
     )
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
+    if plan.sparse is not None:
+        check_sparse(task)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
     if request.from_video is not None and not plan.from_latents:
         raise OptionError(
@@ -170,6 +173,11 @@ def strength(request: Request) -> float:
 
 def _check_images(request: Request, task: Task) -> None:
     image = request.image or request.last_image
+    if task.driven_by:
+        raise OptionError(
+            f"{task.name} is driven by videos, which the command line and WanCore's own nodes do not take yet: use "
+            f"ComfyUI's {task.driven_by} with WanCore Sampler"
+        )
     if request.denoise is not None and request.from_video is None:
         raise OptionError(f"denoise {request.denoise:g} given without a video to start from: give --from-video as well")
     if task.image == "channels" and not image:

@@ -70,7 +70,8 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     loaders = {"high": load_dit, "low": load_dit, "vae": load_vae}
     loaders["text_encoder"] = partial(load_text_encoder, tokenizer=tokenizer)
     kinds: dict[str, Kind] = {"high": "dit", "low": "dit", "text_encoder": "text_encoder", "vae": "vae"}
-    found = {name: recognise(path, kinds[name], loaders[name]) for name, path in paths.items()}
+    family = None if options.task is None else find_task(options.task).family
+    found = {name: recognise(path, kinds[name], loaders[name], family) for name, path in paths.items()}
     dit = found["high"].config
     assert isinstance(dit, DiTConfig)
     why = ""
@@ -178,10 +179,13 @@ def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
     return paths
 
 
-def recognise(source: str | Path | Checkpoint, kind: Kind, load: Callable[..., nn.Module]) -> Part:
-    """Read the file's header and check that it is a whole model of `kind`."""
+def recognise(
+    source: str | Path | Checkpoint, kind: Kind, load: Callable[..., nn.Module], family: str | None = None
+) -> Part:
+    """Read the file's header and check that it is a whole model of `kind`. family: of a transformer, where a task was
+    named."""
     checkpoint = open_checkpoint(source)
-    found = detect(checkpoint, kind)
+    found = detect(checkpoint, kind, family)
     infos = [checkpoint.tensors[name] for name in found.names.values()]
     stored = max(infos, key=lambda info: info.nbytes).dtype
     parameters = sum(prod(info.shape) for info in infos)
@@ -196,7 +200,7 @@ def recognise(source: str | Path | Checkpoint, kind: Kind, load: Callable[..., n
             device=device,
             dtype=dtype,
             **({} if kind == "vae" else {"quantization": quantization}),
-            **({"loras": loras} if kind == "dit" else {}),
+            **({"loras": loras, "family": family} if kind == "dit" else {}),
         ),
         path=source.path if isinstance(source, Checkpoint) else Path(source),
         metadata=checkpoint.metadata,

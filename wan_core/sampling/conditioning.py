@@ -8,9 +8,10 @@ textimage2video.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ class Conditioning:
     concat: Tensor | None = None  # [1 or B, 4 + C, T, Y, X]: mask and image latents after the noise channels (I2V)
     known: Tensor | None = None  # [1 or B, C, K, Y, X]: the first latent frames, held fixed at timestep 0 (TI2V)
     image_features: Tensor | None = None  # [1 or B, N, image_dim]: of CLIP, for transformers that attend to them
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # of the model's family: tensors [1 or B, ...] and numbers
+    uncond_inputs: Mapping[str, Any] = field(default_factory=dict)  # what the negative prompt's branch has instead
     later_cond: Tensor | None = None  # [N, S, text_dim]: texts 1 to N of the prompt, for steps whose `texts` say so
     later_uncond: Tensor | None = None  # [N, S, text_dim]: of the negative prompt
 
@@ -40,6 +43,40 @@ class Conditioning:
             return first
         assert later is not None, "the plan has a text that the conditioning lacks"
         return later[number - 1 : number]
+
+    def flat(self) -> dict[str, Tensor]:
+        """What it holds by name, numbers as tensors without axes: to move it or send it."""
+        found: dict[str, Any] = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            inner = {f"{one.name}.{name}": v for name, v in value.items()} if isinstance(value, Mapping) else None
+            found |= {one.name: value} if inner is None else inner
+        wide = {name: torch.tensor(v, dtype=torch.float64) if isinstance(v, float) else v for name, v in found.items()}
+        return {name: torch.as_tensor(v) for name, v in wide.items() if v is not None}
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Tensor]) -> Conditioning:
+        """The inverse of `flat`."""
+        found: dict[str, Any] = {"inputs": {}, "uncond_inputs": {}}
+        for name, value in flat.items():
+            group, _, inner = name.partition(".")
+            given = value if value.ndim else value.item()
+            found.update({group: {**found[group], inner: given}} if inner else {group: given})
+        return cls(**found)
+
+    def family_inputs(self, branches: Sequence[str], batch: int) -> dict[str, Any]:
+        """What the model's family takes beside text, for a batch of videos of these branches. What all branches share
+        is given once; of the rest, there is a row for each video of each branch, the first branch's first."""
+        found: dict[str, Any] = {}
+        for name, value in self.inputs.items():
+            each = [self.uncond_inputs.get(name, value) if branch == "uncond" else value for branch in branches]
+            if all(one is value for one in each):
+                found[name] = value
+            elif isinstance(value, Tensor):
+                found[name] = torch.cat([one.expand(batch, *one.shape[1:]) for one in each])
+            else:
+                found[name] = [one for one in each for _ in range(batch)]
+        return found
 
 
 def empty_latents(config: VAEConfig, width: int, height: int, frames: int) -> Tensor:

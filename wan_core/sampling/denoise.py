@@ -214,7 +214,8 @@ class Guided:
         if features is not None:
             features = features.expand(self.batch, -1, -1).repeat(len(rows), 1, 1)
         # cond before uncond along the batch
-        self.both = self.model.prepare_text(stack_text(rows, self.batch), features)
+        own = self.conditioning.family_inputs(self.named, self.batch)
+        self.both = self.model.prepare_text(stack_text(rows, self.batch), features, **own)
         self.text = {"cond": self.both.rows(0, self.batch), "uncond": self.both.rows(self.batch, 2 * self.batch)}
         self.nag_text = None
         if self.nag_numbers is not None and len(rows) == 2:

@@ -163,14 +163,14 @@ class Jobs:
         models.place(workload)
         report.settings["mesh"] = str(choice.mesh)
         report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *held.notes]
-        given = {name: value.to(self.rank.device) for name, value in tensors.items()}
+        given = Conditioning.of({name: value.to(self.rank.device) for name, value in tensors.items()})
         self.phase("denoise")
         between = self.between_blocks(choice.mesh, found.dit)
         left: list[Leftover] = []
         latents = sample_latents(
             plan,
             models.expert,
-            Conditioning(**given),
+            given,
             start.sample(plan, found.vae, self.rank.device),
             found.vae,
             report,

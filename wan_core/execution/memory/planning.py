@@ -22,6 +22,7 @@ from wan_core.execution.memory.streaming import SLOTS, stage_bytes
 from wan_core.execution.report import GIB
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import family_of
 from wan_core.models.wan.linears import quantized_names
 
 # Bytes of activations over 2 L C. benchmarks/results/single-*.json, activation_gib less the prompt's keys and values.
@@ -195,6 +196,7 @@ def beside_weights(
     B, _, T, Y, X = latents
     tokens = B * dit.tokens(T, Y, X)
     prompts = (1 + guided) * 2 * dit.num_layers * dit.context_len * dit.dim * itemsize
+    prompts += family_of(dit).prepared_bytes(dit, latents, itemsize)
     forward = per_token * 2 * tokens * dit.dim * (1 + batched)
     decode = vae_bytes(vae, Y, X)
     return Beside(

@@ -11,7 +11,8 @@ Source: Wan2.2/wan/modules/model.py.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +23,18 @@ from wan_core.models.wan.layers import Block, Head, timestep_embedding
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.rope import rope_table
 from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs, ForwardInfo, RunnerChain
-from wan_core.ops.attention.protocol import AttentionCall
+from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.quant.linear import Linear
 
 
 class WanModel(nn.Module):
-    """Velocity of noisy latents. Built from a `DiTConfig`; weights come from `wan_core.load_dit`."""
+    """Velocity of noisy latents. Built from a `DiTConfig`; weights come from `wan_core.load_dit`.
+
+    A family whose model takes more than text is a subclass. It names its inputs and overrides `prepare_text`, `embed`,
+    `run_block` and `own_attention`, as far as it needs to.
+    """
+
+    input_names: ClassVar[tuple[str, ...]] = ()  # what `prepare_text` takes beside text
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -45,36 +52,74 @@ class WanModel(nn.Module):
         self.runners = RunnerChain()
         self._rope: tuple[tuple[tuple[int, int, int], torch.device], Tensor] | None = None
 
+    @property
+    def family(self) -> str:
+        """The name of its family (`wan_core.models.wan.families`)."""
+        return self.config.family
+
     def forward(
-        self, x: Tensor, timestep: Tensor, context: Tensor | PreparedText, info: ForwardInfo = SINGLE_FORWARD
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        context: Tensor | Sequence[Tensor] | PreparedText,
+        info: ForwardInfo = SINGLE_FORWARD,
+        **inputs: Any,
     ) -> Tensor:
         """Predict the velocity.
 
         x: [B, C_in, T, Y, X], any float dtype; Y and X multiples of the patch (2).
         timestep: [B] in 0..1000, or [B, T] where every latent frame has its own (TI2V image conditioning). Never bf16.
-        context: text rows [B, S <= 512, text_dim], or what `prepare_text` made of them (once per prompt, not per step).
+        context: text rows [B, S <= 512, text_dim] or a list of [S, text_dim], or what `prepare_text` made of them (once
+        per prompt, not per step).
         info: which forward of a run this is, for the runners.
+        inputs: what `prepare_text` takes beside text (`input_names`), where it was not called before.
         Returns float32 [B, C_out, T, Y, X].
         """
-        text = context if isinstance(context, PreparedText) else self.prepare_text(context)
+        self.check_inputs(inputs, prepared=isinstance(context, PreparedText))
+        if not isinstance(context, Tensor | PreparedText):
+            context = torch.stack([F.pad(rows, (0, 0, 0, self.config.text_len - len(rows))) for rows in context])
+        text = context if isinstance(context, PreparedText) else self.prepare_text(context, **inputs)
         grid = self.token_grid(x)
         time, modulation = self.embed_time(timestep)
-        inputs = BlockInputs(self.embed_patches(x, grid), modulation, self.rope(grid, x.device), text, info, grid)
-        return self.unpatchify(self.head(self.runners(inputs, self.run_blocks), time), grid)
+        blocks = BlockInputs(self.embed(x, grid, text), modulation, self.rope(grid, x.device), text, info, grid)
+        return self.unpatchify(self.head(self.runners(blocks, self.run_blocks), time), grid)
+
+    def check_inputs(self, inputs: dict[str, Any], *, prepared: bool) -> None:
+        """Raise ValueError for an input that this model does not take, or that comes beside prepared text."""
+        unknown = sorted(inputs.keys() - set(self.input_names))
+        if unknown:
+            taken = ", ".join(self.input_names) or "none"
+            raise ValueError(f"inputs {', '.join(unknown)} given; a model of the family {self.family} takes {taken}")
+        if prepared and inputs:
+            raise ValueError(f"{', '.join(inputs)} given beside prepared text: give them to `prepare_text`")
 
     def run_blocks(self, inputs: BlockInputs) -> Tensor:
         """The loop over the blocks, innermost in the chain of runners: tokens [B, L, C] after all of them."""
         tokens, weights, after_block = inputs.tokens, self.runners.weights, inputs.info.after_block
         weights.begin_run()
-        for layer, (block, kv) in enumerate(zip(self.blocks, inputs.text.keys_values, strict=True)):
+        for layer in range(len(self.blocks)):
             weights.enter(layer)
-            call = AttentionCall(layer, inputs.sparse, inputs.lengths)
-            tokens = block(tokens, inputs.modulation, inputs.rope, kv, call)
+            tokens = self.run_block(layer, tokens, inputs)
             weights.leave(layer)
             if after_block is not None:
                 after_block()
         weights.end_run()
         return tokens
+
+    def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:
+        """Tokens [B, L, C], which may be overwritten, after one block. Families that add something between blocks add
+        it here. own: what a family's own attention reads."""
+        call = AttentionCall(layer, inputs.sparse, inputs.lengths, own)
+        return self.blocks[layer](tokens, inputs.modulation, inputs.rope, inputs.text.keys_values[layer], call)
+
+    def own_attention(self, attend: Attention) -> Attention:
+        """The self-attention of this family, made of the backend `attend`, or itself if it is that. Ranks exchange
+        tokens around it."""
+        return attend
+
+    def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
+        """Latents [B, C_in, T, Y, X] -> tokens [B, L, C] for the blocks."""
+        return self.embed_patches(x, grid)
 
     def prepare_text(self, context: Tensor, image: Tensor | None = None) -> PreparedText:
         """Text rows [B, S, text_dim] -> keys and values of every block. image: CLIP features of the image, for models
@@ -130,16 +175,12 @@ class WanModel(nn.Module):
         return T // pt, Y // py, X // px
 
     def embed_patches(self, x: Tensor, grid: tuple[int, int, int]) -> Tensor:
-        """[B, C, T, Y, X] -> [B, L, dim]. The patch convolution does not overlap, so it is one matrix product.
+        """[B, C, T, Y, X] -> [B, L, dim].
 
         Cloned, because the product comes back as a view, and a compiler would compile the first block, which it enters,
         apart from the others.
         """
-        (pt, py, px), (T, Y, X) = self.config.patch_size, grid
-        weight = self.patch_embedding.weight
-        patches = x.to(weight.dtype).unflatten(4, (X, px)).unflatten(3, (Y, py)).unflatten(2, (T, pt))
-        patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)  # [B, L, C * pt * py * px]
-        return F.linear(patches, weight.flatten(1), self.patch_embedding.bias).clone()
+        return patch_product(x, self.patch_embedding, grid).clone()
 
     def unpatchify(self, tokens: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """[B, L, pt * py * px * C] -> [B, C, T, Y, X]."""
@@ -152,6 +193,14 @@ class WanModel(nn.Module):
         if self._rope is None or self._rope[0] != key:
             self._rope = (key, rope_table(grid, self.config.rope_axes, device))
         return self._rope[1]
+
+
+def patch_product(x: Tensor, conv: nn.Conv3d, grid: tuple[int, int, int]) -> Tensor:
+    """[B, C, T, Y, X] -> [B, L, dim]. A patch convolution does not overlap, so it is one matrix product."""
+    (T, Y, X), (pt, py, px), weight = grid, conv.kernel_size, conv.weight
+    patches = x.to(weight.dtype).unflatten(4, (X, px)).unflatten(3, (Y, py)).unflatten(2, (T, pt))
+    patches = patches.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)  # [B, L, C * pt * py * px]
+    return F.linear(patches, weight.flatten(1), conv.bias)
 
 
 def linear_fp32(x: Tensor, linear: nn.Module) -> Tensor:

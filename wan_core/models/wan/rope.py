@@ -15,17 +15,24 @@ from torch import Tensor
 THETA = 10000.0
 
 
-def rope_table(grid: tuple[int, int, int], axes: tuple[int, int, int], device: torch.device | str = "cpu") -> Tensor:
-    """The rotation of every token of `grid` (T, Y, X): float32 [L, 1, D/2, 2] holding (cos, sin).
+def rope_table(
+    grid: tuple[int, int, int],
+    axes: tuple[int, int, int],
+    device: torch.device | str = "cpu",
+    start: tuple[int, int, int] = (0, 0, 0),
+) -> Tensor:
+    """The rotation of every token of `grid` (T, Y, X): float32 [L, 1, D/2, 2] holding (cos, sin). start: the position
+    of the first token.
 
     Computed in float64 on the device itself and rounded once: at 1,000 positions float32 angles would already be off in
     the fourth digit.
     """
     T, Y, X = grid
     angles = []
-    for positions, channels in zip((T, Y, X), axes, strict=True):
+    for positions, channels, first in zip((T, Y, X), axes, start, strict=True):
         frequency = THETA ** -(torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels)
-        angles.append(torch.outer(torch.arange(positions, dtype=torch.float64, device=device), frequency))
+        places = torch.arange(first, first + positions, dtype=torch.float64, device=device)
+        angles.append(torch.outer(places, frequency))
     t, y, x = angles
     angle = torch.cat(
         [

@@ -13,7 +13,7 @@ Legend: B batch, L tokens, C channels, D head dim, F modulation rows per sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -66,6 +66,7 @@ class BlockInputs:
     text: keys and values of cross-attention. info: which forward this is. grid: token frames, rows, columns.
     sparse: what sparse attention reads, set by the runner that orders the tokens.
     lengths: tokens of every shard, set by the runner that shards them.
+    order: int64 [L], which token of the video each is, set by runners that order or shard them; None: all, in order.
     """
 
     tokens: Tensor
@@ -76,6 +77,7 @@ class BlockInputs:
     grid: tuple[int, int, int]
     sparse: SparseState | None = None
     lengths: Sequence[int] = ()
+    order: Tensor | None = None
 
 
 Run = Callable[[BlockInputs], Tensor]
@@ -100,14 +102,14 @@ class RunnerChain:
         self.runners: list[Runner] = []
         self.weights: BlockWeights = RESIDENT
 
-    def __call__(self, inputs: BlockInputs, loop: Run) -> Tensor:
-        """Run all, `loop` innermost."""
-        return self._from(0, loop)(inputs)
+    def __call__(self, inputs: BlockInputs, loop: Run, places: Collection[Place] = frozenset(Place)) -> Tensor:
+        """Run those that stand in `places`, `loop` innermost."""
+        return self._from([runner for runner in self.runners if runner.place in places], loop)(inputs)
 
-    def _from(self, index: int, loop: Run) -> Run:
-        if index == len(self.runners):
+    def _from(self, runners: Sequence[Runner], loop: Run) -> Run:
+        if not runners:
             return loop
-        runner, inner = self.runners[index], self._from(index + 1, loop)
+        runner, inner = runners[0], self._from(runners[1:], loop)
         return lambda inputs: runner(inputs, inner)
 
     def add(self, runner: Runner) -> None:

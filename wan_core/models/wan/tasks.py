@@ -23,7 +23,7 @@ def image_task(latent_channels: int) -> Task:
     """The first task that takes an image and works on latents of so many channels: where only the VAE is known. Raises
     OptionError."""
     for task in TASKS.values():
-        if task.image != "none" and task.vae.z_dim == latent_channels:
+        if task.image != "none" and not task.driven_by and task.vae.z_dim == latent_channels:
             return task
     raise OptionError(
         f"no image-to-video model works on latents of {latent_channels} channels: use the model's own VAE"

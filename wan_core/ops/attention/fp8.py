@@ -61,7 +61,7 @@ class Fp8Attention(Attention):
             return super().quantized_lse(q, k, v)
         return self.kernel_lse(q, k, v)
 
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> tuple[Tensor, Tensor]:
         """Also the log-sum-exp float32 [B, H, L] of the scores with K as given: the mean that was taken from the keys
         is put back, because parts of a sequence that are merged have different means."""
         refuse_gradients("FP8 attention", q, k, v)

@@ -25,11 +25,23 @@ AttendLse = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """The same with the log-sum-exp: float32 [B, H, L], natural logarithm of the sum of exponentials of scaled scores."""
 
 
+class Order(Protocol):
+    """Of the tokens in a sparse phase (`wan_core.ops.attention.sparse.tiles.Tiles`): the token at each place, and the
+    place of each token, int64 [L]."""
+
+    @property
+    def order(self) -> Tensor: ...
+    @property
+    def inverse(self) -> Tensor: ...
+
+
 class SparseState(Protocol):
     """What sparse attention reads in one forward (`wan_core.ops.attention.sparse.forward.SparseForward`)."""
 
     @property
     def block(self) -> int: ...
+    @property
+    def tiles(self) -> Order: ...
 
 
 @dataclass(frozen=True)
@@ -37,12 +49,14 @@ class AttentionCall:
     """Which call of attention this is. The loop over the blocks makes one for each layer and hands it down.
 
     layer: index of the block. sparse: what this forward reads, None where every layer reads all keys. lengths: tokens
-    of every shard, empty where one device has all tokens.
+    of every shard, empty where one device has all tokens. own: what the attention of a family reads besides
+    (`WanModel.own_attention`).
     """
 
     layer: int = 0
     sparse: SparseState | None = None
     lengths: Sequence[int] = ()
+    own: object | None = None
 
 
 SINGLE = AttentionCall()
@@ -83,7 +97,7 @@ class Attention:
         """q [B, L, H, D], k and v [B, S, H, D] -> [B, L, H, D] in q's dtype."""
         raise NotImplementedError
 
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> tuple[Tensor, Tensor]:
         """Also the log-sum-exp of the scaled scores, float32 [B, H, L]."""
         raise NotImplementedError(f"{type(self).__name__} does not return the log-sum-exp")
 
@@ -125,7 +139,7 @@ class Dense(Attention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
         return self.with_lse(q, k, v)[0] if self.attend is None else self.attend(q, k, v)
 
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> tuple[Tensor, Tensor]:
         if self.attend_lse is None:
             return super().with_lse(q, k, v)
         return self.attend_lse(q, k, v)

@@ -10,6 +10,8 @@ Legend: B batch, L tokens, S tokens with the tail, H heads, D head dim, C = H * 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -103,6 +105,41 @@ def finish(
     return out.to(q.dtype).contiguous()
 
 
+def final_lse(
+    lse: Tensor,
+    q: Tensor,
+    block: int,
+    *,
+    q_scale: Tensor | None = None,
+    pads: int = 0,
+    tail: Tensor | None = None,
+    pooled: Pooled | None = None,
+) -> Tensor:
+    """The log-sum-exp, float32 [B, H, L], of what `finish` returns for the same arguments: attention to other keys is
+    merged with it by that."""
+    tokens = q.shape[1]
+    found = lse[..., :tokens].float()
+    if pads:
+        assert tail is not None
+        found = torch.where(tail.repeat_interleave(block, -1)[..., :tokens], without_pads(found, pads), found)
+    if pooled is None:
+        return found
+    rows = q.float() if q_scale is None else q.float() * q_scale
+    totals = [total for _, total in pooled_scores(found, rows, pooled, block)]
+    return torch.cat(totals, -1).transpose(1, 2)
+
+
+def pooled_scores(lse: Tensor, q: Tensor, pooled: Pooled, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For every head, float32: the scores of the means of unselected blocks [B, L, n], -inf for selected ones, and the
+    log-sum-exp [B, L, 1] of these and of what was read."""
+    sizes = sizes_of(pooled, q, block).log()
+    for head in range(q.shape[2]):
+        scores = (q[:, :, head].float() @ pooled.keys[:, head].mT) * q.shape[-1] ** -0.5 + sizes
+        kept = pooled.kept[:, head].repeat_interleave(block, 1)[:, : q.shape[1]]
+        scores = scores.masked_fill_(kept, float("-inf"))
+        yield scores, torch.logaddexp(lse[:, head], scores.logsumexp(-1))[..., None]
+
+
 def add_pooled(out: Tensor, lse: Tensor, q: Tensor, pooled: Pooled, block: int) -> Tensor:
     """`out` [B, L, H, D], attention over the selected blocks with log-sum-exp `lse`, extended by the unselected blocks.
 
@@ -110,13 +147,8 @@ def add_pooled(out: Tensor, lse: Tensor, q: Tensor, pooled: Pooled, block: int) 
     mass stays in the softmax. The mean has less mass than the keys it replaces (Jensen's inequality). A correction by
     the keys' variance was tried and made results worse: keys with large scores have values that differ from the mean.
     """
-    sizes = sizes_of(pooled, q, block).log()
     result = torch.empty_like(out)
-    for head in range(q.shape[2]):
-        scores = (q[:, :, head].float() @ pooled.keys[:, head].mT) * q.shape[-1] ** -0.5 + sizes  # [B, L, n]
-        kept = pooled.kept[:, head].repeat_interleave(block, 1)[:, : q.shape[1]]
-        scores = scores.masked_fill_(kept, float("-inf"))
-        total = torch.logaddexp(lse[:, head], scores.logsumexp(-1))[..., None]  # [B, L, 1]
+    for head, (scores, total) in enumerate(pooled_scores(lse, q, pooled, block)):
         means = (scores - total).exp() @ pooled.values[:, head]
         result[:, :, head] = (out[:, :, head].float() * (lse[:, head, :, None] - total).exp() + means).type_as(out)
     return result

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -111,5 +112,5 @@ def joined(parts: Sequence[Conditioning]) -> Conditioning:
         return torch.cat(tensors) if tensors else None
 
     cond = stack_text([part.cond for part in parts], 1)
-    inputs = {name: rows(name) for name in ROWS if name != "cond"}
+    inputs: dict[str, Any] = {name: rows(name) for name in ROWS if name != "cond"}
     return Conditioning(cond=cond, uncond=parts[0].uncond, **inputs)

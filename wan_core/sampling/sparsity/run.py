@@ -107,7 +107,7 @@ class SparseTiles:
             observe=self.observe,
         )
         tokens.copy_(tokens[:, tiles.order])  # in their own memory, which the caller holds: no copy for all blocks
-        result = inner(replace(inputs, rope=self.turned(inputs.rope, tiles), sparse=sparse))
+        result = inner(replace(inputs, rope=self.turned(inputs.rope, tiles), sparse=sparse, order=tiles.order))
         return result[:, tiles.inverse]
 
     def turned(self, rope: Tensor, tiles: Tiles) -> Tensor:

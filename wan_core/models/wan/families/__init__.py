@@ -11,16 +11,25 @@ from typing import Any
 
 from wan_core.config.checks import OptionError
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.animate import ANIMATE
+from wan_core.models.wan.families.animate2 import ANIMATE2
 from wan_core.models.wan.families.family import Choice, Clues, Family, Task
 from wan_core.models.wan.families.wan import WAN
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (WAN,)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (ANIMATE, WAN, ANIMATE2)}
 # Of ComfyUI's CONDITIONING: what text encoders and FluxGuidance add, which no Wan model looks at, and what WanCore's
 # own text encoder says about a prompt.
 NEUTRAL = ("pooled_output", "attention_mask", "guidance", "wancore_seconds", "wancore_notes")
 NAG = "wancore_nag"  # NagOptions, on a negative prompt
 TIMES = ("start_percent", "end_percent")  # where in a run a text is used (`wan_core.sampling.texts`)
 NO_EFFECT: Mapping[str, Any] = {"strength": 1.0, "set_area_to_bounds": False, "mask_strength": 1.0}
+
+
+def find_family(name: str) -> Family:
+    """The family called `name`. Raises OptionError listing the known ones."""
+    if name not in FAMILIES:
+        raise OptionError(f"family {name!r} is not known; use one of: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[name]
 
 
 def family_of(of: DiTConfig | Task) -> Family:
@@ -39,6 +48,12 @@ def check_keys(family: Family, name: str, extras: Mapping[str, Any]) -> None:
             f"`{name}` carries {', '.join(unknown)}, which this model does not take: leave out the nodes that add it, "
             "or load a model that takes it"
         )
+
+
+def check_sparse(task: Task) -> None:
+    """Raise OptionError where the models of a task cannot have sparse attention."""
+    if why := family_of(task).why_not_sparse(task):
+        raise OptionError(f"sparse attention: {why}")
 
 
 def choose_task(dit: DiTConfig, clues: Clues | None = None) -> Choice:

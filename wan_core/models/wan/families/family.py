@@ -6,8 +6,9 @@ number of channels. The functions that need torch import it when they are called
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -15,13 +16,11 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from wan_core.models.wan.model import WanModel
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 KeyTable: TypeAlias = Callable[[Collection[str]], "dict[str, str] | None"]
-Inputs: TypeAlias = "dict[str, Tensor]"
+Inputs: TypeAlias = "dict[str, Any]"
 
 # How a known image reaches the transformer.
 ImageInput: TypeAlias = Literal[
@@ -44,6 +43,7 @@ class Task:
     in_channels: int
     image: ImageInput
     image_dim: int | None = None  # width of the CLIP features of the image that it takes; None: it takes none
+    driven_by: str = ""  # ComfyUI's node that gives the videos which drive it; "": no videos do
     vae: VAEConfig  # of the VAE whose latents it works on
     full_size: DiTConfig | None  # None: known from the files alone
     two_experts: bool
@@ -77,6 +77,14 @@ class Choice(NamedTuple):
     why: str = ""
 
 
+class Assembled(NamedTuple):
+    """A tensor of a layout that the file stores in parts, which are joined along the first axis, or in another
+    `shape`."""
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One kind of Wan model.
@@ -85,6 +93,11 @@ class Family:
     family whose files hold all of another's keys stands before it in the table of families, and its key tables answer
     only where its own keys are.
     parameter_names: the official names that a whole file has, of those that were found in it and its number of blocks.
+    constants: names of a file's tensors that are the same in every file, and are not read.
+    assembled: from the shapes of a file, what a layout stores in parts or other shapes, by the name that its key table
+    knows it by.
+    metadata: what files say in their metadata, where their tensors may be another's. claims: whether a file's does.
+    named: of a file name that says so, too. Where nothing else says it, the loader asks.
     lora_modules: Diffusers' module -> official module, of a transformer of so many blocks.
     config: the architecture that official shapes and the file's metadata describe. Raises ValueError.
     choose: the task of a transformer. Raises OptionError.
@@ -93,6 +106,9 @@ class Family:
     give. Frames are [1, 3, 1, H, W] in -1..1; `vision` is called for the CLIP encoder, where the task needs one.
     conditioning_keys: of ComfyUI's CONDITIONING, what it understands; other keys are refused.
     read_conditioning(task, vae, extras, latent): the fields of `Conditioning` that these keys and a LATENT give.
+    why_not_sparse: why a task cannot have sparse attention; "": it can.
+    prepared_bytes(dit, latents, itemsize): of what is prepared beside text, for latents [B, C, T, Y, X].
+    branch_keys: of `conditioning_keys`, those that the negative prompt may have other values of.
     """
 
     name: str
@@ -106,3 +122,11 @@ class Family:
     image_inputs: Callable[..., Inputs]
     conditioning_keys: frozenset[str]
     read_conditioning: Callable[[Task, VAEConfig, Mapping[str, Any], Mapping[str, Any]], Inputs]
+    branch_keys: frozenset[str] = frozenset()
+    why_not_sparse: Callable[[Task], str] = lambda _: ""
+    prepared_bytes: Callable[[DiTConfig, tuple[int, ...], int], int] = lambda *_: 0
+    constants: re.Pattern[str] | None = None
+    assembled: Callable[[Shapes], Mapping[str, Assembled]] = lambda _: {}
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    claims: Callable[[Mapping[str, str]], bool] = lambda _: False
+    named: re.Pattern[str] | None = None

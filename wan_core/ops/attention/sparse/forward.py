@@ -24,7 +24,7 @@ from wan_core.ops.attention.sparse.ring import Numbers, block_means, read_around
 from wan_core.ops.attention.sparse.routing import Route, Rule, choose, estimate, over_rows
 from wan_core.ops.attention.sparse.tiles import Tiles
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, channels_first, heads_first
-from wan_core.ops.kernels.blocked import finish, pool, quantize_heads_first, quantize_values
+from wan_core.ops.kernels.blocked import final_lse, finish, pool, quantize_heads_first, quantize_values
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
 Fp8 = Quantized | Blocked
@@ -69,11 +69,34 @@ class SparseForward:
             keys = quantize_heads_first(k, block, key_mean(k))
             out = self._fp8(layer, rule, quantize_heads_first(q, block), keys, values)
             return out.to(q.dtype) * values.scale.to(q.dtype)
+        out, lse, pooled = self._read(layer, rule, q, k, v)
+        return finish(out, lse, q, block, pooled=pooled)
+
+    def attend_lse(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As `attend`, with the log-sum-exp float32 [B, H, L] of all keys, those that means stand for included."""
+        layer, rule, block = call.layer, self.rules[call.layer], self.block
+        if not q.numel():
+            return empty_like_heads(q), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        if rule is None:
+            return self.dense[layer].with_lse(q, k, v)
+        if not self.kernel.fp8:
+            out, lse, pooled = self._read(layer, rule, q, k, v)
+            return finish(out, lse, q, block, pooled=pooled), final_lse(lse, q, block, pooled=pooled)
+        mean, values = key_mean(k), quantize_values(v.flatten(-2), v.shape[2], block)
+        queries = quantize_heads_first(q, block)
+        out, lse, how = self._read_fp8(layer, rule, queries, quantize_heads_first(k, block, mean), values)
+        taken = (q * mean).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, L, H]: of the mean that was removed
+        total = final_lse(lse, queries.data, block, **how) + taken.transpose(1, 2)
+        out = finish(out, lse, queries.data, block, **how, scale=values.scale)
+        return out.to(q.dtype) * values.scale.to(q.dtype), total
+
+    def _read(self, layer: int, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Pooled | None]:
+        """What the kernel gives for plain numbers, its log-sum-exp, and the means of what it did not read."""
+        block = self.block
         pools = pool(q, block)[0], *pool(k, block)
         route = self.route(layer, rule, *pools)
         out, lse = self.kernel.load()(q, k, v, route, block)
-        pooled = Pooled(pools[1], pool(v, block)[0], route.kept(self.tiles.blocks)) if self.pooled else None
-        return finish(out, lse, q, block, pooled=pooled)
+        return out, lse, Pooled(pools[1], pool(v, block)[0], route.kept(self.tiles.blocks)) if self.pooled else None
 
     def attend_fp8(self, call: AttentionCall, q: Fp8, k: Fp8, v: Fp8) -> Tensor:
         """FP8 [B, L, H, D] in units of v's scale."""
@@ -89,6 +112,13 @@ class SparseForward:
         # An exchange of tokens between devices gives them as they arrived, in no blocks.
         q, k = (x if isinstance(x, Blocked) else heads_first(x, self.block) for x in (q, k))
         v = v if isinstance(v, Blocked) else channels_first(v, self.block)
+        out, lse, how = self._read_fp8(layer, rule, q, k, v)
+        return finish(out, lse, q.data, self.block, **how, scale=v.scale)
+
+    def _read_fp8(
+        self, layer: int, rule: Rule, q: Blocked, k: Blocked, v: Blocked
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """What the kernel gives for FP8, its log-sum-exp, and how `finish` corrects them."""
         block, tokens = self.block, q.tokens
         pools = pool(q.data, block, q.scale)[0], *pool(k.data, block, k.scale)
         route = self.route(layer, rule, *pools)
@@ -100,7 +130,7 @@ class SparseForward:
         if pads:
             last = self.tiles.blocks - 1
             tail = pooled.kept[..., last] if pooled else (route.blocks == last).any(-1)
-        return finish(out, lse, q.data, block, q_scale=q.scale, pads=pads, tail=tail, pooled=pooled, scale=v.scale)
+        return out, lse, {"q_scale": q.scale, "pads": pads, "tail": tail, "pooled": pooled}
 
     def over_ring(self, layer: int, rule: Rule, q: Numbers, k: Numbers, v: Numbers, ring: Ring) -> Tensor:
         """As `attend` where ranks of a ring have whole blocks of the tokens each: q, k and v [B, N, H, D] are those of
@@ -152,6 +182,9 @@ class SparseAttention(Attention):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
         return state_of(call).attend(call, q, k, v)
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> tuple[Tensor, Tensor]:
+        return state_of(call).attend_lse(call, q, k, v)
 
     def over_ring(self, q: Tensor, k: Tensor, v: Tensor, ring: Ring, call: AttentionCall) -> Tensor:
         """[B, N, H, D] of this rank's tokens, as they come out of an exchange of heads -> the same."""

@@ -7,6 +7,8 @@ Source: Wan2.1/wan/modules/model.py, MLPProj and WanI2VCrossAttention.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +60,8 @@ class ImageCrossAttention(CrossAttention):
 
 class ImageWanModel(WanModel):
     """A `WanModel` whose prompts begin with the tokens of an image."""
+
+    input_names: ClassVar[tuple[str, ...]] = ("image",)
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__(config)

@@ -1,0 +1,327 @@
+"""Animate-2 against ComfyUI's and diffusers' modules, its layouts, and what only its own mathematics shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import wan_core
+from tests.animate_references import ANIMATE2, COMFYUI_GRIDS, DATA, draw_inputs, draw_weights
+from wan_core.checkpoint import CheckpointError
+from wan_core.checkpoint.detect import detect
+from wan_core.checkpoint.save import save
+from wan_core.config import OptionError
+from wan_core.execution.optimize import optimize
+from wan_core.models.wan.families import choose_task
+from wan_core.models.wan.families.animate2 import attention
+from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention, Recording, spans
+from wan_core.models.wan.families.animate2.config import Animate2Config
+from wan_core.models.wan.families.animate2.model import Animate2Model
+from wan_core.models.wan.families.family import Clues
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.attention.protocol import AttentionCall
+from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.attention.sdpa import SDPA
+
+NAMED = {"config": '{"transformer": {"model_type": "animate2", "num_heads": 2}}'}
+GRID = (1, 4, 2, 3)
+
+
+def run(model: WanModel, given: dict[str, torch.Tensor], **changed) -> torch.Tensor:
+    inputs = given | changed
+    with torch.no_grad():
+        return model(inputs.pop("x"), inputs.pop("timestep"), inputs.pop("context"), **inputs)
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    return draw_weights(ANIMATE2)
+
+
+@pytest.fixture(scope="module")
+def model(weights) -> WanModel:
+    return wan_core.load_dit(weights, metadata=NAMED)
+
+
+def test_matches_comfyui(model):
+    """Its outputs are kept, with the version that made them: `tests/animate_references.py`."""
+    assert model.family == "animate2" and model.config == ANIMATE2
+    kinds = {"": {}, " defaults": {"pose_image": None, "pose_context": None}, " no pose": {"pose": None}}
+    kinds[" strengths"] = {"pose_strength": 0.6, "reference_strength": 1.7}
+    with safe_open(DATA / "animate2_comfyui.safetensors", "pt") as kept:
+        for grid in COMFYUI_GRIDS:
+            for kind, changed in kinds.items():
+                found = run(model, draw_inputs(ANIMATE2, grid), **changed)
+                assert distance(found, kept.get_tensor(f"{grid}{kind}")) <= 1e-5, (grid, kind)
+
+
+def test_matches_diffusers(monkeypatch):
+    """Its mask over packed tokens, uncompiled; the forward without the prompt leaves a block out."""
+    from diffusers.models.transformers import transformer_wan_animate_2 as theirs_module
+
+    make_mask = theirs_module.create_block_mask
+    monkeypatch.setattr(theirs_module, "create_block_mask", lambda *a, **k: make_mask(*a, **{**k, "_compile": False}))
+    config = Animate2Config(**{**vars(ANIMATE2), "dim": 32, "num_layers": 11})
+    torch.manual_seed(0)
+    theirs = theirs_module.WanAnimate2Transformer3DModel(
+        dim=config.dim, ffn_dim=config.ffn_dim, freq_dim=config.freq_dim, text_dim=config.text_dim,
+        num_heads=config.num_heads, num_layers=config.num_layers,
+    ).eval()  # fmt: skip
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.08)
+    ours = wan_core.load_dit(theirs.state_dict(), metadata={"num_heads": 2})
+    assert ours.config == config
+    grid = (1, 3, 2, 2)
+    given = draw_inputs(config, grid)
+    frame, sizes = grid[2] * grid[3], torch.tensor([[grid[1] - 1, *grid[2:]]])
+    cache = theirs_module.WanAnimate2KVCache(config.num_layers)
+    shared = {"kv_cache": cache, "return_dict": False}
+    pose, x, time = given["pose"][0], given["x"][0], given["timestep"]
+    with torch.no_grad():
+        theirs(
+            [pose[:16]], time, [given["pose_context"][0]], [pose[16:]], kv_cache_mode="extract",
+            seq_len=(grid[1] - 1) * frame, encoder_hidden_states_image=given["pose_image"], offset_grid_sizes=sizes,
+            **shared,
+        )  # fmt: skip
+        for unconditional in (False, True):
+            [expected] = theirs(
+                [x[:16]], time, [given["context"][0]], [x[16:]], kv_cache_mode="cached", seq_len=grid[1] * frame,
+                encoder_hidden_states_image=given["image"], reference_grid_sizes=sizes,
+                origin_len=4 * (grid[1] - 2) + 1, origin_area=[16 * grid[2], 16 * grid[3]],
+                is_uncondtion=unconditional, **shared,
+            )[0]  # fmt: skip
+            assert distance(run(ours, given, unconditional=unconditional)[0], expected) <= 1e-5
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+def one_softmax(q, k, v, own: Driven, log_scale: float) -> torch.Tensor:
+    """The whole square with its mask: frame j > 0 sees all of the video and frame j - 1 of the driving video."""
+    L, M = q.shape[1], own.keys.shape[1]
+    frame = torch.arange(L) // own.frame
+    keys = torch.cat([k, own.keys.expand(len(k), -1, -1, -1)], 1)
+    values = torch.cat([v, own.values.expand(len(v), -1, -1, -1)], 1)
+    bias = torch.zeros(L, L + M)
+    bias[:, :L] += log_scale * (frame == 1)
+    bias[:, L:].masked_fill_(frame[:, None] != torch.arange(M) // own.frame + 1, -torch.inf)
+    scores = torch.einsum("blhd,bshd->bhls", q, keys) * q.shape[-1] ** -0.5 + bias
+    return torch.einsum("bhls,bshd->blhd", scores.softmax(-1), values)
+
+
+@pytest.mark.parametrize("log_scale", [0.0, -1.3, 2.0])
+@pytest.mark.parametrize(("frames", "rows", "few", "at_once"), [(2, 1, 1, 8192), (5, 2, 1, 6), (4, 4, 2, 9)])
+def test_equals_one_softmax_over_the_whole_square(monkeypatch, log_scale, frames, rows, few, at_once):
+    """few: driving videos, which serve several branches."""
+    monkeypatch.setattr(attention, "AT_ONCE", at_once)
+    torch.manual_seed(0)
+    frame = 3
+    q, k, v = torch.randn(3, rows, frames * frame, 2, 8)
+    keys, values = torch.randn(2, few, (frames - 1) * frame, 2, 8)
+    own = Driven(frame, keys, values, log_scale)
+    repeated = Driven(frame, keys.repeat(rows // few, 1, 1, 1), values.repeat(rows // few, 1, 1, 1))
+    found = DrivenAttention(SDPA)(q, k, v, AttentionCall(own=own))
+    torch.testing.assert_close(found, one_softmax(q, k, v, repeated, log_scale), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [[15], [4, 4, 4, 3], [1, 9, 5]])
+def test_around_a_ring_equals_one_softmax(parts):
+    """Every rank has some of the tokens, and all of the driving video."""
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 2, 15, 2, 8)
+    keys, values = torch.randn(2, 1, 12, 2, 8)
+    own = Driven(3, keys, values, -1.3, 0.5)
+    scaled = torch.cat([v[:, :3] * 0.5, v[:, 3:]], 1)
+    expected = one_softmax(q, k, scaled, own, -1.3)
+    split = [x.split(parts, 1) for x in (q, k, v)]
+
+    class FakeRing:
+        lengths = parts
+
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def around(self, *_):
+            yield from ((rank, split[1][rank], split[2][rank]) for rank in range(len(parts)))
+
+        def merge(self, found):
+            return attention.merge_lse(found)
+
+    for index, queries in enumerate(split[0]):
+        found = DrivenAttention(SDPA).over_ring(queries, k, v, FakeRing(index), AttentionCall(own=own))
+        begin = sum(parts[:index])
+        torch.testing.assert_close(found, expected[:, begin : begin + parts[index]], rtol=1e-5, atol=1e-5)
+
+
+def test_spans_cover_every_driven_token_once():
+    for begin, end in ((0, 20), (3, 20), (4, 8), (5, 6), (0, 4), (9, 17)):
+        found = list(spans(begin, end, 4, 9))
+        assert [t for start, stop, _ in found for t in range(start, stop)] == list(range(max(begin, 4), end))
+        for start, stop, frames in found:
+            assert (stop - 1) // 4 - start // 4 + 1 == frames and (frames == 1 or stop - start == 4 * frames)
+
+
+def test_the_driving_pass_is_recorded_and_attends_as_usual():
+    q, k, v = torch.randn(3, 1, 4, 2, 8)
+    recording = Recording()
+    out = DrivenAttention(SDPA)(q, k, v, AttentionCall(layer=3, own=recording))
+    assert torch.equal(out, SDPA(q, k, v)) and torch.equal(recording.layers[3][0], k)
+
+
+def test_fp8_attention_stays_close(model):
+    """A backend that computes in FP8 gives its log-sum-exp too."""
+    given = draw_inputs(ANIMATE2, GRID)
+    exact = run(model, given)
+    try:
+        optimize(model, attend=resolve_attention("math-fp8", torch.device("cpu"), torch.float32)[1])
+        assert 1e-5 < distance(run(model, given), exact) < 0.05
+    finally:
+        optimize(model, attend=SDPA)
+    assert torch.equal(run(model, given), exact)
+
+
+# --------------------------------------------------------------------------------------------------------------- inputs
+
+
+def test_every_input_counts(model):
+    given = draw_inputs(ANIMATE2, GRID)
+    whole = run(model, given)
+    for name in ("image", "pose", "pose_image", "context", "pose_context"):
+        assert distance(run(model, given, **{name: -given[name]}), whole) > 1e-4, name
+    assert distance(run(model, given, log_scale=-1.3), whole) > 1e-3
+
+
+def test_only_the_unconditional_forward_leaves_its_block_out():
+    config = Animate2Config(**{**vars(ANIMATE2), "num_layers": 4, "unconditional_skips": 2})
+    model = Animate2Model(config).eval()
+    model.load_state_dict(draw_weights(config))
+    given = draw_inputs(config, (2, 3, 2, 2))
+    cond, uncond = run(model, given), run(model, given, unconditional=True)
+    mixed = run(model, given, unconditional=[False, True])
+    assert distance(mixed, torch.stack([cond[0], uncond[1]])) <= 1e-5
+    assert distance(uncond, cond) > 1e-3
+    undriven = run(model, given, unconditional=True, pose=None)
+    model.blocks[2].ffn[2].bias.data += 1
+    assert torch.equal(run(model, given, unconditional=True, pose=None), undriven)
+
+
+def test_branches_share_the_driving_video(model):
+    """Two prompts of one video: the driving video is passed over once, and each branch sees it."""
+    given, other = draw_inputs(ANIMATE2, GRID), draw_inputs(ANIMATE2, GRID, seed=5)
+    shared = {name: given[name] for name in ("image", "pose", "pose_image", "pose_context")}
+    both = torch.cat([given["context"], other["context"]])
+    with torch.no_grad():
+        prepared = model.prepare_text(both, **(shared | {"image": given["image"].expand(2, -1, -1)}))
+        assert len(prepared.own.layers[0][0]) == 1
+        together = model(given["x"].repeat(2, 1, 1, 1, 1), given["timestep"].repeat(2), prepared)
+        for row, context in enumerate((given["context"], other["context"])):
+            expected = run(model, given, context=context)[0]
+            assert distance(together[row], expected) <= 1e-5
+            alone = model(given["x"], given["timestep"], prepared.rows(row, row + 1))
+            assert distance(alone[0], expected) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"pose": torch.zeros(1, 36, 4, 4, 6)}, "one frame less"),
+        ({"pose": torch.zeros(1, 16, 3, 4, 6)}, "36 channels"),
+        ({"log_scale": float("nan")}, "log_scale nan"),
+        ({"pose": torch.zeros(2, 36, 3, 4, 6), "pose_image": torch.zeros(3, 257, 1280)}, "features for 2, 1, 3 videos"),
+        ({"unconditional": [True, False]}, "unconditional for 2 videos"),
+        ({"face": torch.zeros(1)}, "face given; a model of the family animate2 takes image, pose"),
+    ],
+)
+def test_wrong_inputs_are_refused(model, changed, message):
+    with pytest.raises(ValueError, match=message):
+        run(model, draw_inputs(ANIMATE2, GRID), **changed)
+
+
+# -------------------------------------------------------------------------------------------------------------- layouts
+
+
+def wrapped(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The official layout."""
+    return {re.sub(r"^(blocks\.\d+\.)", r"\1block.", name): value for name, value in weights.items()}
+
+
+def prefixed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"model.diffusion_model.{name}": value for name, value in weights.items()}
+
+
+def same(found: WanModel, weights: dict[str, torch.Tensor]) -> bool:
+    state = found.state_dict()
+    return state.keys() == weights.keys() and all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+def test_every_layout_loads(weights, tmp_path):
+    heads = {"num_heads": 2}
+    assert same(wan_core.load_dit(wrapped(weights), metadata=heads), weights)
+    assert same(wan_core.load_dit(prefixed(wrapped(weights)), metadata=heads), weights)
+    assert same(wan_core.load_dit(weights, metadata=heads, family="animate2"), weights)
+    for number, state in enumerate((weights, prefixed(weights))):
+        path = tmp_path / f"{number}.safetensors"
+        save_file(state, path, NAMED)
+        assert same(wan_core.load_dit(path), weights) and detect(path).layout == "comfyui"
+
+
+def test_saved_it_is_recognised_again(model, weights, tmp_path):
+    save(model, tmp_path / "m.safetensors")
+    found = wan_core.load_dit(tmp_path / "m.safetensors")
+    assert found.family == "animate2" and same(found, weights)
+
+
+def test_scaled_fp8_files_load(weights):
+    state = {name: value for name, value in wrapped(weights).items() if not name.endswith("ffn.0.weight")}
+    for name in wrapped(weights).keys() - state.keys():
+        value = wrapped(weights)[name]
+        scale = value.abs().max() / 448
+        state |= {name: (value / scale).to(torch.float8_e4m3fn), f"{name[:-6]}weight_scale": scale}
+    found = wan_core.load_dit(state, metadata={"num_heads": 2}, dtype=torch.float32).state_dict()
+    for name, value in weights.items():
+        assert (found[name] - value).abs().max() <= 0.07 * value.abs().max()
+
+
+def test_what_nothing_tells_from_image_to_video_is_asked_for(weights, tmp_path):
+    """Without metadata, tensors are those of Wan 2.1 image-to-video. A name that says otherwise is no proof."""
+    heads = {"num_heads": 2}
+    assert wan_core.load_dit(weights, metadata=heads).family == "wan"
+    path = tmp_path / "wan_animate_2_14B_bf16.safetensors"
+    save_file(weights, path, {"num_heads": "2"})
+    with pytest.raises(CheckpointError, match=r"families wan and animate2.*family='animate2'.*--task animate2-14B"):
+        wan_core.load_dit(path)
+    assert wan_core.load_dit(path, family="animate2").family == "animate2"
+    assert wan_core.load_dit(path, family="wan").family == "wan"
+    with pytest.raises(OptionError, match="family 'animate3' is not known; use one of: animate, animate2, wan"):
+        wan_core.load_dit(path, family="animate3")
+
+
+def test_other_models_are_not_taken_for_it(weights):
+    smaller = weights | {"patch_embedding.weight": weights["patch_embedding.weight"][:, :16]}
+    with pytest.raises(CheckpointError, match="16 input channels is none of Animate-2"):
+        wan_core.load_dit(smaller, metadata=NAMED)
+    text_only = {name: value for name, value in weights.items() if "img" not in name}
+    with pytest.raises(CheckpointError, match="not those of a transformer of the family animate2"):
+        wan_core.load_dit(text_only, metadata=NAMED)
+    with pytest.raises(CheckpointError, match=r"missing \(blocks.1.self_attn.q.bias"):
+        wan_core.load_dit({n: v for n, v in wrapped(weights).items() if n != "blocks.1.block.self_attn.q.bias"}, NAMED)
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [("wan_animate2_14B.safetensors", "animate2-14B"), ("Animate-2-distilled.safetensors", "animate2-14B-distilled")],
+)
+def test_the_name_tells_distilled_weights(name, task):
+    choice = choose_task(ANIMATE2, Clues(Path(name)))
+    assert choice.task.name == task and "distilled" in choice.why
+    with pytest.raises(OptionError, match="one transformer"):
+        choose_task(ANIMATE2, Clues(Path(name), alone=False))

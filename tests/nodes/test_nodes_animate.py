@@ -1,0 +1,58 @@
+"""A clip of Animate and of Animate-2 from the conditioning of ComfyUI's own nodes: our sampling and ComfyUI's."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.animate_references import draw_weights
+from tests.comfy_animate_clip import CONFIGS, METADATA, SEED, plan_of
+from tests.comfyui import find_comfyui, python_of
+from wan_core.checkpoint import load_dit
+from wan_core.models.vae.statistics import denormalise
+from wan_core.pipeline.comfy_conditioning import join
+from wan_core.pipeline.sources import find_experts
+from wan_core.sampling.conditioning import draw_noise
+from wan_core.sampling.denoise import denoise
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+SCRIPT = Path(__file__).parents[1] / "comfy_animate_clip.py"
+
+
+def with_objects(*conditionings: list[Any]) -> list[Any]:
+    """With CLIP_VISION_OUTPUT in the place of its tensors, one object for each in all of them."""
+    seen: dict[int, SimpleNamespace] = {}
+
+    def whole(key: str, value: Any) -> Any:
+        if key not in ("clip_vision_output", "clip_vision_output_pose"):
+            return value
+        return seen.setdefault(value.data_ptr(), SimpleNamespace(penultimate_hidden_states=value))
+
+    return [[[rows, {k: whole(k, v) for k, v in e.items()}] for rows, e in one] for one in conditionings]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_clip_equals_comfyuis(family: str, tmp_path: Path) -> None:
+    """But for what the reference does and ComfyUI does not: a block that the negative prompt's branch leaves out."""
+    checkout, out = find_comfyui(), tmp_path / "clip.pt"
+    subprocess.run([python_of(checkout), SCRIPT, checkout, family, out], check=True, timeout=600, capture_output=True)
+    clip = torch.load(out)
+    path = tmp_path / "wan_model.safetensors"
+    save_file(draw_weights(CONFIGS[family]), path, METADATA if family == "animate2" else None)
+    found = find_experts(path)
+    assert found.task.family == family
+    texts = with_objects(clip["positive"], clip["negative"])
+    plan, conditioning, *_ = join(*texts, clip["latent"], found, plan_of())
+    noise = draw_noise(SEED, tuple(clip["latent"]["samples"].shape))
+    model = load_dit(path, dtype=torch.float32)
+    assert len(model.blocks) < 10  # none of them is the one that is left out
+    with torch.no_grad():
+        latents = denoise(plan, lambda _: model, conditioning, noise)
+    made = denormalise(latents, found.vae)
+    assert float((made - clip["made"]).norm() / clip["made"].norm()) < 1e-3

@@ -1,0 +1,65 @@
+"""The family `animate`: Wan2.2-Animate-14B, a picture of a person moved by a pose video and a video of a face.
+
+| file | what it holds |
+|---|---|
+| `tasks` | the task and its defaults |
+| `config` | the numbers of an architecture |
+| `keys` | the names of parameters in each layout on disk |
+| `recognise` | from shapes to an architecture and its task |
+| `model` | the transformer (torch) |
+| `motion_encoder`, `face` | what it knows of the face (torch) |
+| `inputs` | what ComfyUI's CONDITIONING is to the transformer (torch) |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.animate.keys import (
+    CONSTANT,
+    assembled,
+    diffusers_names,
+    official_names,
+    parameter_names,
+)
+from wan_core.models.wan.families.animate.recognise import choose, read_config
+from wan_core.models.wan.families.animate.tasks import TASKS
+from wan_core.models.wan.families.family import Family, Inputs
+from wan_core.models.wan.families.wan.keys import diffusers_modules
+
+if TYPE_CHECKING:
+    from wan_core.models.wan.model import WanModel
+
+
+def _model_class(config: DiTConfig) -> type[WanModel]:
+    from wan_core.models.wan.families.animate.model import AnimateModel
+
+    return AnimateModel
+
+
+def _inputs(name: str) -> Callable[..., Inputs]:
+    """The function `name` of `inputs`, which imports torch, imported when it is called."""
+    return lambda *given: getattr(import_module("wan_core.models.wan.families.animate.inputs"), name)(*given)
+
+
+ANIMATE = Family(
+    name="animate",
+    tasks=TASKS,
+    layouts=(("official", official_names), ("diffusers", diffusers_names)),
+    parameter_names=parameter_names,
+    constants=CONSTANT,
+    assembled=assembled,
+    lora_modules=diffusers_modules,
+    config=read_config,
+    choose=choose,
+    model_class=_model_class,
+    image_inputs=_inputs("image_inputs"),
+    conditioning_keys=frozenset(
+        {"concat_latent_image", "concat_mask", "clip_vision_output", "pose_video_latent", "face_video_pixels"}
+    ),
+    read_conditioning=_inputs("read_conditioning"),
+    branch_keys=frozenset({"face_video_pixels"}),
+)

@@ -1,0 +1,77 @@
+"""The family `animate2`: Wan-Animate-2, a picture of a person moved by a driving video, with the weights of Wan 2.1
+image-to-video in shape.
+
+| file | what it holds |
+|---|---|
+| `tasks` | the tasks and their defaults |
+| `config` | the numbers of an architecture |
+| `keys` | the names of parameters in each layout on disk |
+| `recognise` | from shapes and metadata to an architecture and its task |
+| `model` | the transformer: a pass over the driving video, then over the video that is made (torch) |
+| `attention` | attention of a frame to all frames and to its driving frame (torch) |
+| `inputs` | what ComfyUI's CONDITIONING is to the transformer (torch) |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.animate2.config import prepared_bytes
+from wan_core.models.wan.families.animate2.keys import (
+    comfyui_names,
+    diffusers_names,
+    official_names,
+    parameter_names,
+)
+from wan_core.models.wan.families.animate2.recognise import METADATA, NAMED, choose, claims, read_config, why_not_sparse
+from wan_core.models.wan.families.animate2.tasks import TASKS
+from wan_core.models.wan.families.family import Family, Inputs
+from wan_core.models.wan.families.wan.keys import diffusers_modules
+
+if TYPE_CHECKING:
+    from wan_core.models.wan.model import WanModel
+
+
+def _model_class(config: DiTConfig) -> type[WanModel]:
+    from wan_core.models.wan.families.animate2.model import Animate2Model
+
+    return Animate2Model
+
+
+def _inputs(name: str) -> Callable[..., Inputs]:
+    """The function `name` of `inputs`, which imports torch, imported when it is called."""
+    return lambda *given: getattr(import_module("wan_core.models.wan.families.animate2.inputs"), name)(*given)
+
+
+ANIMATE2 = Family(
+    name="animate2",
+    tasks=TASKS,
+    layouts=(("official", official_names), ("diffusers", diffusers_names), ("comfyui", comfyui_names)),
+    parameter_names=parameter_names,
+    metadata=METADATA,
+    claims=claims,
+    named=NAMED,
+    prepared_bytes=prepared_bytes,
+    why_not_sparse=why_not_sparse,
+    lora_modules=diffusers_modules,
+    config=read_config,
+    choose=choose,
+    model_class=_model_class,
+    image_inputs=_inputs("image_inputs"),
+    conditioning_keys=frozenset(
+        {
+            "concat_latent_image",
+            "concat_mask",
+            "clip_vision_output",
+            "clip_vision_output_pose",
+            "pose_video_latent",
+            "cross_attn_pose",
+            "pose_strength",
+            "reference_strength",
+        }
+    ),
+    read_conditioning=_inputs("read_conditioning"),
+)

@@ -1,0 +1,57 @@
+"""What ComfyUI's CONDITIONING is to the transformer of Animate-2.
+
+Legend: B batch, T/Y/X latent frames, rows, columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.config.checks import OptionError
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.vae.statistics import normalise
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.animate2.config import DISTILLED_LOG_SCALE
+from wan_core.models.wan.families.animate2.tasks import DISTILLED
+from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
+from wan_core.models.wan.families.wan.inputs import read_features
+
+
+def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
+    raise OptionError(f"{task.name} is driven by videos, not by a first frame alone")
+
+
+def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
+    """The fields of `Conditioning` that ComfyUI's WanAnimate2ToVideo gives. Raises OptionError.
+
+    As in the reference and unlike ComfyUI's own sampling, distilled weights have their scale, and the branch of the
+    negative prompt leaves a block out.
+    """
+    found = read_image_conditioning(task, vae, extras, latent)
+    inputs: dict[str, Any] = {"unconditional": False}
+    inputs["log_scale"] = DISTILLED_LOG_SCALE if task.name == DISTILLED.name else 0.0
+    for name in ("pose_strength", "reference_strength"):
+        inputs[name] = 1.0 if extras.get(name) is None else float(extras[name])
+    if extras.get("pose_video_latent") is not None:
+        inputs["pose"] = driving_channels(extras["pose_video_latent"], latent["samples"], vae)
+    if extras.get("clip_vision_output_pose") is not None:
+        inputs["pose_image"] = read_features(task, extras["clip_vision_output_pose"])
+    if extras.get("cross_attn_pose") is not None:
+        inputs["pose_context"] = extras["cross_attn_pose"]
+    return {**found, "inputs": inputs, "uncond_inputs": {"unconditional": True}}
+
+
+def driving_channels(pose: Tensor, samples: Tensor, vae: VAEConfig) -> Tensor:
+    """Un-normalised latents [B, C, T - 1, Y, X] of a driving video, for a video [B, C, T, Y, X] -> its channels
+    [B, C + 4 + C, T - 1, Y, X]: all of its frames are known. Raises OptionError."""
+    if pose.shape[2:] != (samples.shape[2] - 1, *samples.shape[3:]):
+        raise OptionError(
+            f"the driving video's latents are {list(pose.shape)}, the video's {list(samples.shape)}: not one size"
+        )
+    latents = normalise(pose, vae)
+    return torch.cat([latents, torch.ones_like(latents[:, :4]), latents], 1)
