@@ -199,6 +199,7 @@ def recognise(source: str | Path | Checkpoint, kind: Kind, load: Callable[..., n
             **({"loras": loras} if kind == "dit" else {}),
         ),
         path=source.path if isinstance(source, Checkpoint) else Path(source),
+        memory=source if isinstance(source, Checkpoint) and source.path is None else None,
         metadata=checkpoint.metadata,
         scaled=bool(found.scales),
         packed=packed_size(checkpoint, found),
