@@ -105,7 +105,11 @@ class WanCoreFromModel(io.ComfyNode):
         shift = _shift(natives)
         socket = replace(socket_of(options, settings, held, workers), loras=loras, shift=shift)
         lines = [info_of(settings)]
-        lines += [f"{expert}: {one.words('attached')}" for expert, wanted in loras.items() for one in wanted]
+        lines += [
+            f"{expert}: {one.words(settings.parts[expert].lora_words)}"
+            for expert, wanted in loras.items()
+            for one in wanted
+        ]
         lines += [f"shift {shift:g}, as ModelSamplingSD3 set it" if shift else "no ModelSamplingSD3: its own shift"]
         lines += [note for native in natives.values() for note in native.notes]
         info = "\n".join(lines)

@@ -63,6 +63,7 @@ class Part:
     load: Loader
     scaled: bool = False  # stored in FP8 with scales
     path: Path | None = None  # of its file or folder
+    memory: Checkpoint | None = None  # the weights of another program's model, where no file is known
     metadata: Mapping[str, str] = field(default_factory=dict)  # of its file
     packed: PackedSize | None = None  # of what may stay packed in memory, None if nothing is
     quantized_parameters: int = 0  # of matrices of the blocks that are stored packed, or in FP8 with scales

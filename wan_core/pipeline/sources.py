@@ -203,6 +203,7 @@ def recognise(
             **({"loras": loras, "family": family} if kind == "dit" else {}),
         ),
         path=source.path if isinstance(source, Checkpoint) else Path(source),
+        memory=source if isinstance(source, Checkpoint) and source.path is None else None,
         metadata=checkpoint.metadata,
         scaled=bool(found.scales),
         packed=packed_size(checkpoint, found),
