@@ -19,8 +19,9 @@ from wan_core.execution.report import GIB
 from wan_core.models.text.tokenizer import why_too_old
 from wan_core.ops.attention.library import IMPORT_FAULTS
 from wan_core.ops.attention.protocol import Attention
-from wan_core.ops.attention.registry import BACKENDS, auto_choice, capability
+from wan_core.ops.attention.registry import BACKENDS, auto_choice
 from wan_core.ops.attention.sdpa import math_lse, math_reference
+from wan_core.ops.cards import capability, has_fp8
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.kernels.microscaling import encode_mxfp8, encode_nvfp4
@@ -91,7 +92,7 @@ def _system(device: torch.device) -> dict[str, Any]:
             "capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "fp8": (properties.major, properties.minor) >= (8, 9),
+            "fp8": has_fp8(device),
         }
     return found
 

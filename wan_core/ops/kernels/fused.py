@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan_core.ops.cards import AMPERE, capability, has_fp8
 from wan_core.ops.kernels import reference
 from wan_core.ops.kernels.block_layout import Blocked, heads_first
 from wan_core.ops.kernels.formats import BLOCK, Format, Quantized, quantize_reference
@@ -56,15 +57,15 @@ def why_not(device: torch.device) -> str | None:
 def prepare(device: torch.device) -> None:
     """Test whether kernels run on `device`. Call it before torch.compile, which cannot trace the test."""
     _Choice.devices[device] = reason = _test_kernels(device)
-    _Choice.fp8[device] = reason is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    _Choice.fp8[device] = reason is None and has_fp8(device)
     if reason is not None and device.type == "cuda":
         log.warning("fused kernels: %s; using plain torch, which is slower", reason)
 
 
 def _test_kernels(device: torch.device) -> str | None:
-    if device.type != "cuda" or torch.version.cuda is None:
+    if (found := capability(device)) is None:
         return "needs an NVIDIA GPU"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if found < AMPERE:
         return "needs compute capability 8.0 (Ampere) or newer"
     try:
         from triton.errors import TritonError  # pyright: ignore[reportMissingImports]

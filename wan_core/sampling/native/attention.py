@@ -16,7 +16,8 @@ from torch import Tensor
 
 from wan_core.config import SparseOptions
 from wan_core.ops.attention.protocol import Attention
-from wan_core.ops.attention.registry import BACKENDS, auto_choice, capability
+from wan_core.ops.attention.registry import BACKENDS, auto_choice
+from wan_core.ops.cards import capability
 from wan_core.sampling.native.run import FORWARD, NativeForward
 from wan_core.sampling.native.sparse import NativeSparse
 

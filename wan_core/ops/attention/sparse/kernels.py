@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.attention.library import Library
-from wan_core.ops.attention.registry import AMPERE, HALF, HOPPER, AttentionError, Implementation, Needs, imported
+from wan_core.ops.attention.registry import HALF, AttentionError, Implementation, Needs, imported
 from wan_core.ops.attention.sparse.routing import Route
+from wan_core.ops.cards import AMPERE, HOPPER, capability, card_of
 
 Run = Callable[[Any, Any, Any, Route, int], tuple[Tensor, Tensor]]
 """(q, k, v [B, L, H, D], route, block) -> [B, L, H, D] and its log-sum-exp, float32 [B, H, L]."""
@@ -59,7 +60,6 @@ KERNELS: dict[str, SparseKernel] = {
                      _function("reference.sparse_reference"), any_block=True),
     )
 }  # fmt: skip
-AUTO = ("cudnn", "flex", "math")
 
 
 def resolve_kernel(
@@ -71,8 +71,9 @@ def resolve_kernel(
     parts of a ring. Raises AttentionError for one that is not known or cannot run.
     """
     if name == "auto":
-        names = ("math",) if tokens < SMALL else ("cudnn-fp8", *AUTO) if fp8 and not counts else AUTO
-        return next(k for k in map(KERNELS.__getitem__, names) if k.why_not(device, dtype, head_dim) is None)
+        names = () if tokens < SMALL else card_of(capability(device)).sparse
+        fits = (k for k in map(KERNELS.__getitem__, names) if not k.fp8 or (fp8 and not counts))
+        return next((k for k in fits if k.why_not(device, dtype, head_dim) is None), KERNELS["math"])
     if name not in KERNELS:
         raise AttentionError(f"sparse kernel {name!r} is not known; use one of: auto, {', '.join(KERNELS)}")
     kernel = KERNELS[name]
