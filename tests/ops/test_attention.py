@@ -69,7 +69,7 @@ def test_the_kernels_that_parallelism_needs_return_log_sum_exp():
 
 
 def test_an_unknown_name_lists_the_known():
-    with pytest.raises(AttentionError, match=r"'flash9' is not known; use one of: auto, sdpa, .*cudnn-fp8"):
+    with pytest.raises(AttentionError, match=r"'flash9' is not known; use one of: auto, fast, sdpa, .*cudnn-fp8"):
         resolve_attention("flash9", CPU)
 
 

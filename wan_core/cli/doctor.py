@@ -31,6 +31,7 @@ from wan_core.ops.quant.packed import FORMATS as PACKED_FORMATS
 from wan_core.ops.quant.packed import MICROSCALED
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.transformer_engine import DelayedState
+from wan_core.pipeline.card_choice import Choice, choice_lines, choices_on
 from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import TINY
 
@@ -58,13 +59,14 @@ WIDTH = 256  # rows and columns of the matrix that tests an FP8 linear: two bloc
 
 
 def examine(device: str = "auto") -> dict[str, Any]:
-    """All findings as plain data: {"system", "libraries", "attention", "auto", "precisions", "packed", "kernels",
-    "video", "compile cache", "embedded model"}. Raises OptionError for a device that does not exist."""
+    """All findings as plain data: {"system", "libraries", "card", "attention", "auto", "precisions", "packed",
+    "kernels", "video", "compile cache", "embedded model"}. Raises OptionError for a device that does not exist."""
     resolved = choose_device(device)
     return {
         "system": _system(resolved),
         "libraries": {name: _library(name) for name in LIBRARIES},
         "attention": {name: _backend(name, resolved) for name in BACKENDS},
+        "card": _card(resolved),
         "auto": auto_choice(capability(resolved), _dtype(resolved), HEAD_DIM),
         "precisions": {name: _precision(name, resolved) for name in SCHEMES},
         "packed": {
@@ -95,6 +97,12 @@ def _system(device: torch.device) -> dict[str, Any]:
             "fp8": has_fp8(device),
         }
     return found
+
+
+def _card(device: torch.device) -> dict[str, Any] | None:
+    """The choices of `card_choices` for this card; None where there is no NVIDIA GPU."""
+    choices = choices_on(device)
+    return {one.what: {"value": one.value, "why": one.why} for one in choices} if choices else None
 
 
 def _library(name: str) -> dict[str, Any]:
@@ -261,6 +269,8 @@ def text(findings: dict[str, Any]) -> str:
         lines.append(
             f"  {name:<22} {state:<16} {library['for']}" + (f" ({library['note']})" if library["note"] else "")
         )
+    if (card := findings["card"]) is not None:
+        lines += choice_lines([Choice(what, **one) for what, one in card.items()])
     lines.append(f"attention backends (auto: {findings['auto']})")
     for name, backend in findings["attention"].items():
         has_lse = backend["usable"] and backend["lse_error"] is not None

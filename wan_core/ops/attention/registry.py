@@ -24,6 +24,7 @@ from wan_core.ops.cards import AMPERE, HOPPER, TURING, Capability, capability, c
 log = logging.getLogger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
+CHOSEN = ("auto", "fast")  # names that stand for the best backend of the card
 
 
 class AttentionError(UserError):
@@ -173,14 +174,18 @@ def auto_choice(
     dtype: torch.dtype,
     head_dim: int | None,
     works: Callable[[str], bool] = lambda name: BACKENDS[name].missing() is None,
+    *,
+    rounding: bool = False,
 ) -> str:
     """The name `auto` stands for: of the card's exact backends (`ops/cards.py`) the first that runs, else sdpa. `works`
-    says whether a backend's library can be imported.
+    says whether a backend's library can be imported. rounding: the name `fast` stands for, which tries those that round
+    to FP8 or INT8 first.
 
     `auto` promises to change results by no more than the order of sums does: a relative error of 0.004 in bf16. INT8
-    (0.024 to 0.032) and FP8 (0.07) are above that on every card, so they are taken only by name.
+    (0.024 to 0.032) and FP8 (0.07) are above that on every card, so they are taken only by name or by `fast`.
     """
-    order = card_of(capability).attention
+    card = card_of(capability)
+    order = (*card.rounding, *card.attention) if rounding else card.attention
     fits = (n for n in order if BACKENDS[n].needs.why_not(capability, dtype, head_dim) is None)
     return next((name for name in fits if works(name)), "sdpa")
 
@@ -188,17 +193,20 @@ def auto_choice(
 def resolve_attention(
     name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int | None = None
 ) -> tuple[str, Attention]:
-    """The backend called `name` for `dtype` on `device`; `auto` takes the fastest exact one that runs, and logs it.
+    """The backend called `name` for `dtype` on `device`; `auto` takes the fastest exact one that runs, `fast` one that
+    rounds where there is one, and both log it.
 
     head_dim: of the model that will use it, refused here rather than in the first forward; None: not known yet.
     Raises AttentionError for an unknown name (listing the known ones) or a backend that cannot run here (saying why).
     """
-    if name == "auto":
-        name = auto_choice(capability(device), dtype, head_dim)
+    if name in CHOSEN:
+        name = auto_choice(capability(device), dtype, head_dim, rounding=name == "fast")
         log.info("attention: %s (%s)", name, BACKENDS[name].summary)
     backend = BACKENDS.get(name)
     if backend is None:
-        raise AttentionError(f"attention backend {name!r} is not known; use one of: auto, {', '.join(BACKENDS)}")
+        raise AttentionError(
+            f"attention backend {name!r} is not known; use one of: {', '.join(CHOSEN)}, {', '.join(BACKENDS)}"
+        )
     reason = backend.why_not(device, dtype, head_dim)
     if reason is not None:
         raise AttentionError(
