@@ -282,7 +282,8 @@ def text(findings: dict[str, Any]) -> str:
     lines += ["packed weights", f"  GGUF                   usable  [{', '.join(FORMATS)}]"]
     for name, matmul in findings["packed"]["products"].items():
         lines.append(f"  {name:<22} usable, dequantised for each matmul; direct matmul: {packed_state(matmul)}")
-    lines.append(f"fused kernels            {_state(findings['kernels'])}")
+    without = "" if findings["kernels"]["usable"] else f"; {fused.WITHOUT}"
+    lines.append(f"fused kernels            {_state(findings['kernels'])}{without}")
     video, assets = findings["video"], findings["embedded model"]
     lines.append(f"video                    {'H.264 through PyAV' if video['h264'] else video['why_not']}")
     kept = findings["compile cache"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +15,9 @@ from wan_core.ops.attention.library import Library
 from wan_core.ops.attention.registry import HALF, AttentionError, Implementation, Needs, imported
 from wan_core.ops.attention.sparse.routing import Route
 from wan_core.ops.cards import AMPERE, HOPPER, capability, card_of
+from wan_core.ops.kernels import fused
 
+log = logging.getLogger(__name__)
 Run = Callable[[Any, Any, Any, Route, int], tuple[Tensor, Tensor]]
 """(q, k, v [B, L, H, D], route, block) -> [B, L, H, D] and its log-sum-exp, float32 [B, H, L]."""
 
@@ -55,7 +59,7 @@ KERNELS: dict[str, SparseKernel] = {
         SparseKernel("cudnn", "cuDNN frontend, bf16, blocks of 128", _function("cudnn.sparse_bf16"),
                      Needs(HOPPER, 12, HALF, (64, 128)), CUDNN_SPARSE.why_not),
         SparseKernel("flex", "torch's FlexAttention, blocks of 128", _function("flex.sparse_flex"),
-                     Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128))),
+                     Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton),
         SparseKernel("math", "the formula, blocks of any length: for tests and small videos",
                      _function("reference.sparse_reference"), any_block=True),
     )
@@ -73,7 +77,10 @@ def resolve_kernel(
     if name == "auto":
         names = () if tokens < SMALL else card_of(capability(device)).sparse
         fits = (k for k in map(KERNELS.__getitem__, names) if not k.fp8 or (fp8 and not counts))
-        return next((k for k in fits if k.why_not(device, dtype, head_dim) is None), KERNELS["math"])
+        found = next((k for k in fits if k.why_not(device, dtype, head_dim) is None), KERNELS["math"])
+        if names and found.name == "math":
+            _say_slow(device, KERNELS["flex"].why_not(device, dtype, head_dim))
+        return found
     if name not in KERNELS:
         raise AttentionError(f"sparse kernel {name!r} is not known; use one of: auto, {', '.join(KERNELS)}")
     kernel = KERNELS[name]
@@ -88,6 +95,14 @@ def resolve_kernel(
     if reason is not None:
         raise AttentionError(f"sparse kernel {name!r} cannot run on {device}: {reason}")
     return kernel
+
+
+@functools.cache
+def _say_slow(device: torch.device, reason: str | None) -> None:
+    """Once."""
+    log.warning(
+        "sparse attention: no kernel runs on %s (%s); plain torch is slower than dense attention", device, reason
+    )
 
 
 def block_length(kernel: SparseKernel, tokens: int) -> int:
