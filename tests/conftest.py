@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch loads OpenMP, which reads them once; processes that tests start inherit them. Threads that wait for work
@@ -67,6 +68,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+COMPILES = ("torch compiles for GPUs with Triton", "working triton installation")  # ours, and torch's own
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Without Triton a test that compiles for a GPU is skipped where torch or we refuse; others must pass."""
+    try:
+        return (yield)
+    except (RuntimeError, ValueError) as fault:
+        words = next((words for words in COMPILES if words in str(fault)), None)
+        if words is None or not item.config.getoption("--without-triton") or not torch.cuda.is_available():
+            raise
+        pytest.skip(words)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
