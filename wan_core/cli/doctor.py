@@ -128,7 +128,7 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
         attend = backend.load()
         found["error"] = self_test(attend, device)
         found["lse_error"] = lse_self_test(attend, device) if backend.gives_lse else None
-    except IMPORT_FAULTS as fault:  # a broken library is a finding, not an error of the doctor
+    except _kernel_faults(device) as fault:  # a broken library is a finding, not an error of the doctor
         return found | {"usable": False, "why_not": _failure(fault)}
     allowed = TOLERANCE if backend.exact else ROUNDED
     for name, error in (("relative error", found["error"]), ("log-sum-exp error", found["lse_error"])):

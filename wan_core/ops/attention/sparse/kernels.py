@@ -6,20 +6,19 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from wan_core.ops.attention.library import Library
 from wan_core.ops.attention.registry import HALF, AttentionError, Implementation, Needs, imported
-from wan_core.ops.attention.sparse.routing import Route
 from wan_core.ops.cards import AMPERE, HOPPER, capability, card_of
 from wan_core.ops.kernels import fused
 
 log = logging.getLogger(__name__)
-Run = Callable[[Any, Any, Any, Route, int], tuple[Tensor, Tensor]]
-"""(q, k, v [B, L, H, D], route, block) -> [B, L, H, D] and its log-sum-exp, float32 [B, H, L]."""
+Run = Callable[..., tuple[Tensor, Tensor]]
+"""(q, k, v [B, L, H, D], route, block) -> [B, L, H, D] and its log-sum-exp, float32 [B, H, L]. With `means` also
+(..., pooled)."""
 
 BLOCK = 128  # of every kernel
 SMALL = 4096  # tokens below which there is nothing to gain, and blocks are made smaller, in plain torch
@@ -35,11 +34,13 @@ CUDNN_SPARSE = Library(
 @dataclass(frozen=True)
 class SparseKernel(Implementation):
     """fp8: takes q, k and v as `Quantized`, laid out by heads in whole blocks, and its output goes through `finish`.
-    any_block: takes blocks of any length; else 128. counts: rows may keep different numbers."""
+    any_block: takes blocks of any length; else 128. counts: rows may keep different numbers. means: takes a `Pooled`
+    too, what replaces blocks that are not read, and adds it in the same pass."""
 
     fp8: bool = False
     any_block: bool = False
     counts: bool = True
+    means: bool = False
 
 
 def _function(name: str) -> Callable[[], Run]:
@@ -60,6 +61,10 @@ KERNELS: dict[str, SparseKernel] = {
                      Needs(HOPPER, 12, HALF, (64, 128)), CUDNN_SPARSE.why_not),
         SparseKernel("flex", "torch's FlexAttention, blocks of 128", _function("flex.sparse_flex"),
                      Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton),
+        SparseKernel("triton", "our own kernel, bf16, blocks of 128", _function("one_pass.sparse_triton"),
+                     Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton, means=True),
+        SparseKernel("triton-int8", "the same with q and k in int8", _function("one_pass.sparse_triton_int8"),
+                     Needs(AMPERE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, means=True),
         SparseKernel("math", "the formula, blocks of any length: for tests and small videos",
                      _function("reference.sparse_reference"), any_block=True),
     )
