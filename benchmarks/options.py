@@ -47,6 +47,11 @@ SUITES: dict[str, Suite] = {
         ("kernels", "native", "magcache:balanced+sparse:balanced", "magcache:fast+sparse:fast", "sparse:0.875/0@4"),
         takes=("setting", "setup", "layers", "precision", "runs", "steps"),
     ),
+    "attention": Suite(
+        "every dense attention kernel on one layer: time, and error on several kinds of data; tiles of our own",
+        ("1280x720x81", "832x480x81"),
+        takes=("setting", "runs"),
+    ),
     "profile": Suite(
         "the kernels of one forward by class",
         ("1280x720x81",),
@@ -112,6 +117,7 @@ SUITES: dict[str, Suite] = {
     ),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
+ATTENTION_PARTS = ("kernels", "tune")
 EVERYDAY_PARTS = ("on", "other", "off", "cold", "errors")
 NATIVE_PARTS = ("steps", "guided")
 STARTUP_PARTS = ("load", "cold", "ready")

@@ -23,7 +23,7 @@ from wan_core.execution.memory.residency import Residency
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.preview import RGBMap, map_of_channels
 from wan_core.models.wan.config import DiTConfig
-from wan_core.ops.attention.registry import BACKENDS, resolve_attention
+from wan_core.ops.attention.registry import BACKENDS, CHOSEN, resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.pipeline.builder import finish
 from wan_core.pipeline.settings import (
@@ -193,11 +193,11 @@ def run_inputs() -> list[Any]:
         ),
         io.Combo.Input(
             "attention",
-            options=["auto", *BACKENDS],
+            options=[*CHOSEN, *BACKENDS],
             default="auto",
             tooltip="The attention kernel. 'auto' takes the fastest that runs here and changes no numbers; FP8 "
-            "and int8 kernels ('cudnn-fp8', 'te-fp8', 'int8', 'sage') only by name. One that cannot run is refused, "
-            "never replaced silently.",
+            "and int8 kernels ('cudnn-fp8', 'te-fp8', 'int8', 'sage') only by name, or by 'fast', which takes the "
+            "card's first. One that cannot run is refused, never replaced silently.",
         ),
         io.Combo.Input(
             "residency",
