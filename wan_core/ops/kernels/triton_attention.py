@@ -125,14 +125,13 @@ def _attention_kernel(
         chosen = width
         if COUNTS:
             chosen = tl.load(counts + row)
-        for place in range(chosen):
-            first = tl.load(blocks + row * width + place).to(tl.int64) * BLOCK
-            for inner in tl.static_range(0, BLOCK, N):
-                start = first + inner
-                acc, total, largest = _read(
-                    acc, total, largest, query, factor, k_at + start * k_token, unit_at + start,
-                    v_at + start * v_token, keys - start, k_token, v_token, INT8, PARTIAL, N, D,
-                )  # fmt: skip
+        for step in range(chosen * (BLOCK // N)):
+            place = tl.load(blocks + row * width + step // (BLOCK // N))
+            start = place.to(tl.int64) * BLOCK + step % (BLOCK // N) * N
+            acc, total, largest = _read(
+                acc, total, largest, query, factor, k_at + start * k_token, unit_at + start,
+                v_at + start * v_token, keys - start, k_token, v_token, INT8, PARTIAL, N, D,
+            )  # fmt: skip
     else:
         full = keys // N * N
         for _ in range(0, full, N):
