@@ -114,7 +114,9 @@ def native_graph(job: Job, attention: str | None = None, accelerate: dict[str, A
     if job.denoise_only:
         return graph | {"save.latent": node("SaveLatent", samples=["samplers.low", 0], filename_prefix="native")}
     graph["decode"] = node("VAEDecode", samples=["samplers.low", 0], vae=["loaders.vae", 0])
-    return graph | saving("native")
+    graph["save.create"] = node("CreateVideo", images=["decode", 0], fps=16.0)
+    save = node("SaveVideo", video=["save.create", 0], filename_prefix="native", format="auto", codec="auto")
+    return graph | {"save": save}
 
 
 def accelerated_graph(job: Job, attention: str, presets: Mapping[str, str] | None = None) -> Graph:
@@ -206,8 +208,10 @@ def our_graph(job: Job, attention: str = "auto", presets: Mapping[str, str] | No
     )
     if job.denoise_only:
         return graph | {"save.latent": node("SaveLatent", samples=["samplers", 0], filename_prefix="ours")}
-    graph["decode"] = node("WanCoreVAEDecode", tiling="auto", vae=["loaders.vae", 0], latent=["samplers", 0])
-    return graph | saving("ours")
+    graph["decode"] = node(
+        "WanCoreDecodeToVideo", vae=["loaders.vae", 0], latent=["samplers", 0], fps=16.0, encoder="as Save Video"
+    )
+    return graph | {"save": node("SaveVideo", video=["decode", 0], filename_prefix="ours", format="auto", codec="auto")}
 
 
 def skipping_nodes(presets: Mapping[str, str] | None) -> Graph:
@@ -232,14 +236,6 @@ def with_defaults(graph: Graph, kinds: Mapping[str, Any]) -> Graph:
                 inputs[key] = what[0]
         filled[name] = {"class_type": entry["class_type"], "inputs": inputs}
     return filled
-
-
-def saving(name: str) -> Graph:
-    """SaveVideo with its own encoder settings, of the frames of `decode`."""
-    return {
-        "save.create": node("CreateVideo", images=["decode", 0], fps=16.0),
-        "save": node("SaveVideo", video=["save.create", 0], filename_prefix=name, format="auto", codec="auto"),
-    }
 
 
 def middle(job: Job) -> float:

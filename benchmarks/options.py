@@ -104,6 +104,7 @@ SUITES: dict[str, Suite] = {
         ("832x480x81", "1280x720x81"),
         takes=("setup", "layers", "runs", "steps", "scratch"),
     ),
+    "rotation": Suite("the error of linears in FP8 and INT8, rotated or not", ("96x96x17",), takes=("steps",)),
     "small-cards": Suite(
         "four steps of image-to-video from scaled FP8 files on 24, 16 and 12 GiB, and changing a merged LoRA",
         ("640x640x81",),

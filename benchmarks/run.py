@@ -33,6 +33,7 @@ from benchmarks.options import (
 from benchmarks.parallel import parallel_rows
 from benchmarks.peers import PEERS, peer_versions
 from benchmarks.profiling import profile_rows, profile_table
+from benchmarks.rotation import rotation_rows
 from benchmarks.rows import Row, table
 from benchmarks.settings import check_setting
 from benchmarks.setups import find_setup
@@ -63,6 +64,7 @@ MEASURES: dict[str, Rows] = {
     "streaming": streaming_rows,
     "parallel": parallel_rows,
     "gguf": gguf_rows,
+    "rotation": rotation_rows,
     "four-step": four_step_rows,
     "small-cards": small_card_rows,
     "generate": generation_rows,

@@ -83,7 +83,7 @@ def small_card_rows(
     details["model"] = name = "random:i2v-A14B" if device.type == "cuda" else "tiny"
     wanted = [part for part in SMALL_CARD_PARTS if part in (options.setting or ())] or SMALL_CARD_PARTS
     with tempfile.TemporaryDirectory(prefix="wancore-cards-") as folder:
-        files = write_files(device, options.layers, options.scratch or Path(folder))
+        files = write_files(device, options.layers, (options.scratch or Path(folder)) / "models", Path(folder))
         make_room(device)
         for size in sizes:
             if "loras" in wanted:
@@ -102,19 +102,19 @@ def request_of(files: Files, size: str, steps: int | None = None) -> Request:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def write_files(device: torch.device, layers: int | None, folder: Path) -> Files:
-    """The files of the suite `everyday`; on a CPU the embedded model, its experts in FP8."""
+def write_files(device: torch.device, layers: int | None, models: Path, folder: Path) -> Files:
+    """The files of the suite `everyday` in `models`; on a CPU the embedded model in `folder`, its experts in FP8."""
+    write_image(folder)
     if device.type != "cuda":
         return embedded_files(device, folder)
-    write_experts(folder, "i2v", device, layers)
-    write_loras(folder, "i2v", device)
-    write_text_encoder(folder, device)
-    write_vae(folder, device)
-    write_image(folder)
-    experts = {n: str(folder / "diffusion_models" / expert_file("i2v", n, "fp8_scaled", layers)) for n in EXPERTS}
-    text, vae = str(folder / "text_encoders" / TEXT), str(folder / "vae" / VAE)
+    write_experts(models, "i2v", device, layers)
+    write_loras(models, "i2v", device)
+    write_text_encoder(models, device)
+    write_vae(models, device)
+    experts = {n: str(models / "diffusion_models" / expert_file("i2v", n, "fp8_scaled", layers)) for n in EXPERTS}
+    text, vae = str(models / "text_encoders" / TEXT), str(models / "vae" / VAE)
     options = LoadOptions(**experts, text_encoder=text, vae=vae, device=str(device))  # type: ignore[arg-type]
-    loras = tuple(LoraOptions(path=str(folder / "loras" / lora_file("i2v", n)), expert=n) for n in EXPERTS)
+    loras = tuple(LoraOptions(path=str(models / "loras" / lora_file("i2v", n)), expert=n) for n in EXPERTS)
     return Files(options, loras, folder / "input" / IMAGE)
 
 
@@ -126,7 +126,6 @@ def embedded_files(device: torch.device, folder: Path) -> Files:
         save(load_dit(TINY / f"i2v_{name}.safetensors", dtype=torch.float32, quantization=held), experts[name])
     lora = folder / "lora.safetensors"
     write_lora(lora, find_experts(experts["high"]).dit, device)
-    write_image(folder)
     options = LoadOptions(
         task="i2v-tiny",
         high=experts["high"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from . import host
 from .accelerate import WanCoreAccelerate
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
@@ -22,7 +23,7 @@ from .sampling import WanCoreSampler
 from .sparse import WanCoreSparseAttention
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
-from .video import WanCoreVAEDecode, WanCoreVAEEncode
+from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
 
 NODES: list[type[io.ComfyNode]] = [
     WanCoreModelLoader,
@@ -48,11 +49,12 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreAccelerate,
     WanCoreNativePlan,
     WanCoreFromModel,
-    WanCoreAccelerate,
     WanCoreNAG,
+    WanCoreDecodeToVideo,
 ]
 
 
 class WanCoreExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        host.prepare_when_up()
         return NODES

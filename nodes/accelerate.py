@@ -20,7 +20,7 @@ from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.sparsity.schedule import PRESETS, sparse_words
 
 from . import host
-from .schema import aliases
+from .schema import newer
 from .sockets import SKIPPING
 
 OFF = "off"
@@ -35,7 +35,7 @@ class WanCoreAccelerate(io.ComfyNode):
             node_id="WanCoreAccelerate",
             display_name="WanCore Accelerate",
             category="WanCore",
-            **aliases("WanCoreAccelerate"),
+            **newer("WanCoreAccelerate"),
             description="Makes any Wan model of ComfyUI faster where it is: attention by WanCore's kernels, "
             "sparse attention, and step caching. Place it just before the sampler; graphs with two models need one for "
             "each. "

@@ -12,7 +12,7 @@ from wan_core.sampling.cache.curves import SUFFIX
 from wan_core.sampling.cache.magcache import PRESETS
 
 from . import host
-from .schema import ADVANCED, aliases
+from .schema import ADVANCED, newer
 from .skipping import CUSTOM, joined, skipping_input, skipping_output
 
 
@@ -38,7 +38,7 @@ class WanCoreMagCache(io.ComfyNode):
             node_id="WanCoreMagCache",
             display_name="WanCore MagCache",
             category="WanCore",
-            **aliases("WanCoreMagCache"),
+            **newer("WanCoreMagCache"),
             description="Step caching by a curve measured for the model. Skipped steps are decided before the run; the "
             "plan preview shows them.",
             inputs=[
@@ -130,7 +130,7 @@ class WanCoreTaylorSeer(io.ComfyNode):
             node_id="WanCoreTaylorSeer",
             display_name="WanCore TaylorSeer",
             category="WanCore",
-            **aliases("WanCoreTaylorSeer"),
+            **newer("WanCoreTaylorSeer"),
             description="Step caching: computes every n-th step and forecasts the blocks' residual in between. Needs "
             "no curve.",
             inputs=[
@@ -164,7 +164,7 @@ class WanCoreAdaptiveCache(io.ComfyNode):
             node_id="WanCoreAdaptiveCache",
             display_name="WanCore Adaptive Cache",
             category="WanCore",
-            **aliases("WanCoreAdaptiveCache"),
+            **newer("WanCoreAdaptiveCache"),
             description="Step caching by the rate of change of the velocity, measured during the run. The plan can "
             "only show which steps may be skipped.",
             inputs=[

@@ -21,7 +21,7 @@ from . import host
 from .conditioning import on_device
 from .pictures import as_image, shown
 from .plan_inputs import plan_inputs, plan_of
-from .schema import aliases
+from .schema import newer
 from .sockets import CONDITIONING, MODEL, ModelSocket
 
 BESIDE, SHOW = "save beside the model", "only show"
@@ -36,7 +36,7 @@ class WanCoreCalibrate(io.ComfyNode):
             node_id="WanCoreCalibrate",
             display_name="WanCore Calibrate MagCache",
             category="WanCore",
-            **aliases("WanCoreCalibrate"),
+            **newer("WanCoreCalibrate"),
             description="Runs a few videos in full and measures how the magnitude of the model's residual changes from "
             "step to step: the curve that MagCache needs. Saved beside the model, it is found automatically.",
             inputs=[

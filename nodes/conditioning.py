@@ -17,8 +17,8 @@ from wan_core.pipeline.images import pixels_to_video, video_to_pixels
 from wan_core.sampling.conditioning import Conditioning, empty_latents
 
 from . import host
-from .schema import aliases
-from .sockets import CONDITIONING, TextSocket
+from .schema import newer
+from .sockets import CONDITIONING, TextSocket, VAESocket
 
 LATENT_TYPES: dict[str, VAEConfig] = {"Wan 2.1 VAE (A14B, tiny)": VAE_21, "Wan 2.2 VAE (TI2V-5B)": VAE_22}
 MAX_SIDE, MAX_FRAMES, MAX_BATCH = 8192, 4001, 64
@@ -91,7 +91,7 @@ class WanCoreTextEncode(io.ComfyNode):
             node_id="WanCoreTextEncode",
             display_name="WanCore Text Encode",
             category="WanCore",
-            **aliases("WanCoreTextEncode"),
+            **newer("WanCoreTextEncode"),
             description="Encodes both prompts in one pass. The same text never runs the encoder twice.",
             inputs=[
                 io.Clip.Input("clip", tooltip="A UMT5 text encoder: WanCore's, or ComfyUI's CLIPLoader of type wan."),
@@ -136,7 +136,7 @@ class WanCoreEmptyLatent(io.ComfyNode):
             node_id="WanCoreEmptyLatent",
             display_name="WanCore Empty Latent",
             category="WanCore",
-            **aliases("WanCoreEmptyLatent"),
+            **newer("WanCoreEmptyLatent"),
             description="The size and length of a video, checked against what Wan can make.",
             inputs=[
                 *size_inputs(),
@@ -178,7 +178,7 @@ class WanCoreImageToVideo(io.ComfyNode):
             node_id="WanCoreImageToVideo",
             display_name="WanCore Image to Video",
             category="WanCore",
-            **aliases("WanCoreImageToVideo"),
+            **newer("WanCoreImageToVideo"),
             description="Adds a first frame, a last frame or both to the conditioning of an image-to-video model.",
             inputs=[
                 io.Conditioning.Input("positive", tooltip="The encoded prompt."),
@@ -238,8 +238,11 @@ class WanCoreImageToVideo(io.ComfyNode):
             check_first(first.shape[2], frames, task.vae)
             samples, unknown = hold_first(vae.encode(video_to_pixels(first)), latents)
             return io.NodeOutput(positive, negative, {"samples": samples, "noise_mask": unknown})
-        clip, unknown = known_frames(first, last, frames)
-        known = vae.encode(video_to_pixels(clip))
+        if isinstance(vae, VAESocket):
+            known, unknown = vae.encode_known(first, last, frames)
+        else:
+            clip, unknown = known_frames(first, last, frames)
+            known = vae.encode(video_to_pixels(clip))
         values = {"concat_latent_image": known, "concat_mask": frame_mask(unknown, known)}
         if clip_vision_output is not None:
             values["clip_vision_output"] = clip_vision_output

@@ -24,7 +24,7 @@ from . import host
 from .files import fingerprint
 from .model_loader import check_choices, hold, info_of, run_inputs, socket_of
 from .native_model import NativeModel, read_native
-from .schema import aliases
+from .schema import newer
 from .sockets import MODEL
 from .workers import WorkersSocket, workers_input
 
@@ -45,7 +45,7 @@ class WanCoreFromModel(io.ComfyNode):
             node_id="WanCoreFromModel",
             display_name="WanCore from MODEL",
             category="WanCore",
-            **aliases("WanCoreFromModel"),
+            **newer("WanCoreFromModel"),
             description="Takes ComfyUI's own MODELs (Load Diffusion Model, LoRA loaders, ModelSamplingSD3) for the "
             "WanCore Sampler. Files, LoRAs with their strengths and the shift are taken over; what cannot be is named.",
             inputs=[
@@ -105,7 +105,11 @@ class WanCoreFromModel(io.ComfyNode):
         shift = _shift(natives)
         socket = replace(socket_of(options, settings, held, workers), loras=loras, shift=shift)
         lines = [info_of(settings)]
-        lines += [f"{expert}: {one.words('attached')}" for expert, wanted in loras.items() for one in wanted]
+        lines += [
+            f"{expert}: {one.words(settings.parts[expert].lora_words)}"
+            for expert, wanted in loras.items()
+            for one in wanted
+        ]
         lines += [f"shift {shift:g}, as ModelSamplingSD3 set it" if shift else "no ModelSamplingSD3: its own shift"]
         lines += [note for native in natives.values() for note in native.notes]
         info = "\n".join(lines)

@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from wan_core.config import GuidanceOptions, SkipOptions
 
-from .schema import aliases
+from .schema import newer
 from .skipping import joined, skipping_input, skipping_output
 
 
@@ -19,7 +19,7 @@ class WanCoreGuidanceSchedule(io.ComfyNode):
             node_id="WanCoreGuidanceSchedule",
             display_name="WanCore Guidance Schedule",
             category="WanCore",
-            **aliases("WanCoreGuidanceSchedule"),
+            **newer("WanCoreGuidanceSchedule"),
             description="Runs some steps without the unconditional branch, which halves their time.",
             inputs=[
                 io.Float.Input(

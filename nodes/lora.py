@@ -14,7 +14,7 @@ from wan_core.pipeline.sources import TINY_LORAS
 
 from . import host
 from .files import fingerprint, locate
-from .schema import aliases
+from .schema import newer
 from .sockets import MODEL, ModelSocket
 
 LORA_STACK = io.Custom("LORA_STACK")  # of other packs: [(name in models/loras, strength, strength for CLIP), ...]
@@ -46,7 +46,7 @@ class WanCoreLoRA(io.ComfyNode):
             node_id="WanCoreLoRA",
             display_name="WanCore LoRA",
             category="WanCore",
-            **aliases("WanCoreLoRA"),
+            **newer("WanCoreLoRA"),
             description="Puts a LoRA on a model: merged into the weights, or beside those that stay packed. Can be "
             "chained.",
             inputs=[
@@ -131,7 +131,9 @@ class WanCoreLoRA(io.ComfyNode):
         ]
         lines += [f"warning: {note}" for note in notes_of(loras)]
         info = "\n".join(lines) or "no LoRA"
-        return io.NodeOutput(replace(model, loras=loras), info, ui=ui.PreviewText(info))
+        changed = replace(model, loras=loras)
+        changed.read_ahead()
+        return io.NodeOutput(changed, info, ui=ui.PreviewText(info))
 
 
 def _files(high: str | None, low: str | None) -> dict[str, Path]:

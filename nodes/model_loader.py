@@ -38,7 +38,7 @@ from wan_core.sampling.plan import Expert
 
 from . import host
 from .files import TINY_T2V, embedded_expert, fingerprint, locate, name_of, words_of
-from .schema import ADVANCED, aliases
+from .schema import ADVANCED, newer
 from .sockets import MODEL, ModelSocket
 from .workers import WorkersSocket, workers_input
 
@@ -55,7 +55,7 @@ class WanCoreModelLoader(io.ComfyNode):
             node_id="WanCoreModelLoader",
             display_name="WanCore Model Loader",
             category="WanCore",
-            **aliases("WanCoreModelLoader"),
+            **newer("WanCoreModelLoader"),
             description="Recognises one or two Wan transformers by their contents. Weights are read when first used.",
             inputs=[
                 *_file_inputs(),
@@ -129,6 +129,7 @@ class WanCoreModelLoader(io.ComfyNode):
         settings = resolve_settings(find_experts(*paths), options, device)
         rgb = TINY_MAP if high in embedded_expert("high") else None
         model = socket_of(options, settings, hold(settings), workers, rgb)
+        model.read_ahead()
         info = info_of(settings)
         return io.NodeOutput(model, info, ui=ui.PreviewText(info))
 
@@ -151,7 +152,9 @@ def socket_of(
     rgb: RGBMap | None = None,
 ) -> ModelSocket:
     """rgb: how previews are coloured; None: as the VAE that belongs to the model."""
-    return ModelSocket(options, settings, held, rgb or map_of_channels(settings.found.vae.z_dim), workers=workers)
+    colours = rgb or map_of_channels(settings.found.vae.z_dim)
+    kernels = host.prepare_kernels(settings) if workers is None else None
+    return ModelSocket(options, settings, held, colours, workers=workers, kernels=kernels)
 
 
 def _file_inputs() -> list[Any]:
@@ -181,12 +184,12 @@ def run_inputs() -> list[Any]:
             options=list(PRECISIONS),
             default="checkpoint",
             tooltip="What the transformer computes in. 'checkpoint': bf16 on a GPU, fp32 on a CPU, and weights "
-            "that the file packs (GGUF, NVFP4, MXFP8) stay packed in memory; fp16 is "
+            "that the file packs (GGUF, NVFP4, MXFP8, INT8) stay packed in memory; fp16 is "
             "never used, because Wan's activations overflow in it. 'fp8' multiplies the blocks' matrices in "
             "FP8, faster and in half the memory, with a scale for every row ('-tensor', '-block': for those); "
             "it needs a GPU with FP8 units (Ada or newer, for '-block' Hopper). 'te-...' does so with the "
             "kernels of Transformer Engine, which must be installed. 'fp8-weights' only stores FP8: half the "
-            "memory on any GPU, no faster.",
+            "memory on any GPU, no faster. 'int8' multiplies in INT8, rotated, from Turing on.",
         ),
         io.Combo.Input(
             "attention",
@@ -262,10 +265,12 @@ def check_choices(precision: str | None, keep_blocks: int, attention: str | None
 def _computing(settings: ModelSettings) -> str:
     dtype, kept = name_of(settings.dtype), settings.keep_blocks
     if settings.precision == PACKED:
-        return f"{dtype}, weights as they are stored"
-    if settings.precision not in QUANTIZED:
+        said = f"{dtype}, weights as they are stored"
+    elif settings.precision in QUANTIZED:
+        said = f"{dtype}, blocks{f' but the first and last {kept}' if kept else ''} in {settings.precision}"
+    else:
         return dtype
-    return f"{dtype}, blocks{f' but the first and last {kept}' if kept else ''} in {settings.precision}"
+    return said + (f" ({settings.precision_why})" if settings.precision_why else "")
 
 
 def info_of(settings: ModelSettings) -> str:

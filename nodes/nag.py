@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from wan_core.config import NagOptions
 from wan_core.models.wan.families import NAG
 
-from .schema import aliases
+from .schema import newer
 from .sockets import CONDITIONING
 
 
@@ -21,7 +21,7 @@ class WanCoreNAG(io.ComfyNode):
             node_id="WanCoreNAG",
             display_name="WanCore NAG",
             category="WanCore",
-            **aliases("WanCoreNAG"),
+            **newer("WanCoreNAG"),
             description="Lets a negative prompt count in steps whose guidance is 1, as with four-step LoRAs: inside "
             "cross-attention (normalized attention guidance), at a few percent of the time.",
             inputs=[

@@ -9,7 +9,7 @@ from comfy_api.latest import io, ui
 from wan_core.workers.options import ALLOW_CPU, WorkerOptions, parse_devices
 
 from . import host
-from .schema import ADVANCED, aliases
+from .schema import ADVANCED, newer
 from .workers import WORKERS, WorkersSocket
 
 
@@ -22,7 +22,7 @@ class WanCoreLauncher(io.ComfyNode):
             node_id="WanCoreLauncher",
             display_name="WanCore Launcher",
             category="WanCore",
-            **aliases("WanCoreLauncher"),
+            **newer("WanCoreLauncher"),
             description="Starts one worker process for each GPU. Connect it to the loaders: sampling, decoding and "
             "text then run there, on all GPUs together.",
             inputs=[

@@ -8,6 +8,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import SkipOptions
+from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.plan import MAX_STEPS, SCHEDULES, Plan
 from wan_core.sampling.presets import CHOICES, preset_plan
@@ -17,9 +18,15 @@ from wan_core.sampling.window import Window
 from .schema import ADVANCED
 from .sockets import ModelSocket
 
-OWN = "0: the model's own"
 LAST = 10000  # an end step beyond every schedule
 SWITCH = ["enable", "disable"]  # as ComfyUI's KSamplerAdvanced has them
+RELEASES = ("t2v-A14B", "i2v-A14B", "ti2v-5B")  # those whose numbers tooltips name
+
+
+def own(field: str) -> str:
+    """What 0 stands for, in words."""
+    numbers = ", ".join(f"{name} {getattr(TASKS[name], field):g}" for name in RELEASES if getattr(TASKS[name], field))
+    return f"0: the model's own ({numbers})"
 
 
 def plan_inputs() -> list[Any]:
@@ -30,7 +37,7 @@ def plan_inputs() -> list[Any]:
             default=0,
             min=0,
             max=MAX_STEPS,
-            tooltip=f"How many steps from noise to video. {OWN} (A14B 40, TI2V-5B 50, embedded 20).",
+            tooltip=f"How many steps from noise to video. {own('steps')}.",
         ),
         io.Float.Input(
             "shift",
@@ -39,7 +46,7 @@ def plan_inputs() -> list[Any]:
             max=100.0,
             step=0.1,
             round=0.001,
-            tooltip=f"Larger spends more of the steps on high noise. {OWN} (12 for text, 5 for image to video).",
+            tooltip=f"Larger spends more of the steps on high noise. {own('shift')}.",
         ),
         io.Float.Input(
             "boundary",
@@ -50,7 +57,7 @@ def plan_inputs() -> list[Any]:
             step=0.005,
             round=0.0001,
             tooltip="The high-noise expert runs the steps with at least this share of noise, the low-noise expert the "
-            f"rest. {OWN} (0.875 for text, 0.9 for image to video).",
+            f"rest. {own('boundary')}.",
         ),
         io.Float.Input(
             "guidance_high",
@@ -60,7 +67,7 @@ def plan_inputs() -> list[Any]:
             step=0.1,
             round=0.01,
             tooltip="How strongly the high-noise steps follow the prompt (CFG). 1 turns guidance off, which halves the "
-            f"time. {OWN}.",
+            f"time. {own('guidance_high')}.",
         ),
         io.Float.Input(
             "guidance_low",
@@ -69,7 +76,7 @@ def plan_inputs() -> list[Any]:
             max=100.0,
             step=0.1,
             round=0.01,
-            tooltip=f"The same for the low-noise steps. {OWN}.",
+            tooltip=f"The same for the low-noise steps. {own('guidance_low')}.",
         ),
         io.Combo.Input(
             "solver",

@@ -10,7 +10,7 @@ from wan_core.config import OptionError
 from wan_core.pipeline.evaluate.compare import MOST_PSNR, compare, find_perceptual
 from wan_core.pipeline.evaluate.pictures import side_by_side
 
-from .schema import aliases
+from .schema import newer
 
 
 class WanCoreCompare(io.ComfyNode):
@@ -22,7 +22,7 @@ class WanCoreCompare(io.ComfyNode):
             node_id="WanCoreCompare",
             display_name="WanCore Quality Comparison",
             category="WanCore",
-            **aliases("WanCoreCompare"),
+            **newer("WanCoreCompare"),
             description="Compares a video with the full run's video of the same seed: PSNR, SSIM, a perceptual "
             "distance and flicker.",
             inputs=[

@@ -14,7 +14,7 @@ from wan_core.sampling.plan_drawing import draw_plan
 
 from .pictures import as_image, shown
 from .plan_inputs import LAST, plan_inputs, plan_of, preset_input, window_inputs, window_of
-from .schema import ADVANCED, aliases
+from .schema import ADVANCED, newer
 from .sockets import MODEL, REPORT, SKIPPING, ModelSocket
 
 
@@ -27,7 +27,7 @@ class WanCorePlanPreview(io.ComfyNode):
             node_id="WanCorePlanPreview",
             display_name="WanCore Plan Preview",
             category="WanCore",
-            **aliases("WanCorePlanPreview"),
+            **newer("WanCorePlanPreview"),
             description="Shows sigma, expert and guidance of every step as text and as a picture, without loading the "
             "model.",
             inputs=[
@@ -128,7 +128,7 @@ class WanCoreReport(io.ComfyNode):
             node_id="WanCoreReport",
             display_name="WanCore Report",
             category="WanCore",
-            **aliases("WanCoreReport"),
+            **newer("WanCoreReport"),
             description="Phases, memory and settings of a run, as text and as a picture.",
             inputs=[
                 REPORT.Input("report", tooltip="From the sampler, or from WanCore VAE Decode, which adds the decoding.")

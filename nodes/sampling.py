@@ -30,7 +30,7 @@ from . import host
 from .conditioning import on_device
 from .files import name_of
 from .plan_inputs import LAST, SWITCH, plan_inputs, plan_of, preset_input, window_inputs, window_of
-from .schema import ADVANCED, aliases
+from .schema import ADVANCED, newer
 from .sockets import CONDITIONING, MODEL, REPORT, SKIPPING, ModelSocket
 from .watching import Watcher, relieve_once
 
@@ -46,7 +46,7 @@ class WanCoreSampler(io.ComfyNode):
             node_id="WanCoreSampler",
             display_name="WanCore Sampler",
             category="WanCore",
-            **aliases("WanCoreSampler"),
+            **newer("WanCoreSampler"),
             description="Runs both experts over the steps of a plan. Numbers left at 0 come from the model.",
             inputs=[
                 MODEL.Input("model", tooltip="From the WanCore Model Loader."),

@@ -1,5 +1,5 @@
-"""What newer versions of ComfyUI can say of a node, and older ones cannot: inputs that are folded away, and words by
-which the page's search finds a node."""
+"""What newer versions of ComfyUI can be told of a node, and older ones cannot: inputs that are folded away, words by
+which the page's search finds a node, text that is shown again when a result comes from the cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,16 @@ ALIASES = {
 }  # fmt: skip
 
 
-def aliases(node_id: str) -> dict[str, Any]:
-    """For `io.Schema`, where it has them."""
-    known = "search_aliases" in getattr(io.Schema, "__dataclass_fields__", {})
-    return {"search_aliases": list(ALIASES[node_id])} if known else {}
+# Nodes that are no outputs and show text: it is shown again when their result comes from the cache.
+SHOWS_TEXT = (
+    "WanCoreModelLoader", "WanCoreTextEncoderLoader", "WanCoreVAELoader", "WanCoreLoRA", "WanCoreLauncher",
+    "WanCoreSampler", "WanCoreFromModel", "WanCoreAccelerate", "WanCoreTextEncode", "WanCoreNAG", "WanCoreMagCache",
+    "WanCoreTaylorSeer", "WanCoreAdaptiveCache", "WanCoreGuidanceSchedule", "WanCoreSparseAttention",
+)  # fmt: skip
+
+
+def newer(node_id: str) -> dict[str, Any]:
+    """For `io.Schema`, as far as the running version has it."""
+    fields = getattr(io.Schema, "__dataclass_fields__", {})
+    told = {"search_aliases": list(ALIASES[node_id]), "has_intermediate_output": node_id in SHOWS_TEXT}
+    return {name: value for name, value in told.items() if name in fields}

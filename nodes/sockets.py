@@ -9,9 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from comfy_api.latest import io
 from torch import Tensor
 
@@ -25,10 +27,21 @@ from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels import fused
 from wan_core.pipeline.host_planning import host_room, plan_host
-from wan_core.pipeline.images import decode_images, encode_images
+from wan_core.pipeline.images import (
+    Made,
+    Pieces,
+    collect_images,
+    decode_to,
+    encode_images,
+    encode_video,
+    images_shape,
+    pixels_to_video,
+    video_to_pixels,
+)
 from wan_core.pipeline.loras import Wanted, lora_bytes
 from wan_core.pipeline.memory_planning import decode_bytes, forward_bytes
 from wan_core.pipeline.model_parts import Experts
@@ -56,6 +69,7 @@ class ModelSocket:
     loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
     workers: Any = None  # WorkersSocket: they load and run it
     shift: float | None = None  # that came with the model; None: the task's own
+    kernels: str | None = None  # those that are being prepared, see `host.prepare_kernels`
 
     @property
     def experts(self) -> Experts:
@@ -94,6 +108,7 @@ class ModelSocket:
         host.show(f"{'LoRAs of' if loaded else 'loading'} the {held.name} ...")
         with report.phase(f"load {expert}"):
             host.load(together, memory)
+            host.background.wait(self.kernels)
             return held.ready(loras)
 
     def _plan_host(self) -> list[str]:
@@ -104,6 +119,12 @@ class ModelSocket:
         for name, part in parts.items():
             self.held[name].wait(part, plan.copies(name))
         return [f"{name}: weights stay in the mapped file, pinned memory is short" for name in sorted(plan.mapped)]
+
+    def read_ahead(self) -> None:
+        """Begin to read the experts, where everything fits beside them."""
+        if self.workers is None and self.options.residency in ("auto", "resident"):
+            held = {name: one for name, one in self.held.items() if name == "high" or one is not self.held["high"]}
+            host.read_ahead(list(held.values()), [self.loras_of(name) for name in held])
 
     def prefetch(self, expert: Expert, other: Expert, runs: int) -> None:
         """The next `runs` runs of the blocks of `expert` are the last before `other` is acquired: if both stream, copy
@@ -213,11 +234,29 @@ class VAESocket:
     def patcher(self) -> host.Held:
         return self.held
 
+    def decode_to(
+        self,
+        samples: Tensor,
+        report: Report,
+        consume: Callable[[Pieces], Made],
+        *,
+        dtype: torch.dtype = torch.float32,
+        tile: TileSpec | None,
+        on_frames: Callable[[int, int], None],
+        rest: str = "decode",
+    ) -> Made:
+        """As `images.decode_to`."""
+        vae = self._use(*samples.shape[-2:])
+        given = {"dtype": dtype, "tile": tile, "on_frames": on_frames, "rest": rest}
+        return decode_to(vae, samples, report, consume, **given)
+
     def decode_images(
         self, samples: Tensor, report: Report, tile: TileSpec | None, on_frames: Callable[[int, int], None]
     ) -> Tensor:
         """Latents [B, C, T, Y, X] -> pictures [B * F, H, W, 3]."""
-        return decode_images(self._use(*samples.shape[-2:]), samples, report, tile=tile, on_frames=on_frames)
+        images = torch.empty(images_shape(self.config, samples))
+        collect = partial(collect_images, images=images)
+        return self.decode_to(samples, report, collect, tile=tile, on_frames=on_frames)
 
     # What ComfyUI's own nodes call.
 
@@ -234,6 +273,15 @@ class VAESocket:
         video = (pixels[0] if pixels.ndim == 5 else pixels)[..., :3]
         stride = self.config.spatial_stride
         return host.to_intermediate(encode_images(self._use(video.shape[1] // stride, video.shape[2] // stride), video))
+
+    def encode_known(self, first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
+        """As `known_frames`, and the latents of its clip instead of the clip, which exists on the device alone."""
+        place = {"device": host.device(), "dtype": self.held.part.dtype}
+        ends = (None if end is None else pixels_to_video(video_to_pixels(end)).to(**place) for end in (first, last))
+        clip, unknown = known_frames(*ends, frames)
+        stride = self.config.spatial_stride
+        vae = self._use(clip.shape[3] // stride, clip.shape[4] // stride)
+        return host.to_intermediate(encode_video(vae, clip)), unknown.float().cpu()
 
     def encode_tiled(self, pixels: Tensor, **_: Any) -> Tensor:
         return self.encode(pixels)

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from wan_core.config import SPARSE_KERNELS, SkipOptions, SparseOptions
 from wan_core.sampling.sparsity.schedule import PRESETS
 
-from .schema import ADVANCED, aliases
+from .schema import ADVANCED, newer
 from .skipping import CUSTOM, joined, skipping_input, skipping_output
 
 
@@ -94,7 +94,7 @@ class WanCoreSparseAttention(io.ComfyNode):
             node_id="WanCoreSparseAttention",
             display_name="WanCore Sparse Attention",
             category="WanCore",
-            **aliases("WanCoreSparseAttention"),
+            **newer("WanCoreSparseAttention"),
             description="Block-sparse self-attention: every layer selects the key blocks with the most attention and "
             "reads only those. Saves most at 720p, where attention takes most of the time; small videos gain "
             "nothing. The plan preview shows the share of keys per step.",

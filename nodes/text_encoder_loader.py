@@ -13,7 +13,7 @@ from wan_core.pipeline.sources import recognise
 
 from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of
-from .schema import ADVANCED, aliases
+from .schema import ADVANCED, newer
 from .sockets import TextSocket
 from .workers import RemoteText, WorkersSocket, workers_input
 
@@ -29,7 +29,7 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
             node_id="WanCoreTextEncoderLoader",
             display_name="WanCore Text Encoder Loader",
             category="WanCore",
-            **aliases("WanCoreTextEncoderLoader"),
+            **newer("WanCoreTextEncoderLoader"),
             description="A UMT5 text encoder. Its output also feeds ComfyUI's own CLIP Text Encode.",
             inputs=[
                 io.Combo.Input(
@@ -77,6 +77,7 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         held = host.Held("text encoder", PartToLoad(part, dtype, quantization), residency=streaming)
         words = words_of(part, name_of(dtype))
         if workers is None:
+            host.read_ahead([held], [()])
             return io.NodeOutput(TextSocket(held), ui=ui.PreviewText(words))
         spec = {"path": str(part.path), "precision": precision}
         return io.NodeOutput(RemoteText(held, workers, spec), ui=ui.PreviewText(words))

@@ -14,7 +14,7 @@ from wan_core.pipeline.sources import recognise
 
 from . import host
 from .files import TINY_T2V, embedded, fingerprint, locate, name_of, refusal, words_of
-from .schema import ADVANCED, aliases
+from .schema import ADVANCED, newer
 from .sockets import VAESocket
 from .workers import RemoteVAE, WorkersSocket, workers_input
 
@@ -30,7 +30,7 @@ class WanCoreVAELoader(io.ComfyNode):
             node_id="WanCoreVAELoader",
             display_name="WanCore VAE Loader",
             category="WanCore",
-            **aliases("WanCoreVAELoader"),
+            **newer("WanCoreVAELoader"),
             description="A Wan video VAE. Its output also feeds ComfyUI's own VAE Decode and WanImageToVideo.",
             inputs=[
                 io.Combo.Input(
@@ -68,6 +68,7 @@ class WanCoreVAELoader(io.ComfyNode):
         dtype = compute_dtype(precision, host.device() if workers is None else workers.device)
         held, words = host.Held("VAE", PartToLoad(part, dtype), _optimized), words_of(part, name_of(dtype))
         if workers is None:
+            host.read_ahead([held], [()])
             return io.NodeOutput(VAESocket(held), ui=ui.PreviewText(words))
         spec = {"path": str(part.path), "precision": precision}
         return io.NodeOutput(RemoteVAE(held, workers, spec), ui=ui.PreviewText(words))

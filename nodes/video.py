@@ -1,17 +1,22 @@
-"""Nodes that decode latents to frames and encode frames to latents."""
+"""Nodes that decode latents to frames or to a video file, and encode frames to latents."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from comfy_api.latest import io
 from torch import Tensor
 
+from wan_core.config import check_choice
 from wan_core.execution.report import Report
+from wan_core.media.mp4 import Encoder, Sound, checked_rate, write_mp4
 from wan_core.models.vae.tiling import TileSpec
+from wan_core.pipeline.images import each_once
 
 from . import host
-from .schema import ADVANCED, aliases
+from .schema import ADVANCED, newer
 from .sockets import REPORT, VAESocket
 
 
@@ -24,7 +29,7 @@ class WanCoreVAEDecode(io.ComfyNode):
             node_id="WanCoreVAEDecode",
             display_name="WanCore VAE Decode",
             category="WanCore",
-            **aliases("WanCoreVAEDecode"),
+            **newer("WanCoreVAEDecode"),
             description="Decodes a few frames at a time, in tiles if the whole picture does not fit into memory.",
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
@@ -54,10 +59,103 @@ class WanCoreVAEDecode(io.ComfyNode):
                 samples, report, tile, lambda done, total: bar.update(done, total, f"frame {done} of {total}")
             )
         else:
-            with report.phase("decode"):
-                sides = {} if tile is None else {"tile_x": tile.width, "tile_y": tile.height, "overlap": tile.overlap}
-                images = (vae.decode_tiled(samples, **sides) if tile else vae.decode(samples)).flatten(0, -4)
+            images = _decode_native(vae, samples, tile, report)
         return io.NodeOutput(host.to_intermediate(images), report)
+
+
+ENCODERS: dict[str, Encoder] = {
+    "as Save Video": Encoder(crf=23, threads="slices"),
+    "frame threads": Encoder(crf=23),
+    "fast": Encoder(crf=23, preset="veryfast"),
+}
+"""What people choose -> settings. Save Video has those of libx264 itself, and PyAV's threads."""
+
+
+class WanCoreDecodeToVideo(io.ComfyNode):
+    """Decode latents and encode H.264 at the same time."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreDecodeToVideo",
+            display_name="WanCore Decode to Video",
+            category="WanCore",
+            description="Decodes a few frames at a time and encodes them as H.264 while the next ones are decoded. "
+            "Save Video stores the result without encoding it again.",
+            inputs=[
+                io.Vae.Input("vae", tooltip="The VAE that belongs to the model: WanCore's or ComfyUI's own."),
+                io.Latent.Input("latent", tooltip="From the sampler. It can be decoded again if decoding fails."),
+                io.Float.Input(
+                    "fps", default=16.0, min=0.01, max=1000.0, step=0.01, tooltip="Wan A14B: 16, TI2V-5B: 24."
+                ),
+                io.Combo.Input(
+                    "encoder",
+                    options=list(ENCODERS),
+                    default="as Save Video",
+                    tooltip="'as Save Video': the same settings (crf 23, medium). 'frame threads': the same quality, "
+                    "on more CPU cores. 'fast': preset veryfast, larger files of the same quality.",
+                ),
+                io.Combo.Input(
+                    "tiling",
+                    options=["auto", "always"],
+                    default="auto",
+                    tooltip="'auto': the whole picture, or tiles if it does not fit into memory. 'always': tiles.",
+                ),
+                io.Audio.Input("audio", optional=True, tooltip="Sound of the video; it is cut where the frames end."),
+                REPORT.Input("report", optional=True, tooltip="The sampler's report, to which the decoding is added."),
+            ],
+            outputs=[
+                io.Video.Output("video", display_name="video", tooltip="For Save Video."),
+                REPORT.Output("report_out", display_name="report", tooltip="The report with the decoding added."),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        vae: Any,
+        latent: dict[str, Any],
+        fps: float,
+        encoder: str,
+        tiling: str,
+        audio: dict[str, Any] | None = None,
+        report: Report | None = None,
+    ) -> io.NodeOutput:
+        report = Report(host.device()) if report is None else report.branch()
+        samples, tile, path = latent["samples"], TileSpec() if tiling == "always" else None, host.temporary_video()
+        rate = checked_rate(fps)
+        check_choice("encoder", encoder, tuple(ENCODERS))
+        write = partial(write_mp4, path, fps=rate, encoder=ENCODERS[encoder], sound=_sound(audio))
+        if isinstance(vae, VAESocket):
+            bar = host.Progress(1)
+            vae.decode_to(
+                samples,
+                report,
+                lambda pieces: write(each_once(pieces)),
+                dtype=torch.uint8,
+                tile=tile,
+                on_frames=lambda done, total: bar.update(done, total, f"frame {done} of {total}"),
+                rest="write",
+            )
+        else:
+            images = _decode_native(vae, samples, tile, report)
+            with report.phase("write"):
+                write((image * 255).round().clamp(0, 255).byte().numpy() for image in images.cpu())
+        return io.NodeOutput(host.video_of(path), report)
+
+
+def _sound(audio: dict[str, Any] | None) -> Sound | None:
+    """Of the first entry of ComfyUI's AUDIO. Raises OptionError."""
+    if audio is None:
+        return None
+    return Sound(audio["waveform"][0].cpu().float().numpy(), int(audio["sample_rate"]))
+
+
+def _decode_native(vae: Any, samples: Tensor, tile: TileSpec | None, report: Report) -> Tensor:
+    """Pictures [F, H, W, 3] in 0..1 by a VAE of ComfyUI's own."""
+    with report.phase("decode"):
+        sides = {} if tile is None else {"tile_x": tile.width, "tile_y": tile.height, "overlap": tile.overlap}
+        return (vae.decode_tiled(samples, **sides) if tile else vae.decode(samples)).flatten(0, -4)
 
 
 class WanCoreVAEEncode(io.ComfyNode):
@@ -69,7 +167,7 @@ class WanCoreVAEEncode(io.ComfyNode):
             node_id="WanCoreVAEEncode",
             display_name="WanCore VAE Encode",
             category="WanCore",
-            **aliases("WanCoreVAEEncode"),
+            **newer("WanCoreVAEEncode"),
             description="Encodes a video's frames a few at a time.",
             inputs=[
                 io.Vae.Input("vae", tooltip="A Wan VAE: WanCore's or ComfyUI's own."),

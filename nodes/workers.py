@@ -15,6 +15,8 @@ from wan_core.config import LoraOptions
 from wan_core.execution.report import Report
 from wan_core.models.text.notes import TokenCount
 from wan_core.models.vae.tiling import TileSpec
+from wan_core.models.wan.families.wan.inputs import known_frames
+from wan_core.pipeline.images import Made, Pieces, video_to_pixels
 from wan_core.pipeline.memory_planning import decode_bytes
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.plan import Plan
@@ -97,13 +99,21 @@ class RemoteVAE(VAESocket):
         super().__init__(held)
         self.workers, self.spec = workers, spec
 
-    def decode_images(
-        self, samples: Tensor, report: Report, tile: TileSpec | None, on_frames: Callable[[int, int], None]
-    ) -> Tensor:
+    def decode_to(
+        self,
+        samples: Tensor,
+        report: Report,
+        consume: Callable[[Pieces], Made],
+        *,
+        dtype: torch.dtype = torch.float32,
+        tile: TileSpec | None,
+        on_frames: Callable[[int, int], None],
+        rest: str = "decode",
+    ) -> Made:
         workers = self.workers.ready(self._bytes(*samples.shape[-2:]))
         tiles = None if tile is None else asdict(tile)
-        poll = host.check_interruption
-        return remote.decode(workers, self.spec, samples, report, tile=tiles, on_frames=on_frames, poll=poll)
+        given = {"tile": tiles, "on_frames": on_frames, "rest": rest, "poll": host.check_interruption}
+        return remote.decode_to(workers, self.spec, samples, report, consume, dtype=dtype, **given)
 
     def encode(self, pixels: Tensor) -> Tensor:
         video = (pixels[0] if pixels.ndim == 5 else pixels)[..., :3]
@@ -111,6 +121,10 @@ class RemoteVAE(VAESocket):
         workers = self.workers.ready(self._bytes(video.shape[1] // stride, video.shape[2] // stride))
         latents = remote.encode(workers, self.spec, video.contiguous(), poll=host.check_interruption)
         return host.to_intermediate(latents)
+
+    def encode_known(self, first: Tensor | None, last: Tensor | None, frames: int) -> tuple[Tensor, Tensor]:
+        clip, unknown = known_frames(first, last, frames)
+        return self.encode(video_to_pixels(clip)), unknown
 
     def _bytes(self, rows: int, columns: int) -> int:
         return self.held.size + decode_bytes(self.config, rows, columns) // len(self.workers.workers.options.devices)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.comfyui import Client, ComfyUI, Graph, Refused, Run, make_base, python_of
+from benchmarks.comfyui import QUIET, Client, ComfyUI, Graph, Refused, Run, make_base, python_of
 
-__all__ = ["Client", "ComfyUI", "Graph", "Refused", "Run", "find_comfyui", "make_base", "python_of"]
+__all__ = ["QUIET", "Client", "ComfyUI", "Graph", "Refused", "Run", "find_comfyui", "make_base", "python_of"]
 
 
 def find_comfyui(default: str = "~/comfy/ComfyUI", variable: str = "COMFYUI_PATH") -> Path:

@@ -1,4 +1,4 @@
-"""Write `workflows/` from the descriptions below: `<name>.json` for ComfyUI's page, `api/<name>.json` for its API.
+"""Write `workflows/` from the descriptions below: `<title>.json` for ComfyUI's page, `api/<name>.json` for its API.
 
     python tools/make_workflows.py              write the files
     python tools/make_workflows.py --check      exit 1, naming the files, if they are not what this would write
@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.page_form import NATIVE_SCHEMAS, ROOT, Workflow, native_schema, read_schemas
+from tools.page_form import NATIVE_SCHEMAS, ROOT, Workflow, native_schema, read_schemas, title_of
 from tools.template_workflows import wan22_5b, wan22_first_last_frame, wan22_image_to_video, wan22_text_to_video
 from tools.workflow_parts import (
     NARROW,
@@ -99,7 +99,7 @@ def image_to_video_wan21(flow: Workflow) -> None:
     vae = flow.add("WanCoreVAELoader", vae="wan_2.1_vae.safetensors", space=60)
     flow.column("First frame", -500, 460, y=560)
     picture = flow.add("LoadImage", image="example.png", space=330)
-    flow.column("What is in it", 0, WIDE, y=1020)
+    flow.column("What is in it", 0, WIDE, y=1120)
     vision = flow.add("CLIPVisionLoader", clip_name="clip_vision_h.safetensors")
     seen = flow.add("CLIPVisionEncode", clip_vision=vision["CLIP_VISION"], image=picture["IMAGE"], crop="none")
     flow.column("What to show", STEP, WIDE)
@@ -283,7 +283,7 @@ def multi_gpu(flow: Workflow) -> None:
     add_note(flow)
     flow.column("Workers", 0, WIDE)
     workers = flow.add("WanCoreLauncher", devices="cpu,cpu", space=40)["workers"]
-    model, clip, vae = add_loaders(flow, 0, TINY, y=300, workers=workers)
+    model, clip, vae = add_loaders(flow, 0, TINY, y=360, workers=workers)
     flow.column("What to show", STEP, WIDE)
     text = add_prompt(flow, clip, "a white cross moving down on a purple background")
     size = flow.add("WanCoreEmptyLatent", **SIZE)
@@ -322,7 +322,7 @@ def make() -> dict[Path, str]:
     for describe in DESCRIPTIONS:
         flow = Workflow(describe.__name__, schemas)
         describe(flow)
-        for path, form in ((f"{flow.name}.json", flow.page()), (f"api/{flow.name}.json", flow.api())):
+        for path, form in ((f"{title_of(flow.name)}.json", flow.page()), (f"api/{flow.name}.json", flow.api())):
             files[WORKFLOWS / path] = json.dumps(form, indent=1, ensure_ascii=False) + "\n"
     return files
 

@@ -30,6 +30,15 @@ FOOTER = 24  # where Nodes 2.0 writes the name of a node's pack
 Schema = dict[str, Any]
 
 
+SPELLED = {"wan21": "Wan 2.1", "wan22": "Wan 2.2", "5b": "5B", "gpu": "GPU"}
+
+
+def title_of(name: str) -> str:
+    """The name of a workflow's file for the page: ComfyUI's template browser shows it as the title."""
+    words = " ".join(SPELLED.get(word, word) for word in name.split("_"))
+    return words[0].upper() + words[1:]
+
+
 def read_schemas() -> dict[str, Schema]:
     """Node id -> {"inputs": [{"name", "type", "optional", "default"?, ...}], "outputs": [{"name", "type"}]}, this
     pack's and those of ComfyUI that the workflows use."""
@@ -285,7 +294,7 @@ def note_height(text: str) -> int:
 
 def _height(node: Node, lines: int) -> int:
     rows = max(len(node.sockets), len(node.schema["outputs"]))
-    height = rows * SLOT + 16 + (FOOTER if node.kind.startswith("WanCore") else 0)
+    height = rows * SLOT + 16 + (FOOTER if node.kind.startswith("WanCore") else FOOTER // 2)
     for entry in node.widgets:
         height += lines if is_text_field(node.kind, entry) else WIDGET
         height += WIDGET * len(extra_values(entry))

@@ -22,6 +22,7 @@ from playwright.sync_api import sync_playwright
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.page_form import title_of
 from tools.screenshots import BOUNDS, FIT, FLAGS, RUN, SETTINGS, WIDTH, WORKFLOWS, open_page
 
 RENDERERS = {"classic": False, "nodes 2.0": True}
@@ -101,7 +102,7 @@ def main() -> int:
     parser.add_argument("--pictures", type=Path, help="a folder for a picture of each")
     parser.add_argument("names", nargs="*", help="workflows; all if none is named")
     options = parser.parse_intermixed_args()
-    names = options.names or sorted(path.stem for path in WORKFLOWS.glob("*.json"))
+    names = options.names or sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
     failed = False
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as profile:
         for renderer, vue in RENDERERS.items():
@@ -112,7 +113,7 @@ def main() -> int:
             )  # fmt: skip
             page = open_page(context, options.address)
             for name in names:
-                workflow = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+                workflow = json.loads((WORKFLOWS / f"{title_of(name)}.json").read_text(encoding="utf-8"))
                 page.evaluate(LOAD, [workflow, name])
                 if options.run:
                     assert page.evaluate(RUN) == "execution_success", name

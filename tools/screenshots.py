@@ -26,6 +26,10 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import BrowserContext, Page, sync_playwright
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.page_form import title_of
+
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS, IMAGES = ROOT / "workflows", ROOT / "docs" / "images"
 WIDTH, EDGE = 1920, 16  # of a picture, in pixels
@@ -87,7 +91,7 @@ RUN = """async () => {
 
 def check(name: str, found: dict[str, Any]) -> list[str]:
     """What is wrong with a workflow that the page has loaded."""
-    page = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+    page = json.loads((WORKFLOWS / f"{title_of(name)}.json").read_text(encoding="utf-8"))
     api = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
     wrong = [f"the page does not know {kind}" for kind in found["missing"]]
     if sorted(found["links"]) != sorted(page["links"]):
@@ -141,7 +145,7 @@ def picture(page: Page, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     raw.quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)
     raw.thumbnail((THUMBNAIL, THUMBNAIL))
-    raw.save(WORKFLOWS / f"{path.stem}.jpg", quality=80, optimize=True)
+    raw.save(WORKFLOWS / f"{title_of(path.stem)}.jpg", quality=80, optimize=True)
 
 
 def open_page(context: BrowserContext, address: str) -> Page:
@@ -166,7 +170,7 @@ def main() -> int:
     direct.open(urllib.request.Request(
         f"{options.address}/api/settings", json.dumps(SETTINGS).encode(), {"Content-Type": "application/json"}
     ), timeout=30).close()  # fmt: skip
-    names = options.names or sorted(path.stem for path in WORKFLOWS.glob("*.json"))
+    names = options.names or sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
     failed = False
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as profile:
         context = playwright.chromium.launch_persistent_context(
@@ -178,7 +182,7 @@ def main() -> int:
         )
         page = open_page(context, options.address)
         for name in names:
-            workflow = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+            workflow = json.loads((WORKFLOWS / f"{title_of(name)}.json").read_text(encoding="utf-8"))
             wrong = check(name, page.evaluate(LOAD, [workflow, name]))
             if options.run:
                 wrong += run(page, workflow)

@@ -3,9 +3,18 @@
 The only folder that touches comfy.*, folder_paths and the server.
 """
 
+from .background import background, prepare_kernels, prepare_when_up
 from .devices import device, gpu_count, to_intermediate
-from .folders import model_names, model_path, stamps, temporary_folder, unfinished_path
-from .memory import Held, Remote, Weights, evict_all, load, log, room
+from .folders import (
+    model_names,
+    model_path,
+    stamps,
+    temporary_folder,
+    temporary_video,
+    unfinished_path,
+    video_of,
+)
+from .memory import Held, Remote, Weights, evict_all, load, log, read_ahead, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
 from .native_cache import StepCache, attach, attached, plan_of_part
 from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of
@@ -21,6 +30,7 @@ __all__ = [
     "accelerate",
     "attach",
     "attached",
+    "background",
     "check_interruption",
     "check_wan",
     "checkpoint_of",
@@ -34,6 +44,9 @@ __all__ = [
     "model_names",
     "model_path",
     "plan_of_part",
+    "prepare_kernels",
+    "prepare_when_up",
+    "read_ahead",
     "reporter",
     "room",
     "sampler_names",
@@ -43,6 +56,8 @@ __all__ = [
     "sparse_of",
     "stamps",
     "temporary_folder",
+    "temporary_video",
     "to_intermediate",
     "unfinished_path",
+    "video_of",
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import folder_paths
+from comfy_api.latest import InputImpl
 
 from wan_core.config import OptionError
 
@@ -78,3 +80,13 @@ def temporary_folder() -> Path:
     folder = Path(folder_paths.get_temp_directory())
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def temporary_video() -> Path:
+    """The name of a new MP4 in ComfyUI's folder for temporary files, which it empties when it starts and ends."""
+    return temporary_folder() / f"WanCore-{secrets.token_hex(8)}.mp4"
+
+
+def video_of(path: Path) -> InputImpl.VideoFromFile:
+    """A file on ComfyUI's VIDEO socket."""
+    return InputImpl.VideoFromFile(str(path))

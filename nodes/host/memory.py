@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import cast
+from weakref import WeakSet
 
 import torch
 from comfy import model_management
@@ -26,9 +27,11 @@ from wan_core.pipeline.merged_loras import load_with_loras
 from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import PartToLoad
 
+from .ahead import Ahead, fits
 from .devices import device
 
 log = logging.getLogger("WanCore")
+_read_ahead_by_anyone: WeakSet[Held] = WeakSet()
 
 
 class Weights(nn.Module):
@@ -62,14 +65,32 @@ class Held(ModelPatcher):
         self.resident_blocks: int | None = None  # where blocks stream; None: it is loaded as a whole
         self.copies: bool | None = None  # where blocks stream: whether weights are pinned; False: they stay in the file
         self.loras: tuple[Wanted, ...] = ()  # of a transformer: those to sum in when it is read next
+        self.ahead: Ahead | None = None  # it is being read, and loaded as far as ComfyUI knows
+        self.begin_ahead = False  # ComfyUI's next request to load it begins that
 
     @property
     def is_loaded(self) -> bool:
-        return self.model.content is not None
+        return self.model.content is not None or self.ahead is not None
+
+    def settle(self) -> None:
+        """Wait until it is read, if that has begun. If that failed, read it now."""
+        if self.ahead is None:
+            return
+        try:
+            module = self.ahead.take(model_management.throw_exception_if_processing_interrupted)
+        except BaseException:
+            self.detach()
+            raise
+        if module is None:
+            self.detach()
+            load([self], 0)
+            return
+        self.model.content, self.ahead = module, None
 
     def use(self, memory: int) -> nn.Module:
         """The module, on its device, with about `memory` bytes left free beside it."""
         load([self], memory)
+        self.settle()
         if self.residency is not None and self.in_host_memory:
             return self.residency.use(self.name)
         return self.model.content
@@ -82,6 +103,8 @@ class Held(ModelPatcher):
     def expect(self, loras: Sequence[Wanted]) -> None:
         """The LoRAs that `ready` will ask for: those that are summed in are, while weights are read. Weights that stay
         packed are read again for that."""
+        if self.ahead is not None and tuple(loras) != self.loras:
+            self.detach()  # it is being read with others
         self.loras = tuple(loras)
         merges = self.part.lora_mode == "merge" and is_packed(self.part.quantization)
         if merges and self._in_memory() is not None and not self.has_loras(loras):
@@ -91,6 +114,7 @@ class Held(ModelPatcher):
 
     def ready(self, loras: Sequence[Wanted]) -> WanModel:
         """A transformer that is loaded, with just these LoRAs on it. If its blocks stream, they come from now on."""
+        self.settle()
         model = cast(WanModel, self.model.content)
         streams = self.residency if self.in_host_memory else None
         discard = (lambda: None) if streams is None else partial(streams.forget_copies, self.name)
@@ -124,6 +148,7 @@ class Held(ModelPatcher):
         if resident_blocks == self.resident_blocks:
             return
         assert self.residency is not None
+        self.settle()
         if self.is_loaded and not self.in_host_memory:
             # The module stays the same one: a run may be in the middle of it.
             self.residency.add(self.name, self.model.content)
@@ -153,12 +178,16 @@ class Held(ModelPatcher):
         """All or nothing: how many bytes were loaded."""
         if self.is_loaded:
             return 0
-        begin = time.perf_counter()
-        self.model.content = self._load()
+        begin, source = time.perf_counter(), self.part.part.source
+        if self.begin_ahead:
+            read = partial(_read_ahead, self.part, self.loras, self.load_device, self.finish)
+            self.ahead = Ahead(self.name, read)
+            log.info("WanCore reads the %s (%s) ahead", self.name, source)
+        else:
+            self.model.content = self._load()
+            log.info("WanCore loaded the %s (%s) in %.2f s", self.name, source, time.perf_counter() - begin)
         self.model.device = self.load_device
         self.model.model_loaded_weight_memory = self.size
-        source = self.part.part.source
-        log.info("WanCore loaded the %s (%s) in %.2f s", self.name, source, time.perf_counter() - begin)
         return self.size
 
     def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, *_: object, **__: object) -> int:
@@ -168,7 +197,10 @@ class Held(ModelPatcher):
     def detach(self, unpatch_all: bool = True) -> nn.Module:
         """Evict. ComfyUI calls this with False on models that stay, before it uses them again."""
         if unpatch_all and self.is_loaded:
-            if self.residency is not None and self.in_host_memory:
+            if self.ahead is not None:
+                self.ahead.drop()
+                self.ahead = None
+            elif self.residency is not None and self.in_host_memory:
                 if isinstance(self.model.content, WanModel):
                     self.residency.release(self.name)
                     AppliedLoras.of(self.model.content, self.load_device).offload()
@@ -187,6 +219,40 @@ class Held(ModelPatcher):
 
     def __del__(self) -> None:
         self.detach()  # a module may be in a reference cycle: its memory must not wait for the collector
+
+
+def _read_ahead(
+    part: PartToLoad,
+    loras: tuple[Wanted, ...],
+    device: torch.device,
+    finish: Callable[[nn.Module], nn.Module],
+    on_bytes: Callable[[int], None],
+) -> nn.Module:
+    """As `Held._load`, without it: a thread must not keep alive what it reads for."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), _weights(Reading(on_bytes=on_bytes)):
+        return finish(load_with_loras(part, loras, device, device))
+
+
+def read_ahead(models: Sequence[Held], loras: Sequence[Sequence[Wanted]]) -> None:
+    """Begin to read `models`, each with its LoRAs, where they and what others need meanwhile fit on the device. ComfyUI
+    may evict them from now on."""
+    for held, wanted in zip(models, loras, strict=True):
+        if held.ahead is not None:
+            held.expect(wanted)
+    waiting = [held for held in models if not held.is_loaded and held.resident_blocks is None]
+    reading = {one for one in _read_ahead_by_anyone if one.ahead is not None and one.ahead.thread.is_alive()}
+    free = model_management.get_free_memory(device())
+    if not waiting or not fits(int(free), sum(one.size for one in {*reading, *waiting}), device()):
+        return
+    for held, wanted in zip(models, loras, strict=True):
+        if held in waiting:
+            held.expect(wanted)
+            held.begin_ahead = True
+            _read_ahead_by_anyone.add(held)
+            try:
+                load([held], 0)
+            finally:
+                held.begin_ahead = False
 
 
 @contextmanager

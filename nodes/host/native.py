@@ -163,6 +163,7 @@ def describe(
         front=front,
         extra=type(transformer).__name__ in EXTRA_TOKENS,
         image=concat is not None or conditions.get("denoise_mask") is not None,
+        by_frames=type(transformer).__name__ == "WanAnimate2Model",
         branches=(tuple(options.get("uuids", ())), None if window is None else tuple(window.index_list)),
     )
 

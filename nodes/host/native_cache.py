@@ -26,13 +26,14 @@ from torch import Tensor
 from wan_core.config import OptionError, SkipOptions
 from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.cache.curves import find_curve
-from wan_core.sampling.cache.residual import Residuals, joined, keep_after, keep_before, residual_program
-from wan_core.sampling.cache.skipping import leave_out, looks_distilled, skip_words
+from wan_core.sampling.cache.residual import Residuals, residual_program
+from wan_core.sampling.cache.skipping import check_cacheable, leave_out, looks_distilled, skip_words
 from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, plan_part
 from wan_core.sampling.native.run import RUN
 from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.sparsity.schedule import sparsify
 
+from .native_kept import eager, keep_blocks, keep_output, reuse, reuse_blocks, uncompiled
 from .native_model import STATEFUL, NativeModel, describe
 
 KEY = "wancore_cache"
@@ -41,8 +42,6 @@ BLOCKS, OUTPUT = "blocks", "output"
 PLAIN = ("WanModel", "CameraWanModel", "HumoWanModel", "SCAILWanModel", "SCAIL2WanModel")
 STATIC_WINDOWS = ("standard_static", "batched")  # schedules of context windows that are the same in every step
 BOTH: tuple[Branch, ...] = ("cond", "uncond")
-Forward = Callable[[dict[str, Any]], Tensor]
-"""transformer_options -> the model's output."""
 
 
 def native_plan(
@@ -59,13 +58,15 @@ def native_plan(
     plan = plan_part(
         part,
         task=model.name,
-        solver=solver,
+        solver=f"ComfyUI {solver}",
         shift=model.shift,
         boundary=model.boundary,
         guidance=guidance,
         branches=branches,
     )
     plan = replace(plan, notes=(model.note,) if model.note else ())
+    if solver == "lcm" and replace(options, sparse=None) != SkipOptions():
+        check_cacheable(solver, "the step cache")
     curve = None
     if options.magcache is not None and model.task is not None:
         curve = find_curve(model.path, model.task.name, image=image)
@@ -184,6 +185,7 @@ class CachedRun:
         self.forwards = self.reused = self.most = 0
         self.began = 0.0
 
+    @uncompiled
     def __call__(
         self,
         executor: Any,
@@ -200,13 +202,7 @@ class CachedRun:
         def forward(options: dict[str, Any]) -> Tensor:
             return executor(x, timestep, context, clip_fea, time_dim_concat, options, **kwargs)
 
-        with self.lock:
-            index, begins = self.part.step_at(self._value(options["sigmas"]))
-            keys = self._enter(index, x, options)
-            states = [self.states[key] for key in keys]
-            skip = self._decide(self.steps[index]) and all(state.can_skip(index) for state in states)
-            self.forwards += len(keys)
-            self.reused += len(keys) * skip
+        index, begins, keys, states, skip = self._begin(x, options)
         blocks = len(executor.class_obj.blocks)
         if skip:
             return (
@@ -216,10 +212,29 @@ class CachedRun:
             return forward(options)
         keep = keep_blocks if self.level == BLOCKS else keep_output
         output = keep(forward, states, index, options, blocks)
+        self._end(index, keys, output)
+        return output
+
+    @eager
+    def _begin(
+        self, x: Tensor, options: dict[str, Any]
+    ) -> tuple[int, bool, list[tuple[Any, ...]], list[Residuals], bool]:
+        """Step of a forward, whether it is at the step's beginning, its conditions, their states, and whether it is
+        skipped."""
+        with self.lock:
+            index, begins = self.part.step_at(self._value(options["sigmas"]))
+            keys = self._enter(index, x, options)
+            states = [self.states[key] for key in keys]
+            skip = self._decide(self.steps[index]) and all(state.can_skip(index) for state in states)
+            self.forwards += len(keys)
+            self.reused += len(keys) * skip
+        return index, begins, keys, states, skip
+
+    @eager
+    def _end(self, index: int, keys: list[tuple[Any, ...]], output: Tensor) -> None:
         with self.lock:
             self.most = max(self.most, sum(state.bytes for state in self.states.values()))
             self._note(index, keys, output)
-        return output
 
     def reserve(
         self, executor: Any, model: Any, noise_shape: Sequence[int], conds: Any, *rest: Any, **named: Any
@@ -302,70 +317,3 @@ class CachedRun:
 
 
 NAMES: dict[Branch, str] = {"cond": "positive", "uncond": "negative"}
-
-
-# --------------------------------------------------------------------------------------------------------- what is kept
-
-
-def reuse(states: Sequence[Residuals], step: int) -> Tensor:
-    """The output of a skipped step, without the model."""
-    return joined([state.reused(step) for state in states])
-
-
-def keep_output(
-    forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
-) -> Tensor:
-    output = forward(options)
-    for state, rows in zip(states, output.chunk(len(states)), strict=True):
-        if (slot := state.slot(step, rows)) is not None:
-            slot.copy_(rows)
-            state.filled(step)
-    return output
-
-
-def reuse_blocks(
-    forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
-) -> Tensor:
-    """The first block adds what all of them added, the others nothing."""
-
-    def first(args: dict[str, Any], run: Any) -> dict[str, Any]:
-        rows = zip(states, args["img"].chunk(len(states)), strict=True)
-        return {"img": joined([state.reused(step, part) for state, part in rows])}
-
-    for block in range(blocks):
-        options = around(options, block, first if block == 0 else lambda args, run: {"img": args["img"]})
-    return forward(options)
-
-
-def keep_blocks(
-    forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
-) -> Tensor:
-    """Keeps the tokens before the first block and what the last has made of them."""
-    if not any(step in state.program.store for state in states):
-        return forward(options)
-    parts: list[tuple[Residuals, Tensor]] = []
-    slots: list[Tensor | None] = []
-
-    def first(args: dict[str, Any], run: Any) -> dict[str, Any]:
-        parts[:] = zip(states, args["img"].chunk(len(states)), strict=True)
-        slots[:] = keep_before(parts, step)
-        return run(args)
-
-    def last(args: dict[str, Any], run: Any) -> dict[str, Any]:
-        made = run(args)
-        keep_after(parts, slots, step, made["img"])
-        return made
-
-    return forward(around(around(options, 0, first), blocks - 1, last))
-
-
-def around(options: dict[str, Any], block: int, replacement: Callable[..., Any]) -> dict[str, Any]:
-    """A copy of `options` with replacement(args, run) in the place of a block; `run` is what was there."""
-    replaced = options.get("patches_replace", {})
-    there = replaced.get("dit", {}).get(("double_block", block))
-
-    def patch(args: dict[str, Any], extra: dict[str, Any]) -> Any:
-        return replacement(args, extra["original_block"] if there is None else lambda args: there(args, extra))
-
-    dit = {**replaced.get("dit", {}), ("double_block", block): patch}
-    return {**options, "patches_replace": {**replaced, "dit": dit}}

@@ -148,7 +148,7 @@ def test_damage_is_said(tmp_path: Path) -> None:
     assert "without a weight" in refusal(state | {"blocks.7.ffn.0.scale_weight": torch.ones(())}, tmp_path)
     assert "shape" in refusal(state | {f"{one}.scale_weight": torch.ones(3)}, tmp_path)
     other, _ = scaled("number", "weight_scale")
-    unknown = torch.tensor(list(json.dumps({"format": "int8_tensorwise"}).encode()), dtype=torch.uint8)
+    unknown = torch.tensor(list(json.dumps({"format": "int5_tensorwise"}).encode()), dtype=torch.uint8)
     assert "quantised" in refusal(other | {f"{one}.comfy_quant": unknown}, tmp_path)
     nested = torch.full((4096,), ord("["), dtype=torch.uint8)  # deeper than a parser goes
     assert "quantised" in refusal(other | {f"{one}.comfy_quant": nested}, tmp_path)
@@ -174,8 +174,8 @@ def test_the_command_writes_what_the_loader_reads(tmp_path: Path, capsys: pytest
     source, out = TINY / "t2v_high.safetensors", tmp_path / "fp8.safetensors"
     assert main(["quantize", str(source), str(out), "--precision", "fp8", "--device", "cpu"]) == 0
     assert "fp8.safetensors" in capsys.readouterr().out
-    wanted = load_dit(source, dtype=torch.bfloat16, quantization=Quantization(Fp8RowLinear, CPU)).state_dict()
-    found = load_dit(out, dtype=torch.bfloat16, quantization=Quantization(Fp8RowLinear, CPU)).state_dict()
+    wanted = load_dit(source, dtype=torch.bfloat16, quantization=Quantization(Fp8TensorLinear, CPU)).state_dict()
+    found = load_dit(out, dtype=torch.bfloat16, quantization=Quantization(Fp8TensorLinear, CPU)).state_dict()
     assert all(torch.equal(found[name].float(), value.float()) for name, value in wanted.items())
     assert out.stat().st_size < 0.75 * sum(v.numel() * 2 for v in load_dit(source).state_dict().values())
     assert main(["quantize", str(source), str(out), "--precision", "bf16"]) == 2

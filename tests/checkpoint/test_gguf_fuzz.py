@@ -1,5 +1,6 @@
-"""Damaged and hostile GGUF files, and NVFP4 and MXFP8 files: the only outcomes are a `CheckpointError` that names the
-file, or a model that is whole. Under the same caps on memory and time as other files (`test_checkpoint_fuzz`)."""
+"""Damaged and hostile GGUF files, and NVFP4, MXFP8, INT8 and 4-bit files: the only outcomes are a `CheckpointError`
+that names the file, or a model that is whole. Under the same caps on memory and time as other files
+(`test_checkpoint_fuzz`)."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.test_checkpoint_fuzz import capped, flips, survives
 from tests.gguf_files import llama_name, matrices, tokenizer_notes, write
+from tests.int8_files import stored as stored_int8
 from tests.ops.test_mx import stored
 from tools.hostile.changes import flipped
 from wan_core.checkpoint import load_text_encoder
@@ -61,8 +63,9 @@ def header_end(content: bytes) -> int:
 def _capped() -> Iterator[None]:
     for name in NAMES:
         assert survives(base(name), "m.gguf") is None
-    for fmt in ("nvfp4", "mxfp8"):
-        microscaled(fmt)  # torch's encoders are warm before the cap
+    for fmt in PACKED:
+        packed_state(fmt)  # torch's encoders are warm before the cap
+    survives_as(packed_state("rotated 256"))
     yield from capped()
 
 
@@ -101,12 +104,14 @@ def test_random_bytes(version: int, counts: tuple[int, int], rest: bytes) -> Non
     assert survives(b"GGUF" + struct.pack("<IQQ", version, *counts) + rest, "m.gguf")
 
 
-# ------------------------------------------------------------------------------------------------------ NVFP4 and MXFP8
+# ------------------------------------------------------------------------------------------- NVFP4, MXFP8, INT8, 4 bits
+
+PACKED = ("nvfp4", "mxfp8", "tensor", "rotated 256", "w4a4", "w4a8")
 
 
 @cache
-def microscaled(fmt: str) -> dict[str, torch.Tensor]:
-    state, _, notes = stored(fmt)
+def packed_state(fmt: str) -> dict[str, torch.Tensor]:
+    state, _, notes = stored(fmt) if fmt in ("nvfp4", "mxfp8") else stored_int8(fmt)
     text = torch.frombuffer(bytearray(json.dumps(notes).encode()), dtype=torch.uint8)
     return {**state, "notes": text}
 
@@ -115,19 +120,52 @@ dtypes = st.sampled_from([torch.uint8, torch.int8, torch.float32, torch.float8_e
 sizes = st.lists(st.sampled_from([0, 1, 2, 3, 64, 128, 256]), max_size=3)
 
 
+parts = st.sampled_from(
+    ["weight", "weight_scale", "weight_scale_2", "weight_s_rel", "weight_s_channel", "weight_codebook", "comfy_quant"]
+)
+
+
 @settings(quick, max_examples=40)
-@given(fmt=st.sampled_from(["nvfp4", "mxfp8"]), data=st.data())
+@given(fmt=st.sampled_from(PACKED), data=st.data())
 def test_parts_that_do_not_belong_together(fmt: str, data: st.DataObject) -> None:
-    state = dict(microscaled(fmt))
-    notes = json.loads(bytes(state.pop("notes").tolist()))
+    state = dict(packed_state(fmt))
     linear = data.draw(st.sampled_from(["blocks.0.ffn.0", "blocks.1.self_attn.q"]))
     for _ in range(data.draw(st.integers(1, 3))):
-        part = data.draw(st.sampled_from(["weight", "weight_scale", "weight_scale_2", "comfy_quant", "input_scale"]))
+        part = data.draw(parts | st.just("input_scale"))
         if data.draw(st.booleans()):
             state.pop(f"{linear}.{part}", None)
         else:
             shape, dtype = data.draw(sizes), data.draw(dtypes)
             state[f"{linear}.{part}"] = torch.zeros(shape).to(dtype)
+    survives_as(state)
+
+
+def survives_as(state: dict[str, torch.Tensor]) -> str | None:
+    notes = json.loads(bytes(state["notes"].tolist()))
+    tensors = {name: tensor for name, tensor in state.items() if name != "notes"}
     with tempfile.TemporaryDirectory() as folder:
-        write_safetensors(state, Path(folder) / "x", notes)
-        survives((Path(folder) / "x").read_bytes())
+        write_safetensors(tensors, Path(folder) / "x", notes)
+        return survives((Path(folder) / "x").read_bytes())
+
+
+values = st.one_of(
+    st.integers(-(2**70), 2**70), st.sampled_from([0, 1, 4, 16, 24, 64, 128, 256, 1024, 2**20]), st.none(),
+    st.booleans(), st.text(max_size=5), st.floats(), st.lists(st.integers(), max_size=2),
+)  # fmt: skip
+keys = st.sampled_from(
+    ["format", "convrot", "convrot_groupsize", "group_size", "linear_dtype", "full_precision_matrix_mult", "params"]
+)
+
+
+@settings(quick, max_examples=40)
+@given(
+    fmt=st.sampled_from(["int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8"]),
+    kind=st.sampled_from(PACKED[2:]),
+    given_=st.dictionaries(keys, values | st.dictionaries(keys, values, max_size=2), max_size=3),
+)
+def test_descriptions_that_lie(fmt: str, kind: str, given_: dict[str, object]) -> None:
+    """A description of another format, or with other parameters, than the parts of the matrix have."""
+    state = dict(packed_state(kind))
+    text = json.dumps({"format": fmt, **given_}).encode()
+    state["blocks.1.ffn.2.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
+    survives_as(state)

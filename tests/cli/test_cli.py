@@ -230,3 +230,39 @@ def test_bench_writes_comparable_rows(tmp_path):
     result = json.loads(out.read_text())
     assert [r["name"] for r in result["rows"]] == ["forward", "diffusers", "attention:math"]
     assert all(r["error"] < 1e-4 and r["seconds"] > 0 for r in result["rows"])
+
+
+def test_video_to_video_and_nag(tmp_path, capsys):
+    before, after = tmp_path / "before.mp4", tmp_path / "after.mp4"
+    few = ["--model", "tiny", "--device", "cpu", "--solver", "euler", "--guidance", "1", "--prompt", CAPTION]
+    assert main(["generate", *few, "--steps", "2", "--frames", "9", "--size", "64x48", "--out", str(before)]) == 0
+    base = ["generate", *few, "--out", str(after)]
+    made = [*base, "--steps", "3", "--from-video", str(before), "--denoise", "0.5", "--nag", "5/2/0.5"]
+    assert main([*made, "--negative-prompt", "a green square"]) == 0
+    settings = read_metadata(after)
+    assert read_video(after).shape == (9, *read_video(after).shape[1:]), "as many frames as the video has"
+    assert settings["denoise"] == "0.5" and settings["nag"] == "5/2/0.5" and settings["video"] == str(before)
+    capsys.readouterr()
+    for arguments, words in [
+        (["--denoise", "0.5"], "give --from-video as well"),
+        (["--from-video", str(before), "--denoise", "1"], "nothing of the video stays"),
+        (["--from-video", str(before), "--denoise", "0.95", "--steps", "4"], "leaves nothing of the video"),
+        (["--from-video", str(before), "--frames", "13"], "has 9 frames, and 13 are asked for"),
+        (["--from-video", str(tmp_path / "none.mp4")], "none.mp4"),
+        (["--guidance-high", "3", "--guidance-low", "3", "--nag", "5"], "every step has guidance"),
+    ]:
+        given = (
+            base if "--guidance-high" not in arguments else [word for word in base if word not in ("--guidance", "1")]
+        )
+        assert main([*given, *arguments]) == 2
+        assert words in capsys.readouterr().err, arguments
+
+
+def test_plans_of_parts(capsys):
+    base = ["plan", "--task", "t2v-A14B", "--steps", "20", "--solver", "heun"]
+    assert main([*base, "--denoise", "0.5"]) == 0
+    assert "20 steps from sigma 0.92" in capsys.readouterr().out
+    assert main([*base, "--start-step", "5", "--end-step", "10", "--leftover-noise", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert len(plan["steps"]) == 10 and len(plan["before"]) == 10 and plan["steps"][-1]["sigma_next"] > 0.9
+    assert main([*base, "--start-step", "20"]) == 2

@@ -69,6 +69,7 @@ def test_streamed_is_resident_bit_for_bit(packed, streams):
         assert torch.equal(encoder.encode(prompts), exact.encode(prompts))
         whole = sum(tensor.nbytes for tensor in tensors_of(exact).values())
         assert (stage.held < whole) == streams and len(stage.slots) == (SLOTS if streams else 0)
+        assert (stage.latest is not None) == streams  # blocks came one by one
     residency.release("text_encoder")
     assert stage.held == 0
     assert torch.equal(residency.use("text_encoder").encode(PROMPTS), exact.encode(PROMPTS))

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from wan_core.config import OptionError
+from wan_core.media.mp4 import Encoder, Sound, write_mp4
 from wan_core.media.shapes import PALETTE
-from wan_core.media.video import load_image, read_metadata, read_video, write_mp4
+from wan_core.media.video import load_image, read_metadata, read_video
 
 
 def gradient(frames: int, height: int, width: int) -> np.ndarray:
@@ -71,7 +72,7 @@ def test_lower_crf_is_closer(tmp_path):
     video = gradient(6, 64, 64)
     errors = []
     for crf in (5, 25, 45):
-        back = read_video(write_mp4(tmp_path / "clip.mp4", video, fps=16, crf=crf))
+        back = read_video(write_mp4(tmp_path / "clip.mp4", video, fps=16, encoder=Encoder(crf=crf)))
         errors.append(np.abs(back.astype(int) - video).mean())
     assert errors[0] < errors[1] < errors[2]
 
@@ -160,8 +161,6 @@ REFUSED = {
     "one picture": ({"frames": FINE[0]}, r"frame 0 is uint8 \[16, 3\]"),
     "growing": ({"frames": [FINE[0], gradient(1, 18, 16)[0]]}, "frame 1 has 16x18 pixels, but the first has 16x16"),
     "no frames": ({"frames": FINE[:0]}, "no frames"),
-    "crf": ({"crf": 52}, "crf 52 is not allowed"),
-    "fractional crf": ({"crf": 17.5}, "crf 17.5 is not allowed"),
     "no fps": ({"fps": 0}, "fps 0 is not allowed"),
     "not a rate": ({"fps": float("nan")}, "fps nan is not allowed"),
     "format": ({"path": "clip.webm"}, "only MP4"),
@@ -177,10 +176,44 @@ def test_refusals_say_why_and_leave_nothing(tmp_path, case):
     changes, message = REFUSED[case]
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.mp4").mkdir()
-    given = {"path": "clip.mp4", "frames": FINE, "fps": 8, "crf": 17, **changes}
+    given = {"path": "clip.mp4", "frames": FINE, "fps": 8, **changes}
     with pytest.raises(OptionError, match=message):
-        write_mp4(tmp_path / given["path"], given["frames"], fps=given["fps"], crf=given["crf"])
+        write_mp4(tmp_path / given["path"], given["frames"], fps=given["fps"])
     assert files(tmp_path) == ["file", "folder.mp4"] and not files(tmp_path / "folder.mp4")
+
+
+SETTINGS = {
+    "crf": (lambda: Encoder(crf=52), "crf 52 is not allowed"),
+    "fractional crf": (lambda: Encoder(crf=17.5), "crf 17.5 is not allowed"),
+    "preset": (lambda: Encoder(preset="quick"), "preset 'quick' is not known"),
+    "threads": (lambda: Encoder(threads="all"), "threads 'all' is not known"),
+    "three channels": (lambda: Sound(np.zeros((3, 9), np.float32), 44100), r"float32 \[3, 9\]"),
+    "rate": (lambda: Sound(np.zeros((1, 9), np.float32), 10), "10 samples per second"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_are_checked_when_they_are_made(case):
+    make, message = SETTINGS[case]
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("threads", ["slices", "frames"])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_sound_ends_with_the_frames(tmp_path, channels, threads):
+    """A second of frames, three seconds of a tone: one second of it is stored, and sounds as it did."""
+    tone = np.sin(np.arange(3 * 16000) * 2 * np.pi * 440 / 16000).astype(np.float32) * 0.5
+    sound = Sound(np.stack([tone] * channels), 16000)
+    encoder = Encoder(threads=threads)
+    path = write_mp4(tmp_path / "clip.mp4", gradient(8, 32, 32), fps=8, sound=sound, encoder=encoder)
+    assert len(read_video(path)) == 8
+    with av.open(str(path)) as container:
+        assert container.streams.audio[0].channels == channels
+        heard = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)
+    assert heard.shape[0] == channels and 16000 <= heard.shape[1] < 16000 + 2 * 1024
+    peak = np.abs(np.fft.rfft(heard[0, 2000:10000])).argmax() * 2
+    assert abs(peak - 440) <= 4
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")

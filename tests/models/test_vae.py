@@ -131,6 +131,35 @@ def test_gradients_equal_diffusers(config: VAEConfig) -> None:
 
 
 @TINY
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+@pytest.mark.parametrize(("begin", "end"), [(1, 61), (1, 60), (0, 61), (7, 50), (30, 61)])
+def test_frames_that_stand_still_are_encoded_once(config: VAEConfig, chunk: int, begin: int, end: int) -> None:
+    """Bit for bit what computing all of them gives, whatever comes before and after them; and faster."""
+    vae, video = make_vae(config), make_video(config, 61, 2, 2)
+    video[:, :, begin:end] = video[:, :, begin : begin + 1]
+    count = Counted(vae.encoder.downsamples[0])
+    found = vae.encode(video, chunk=chunk)
+    skipped, count.frames = count.frames, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wan_core.models.vae.vae._still_since", lambda video: list(range(video.shape[2])))
+        expected = vae.encode(video, chunk=chunk)
+    assert torch.equal(found, expected)
+    assert count.frames == 61 and skipped <= 61 - (end - begin) + 12 + 8 * chunk
+
+
+class Counted:
+    """How many frames a layer computes."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.frames, self.forward = 0, layer.forward
+        layer.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, x: Tensor, chunk: Chunk) -> Tensor:
+        self.frames += x.shape[2]
+        return self.forward(x, chunk)
+
+
+@TINY
 def test_chunks_do_not_matter(config: VAEConfig) -> None:
     vae, video, latents = make_vae(config), make_video(config, 17, 1, 2), make_latents(config, 5, 1, 2)
     encoded, decoded = vae.encode(video, chunk=None), vae.decode(latents, chunk=None)

@@ -11,147 +11,25 @@ import importlib
 import json
 import sys
 import traceback
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import native_models as world
-
-SIZE = (1, 16, 3, 4, 6)  # of latents
-EULER = [1.0, 0.97, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.0]
-
-
-class World:
-    """Models, caches put on them, and what was reported."""
-
-    def __init__(self, pack: types.ModuleType) -> None:
-        import comfy.model_patcher
-
-        self.cache = importlib.import_module("pack.nodes.host.native_cache")
-        self.patcher = comfy.model_patcher.ModelPatcher
-        self.said: list[str] = []
-        self.free_memory = self.patcher.get_free_memory
-
-    def cached(self, model: Any, whole: Any = None, **policy: Any) -> Any:
-        from wan_core.config import SkipOptions
-        from wan_core.sampling.native.plan import WholeRun
-
-        clone = model.clone()
-        self.cache.attach(clone, self.cache.StepCache(SkipOptions(**policy), whole or WholeRun(), self.said.append))
-        return clone
-
-    @contextmanager
-    def guidance(self, batched: bool) -> Iterator[None]:
-        """Whether ComfyUI has memory for both prompts in one forward."""
-        self.patcher.get_free_memory = lambda *_: 1 << 60 if batched else 0
-        try:
-            yield
-        finally:
-            self.patcher.get_free_memory = self.free_memory
-
-    def counts(self) -> tuple[int, int]:
-        """Skipped and all forwards of the last run."""
-        words = self.said[-1].split(": ", 1)[1].split()
-        return int(words[0]), int(words[2])
-
-
-def policies() -> dict[str, dict[str, Any]]:
-    from wan_core.config import AdaptiveOptions, MagCacheOptions, TaylorSeerOptions
-
-    return {
-        "magcache": {"magcache": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1)},
-        "taylorseer": {"taylorseer": TaylorSeerOptions(interval=2, order=2, retention=0.1)},
-        "adaptive": {"adaptive": AdaptiveOptions(threshold=0.3, max_skips=2, retention=0.1)},
-    }
-
-
-def every_second() -> dict[str, Any]:
-    from wan_core.config import TaylorSeerOptions
-
-    return {"taylorseer": TaylorSeerOptions(interval=2, order=0, retention=0.1)}
-
-
-def never() -> list[dict[str, Any]]:
-    from wan_core.config import AdaptiveOptions, MagCacheOptions, TaylorSeerOptions
-
-    return [
-        {"magcache": MagCacheOptions(threshold=0, max_skips=2, retention=0.1)},
-        {"taylorseer": TaylorSeerOptions(interval=1)},
-        {"adaptive": AdaptiveOptions(threshold=0)},
-    ]
-
-
-def sample(
-    model: Any, sigmas: list[float], extra: dict[str, Any] | None = None, latent: Any = None, **changed: Any
-) -> Any:
-    """The steps of `sigmas`, from noise or from `latent`."""
-    import comfy.sample
-    import comfy.samplers
-    import torch
-
-    how = {"sampler": "euler", "size": SIZE, "cfg": 3.0, "callback": None, **changed}
-    positive, negative = world.conditions(extra or {})
-    noise = world.rows(*how["size"], seed=9) if latent is None else torch.zeros_like(latent)
-    given = torch.zeros_like(noise) if latent is None else latent
-    with torch.inference_mode():
-        return comfy.sample.sample_custom(
-            model, noise, how["cfg"], comfy.samplers.sampler_object(how["sampler"]), torch.tensor(sigmas),
-            positive, negative, given, disable_pbar=True, seed=0, callback=how["callback"],
-        )  # fmt: skip
-
-
-def engine(model: Any, seed: int) -> Any:
-    """The engine's model with the weights of a native one."""
-    from wan_core.models.wan.config import DiTConfig
-    from wan_core.models.wan.model import WanModel
-
-    small = {name: value for name, value in world.SMALL.items() if name != "in_dim"}
-    made = WanModel(DiTConfig(in_channels=16, out_channels=16, **small)).eval()
-    made.load_state_dict(model.model.diffusion_model.state_dict())
-    return made
-
-
-def ours(models: dict[str, Any], sigmas: list[float], boundary: float, policy: dict[str, Any]) -> tuple[Any, Any]:
-    """The engine's latents and its plan, for the same sigmas, prompts and noise."""
-    import torch
-
-    from wan_core.config import SkipOptions
-    from wan_core.sampling.cache.curves import find_curve
-    from wan_core.sampling.cache.skipping import leave_out
-    from wan_core.sampling.conditioning import Conditioning
-    from wan_core.sampling.denoise import denoise
-    from wan_core.sampling.plan import Plan, Step
-
-    steps = tuple(
-        Step(index=i, timestep=1000 * s, sigma=s, sigma_next=sigmas[i + 1], expert="high" if s >= boundary else "low",
-             guidance=3.0, branches=("cond", "uncond"))
-        for i, s in enumerate(sigmas[:-1])
-    )  # fmt: skip
-    plan = Plan(task="t2v-A14B", solver="euler", shift=5.0, boundary=boundary, steps=steps)
-    plan = leave_out(plan, SkipOptions(**policy), find_curve(None, "t2v-A14B"))
-    ran: list[int] = []
-    conditioning = Conditioning(cond=padded(world.rows(1, 6, 32, seed=2)), uncond=padded(world.rows(1, 6, 32, seed=3)))
-    with torch.inference_mode():
-        noise = world.rows(*SIZE, seed=9)
-        made = denoise(plan, models.__getitem__, conditioning, noise, on_step=lambda p: ran.append(p.forwards))
-    return made, (2 * len(steps) - sum(ran), 2 * len(steps))
-
-
-def padded(rows: Any) -> Any:
-    import torch
-
-    return torch.nn.functional.pad(rows, (0, 0, 0, 512 - rows.shape[1]))
-
-
-def native_conditions(_: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    return [[padded(world.rows(1, 6, 32, seed=2)), {}]], [[padded(world.rows(1, 6, 32, seed=3)), {}]]
-
-
-def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    error = world.error(found, expected)
-    assert error <= tolerance, f"error {error:.2e}"
+from native_cache_runs import (
+    EULER,
+    SIZE,
+    World,
+    close,
+    engine,
+    every_second,
+    native_conditions,
+    never,
+    ours,
+    policies,
+    sample,
+)
 
 
 def check_never(it: World) -> None:
@@ -248,13 +126,10 @@ def check_windows(it: World) -> None:
     model = windowed("standard_static")
     plain = sample(model, EULER, size=size)
     assert (sample(it.cached(model, **never()[1]), EULER, size=size) == plain).all()
-    runs = []
-    real = it.cache.CachedRun
-    it.cache.CachedRun = lambda *given: runs.append(real(*given)) or runs[-1]
-    states = []
-    fast = it.cached(model, **policies()["taylorseer"])
-    found = sample(fast, EULER, size=size, callback=lambda *_: states.append(len(runs[-1].states)))
-    it.cache.CachedRun = real
+    states: list[int] = []
+    with it.runs() as runs:
+        fast = it.cached(model, **policies()["taylorseer"])
+        found = sample(fast, EULER, size=size, callback=lambda *_: states.append(len(runs[-1].states)))
     assert states[-1] == 2 * 3, states  # two prompts, three windows
     assert it.counts() == (30, 66), it.said[-1]
     assert world.error(found, plain) < 0.5 and (found != plain).any()
@@ -300,15 +175,14 @@ def check_faults(it: World) -> None:
 
 def check_image_to_image(it: World) -> None:
     """The second half of 24 steps by KSampler's denoise: its place in the run, and never skipping."""
-    model, plans = world.tiny("WAN21_T2V"), []
-    real = it.cache.CachedRun
-    it.cache.CachedRun = lambda plan, *given: plans.append(plan) or real(plan, *given)
+    model = world.tiny("WAN21_T2V")
     parts = {"steps": 12, "denoise": 0.5}
     plain = world.sample(model, {}, SIZE, **parts)
-    fast = world.sample(it.cached(model, **policies()["magcache"]), {}, SIZE, **parts)
-    it.cache.CachedRun = real
-    assert [step.index for step in plans[0].steps] == list(range(12, 24))
-    assert plans[0].steps[0].action == "compute" and it.counts()[0] > 2 and (fast != plain).any()
+    with it.runs() as runs:
+        fast = world.sample(it.cached(model, **policies()["magcache"]), {}, SIZE, **parts)
+    steps = runs[0].plan.steps
+    assert [step.index for step in steps] == list(range(12, 24))
+    assert steps[0].action == "compute" and it.counts()[0] > 2 and (fast != plain).any()
     assert (world.sample(it.cached(model, **never()[0]), {}, SIZE, **parts) == plain).all()
 
 
@@ -322,12 +196,16 @@ def check_samplers(it: World) -> None:
         "dpmpp_2m": (10, 22),
         "res_multistep": (10, 22),
     }
+    keep, kept = it.cache.keep_blocks, []
+    it.cache.keep_blocks = lambda *given: kept.append(float(given[3]["sigmas"][0])) or keep(*given)
     for sampler in expected:
         plain = sample(model, EULER, sampler=sampler)
         assert (sample(it.cached(model, **never()[1]), EULER, sampler=sampler) == plain).all(), sampler
         fast = sample(it.cached(model, **every_second()), EULER, sampler=sampler)
         assert fast.isfinite().all() and world.error(fast, plain) < 0.6, (sampler, world.error(fast, plain))
         assert it.counts() == expected[sampler], (sampler, it.said[-1])
+    it.cache.keep_blocks = keep
+    assert all(min(abs(sigma - known) for known in EULER) < 1e-5 for sigma in kept) and len(kept) > 25
 
 
 def check_conditions(it: World) -> None:
@@ -347,8 +225,13 @@ def check_conditions(it: World) -> None:
     plain = sample(guided, EULER)
     assert (plain != sample(model, EULER)).any()
     assert (sample(it.cached(guided, **never()[1]), EULER) == plain).all()
-    assert world.error(sample(it.cached(guided, **every_second()), EULER), plain) < 0.6
-    late = [[world.rows(1, 6, 32, seed=4), {"start_percent": 0.75}], [world.rows(1, 6, 32, seed=2), {}]]
+    with it.runs() as runs:
+        states: list[int] = []
+        count = lambda *_: states.append(len(runs[-1].states))  # noqa: E731
+        assert world.error(sample(it.cached(guided, **every_second()), EULER, callback=count), plain) < 0.6
+    assert states[-1] == 3, "the prompt without the layer has residuals of its own"
+    # the first of them begins in a step that is skipped, and is computed there
+    late = [[world.rows(1, 6, 32, seed=4), {"start_percent": 0.637}], [world.rows(1, 6, 32, seed=2), {}]]
     with torch.inference_mode():
         found = comfy.sample.sample_custom(
             fast, world.rows(*SIZE, seed=9), 1.0, comfy.samplers.sampler_object("euler"), torch.tensor(EULER),
@@ -357,7 +240,8 @@ def check_conditions(it: World) -> None:
     assert found.isfinite().all() and 0 < it.counts()[0] < it.counts()[1] / 2, it.said[-1]
     both = EasyCacheNode.execute(fast, 0.2, 0.15, 0.95, False).result[0]
     refused = []
-    for run in (lambda: sample(both, EULER), lambda: it.cached(model, guidance=GuidanceOptions(every=2))):
+    lcm = lambda: sample(fast, EULER, sampler="lcm")  # noqa: E731
+    for run in (lcm, lambda: sample(both, EULER), lambda: it.cached(model, guidance=GuidanceOptions(every=2))):
         with suppress(OptionError):
             run()
             refused.append("not refused")
@@ -373,9 +257,6 @@ def check_preview(it: World) -> None:
     skipping = importlib.import_module("wan_core.config").SkipOptions(
         sparse=SparseOptions(sparsity=0.5, dense_steps=0.1, ramp=0), **policies()["taylorseer"]
     )
-    plans = []
-    real = it.cache.CachedRun
-    it.cache.CachedRun = lambda plan, *given: plans.append(plan) or real(plan, *given)
     models = [
         accelerate.execute(world.tiny("WAN21_T2V", seed), "comfyui", "off", skipping).result[0] for seed in (0, 1)
     ]
@@ -386,7 +267,6 @@ def check_preview(it: World) -> None:
 
     given = {"steps": 20, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
     for low, denoise in ((None, 1.0), (None, 0.5), (models[1], 1.0)):
-        plans.clear()
         picture, table = node.execute(
             models[0], **given, denoise=denoise, seconds_per_forward=1.0, model_low=low, split_step=9
         ).result
@@ -394,12 +274,12 @@ def check_preview(it: World) -> None:
             (models[0], {"start_step": 0, "last_step": 9, "force_full_denoise": False}),
             (low, {"start_step": 9, "last_step": 20}),
         ]  # fmt: skip
-        for model, part in parts:
-            world.sample(model, {}, SIZE, **given, **part)
-        ran = [step.words() for plan in plans for step in plan.steps]
+        with it.runs() as runs:
+            for model, part in parts:
+                world.sample(model, {}, SIZE, **given, **part)
+        ran = [step.words() for run in runs for step in run.plan.steps]
         assert rows(table) == ran and any("forecast" in row for row in ran), (low, denoise, table, ran)
         assert "50 % of keys" in table and picture.shape[-1] == 3 and len(ran) == 20
-    it.cache.CachedRun = real
 
 
 def check_memory(it: World) -> None:

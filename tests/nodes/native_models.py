@@ -21,6 +21,7 @@ PACK = Path(__file__).resolve().parents[2]
 def set_up(checkout: str) -> types.ModuleType:
     """ComfyUI and the pack in this process; gives the pack's `nodes`."""
     sys.path[:] = [checkout, *(path for path in sys.path if Path(path or ".").resolve() not in (PACK, PACK / "tests"))]
+    importlib.import_module("utils.extra_config")  # as main.py does: a folder of ComfyUI has a module of this name
     cli = importlib.import_module("comfy.cli_args")
     cli.args.cpu = True
     spec = importlib.util.spec_from_file_location("pack", PACK / "__init__.py", submodule_search_locations=[str(PACK)])
@@ -384,13 +385,13 @@ def check_refusals(pack: types.ModuleType, _: list[str]) -> dict[str, Any]:
     accelerate = importlib.import_module("pack.nodes.accelerate").WanCoreAccelerate
     other = comfy.model_patcher.ModelPatcher(torch.nn.Linear(2, 2), None, None)
     other.model.diffusion_model = torch.nn.Linear(2, 2)
-    magcache = config.SkipOptions(magcache=config.MagCacheOptions(threshold=0.1, max_skips=2, retention=0.2))
+    schedule = config.SkipOptions(guidance=config.GuidanceOptions(every=2))
     sparse = config.SkipOptions(sparse=config.SparseOptions(sparsity=0.5))
     model, found = tiny("WAN21_T2V"), {}
     for name, given in {
         "other": (other, "auto", "off"),
         "backend": (model, "flash4", "off"),
-        "cache": (model, "auto", "off", magcache),
+        "schedule": (model, "auto", "off", schedule),
         "twice": (model, "auto", "balanced", sparse),
     }.items():
         try:

@@ -253,3 +253,16 @@ def test_two_shifts_are_refused(comfy: ComfyUI) -> None:
     graph["low shift"]["inputs"]["shift"] = 8.0
     run = comfy.run(graph)
     assert not run.ok and "the shift differs" in str(run.status)
+
+
+def test_what_newer_versions_take_is_told_to_them(comfy: ComfyUI) -> None:
+    """Search words, folded inputs, and a loader's text when its result comes from the cache."""
+    info = comfy.get("/object_info")["WanCoreFromModel"]
+    if not info.get("search_aliases"):
+        pytest.skip("this ComfyUI has no search words")
+    assert "wan fast" in info["search_aliases"] and info["input"]["optional"]["keep_blocks"][1]["advanced"]
+    first, again = native(), native()
+    again["sampler"]["inputs"]["seed"] = 77
+    text = comfy.run(first).outputs["bridge"]["text"]
+    run = comfy.run(again)
+    assert "bridge" in run.cached and run.outputs["bridge"]["text"] == text

@@ -65,7 +65,7 @@ def test_sparse_attention_keeps_every_token_in_its_place(found: dict[str, Any], 
     nearly_all, quarter = run["errors"]
     assert nearly_all <= SAME < quarter < 0.1
     assert run["places"] == PLACES.get(name, [[0, 5, 4, 6, 120]])
-    taken = f"{STEPS * (LAYERS if name == 'animate2' else CALLS.get(name, LAYERS))} by sparse attention (math)"
+    taken = f"{STEPS * CALLS.get(name, LAYERS)} by sparse attention (math)"
     assert all(f"self-attention calls: {taken}" in words for words in run["words"])
 
 
@@ -123,4 +123,4 @@ def test_refusals(found: dict[str, Any]) -> None:
     words = found["refusals"]
     assert words["other"] == "WanCore Accelerate takes Wan models, this is Linear: connect a Wan model"
     assert "'flash4' cannot run on cpu" in words["backend"]
-    assert "magcache" in words["cache"] and "set sparse to 'off'" in words["twice"]
+    assert "guidance schedule" in words["schedule"] and "set sparse to 'off'" in words["twice"]

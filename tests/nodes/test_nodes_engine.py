@@ -27,6 +27,7 @@ from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.wan.inputs import (
+    check_first,
     frame_mask,
     hold_first,
     image_channels,
@@ -34,7 +35,7 @@ from wan_core.models.wan.families.wan.inputs import (
     known_first,
     known_frames,
 )
-from wan_core.pipeline.images import decode_images, encode_images, pixels_to_video, video_to_pixels
+from wan_core.pipeline.images import decode_images, decode_latents, encode_images, pixels_to_video, video_to_pixels
 from wan_core.pipeline.sources import TINY, find_experts
 from wan_core.sampling.conditioning import empty_latents
 from wan_core.sampling.plan import Branch
@@ -94,6 +95,38 @@ def test_a_known_first_latent_frame_travels_in_the_latent() -> None:
             known_first(samples, bad, VAE_22)
 
 
+@given(first=st.integers(0, 6), last=st.integers(0, 3))
+def test_several_first_and_last_frames_are_known(first: int, last: int) -> None:
+    """The mask of ComfyUI's WanFirstLastFrameToVideo: a latent frame has four video frames, the first repeats."""
+    given_ones = [torch.rand(1, 3, n, 8, 8) if n else None for n in (first, last)]
+    if first + last == 0:
+        return
+    video, unknown = known_frames(*given_ones, 9)
+    native = torch.ones(12)
+    native[: first + 3 if first else 0] = 0
+    native[len(native) - last :] = 0
+    mask = frame_mask(unknown, torch.zeros(1, 16, 3, 1, 1))
+    assert torch.equal(mask[0, :, :, 0, 0], native.view(3, 4).T)
+    for image, frames in ((given_ones[0], slice(0, first)), (given_ones[1], slice(9 - last, 9))):
+        assert image is None or torch.equal(video[:, :, frames], image)
+    with pytest.raises(OptionError, match="known frames given"):
+        known_frames(*given_ones, first + last - 1)
+
+
+@given(known=st.integers(1, 20), frames=st.integers(0, 4))
+def test_first_frames_of_ti2v_are_whole_latent_frames(known: int, frames: int) -> None:
+    total = 4 * frames + 1
+    if known % 4 == 1 and known < total:
+        check_first(known, total, VAE_22)
+        first = torch.rand(1, 48, (known - 1) // 4 + 1, 2, 2)
+        samples, unknown = hold_first(first, torch.zeros(2, 48, frames + 1, 2, 2))
+        found = known_first(samples, unknown, VAE_22)
+        assert found is not None and found.shape[2] == first.shape[2]
+    else:
+        with pytest.raises(OptionError, match="this model takes 1, 5, 9"):
+            check_first(known, total, VAE_22)
+
+
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 8), st.sampled_from([VAE_21, VAE_22]))
 def test_empty_latents_have_wan_s_sizes(columns, rows, n, config) -> None:
     stride = config.spatial_stride
@@ -138,6 +171,37 @@ def test_decoding_out_of_memory_goes_on_in_tiles_and_is_reported(vae: VideoVAE) 
     assert "decoded in tiles" in report.notes[0]
     with pytest.raises(OptionError, match="5 dimensions"):
         decode_images(vae, latents[0], report)
+
+
+class ShortLater(Short):
+    """Runs out of memory when some frames are finished."""
+
+    def decode_stream(self, latents: Tensor, *, tile: TileSpec | None = None, **how: Any) -> Iterator[Tensor]:
+        pieces = self.vae.decode_stream(latents, tile=tile, **how)
+        if tile is not None:
+            yield from pieces
+            return
+        yield next(pieces)
+        yield next(pieces)
+        raise torch.cuda.OutOfMemoryError("no memory")
+
+
+def test_each_frame_is_written_once_where_memory_runs_out_later(vae: VideoVAE) -> None:
+    latents, report, taken = torch.randn(1, 16, 3, 4, 4), Report(CPU), []
+    frames = decode_latents(ShortLater(vae), latents, report, taken.extend)  # type: ignore[arg-type]
+    expected = decode_latents(vae, latents, Report(CPU))
+    assert "decoded in tiles" in report.notes[0]
+    assert len(taken) == len(frames) == 9 and np.abs(np.stack(taken).astype(int) - expected).max() <= 1
+
+
+def test_all_frames_are_there_where_writing_them_ends_early(vae: VideoVAE) -> None:
+    latents, report = torch.randn(1, 16, 3, 4, 4), Report(CPU)
+    with torch.inference_mode():  # as ComfyUI runs nodes
+        frames = decode_latents(vae, latents, report, lambda frames: next(frames))
+    assert np.array_equal(frames, decode_latents(vae, latents, Report(CPU)))
+    assert set(report.phases) == {"decode", "write"}
+    with torch.inference_mode():
+        assert decode_images(vae, latents, Report(CPU)).shape == (9, 32, 32, 3)
 
 
 def test_a_clip_survives_encoding_and_decoding(vae: VideoVAE) -> None:

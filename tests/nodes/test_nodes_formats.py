@@ -1,5 +1,5 @@
-"""GGUF files and FP8 files with scales in a running ComfyUI: listed, recognised, held as they are, and true to the
-caption."""
+"""GGUF files, INT8 files and FP8 files with scales in a running ComfyUI: listed, recognised, held as they are, and true
+to the caption."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from tests.gguf_files import llama_name, matrices, tokenizer_notes, write
 from tests.nodes.test_nodes_comfy import assert_comes_true, node, text_to_video
 from tests.nodes.test_nodes_precisions import LOOK, facts_of, looked_at
 from wan_core.checkpoint import load_dit, load_text_encoder
-from wan_core.checkpoint.save import write_safetensors
+from wan_core.checkpoint.save import save, write_safetensors
 from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.formats import quantize_reference
+from wan_core.ops.quant.int8 import Int8Linear
+from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.sources import TINY
 
 pytestmark = pytest.mark.comfy
+
+
+INT8 = Quantization(Int8Linear, torch.device("cpu"))
 
 
 def make_files(models: Path) -> None:
@@ -40,6 +45,8 @@ def make_files(models: Path) -> None:
                 scaled[f"{linear}.scale_input"] = torch.tensor(1.0)
             else:
                 scaled[key] = value.half()
+        int8 = load_dit(TINY / f"t2v_{name}.safetensors", dtype=torch.float32, quantization=INT8)
+        save(int8, models / "diffusion_models" / f"{name}_int8_convrot.safetensors")
         words = {key: str(value) for key, value in notes.items()}
         write_safetensors(scaled, models / "diffusion_models" / f"{name}_fp8_scaled.safetensors", words)
     encoder = load_text_encoder(TINY / "text_encoder.safetensors", dtype=torch.float32)
@@ -95,3 +102,11 @@ def test_fp8_files_with_scales(comfy: ComfyUI) -> None:
     run = comfy.run(with_files("_fp8_scaled.safetensors", precision="fp8-tensor"))
     assert facts_of(run)["fp8"] == 2 * 6 * (8 * 128 * 128 + 2 * 128 * 384)
     assert_comes_true(comfy.output_file(run, "save"))
+
+
+def test_int8_files(comfy: ComfyUI) -> None:
+    run = comfy.run(with_files("_int8_convrot.safetensors"))
+    facts, told = facts_of(run), run.outputs["model"]["text"][0]
+    assert_comes_true(comfy.output_file(run, "save"))
+    assert "int8_tensorwise convrot64" in told and "as they are stored (INT8 as stored, in plain torch)" in told
+    assert facts["told"] == facts["loaded"] == facts["bytes"] < 4 * 2 * 6 * (8 * 128 * 128 + 2 * 128 * 384)

@@ -20,7 +20,8 @@ import pytest
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "node_schemas.json").read_text())
 TYPES = {"Combo": "COMBO", "Int": "INT", "Float": "FLOAT", "String": "STRING", "Boolean": "BOOLEAN", "Clip": "CLIP"}
 TYPES |= {"Vae": "VAE", "Latent": "LATENT", "Image": "IMAGE", "Conditioning": "CONDITIONING"}
-TYPES |= {"Model": "MODEL", "ClipVisionOutput": "CLIP_VISION_OUTPUT", "Sigmas": "SIGMAS"}
+TYPES |= {"ClipVisionOutput": "CLIP_VISION_OUTPUT", "Audio": "AUDIO", "Video": "VIDEO", "Model": "MODEL"}
+TYPES |= {"Sigmas": "SIGMAS"}
 
 
 class Recorder:
@@ -59,7 +60,7 @@ def modules() -> dict[str, types.ModuleType]:
     }
     io = types.SimpleNamespace(**{name: Recorder(kind) for name, kind in TYPES.items()})
     io.Custom, io.ComfyNode, io.Schema = Recorder, object, lambda **fields: types.SimpleNamespace(**fields)
-    plain["comfy_api.latest"] = {"io": io, "ui": None, "ComfyExtension": object}
+    plain["comfy_api.latest"] = {"io": io, "ui": None, "ComfyExtension": object, "InputImpl": None}
     for name, contents in plain.items():
         vars(made[name]).update(contents)
     return made

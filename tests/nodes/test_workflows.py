@@ -26,13 +26,14 @@ from tools.page_form import (
     incompatibilities,
     native_schema,
     read_schemas,
+    title_of,
 )
 from wan_core.media.metrics import judge
 from wan_core.media.video import read_video
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 HEADLESS = (WORKFLOWS.parent / "docs" / "headless.md").read_text(encoding="utf-8")
-NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
+NAMES = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
 TEMPLATES = [name for name in NAMES if name.startswith("wan22_")]  # run in test_nodes_templates.py
 NEED_FILES = ["image_to_video_wan21", *TEMPLATES]  # the first runs in test_nodes_wan21.py
 EMBEDDED = [name for name in NAMES if name not in NEED_FILES]
@@ -42,7 +43,7 @@ CONTROLS = ("fixed", "increment", "decrement", "randomize")
 
 
 def page_form(name: str) -> dict[str, Any]:
-    return json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+    return json.loads((WORKFLOWS / f"{title_of(name)}.json").read_text(encoding="utf-8"))
 
 
 def api_form(name: str) -> dict[str, Any]:
@@ -90,7 +91,8 @@ def caption_behind(prompt: dict[str, Any], node: str) -> str:
 
 def test_there_is_one_for_every_use() -> None:
     assert {"text_to_video", "image_to_video", "embedded_demo", "mixed_with_native_nodes"} <= set(NAMES)
-    assert {path.stem for path in (WORKFLOWS / "api").glob("*.json")} == set(NAMES)
+    assert {path.stem for path in WORKFLOWS.glob("*.json")} == {title_of(name) for name in NAMES}
+    assert {path.stem for path in WORKFLOWS.glob("*.jpg")} == {title_of(name) for name in NAMES}
 
 
 def test_the_files_are_what_the_descriptions_say(capsys: pytest.CaptureFixture[str]) -> None:

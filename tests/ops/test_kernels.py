@@ -189,6 +189,21 @@ for B, frames, each, C, H in ((1, 1, 10, 256, 2), (2, 1, 8, 384, 3), (2, 3, 5, 1
         found = triton_ops.head_norm_fp8(x, weight, 1e-6, table, H, taken)
         close(found.scale, reference.bound_scale(weight, factor), EXACT)
         close(found.dequantize(), exact if taken is None else exact - mean.unflatten(0, (H, -1)), ROUGH)
+
+from wan_core.models.vae.layers import CausalConv3d, Chunk, RMSNorm
+from wan_core.ops.kernels import triton_vae
+for C, T, last in ((32, 1, False), (40, 3, False), (96, 2, True)):
+    norm, conv = RMSNorm(C).bfloat16(), CausalConv3d(C, C, (3, 3, 3)).bfloat16()
+    norm.gamma.data = draw(C, 1, 1, 1)
+    x = draw(1, T, 5, 6, 2 * C)[..., :C].movedim(-1, 1)  # with a stride
+    for earlier in (None, draw(1, 2, 5, 6, C).movedim(-1, 1)):
+        history = {} if earlier is None else {conv: earlier.clone()}
+        expected = conv.extend(torch.nn.functional.silu(norm(x)), Chunk(first=False, last=last, history=history))
+        if T == 1 and earlier is None: continue
+        found, kept = triton_vae.norm_silu_extend(x, norm.gamma, earlier, 2, not last)
+        close(found, expected, EXACT)
+        assert (kept is None) == last and (last or torch.equal(kept, found[:, :, -2:]))
+        assert found.is_contiguous(memory_format=torch.channels_last_3d)
 print("all close")
 """
 

@@ -104,15 +104,16 @@ def test_changed_twenty_times_and_taken_off_the_bytes_are_as_at_first(files, sto
 
 
 def test_only_what_changes_is_read_again(files):
-    part = part_of(files["row scales"], "fp8")
+    part = part_of(files["a tensor's scale"], "fp8")
     model = load_with_loras(part, (), CPU, CPU)
-    read: list[int] = []
+    read, first = list[int](), bits(model)
     wanted = replace(one(2, everywhere=False), strength=0.5)
     for loras, reads in (([wanted], True), ([wanted], False), ([replace(wanted, strength=0.0)], True), ([], False)):
         read.clear()
         assert changes_weights(model, loras, part, CPU) == reads
         with reading(Reading(on_bytes=read.append)):
             apply_loras(model, loras, part, CPU)
+        assert equal(model, first) == (not any(one.strength for one in loras))
         changed = sum(model.get_parameter(name).nbytes for name in wanted.lora.changes)
         assert bool(read) == reads and sum(read) < 2 * changed
 

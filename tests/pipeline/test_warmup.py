@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions
 from wan_core.config.compile_cache import set_compile_caches
 from wan_core.config.folders import cache_folder
 from wan_core.pipeline.pipeline import Pipeline
-from wan_core.pipeline.warmup import warm_up
+from wan_core.pipeline.settings import resolve_settings
+from wan_core.pipeline.sources import find_models
+from wan_core.pipeline.warmup import load_kernels, warm_up
 
 CPU = torch.device("cpu")
 CAPTION = "a red circle moving right on a blue background"
@@ -103,3 +106,25 @@ def test_a_pipeline_that_compiles_sets_the_folders(monkeypatch, tmp_path):
     assert "TRITON_CACHE_DIR" not in os.environ
     Pipeline.load(LoadOptions(model="tiny", device="cpu", compile="blocks"))
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "cache" / "triton")
+
+
+@pytest.mark.parametrize("precision", ["checkpoint", "fp8-weights"])
+@pytest.mark.parametrize("image", [False, True], ids=["text", "clip image"])
+def test_a_block_of_the_model_runs_the_way_the_model_will(image: bool, precision: str, monkeypatch) -> None:
+    """Its width, its linears and its attention, without its weights."""
+    options = LoadOptions(model="tiny", precision=precision)
+    settings = resolve_settings(find_models(options), options, CPU)
+    config = replace(settings.found.dit, **({"image_dim": 24, "in_channels": 36} if image else {}))
+    seen: list[tuple[int, ...]] = []
+    attend = settings.attend
+
+    class Seen(type(attend)):  # type: ignore[misc]
+        def __call__(self, q, k, v, *rest):
+            seen.append(tuple(q.shape))
+            return attend(q, k, v, *rest)
+
+    monkeypatch.setattr(type(settings.found), "dit", property(lambda _: config))
+    seer = Seen.__new__(Seen)
+    vars(seer).update(vars(attend))
+    load_kernels(replace(settings, attend=seer), CPU)
+    assert seen == [(1, 64, config.num_heads, config.head_dim)]

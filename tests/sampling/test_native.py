@@ -142,6 +142,42 @@ def test_reading_nearly_all_blocks_is_dense_attention(grid: Any, front: int, beh
     assert run.taken == {"sparse attention (math)": 1}
 
 
+def by_frames(sparsity: float, of: NativeForward, given: list[torch.Tensor], poses: list[torch.Tensor]) -> torch.Tensor:
+    """As Animate-2 attends: every frame to all tokens, and but the first to a frame of the pose's keys and values."""
+    sparse = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0)
+    attend, (q, k, v), frame = NativeAttention("auto", sparse), given, of.frame
+    found = []
+    for index in range(of.grid[0]):
+        some = slice((index - 1) * frame, index * frame)
+        keys, values = (torch.cat([x, pose[:, some]], 1) if index else x for x, pose in zip((k, v), poses, strict=True))
+        found.append(attend(original, q[:, index * frame : (index + 1) * frame], keys, values, **options(of)))
+    return torch.cat(found, 1)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.tuples(st.integers(2, 4), st.integers(2, 6), st.integers(2, 6)), st.booleans())
+def test_reading_nearly_all_blocks_frame_by_frame_is_dense_attention(grid: Any, image: bool) -> None:
+    given, poses = qkv(grid[0] * grid[1] * grid[2], batch=2), qkv(grid[0] * grid[1] * grid[2], batch=2, seed=5)[:2]
+    runs = [NativeRun(SchedulePart(0, 1, 1), (sparsity,)) for sparsity in (1e-6, 0.0)]
+    forwards = [NativeForward(run, grid, image=image, by_frames=True) for run in runs]
+    sparse, dense = (by_frames(1e-6, of, given, poses) for of in forwards)
+    torch.testing.assert_close(sparse, dense, atol=1e-5, rtol=1e-4)
+    assert runs[0].taken == {"sparse attention (math)": grid[0]} and runs[1].taken == {"sdpa": grid[0]}
+    assert forwards[0].frame_keys is None
+
+
+def test_frames_read_their_own_blocks_and_the_pose() -> None:
+    """At a small share: the pose's values reach every query, and the result is near the dense one."""
+    of = forward(0.75, by_frames=True)
+    given, poses = qkv(), qkv(seed=5)[:2]
+    found = by_frames(0.75, of, given, poses)
+    dense = by_frames(0.75, forward(by_frames=True), given, poses)
+    assert 0.01 < (found - dense).norm() / dense.norm() < 0.5
+    poses[1][:] += 100
+    changed = (by_frames(0.75, of, given, poses) - found).abs().amax((0, 2))
+    assert (changed[of.frame :] > 1).all() and (changed[: of.frame] == 0).all()
+
+
 def test_sparse_calls_are_those_of_our_engine() -> None:
     """Bit for bit, for a video without other tokens."""
     of, given = forward(0.5), qkv(batch=2)

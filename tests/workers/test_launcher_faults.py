@@ -27,7 +27,15 @@ from tests.forked import Forked, forking
 from tests.launched import below, memory_of, open_no_more_files, wait_until, wait_until_gone
 from wan_core import load_text_encoder, load_vae, make_plan
 from wan_core.checkpoint.latents import load_latents
-from wan_core.config import GuidanceOptions, LoadOptions, OptionError, Request, SkipOptions, TaylorSeerOptions
+from wan_core.config import (
+    GuidanceOptions,
+    LoadOptions,
+    NagOptions,
+    OptionError,
+    Request,
+    SkipOptions,
+    TaylorSeerOptions,
+)
 from wan_core.execution.report import Report
 from wan_core.models.text.cache import PromptCache
 from wan_core.models.vae.tiling import TileSpec
@@ -37,7 +45,10 @@ from wan_core.pipeline.pipeline import Pipeline, sample_latents
 from wan_core.pipeline.sources import TINY as TINY_FILES
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.conditioning import Conditioning, draw_noise
+from wan_core.sampling.cutting import cut_plan
+from wan_core.sampling.nag import with_nag
 from wan_core.sampling.start import Start
+from wan_core.sampling.window import Window
 from wan_core.workers import client as remote
 from wan_core.workers import processes as worker_processes
 from wan_core.workers.client import RemoteProgress, RemoteResult, generate
@@ -162,8 +173,15 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     for tile in (None, TileSpec(height=4, width=4, overlap=2)):
         seen: list[int] = []
         tiles = None if tile is None else {"height": 4, "width": 4, "overlap": 2}
-        pictures = remote.decode(
-            workers, spec, latents, report, tile=tiles, on_frames=lambda done, total, seen=seen: seen.append(done)
+        pictures = remote.decode_to(
+            workers,
+            spec,
+            latents,
+            report,
+            lambda pieces: torch.cat([images for _, images in pieces]),
+            dtype=torch.float32,
+            tile=tiles,
+            on_frames=lambda done, total, seen=seen: seen.append(done),
         )
         assert (pictures - decode_images(vae, latents, Report(CPU), tile=tile)).abs().max() < 1e-4
         assert seen == sorted(seen) and seen[-1] == 5
@@ -178,7 +196,8 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
         torch.testing.assert_close(row[None], known, atol=1e-5, rtol=0)
 
     high, low = (str(TINY_FILES / f"i2v_{name}.safetensors") for name in ("high", "low"))
-    found, plan = find_experts(high, low), make_plan(task="i2v-tiny", steps=4)
+    found, plan = find_experts(high, low), make_plan(task="i2v-tiny", steps=4, guidance_high=1.0)
+    plan = with_nag(plan, NagOptions())  # where the high-noise expert has no guidance
     cond, uncond = cache.encode(prompts[:2], lambda: encoder)
     concat = join_image(latents, torch.ones_like(latents[:, :1]), found.vae)
     given = {"cond": cond, "uncond": uncond, "concat": concat}
@@ -200,6 +219,15 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     )
     assert (together - alone).abs().max() < 1e-4
     assert steps == [(i, (1, 16, 2, 6, 8)) for i in range(4)]
+    halves = [cut_plan(replace(plan, window=Window(start=s, end=e, leftover=True))) for s, e in ((0, 2), (2, 4))]
+    start, left = Start(shape=tuple(latents.shape), seed=7), []
+    for half in halves:
+        sampled = remote.sample(
+            workers, {**model, "residency": "auto"}, half, given, start=start, batched=False, report=Report(CPU), fps=8,
+            on_leftover=left.append,
+        )  # fmt: skip
+        start = replace(start, add_noise=False, latents=sampled, leftover=left[-1])
+    assert len(left) == 1 and (sampled - together).abs().max() < 1e-5, "two runs in a row, their state sent back and on"
     assert report.phases["denoise high"].steps + report.phases["denoise low"].steps == 4
     assert report.settings["mesh"] == MESH
 

@@ -21,7 +21,8 @@ from wan_core.checkpoint.lora.read import read_lora
 from wan_core.cli.inform import run_check
 from wan_core.cli.inspect import inspect
 from wan_core.execution.report import Report
-from wan_core.media.video import load_image, picture_size, read_metadata, read_video, write_mp4
+from wan_core.media.mp4 import write_mp4
+from wan_core.media.video import load_image, picture_size, read_metadata, read_video
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.pipeline.images import decode_latents
 from wan_core.pipeline.pipeline import metadata

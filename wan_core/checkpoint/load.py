@@ -34,8 +34,9 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import FP8, Quantized, spread_scale
-from wan_core.ops.kernels.gguf_blocks import FORMATS
-from wan_core.ops.quant.packed import Packed, PackedLinear, put_packed
+from wan_core.ops.kernels.integer_weights import integer_format
+from wan_core.ops.quant.int8 import Int8Linear
+from wan_core.ops.quant.packed import Packed, PackedLinear, holds_tables, put_packed
 from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -141,9 +142,13 @@ def _filled(
         changed = frozenset() if loras is None else loras.changes.keys()
         packed = _kept_packed(checkpoint, found, module, quantization, changed)
         put_packed(module, packed.items(), out, quantization.device)
-        conversion = _Conversion(checkpoint, found, to, packed=packed)
+        # LoRAs are summed into these, and what is INT8 in the file becomes INT8 again.
+        names = frozenset(_int8_names(checkpoint, found, module, quantization)) - packed.keys()
+        swap_linears(module, Int8Linear, names, out)
+        encoding = Quantization(Int8Linear, quantization.device) if names else None
+        conversion = _Conversion(checkpoint, found, to, encoding, names, packed)
     else:
-        names = _encoded_names(found, quantization)
+        names = _encoded_names(checkpoint, found, quantization)
         if quantization is not None:
             if quantization.device.type == "cuda" and out != torch.bfloat16:
                 raise OptionError(
@@ -180,7 +185,8 @@ def read_again(
     if found.config != module.config:
         raise CheckpointError("another model than the one that was loaded from it", where=checkpoint.describe())
     to = _Target(device, device, dtype, dtype or _main_dtype(checkpoint, found))
-    conversion = _Conversion(checkpoint, found, to, quantization, _encoded_names(found, quantization))
+    encoded = _encoded_names(checkpoint, found, quantization)
+    conversion = _Conversion(checkpoint, found, to, quantization, encoded)
     with torch.inference_mode(False), torch.no_grad(), closing(conversion.read(loras, names)) as values:
         for name, value in values:
             module.get_parameter(name).copy_(value)
@@ -288,14 +294,17 @@ def _order(checkpoint: Checkpoint, found: Detected, packed: Mapping[str, Packed]
     return names
 
 
-def _widened(values: Iterator[tuple[str, Any]], how: _Conversion) -> Iterator[tuple[str, Tensor | Quantized]]:
-    """(parameter name, value): the parts of packed modules as they are, other packed matrices as numbers."""
+def _widened(values: Iterator[tuple[str, Any]], how: _Conversion) -> Iterator[tuple[str, Tensor | Quantized | Packed]]:
+    """(parameter name, value): the parts of packed modules as they are, packed matrices of linears that are encoded
+    whole, others as numbers."""
     checkpoint, found, to = how.checkpoint, how.found, how.to
     for ours, value in values:
         module = ours.rpartition(".")[0]
         if isinstance(value, Packed) and module in how.packed:
             for part, tensor in value.parts.items():
                 yield f"{module}.{part}", tensor.to(to.device)
+        elif isinstance(value, Packed) and module in how.quantized:
+            yield ours, value
         elif checkpoint.tensors[found.names[ours]].packing is None:
             assert not isinstance(value, Packed)
             yield ours, value
@@ -316,8 +325,7 @@ def _kept_packed(
         ours = f"{name}.weight"
         theirs = found.names[ours]
         info = checkpoint.tensors[theirs]
-        # The rows of a table are widened one by one, which only GGUF's formats allow.
-        table = isinstance(module.get_submodule(name), nn.Embedding) and info.packing not in FORMATS
+        table = isinstance(module.get_submodule(name), nn.Embedding) and not holds_tables(info.packing)
         if ours in changed or table:
             continue
         if info.packing is not None:
@@ -328,27 +336,40 @@ def _kept_packed(
     return kept
 
 
-def _encoded_names(found: Detected, quantization: Quantization | None) -> frozenset[str]:
+def _int8_names(
+    checkpoint: Checkpoint, found: Detected, module: nn.Module, quantization: Quantization
+) -> Iterator[str]:
+    """Linears that may stay packed, and are stored in INT8."""
+    for name in packable(module, found.config, quantization):
+        fmt = integer_format(checkpoint.tensors[found.names[f"{name}.weight"]].packing or "")
+        if fmt is not None and fmt.name == "int8_tensorwise" and isinstance(module.get_submodule(name), nn.Linear):
+            yield name
+
+
+def _encoded_names(checkpoint: Checkpoint, found: Detected, quantization: Quantization | None) -> frozenset[str]:
     """The linears of a transformer that `quantization` encodes."""
     if quantization is None:
         return frozenset()
     assert isinstance(found.config, DiTConfig)
     names = quantized_names(found.config, quantization.keep_blocks)
-    return _stored_so(names, found) if quantization.as_stored else names
+    return _stored_so(names, checkpoint, found) if quantization.as_stored else names
 
 
-def _stored_so(names: frozenset[str], found: Detected) -> frozenset[str]:
-    """Those of `names` that the file holds in FP8 with a scale. Queries, keys and values of self-attention share a
-    quantised input, so that they are taken together or not at all."""
+def _stored_so(names: frozenset[str], checkpoint: Checkpoint, found: Detected) -> frozenset[str]:
+    """Those of `names` that the file holds packed, or in FP8 with a scale. Queries, keys and values of self-attention
+    share a quantised input, so that they are taken together or not at all."""
 
     def whole(name: str) -> list[str]:
         block, _, last = name.rpartition(".")
         return [f"{block}.{part}" for part in "qkv"] if block.endswith("self_attn") and last in "qkv" else [name]
 
-    return frozenset(name for name in names if all(f"{part}.weight" in found.scales for part in whole(name)))
+    def stored(name: str) -> bool:
+        return name in found.scales or checkpoint.tensors[found.names[name]].packing is not None
+
+    return frozenset(name for name in names if all(stored(f"{part}.weight") for part in whole(name)))
 
 
-def _plain(values: Iterator[tuple[str, Tensor | Quantized]]) -> Iterator[tuple[str, Tensor]]:
+def _plain(values: Iterator[tuple[str, Tensor | Quantized | Packed]]) -> Iterator[tuple[str, Tensor]]:
     for name, value in values:
         assert isinstance(value, Tensor), "only quantised linears are handed FP8"
         yield name, value

@@ -1,9 +1,10 @@
-"""Safetensors files with NVFP4 or MXFP8 matrices, as ComfyUI writes them, read as packed matrices.
+"""Safetensors files with NVFP4, MXFP8, INT8 or 4-bit matrices, as ComfyUI writes them, read as packed matrices.
 
 The format of a matrix is in a tensor beside it (`X.comfy_quant`, JSON as bytes), or in the file's metadata for all
 (`_quantization_metadata`). `X.weight` holds the numbers, `X.weight_scale` the scales of groups and, for NVFP4,
-`X.weight_scale_2` the scale of the tensor; see `kernels.microscaling`. `X.input_scale` is not used, because activation
-scales are measured. `scaled` reads FP8 matrices with scales, which may be in the same file.
+`X.weight_scale_2` the scale of the tensor; see `kernels.microscaling`, and `integer_layers` for INT8 and 4 bits.
+`X.input_scale` is not used, because activation scales are measured. `scaled` reads FP8 matrices with scales, which may
+be in the same file.
 """
 
 from __future__ import annotations
@@ -13,57 +14,78 @@ from collections.abc import Mapping
 
 import torch
 
+from wan_core.checkpoint import integer_layers
 from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.opened import Checkpoint, TensorInfo
 from wan_core.ops.kernels.microscaling import GROUP, tiled_shape
-from wan_core.ops.quant.packed import MICROSCALED, Packed
+from wan_core.ops.quant.packed import INTEGERS, MICROSCALED, Packed
 
 METADATA_KEY = "_quantization_metadata"
 DESCRIPTION = "comfy_quant"
 _BYTE = (torch.uint8, torch.int8)
+_PARTS = {"nvfp4": ("weight_scale", "weight_scale_2"), "mxfp8": ("weight_scale",), **integer_layers.PARTS}
 
 
 def with_packed(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` with one packed tensor for each NVFP4 or MXFP8 matrix, in place of its parts; unchanged if it has
+    """`checkpoint` with one packed tensor for each matrix of these formats, in place of its parts; unchanged if it has
     none. Raises `CheckpointError` if a part is missing, or parts do not match."""
-    formats = {name: fmt for name, fmt in _formats(checkpoint).items() if fmt in MICROSCALED}
-    if not formats:
+    entries = {name: entry for name, entry in _entries(checkpoint).items() if entry.get("format") in _PARTS}
+    if not entries:
         return checkpoint
     tensors = dict(checkpoint.tensors)
     parts: dict[str, dict[str, str]] = {}
-    for module, fmt in formats.items():
+    for module, entry in entries.items():
+        fmt = str(entry["format"])
         weight = f"{module}.weight"
-        names = {"weight": weight, "weight_scale": f"{module}.weight_scale"}
-        if fmt == "nvfp4":
-            names["weight_scale_2"] = f"{module}.weight_scale_2"
+        names = {part: f"{module}.{part}" for part in ("weight", *_PARTS[fmt])}
+        optional = {part: f"{module}.{part}" for part in integer_layers.OPTIONAL.get(fmt, ())}
         missing = [name for name in names.values() if name not in tensors]
         if missing:
             raise CheckpointError(
                 f"{module} is marked as {fmt}, but {missing[0]} is missing. Download it again.",
                 where=checkpoint.describe(),
             )
-        shape = _shape(fmt, {part: tensors[name] for part, name in names.items()})
-        if shape is None:
-            stored = ", ".join(f"{part} {tensors[n].dtype} {list(tensors[n].shape)}" for part, n in names.items())
-            raise CheckpointError(
-                f"{module} is marked as {fmt}, but its parts do not match: {stored}", where=checkpoint.describe()
-            )
+        names |= {part: name for part, name in optional.items() if name in tensors}
+        packing, shape = _described(module, entry, {part: tensors[n] for part, n in names.items()}, checkpoint)
         nbytes = sum(tensors[name].nbytes for name in names.values())
         for name in (*names.values(), f"{module}.input_scale", f"{module}.{DESCRIPTION}"):
             tensors.pop(name, None)
-        tensors[weight] = TensorInfo(shape, torch.float32, nbytes, fmt)
+        tensors[weight] = TensorInfo(shape, torch.float32, nbytes, packing)
         parts[weight] = names
 
     def read_packed(name: str) -> Packed:
         stored = {part: checkpoint.read(source) for part, source in parts[name].items()}
+        info = tensors[name]
+        assert info.packing is not None
+        if info.packing not in MICROSCALED:
+            return Packed(info.packing, info.shape, integer_layers.read_parts(info.packing, stored))
         stored["weight_scale"] = stored["weight_scale"].view(torch.uint8)
         if "weight_scale_2" in stored:
             stored["weight_scale_2"] = stored["weight_scale_2"].reshape(()).float()
-        info = tensors[name]
-        assert info.packing is not None
         return Packed(info.packing, info.shape, stored)
 
     return checkpoint.replaced(tensors=tensors, read_packed=read_packed)
+
+
+def _described(
+    module: str, entry: Mapping[str, object], parts: Mapping[str, TensorInfo], checkpoint: Checkpoint
+) -> tuple[str, tuple[int, int]]:
+    """The packing of a matrix and its shape [N, K]. Raises `CheckpointError`."""
+    packing, fault = str(entry["format"]), ""
+    if packing in INTEGERS:
+        found = integer_layers.described_format(entry)
+        fault = found if isinstance(found, str) else ""
+        packing = packing if isinstance(found, str) else found.text
+        shape = None if isinstance(found, str) else integer_layers.matrix_shape(found, parts)
+    else:
+        shape = _shape(packing, parts)
+    if shape is None:
+        stored = ", ".join(f"{part} {info.dtype} {list(info.shape)}" for part, info in parts.items())
+        raise CheckpointError(
+            f"{module} is marked as {packing}, but {fault or f'its parts do not match: {stored}'}",
+            where=checkpoint.describe(),
+        )
+    return packing, shape
 
 
 def _shape(fmt: str, parts: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
@@ -83,23 +105,23 @@ def _shape(fmt: str, parts: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
     return (n, k) if valid else None
 
 
-def _formats(checkpoint: Checkpoint) -> dict[str, str]:
-    """Module -> format, for all modules that the file describes."""
-    formats: dict[str, str] = {}
+def _entries(checkpoint: Checkpoint) -> dict[str, Mapping[str, object]]:
+    """Module -> its description, for all modules that the file describes."""
+    entries: dict[str, Mapping[str, object]] = {}
     metadata = _parsed(checkpoint.metadata.get(METADATA_KEY, ""))
     layers = metadata.get("layers") if isinstance(metadata, dict) else None
     for module, entry in layers.items() if isinstance(layers, dict) else ():
-        formats[module] = _format(entry)
+        entries[module] = _entry(entry)
     for name, info in checkpoint.tensors.items():
         module, _, last = name.rpartition(".")
         if last == DESCRIPTION and info.dtype == torch.uint8 and info.nbytes <= 4096:
-            formats[module] = _format(_parsed(bytes(checkpoint.read(name).flatten().tolist())))
-    return formats
+            entries[module] = _entry(_parsed(bytes(checkpoint.read(name).flatten().tolist())))
+    return entries
 
 
-def _format(entry: object) -> str:
-    value = entry.get("format") if isinstance(entry, dict) else entry
-    return value if isinstance(value, str) else ""
+def _entry(found: object) -> Mapping[str, object]:
+    entry = found if isinstance(found, dict) else {"format": found}
+    return entry if isinstance(entry.get("format"), str) else {}
 
 
 def _parsed(text: str | bytes) -> object:

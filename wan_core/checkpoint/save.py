@@ -17,6 +17,7 @@ from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
+from wan_core.ops.quant.linear import QuantLinear
 from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
 
 
@@ -27,18 +28,30 @@ def save(
 
     Loading it again gives the same module: num_heads, text_len and eps of a transformer and the latent statistics of
     a VAE are in the metadata, the tokenizer of a text encoder is a tensor of bytes, `spiece_model`, as in ComfyUI's
-    files. The file appears under its name only when it is complete.
+    files. Matrices in FP8 with one scale and in INT8 are described as ComfyUI does, which loads the file too. The file
+    appears under its name only when it is complete.
     """
     source = module.encoder if isinstance(module, TextEncoder) else module
     if any(isinstance(part, PackedLinear | PackedEmbedding) for part in source.modules()):
         raise OptionError(
-            "its weights are packed as in the file that it came from (GGUF, NVFP4 or MXFP8), and no such files are "
-            "written: load it with a precision of its own, bf16 or fp8, to save it"
+            "its weights are packed as in the file that it came from (GGUF, NVFP4, MXFP8, INT8 or 4 bits), and are not "
+            "written so: load it with a precision of its own, bf16, fp8 or int8, to save it"
         )
     tensors = {name: value.detach().to(dtype or value.dtype) for name, value in source.state_dict().items()}
+    for name, part in source.named_modules():
+        if isinstance(part, QuantLinear) and part.description is not None:
+            tensors |= _described(name, tensors[f"{name}.weight_scale"], part.description)
     if isinstance(module, TextEncoder):
         tensors[TOKENIZER] = torch.frombuffer(bytearray(module.tokenizer.proto), dtype=torch.uint8)
     write_safetensors(tensors, path, metadata_of(module))
+
+
+def _described(name: str, scale: Tensor, description: Mapping[str, object]) -> dict[str, Tensor]:
+    """What ComfyUI needs of a quantised matrix beside its numbers: a scalar where one scale serves all, and the format
+    as JSON in bytes."""
+    text = torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
+    scale = scale.reshape(()) if scale.numel() == 1 else scale
+    return {f"{name}.weight_scale": scale, f"{name}.comfy_quant": text}
 
 
 def metadata_of(module: WanModel | VideoVAE | TextEncoder) -> dict[str, str]:

@@ -119,7 +119,12 @@ def add_decode_options(parser: argparse.ArgumentParser) -> None:
 def add_quantize_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="transformer: file, shard index or folder")
     parser.add_argument("out", type=Path, help="the .safetensors file to write")
-    parser.add_argument("--precision", default="fp8", choices=PRECISIONS, help="an FP8 precision (default %(default)s)")
+    parser.add_argument(
+        "--precision",
+        default="fp8",
+        choices=PRECISIONS,
+        help="fp8 and int8 files load in ComfyUI too (default %(default)s)",
+    )
     parser.add_argument(
         "--keep-blocks", type=int, default=0, metavar="N", help="do not quantise the first and last N blocks"
     )
@@ -174,7 +179,7 @@ COMMANDS: dict[str, Command] = {
         run_warmup,
     ),
     "decode": ("decode saved latents to a video", add_decode_options, run_decode),
-    "quantize": ("write a transformer with FP8 matrices, half the size", add_quantize_options, run_quantize),
+    "quantize": ("write a transformer with FP8 or INT8 matrices, half the size", add_quantize_options, run_quantize),
     "plan": ("print the steps of a generation without running it", add_plan_command_options, run_plan),
     "calibrate": (
         "measure a model's MagCache curve and write it beside the checkpoint",

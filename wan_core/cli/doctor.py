@@ -45,7 +45,7 @@ LIBRARIES: dict[str, tuple[str, str | None]] = {
     "sageattention": ("int8 attention", "see github.com/thu-ml/SageAttention"),
     "nvidia-cudnn-frontend": ("FP8 attention", "pip install 'wancore[attention]'"),
     "transformer-engine": ("FP8 linears and attention", "pip install --no-build-isolation 'wancore[te]'"),
-    "comfy-kitchen": ("int8 attention; NVFP4 and MXFP8 matmuls on Blackwell", "pip install 'wancore[comfy]'"),
+    "comfy-kitchen": ("INT8 matmuls and attention; NVFP4 and MXFP8 on Blackwell", "pip install 'wancore[comfy]'"),
 }
 # Largest relative errors that a self-test accepts.
 TOLERANCE = 0.01  # of an exact backend in bf16; measured: 0.002 to 0.004

@@ -7,8 +7,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ def run_warmup(options: argparse.Namespace) -> int:
 
 def run_generate(options: argparse.Namespace) -> int:
     """Returns 1 if the video is complete and another file that was asked for could not be written."""
+    from wan_core.media.mp4 import check_video_name
     from wan_core.media.pictures import check_picture_name
-    from wan_core.media.video import check_video_name
 
     request, load_options = request_of(options), load_options_of(options)
     check_video_name(options.out)
@@ -84,11 +85,10 @@ def generate_files(
 ) -> int:
     """Make the video and write the files. Latents that were kept stay if a later phase fails."""
     kept: list[Path] = []
-    progress = ProgressLine()
+    progress, writing = ProgressLine(), VideoWriting(files.video)
     try:
-        result = generate(options, load_options, request, progress, files.latents, kept.append)
-        with result.report.phase("write"):
-            video = write_video(files.video, result)
+        result = generate(options, load_options, request, progress, files.latents, kept.append, writing.write)
+        video = files.video if writing.fault is None else writing.elsewhere(result)
     except BaseException:
         progress.end()
         for path in kept:
@@ -118,36 +118,51 @@ def generate(
     progress: ProgressLine,
     latents: Path,
     on_kept: Callable[[Path], None],
+    write: Callable[..., None],
 ) -> Any:
     """A `Result` or `RemoteResult`: made here, or by several GPUs."""
     from wan_core.pipeline.pipeline import Pipeline
 
     workers = worker_options(options)
     if workers is not None:
-        return generate_on(workers, load_options, request, progress, latents, on_kept)
+        return generate_on(workers, load_options, request, progress, latents, on_kept, write)
     pipe = Pipeline.load(load_options, request=request)
-    return pipe.generate(request, on_step=progress.step, on_phase=progress.phase, keep_latents=latents, on_kept=on_kept)
+    told = {"on_step": progress.step, "on_phase": progress.phase, "on_kept": on_kept}
+    return pipe.generate(request, keep_latents=latents, write=write, **told)
 
 
-def write_video(path: Path, result: Any) -> Path:
-    """Write the video to `path`, or into the folder for temporary files where `path` cannot be written: it took too
-    long to be lost. Returns where it is. Raises OSError where it fits nowhere."""
-    from wan_core.media.video import write_mp4
-    from wan_core.pipeline.pipeline import metadata
+class VideoWriting:
+    """Writes the video to `path` while it is decoded, or else into the folder for temporary files: it took too long to
+    be lost. fault: why `path` could not be written."""
 
-    settings = metadata(result.report.settings)
-    try:
-        return write_mp4(path, result.frames, fps=result.fps, metadata=settings)
-    except (OSError, OptionError) as fault:  # the disk is full, or the folder is gone
-        cause = f"the video could not be written to {path}: {getattr(fault, 'strerror', None) or fault}"
-    print(cause, file=sys.stderr)
-    try:
-        with Outputs({}) as outputs:
-            elsewhere = outputs.add("--out", Path(tempfile.gettempdir(), path.name))
-            return write_mp4(elsewhere, result.frames, fps=result.fps, metadata=settings)
-    except (OSError, OptionError) as fault:
-        second = getattr(fault, "strerror", None) or fault
-        raise OSError(f"{cause}; nor to {tempfile.gettempdir()}: {second}") from fault
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fault: str | None = None
+
+    def write(self, frames: Iterator[Any], /, *, fps: int, settings: Mapping[str, Any]) -> None:
+        """For `Pipeline.generate`."""
+        from wan_core.media.mp4 import write_mp4
+        from wan_core.pipeline.pipeline import metadata
+
+        try:
+            write_mp4(self.path, frames, fps=fps, metadata=metadata(settings))
+        except (OSError, OptionError) as fault:  # the disk is full, or the folder is gone
+            self.fault = f"the video could not be written to {self.path}: {getattr(fault, 'strerror', None) or fault}"
+            print(self.fault, file=sys.stderr)
+
+    def elsewhere(self, result: Any) -> Path:
+        """Where it is instead. Raises OSError where it fits nowhere."""
+        from wan_core.media.mp4 import write_mp4
+        from wan_core.pipeline.pipeline import metadata
+
+        settings = metadata(result.report.settings)
+        try:
+            with result.report.phase("write"), Outputs({}) as outputs:
+                elsewhere = outputs.add("--out", Path(tempfile.gettempdir(), self.path.name))
+                return write_mp4(elsewhere, result.frames, fps=result.fps, metadata=settings)
+        except (OSError, OptionError) as fault:
+            second = getattr(fault, "strerror", None) or fault
+            raise OSError(f"{self.fault}; nor to {tempfile.gettempdir()}: {second}") from fault
 
 
 def write_beside_video(result: Any, files: GeneratedFiles) -> list[str]:
@@ -184,9 +199,10 @@ def decode_command(options: argparse.Namespace, latents: Path, out: Path) -> str
 def run_decode(options: argparse.Namespace) -> int:
     from wan_core.checkpoint.latents import load_latents
     from wan_core.execution.report import Report
-    from wan_core.media.video import check_video_name, write_mp4
+    from wan_core.media.mp4 import check_video_name, write_mp4
     from wan_core.pipeline.builder import load_vae_only
-    from wan_core.pipeline.pipeline import decode_latents, metadata
+    from wan_core.pipeline.images import decode_latents
+    from wan_core.pipeline.pipeline import metadata
 
     check_video_name(options.out)
     with outputs_of(options) as outputs:
@@ -194,8 +210,8 @@ def run_decode(options: argparse.Namespace) -> int:
         latents, fps, settings = load_latents(options.latents)
         vae, device = load_vae_only(options.model, options.vae, options.device, options.vae_precision)
         report = Report(device, settings=settings)
-        frames = decode_latents(vae, latents.to(device), report)
-        write_mp4(out, frames, fps=fps, metadata=metadata(settings))
+        write = partial(write_mp4, out, fps=fps, metadata=metadata(settings))
+        decode_latents(vae, latents.to(device), report, write)
     print(report.text())
     print(out)
     return 0

@@ -24,7 +24,9 @@ def run_quantize(options: argparse.Namespace) -> int:
     from wan_core.pipeline.settings import choose_device, find_quantization
 
     device = choose_device(options.device)
-    quantization = find_quantization(options.precision, device, options.keep_blocks)
+    # ComfyUI reads FP8 with one scale for a matrix, and precision fp8 takes that as it is.
+    precision = "fp8-tensor" if options.precision == "fp8" else options.precision
+    quantization = find_quantization(precision, device, options.keep_blocks)
     if quantization is None:
         raise OptionError(f"precision {options.precision!r} quantises nothing; use one of: {', '.join(QUANTIZED)}")
     if options.out.suffix.lower() != ".safetensors":

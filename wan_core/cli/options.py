@@ -137,7 +137,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
     group.add_argument("--negative-prompt", help="default: the task's own; an empty text is allowed")
     group.add_argument("--image", help="first frame (image-to-video)")
     group.add_argument("--last-image", help="last frame (image-to-video)")
-    group.add_argument("--video", help="video to start from (video-to-video)")
+    group.add_argument("--from-video", help="video to start from (video-to-video)")
     group.add_argument(
         "--denoise", type=float, help="strength of video-to-video, 0 to 1: how much of the noise it gets (default 0.7)"
     )
@@ -213,7 +213,7 @@ INPUTS = (
     "clip_vision",
     "image",
     "last_image",
-    "video",
+    "from_video",
     "latents",
     "source",
 )

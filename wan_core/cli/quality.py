@@ -26,7 +26,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
 
 
 def run_quality(options: argparse.Namespace) -> int:
-    from wan_core.media.video import check_video_name
+    from wan_core.media.mp4 import check_video_name
     from wan_core.pipeline.evaluate.run import run_quality
 
     with outputs_of(options) as outputs:

@@ -11,6 +11,7 @@ from wan_core.cli.progress import ProgressLine
 from wan_core.config import LoadOptions, OptionError, Request
 
 if TYPE_CHECKING:
+    from wan_core.pipeline.pipeline import WriteVideo
     from wan_core.workers.client import RemoteResult
     from wan_core.workers.options import WorkerOptions
 
@@ -56,6 +57,7 @@ def generate_on(
     progress: ProgressLine,
     latents: Path,
     on_kept: Callable[[Path], None],
+    write: WriteVideo,
 ) -> RemoteResult:
     """As `Pipeline.load` and `Pipeline.generate`. What the ranks would refuse is refused before they start."""
     import torch
@@ -66,5 +68,6 @@ def generate_on(
 
     check_request(loaded, request, torch.device(workers.devices[0]))
     given = {"on_step": progress.step, "on_phase": progress.phase, "keep_latents": latents, "on_kept": on_kept}
+    given["write"] = write
     with Workers(workers) as running:
         return generate(running, loaded, request, **given)

@@ -9,7 +9,7 @@ from wan_core.config.checks import OptionError, check_choice, check_range
 from wan_core.config.skipping import SkipOptions
 
 # Quantised storage and matmuls of the transformer's linears; `wan_core.ops.quant.schemes` describes each.
-QUANTIZED = ("fp8", "fp8-tensor", "fp8-block", "fp8-weights", "te-delayed", "te-current", "te-block")
+QUANTIZED = ("fp8", "fp8-tensor", "fp8-block", "fp8-weights", "te-delayed", "te-current", "te-block", "int8")
 PRECISIONS = ("checkpoint", "bf16", "fp32", *QUANTIZED)
 COMPILES = ("off", "blocks")
 RESIDENCIES = ("auto", "resident", "swap", "stream", "shard")
@@ -154,7 +154,7 @@ class Request:
     preset: str = "auto"  # settings for step-distilled weights, see `wan_core.sampling.presets`
     seed: int = 0
     skip: SkipOptions | None = None  # step caching, guidance schedule, sparse attention; None: every forward runs
-    video: str | None = None  # path of the video that video-to-video starts from
+    from_video: str | None = None  # path of the video that video-to-video starts from
     denoise: float | None = None  # strength of video-to-video, 0..1; None: 0.7 with a video
     nag: NagOptions | None = None  # the negative prompt in steps without guidance
 

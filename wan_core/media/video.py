@@ -1,4 +1,4 @@
-"""Video and image files: H.264 in MP4 with PyAV, pictures with Pillow. NumPy in, NumPy out.
+"""Reading video and image files, with PyAV and Pillow, as NumPy arrays. `mp4` writes them.
 
 Legend: F frames, H rows, W columns; colours are red, green, blue, full range.
 """
@@ -6,128 +6,19 @@ Legend: F frames, H rows, W columns; colours are red, green, blue, full range.
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterable, Mapping
-from fractions import Fraction
-from pathlib import Path
 
 import av
 import numpy as np
-from av.video.reformatter import ColorRange, Colorspace
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from wan_core.config import OptionError
 from wan_core.config.limits import MAX_FRAME, MAX_FRAMES, MAX_JSON, MAX_VIDEO
-from wan_core.config.outputs import check_place, written_beside
 from wan_core.media.opening import open_picture, open_video
 
 STRIP = 256  # rows of a picture that are converted at once, so that the bytes of a large one never exist twice
 GROWTH = 8  # frames for which room is made at once while a video is read
-_BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
-
-
-def write_mp4(
-    path: str | os.PathLike[str],
-    frames: Iterable[NDArray[np.uint8]],
-    *,
-    fps: float | Fraction,
-    crf: int = 17,
-    metadata: Mapping[str, str] | None = None,
-    tags: Mapping[str, str] | None = None,
-) -> Path:
-    """Write H.264 (libx264, yuv420p, BT.709) atomically.
-
-    The file is written under a temporary name in the same folder and renamed when complete. After an error (also one of
-    `frames`), an older file of that name is unchanged and the temporary file is deleted.
-
-    Args:
-        path: must end in `.mp4`. An existing file is replaced.
-        frames: uint8 [F, H, W, 3], or any iterable of uint8 [H, W, 3], taken one at a time. H and W even.
-        fps: frames per second; a fraction such as 30000 / 1001 is kept exactly.
-        crf: quality, 0 (lossless except for colour subsampling) to 51 (worst).
-        metadata: the settings of this video, stored as one JSON object in the file's `comment`: see `read_metadata`.
-        tags: further metadata entries. ComfyUI reads `workflow` and `prompt` there.
-
-    Returns:
-        `path`.
-
-    Raises:
-        OptionError: the path, rate, quality, or a frame's shape or dtype is not usable, or there are no frames.
-        OSError: the disk is full.
-    """
-    path = Path(path)
-    rate = _checked_rate(fps)
-    check_video_name(path)
-    if not isinstance(crf, int) or not 0 <= crf <= 51:
-        raise OptionError(f"crf {crf!r} is not allowed; use an integer of 0 (best) to 51 (worst), such as 17")
-    check_place(path)
-    tagged = {**(tags or {}), "comment": json.dumps(dict(metadata or {}))}
-    with written_beside(path) as temporary:
-        _encode(temporary, frames, rate, crf, tagged)
-    return path
-
-
-def check_video_name(path: Path) -> None:
-    """Raise OptionError now if `write_mp4` could not write a file of this name: before hours of work, not after."""
-    if path.suffix.lower() != ".mp4":
-        raise OptionError(f"cannot write {path.name!r}: only MP4 is supported; give the file a name that ends in .mp4")
-
-
-def _checked_rate(fps: float | Fraction) -> Fraction:
-    if not math.isfinite(fps) or not 0.01 <= fps <= 1000:
-        raise OptionError(f"fps {fps} is not allowed; use 0.01 to 1000 frames per second, such as 16")
-    return Fraction(fps).limit_denominator(1001)
-
-
-def _encode(path: Path, frames: Iterable[NDArray[np.uint8]], rate: Fraction, crf: int, tags: Mapping[str, str]) -> None:
-    size = None
-    options = {"movflags": "faststart+use_metadata_tags"}  # index at the start, for streaming; tags with any name
-    with av.open(str(path.absolute()), "w", format="mp4", options=options) as container:
-        container.metadata.update(tags)
-        stream = container.add_stream("libx264", rate=rate, options={"crf": str(crf), "preset": "medium"})
-        for index, frame in enumerate(frames):
-            array = _checked_frame(np.asarray(frame), index, size)
-            if size is None:
-                size = array.shape[:2]
-                stream.height, stream.width = size
-                stream.pix_fmt = "yuv420p"
-                # Stored in the file, because players otherwise guess it from the picture's size and change the colours.
-                stream.codec_context.color_primaries = _BT709
-                stream.codec_context.color_trc = _BT709
-                stream.codec_context.colorspace = _BT709
-                stream.codec_context.color_range = ColorRange.MPEG
-            container.mux(stream.encode(_to_yuv(array, index, rate)))
-        if size is None:
-            raise OptionError("no frames were given: a video has at least one")
-        container.mux(stream.encode(None))
-
-
-def _checked_frame(array: np.ndarray, index: int, size: tuple[int, int] | None) -> NDArray[np.uint8]:
-    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
-        raise OptionError(f"frame {index} is {array.dtype} {list(array.shape)}; uint8 [height, width, 3] is needed")
-    height, width = array.shape[:2]
-    if size is not None and (height, width) != size:
-        raise OptionError(f"frame {index} has {width}x{height} pixels, but the first has {size[1]}x{size[0]}")
-    if height % 2 or width % 2 or not height or not width:
-        raise OptionError(f"a video of {width}x{height} pixels cannot be written as H.264: both must be even")
-    return array
-
-
-def _to_yuv(array: NDArray[np.uint8], index: int, rate: Fraction) -> av.VideoFrame:
-    rgb = av.VideoFrame.from_ndarray(np.ascontiguousarray(array), format="rgb24")
-    frame = rgb.reformat(
-        format="yuv420p",
-        src_color_range=ColorRange.JPEG,
-        dst_colorspace=Colorspace.ITU709,
-        dst_color_range=ColorRange.MPEG,
-    )
-    frame.pts, frame.time_base = index, 1 / rate
-    return frame
-
-
-# ------------------------------------------------------------------------------------------------------------ reading
 
 
 def read_video(

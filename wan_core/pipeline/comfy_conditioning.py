@@ -164,8 +164,8 @@ def first_latents(plan: Plan, samples: Tensor, known: int) -> Tensor | None:
     empty = not rest.numel() or bool((rest == rest[:, :, :1, :1, :1]).all())
     if not empty and not plan.from_latents:
         raise OptionError(
-            "`latent` holds a video, and the sampler starts from noise alone: lower denoise (or raise start_step) for "
-            "video to video; otherwise connect an empty latent (WanCore Empty Latent), or WanCore Image to Video to "
-            "start from an image"
+            "`latent` holds a video, and the sampler starts from noise alone: lower denoise for video to video (fewer "
+            "steps need a lower one), or raise start_step; otherwise connect an empty latent (WanCore Empty Latent), "
+            "or WanCore Image to Video to start from an image"
         )
     return None if empty or not plan.from_latents else samples

@@ -6,7 +6,9 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W vi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,9 +16,20 @@ from torch import Tensor
 
 from wan_core.config import OptionError
 from wan_core.execution.report import Report
+from wan_core.media.feed import Feed
 from wan_core.media.video import fit_image, read_video
+from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
+
+Made = TypeVar("Made")
+WriteFrames = Callable[[Iterator[np.ndarray]], object]
+"""Is given frames uint8 [H, W, 3], in order, each while later ones are made."""
+Pieces = Iterator[tuple[int, Tensor]]
+"""Finished pictures [F, H, W, 3] on the CPU, and the index of the first of them, in order. After out of memory they
+begin again at 0, in tiles."""
+
+_Arriving = tuple[int, Tensor, "torch.cuda.Event | None"]
 
 
 def pixels_to_video(pixels: Tensor) -> Tensor:
@@ -38,9 +51,25 @@ def load_video(path: str, size: tuple[int, int], frames: int) -> Tensor:
     return torch.stack([torch.from_numpy(fit_image(one.astype(np.float32) / 255, size)) for one in pixels])
 
 
-def decode_latents(vae: VideoVAE, latents: Tensor, report: Report) -> np.ndarray:
-    """Un-normalised latents [1, C, T, Y, X] -> uint8 frames [F, H, W, 3]. Out of memory: once more, in tiles."""
-    return decode_images(vae, latents, report, dtype=torch.uint8).numpy()
+def decode_latents(vae: VideoVAE, latents: Tensor, report: Report, write: WriteFrames | None = None) -> np.ndarray:
+    """Un-normalised latents [1, C, T, Y, X] -> uint8 frames [F, H, W, 3]. Out of memory: once more, in tiles.
+
+    write: called in a thread of its own with the frames [H, W, 3], each as soon as it is finished; what it takes after
+    the last one is the phase "write".
+    """
+    images = torch.empty(images_shape(vae.config, latents), dtype=torch.uint8)
+
+    def collect(pieces: Pieces) -> None:
+        copied = ((first, images[first : first + len(piece)].copy_(piece)) for first, piece in pieces)
+        frames = each_once(copied)
+        if write is not None:
+            write(frames)
+        for _ in frames:  # all of them are needed, however `write` ended
+            pass
+
+    rest = "decode" if write is None else "write"
+    decode_to(vae, latents, report, collect, dtype=torch.uint8, rest=rest)
+    return images.numpy()
 
 
 @torch.no_grad()
@@ -58,38 +87,115 @@ def decode_images(
     dtype: float32 in 0..1, as on ComfyUI's IMAGE socket, or uint8. tile: decode in these tiles; None takes the whole
     picture, and tiles if that does not fit into memory. on_frames(done, total) follows every piece, and may raise.
     """
-    if latents.ndim != 5:
-        raise OptionError(f"latents of {list(latents.shape)} given; needed are those of a video, with 5 dimensions")
-    stride, (B, _, T, Y, X) = vae.config.spatial_stride, latents.shape
-    frames = vae.config.temporal_stride * (T - 1) + 1
-    images = torch.empty(B * frames, Y * stride, X * stride, 3, dtype=dtype)
+    images = torch.empty(images_shape(vae.config, latents), dtype=dtype)
+    collect = partial(collect_images, images=images)
+    return decode_to(vae, latents, report, collect, dtype=dtype, tile=tile, on_frames=on_frames)
+
+
+def collect_images(pieces: Pieces, images: Tensor) -> Tensor:
+    """Copy pieces into `images` [F, H, W, 3]; returns it."""
+    for first, piece in pieces:
+        images[first : first + len(piece)] = piece
+    return images
+
+
+def each_once(pieces: Pieces) -> Iterator[np.ndarray]:
+    """The pictures [H, W, 3] one by one, without those that come a second time."""
+    done = 0
+    for first, piece in pieces:
+        yield from piece[max(0, done - first) :].numpy()
+        done = max(done, first + len(piece))
+
+
+@torch.no_grad()
+def decode_to(
+    vae: VideoVAE,
+    latents: Tensor,
+    report: Report,
+    consume: Callable[[Pieces], Made],
+    *,
+    dtype: torch.dtype,
+    tile: TileSpec | None = None,
+    on_frames: Callable[[int, int], None] = lambda done, total: None,
+    rest: str = "decode",
+) -> Made:
+    """As `decode_images`, but `consume` gets the pictures while later ones are decoded, in a thread of its own. Returns
+    what it returns, or raises what it raises. rest: the phase of `report` for what it takes after the last picture."""
+    total = images_shape(vae.config, latents)[0]
 
     def decode(tile: TileSpec | None) -> None:
         done = 0
         for video in latents.split(1):
             for piece in vae.decode_stream(video, tile=tile, chunk=1 if vae.strips is None else vae.strips.chunk):
-                images[done : done + piece.shape[2]] = _as_images(piece, dtype)
+                feed.put((done, *_start_copy(_as_images(piece, dtype))))
                 done += piece.shape[2]
-                on_frames(done, len(images))
+                on_frames(done, total)
 
-    with report.phase("decode"):
-        try:
-            decode(tile)
-            return images
-        except torch.cuda.OutOfMemoryError:
-            if tile is not None or vae.strips is not None:  # ranks that share a picture cannot begin again alone
-                raise
-        # Out of the handler, whose traceback would hold the tensors of the failed try.
-        torch.cuda.empty_cache()
-        report.notes.append("decode: the whole picture did not fit into memory, decoded in tiles")
-        decode(TileSpec())
-        return images
+    used = in_this_mode(consume)
+    with Feed[_Arriving, Made](lambda items: used(_arrived(item) for item in items)) as feed:
+        with report.phase("decode"):
+            if not _fits(partial(decode, tile), retry=tile is None and vae.strips is None):
+                report.notes.append("decode: the whole picture did not fit into memory, decoded in tiles")
+                decode(TileSpec())
+        with report.phase(rest):
+            return feed.finish()
+
+
+def in_this_mode(consume: Callable[[Pieces], Made]) -> Callable[[Pieces], Made]:
+    """`consume` for another thread, in the inference mode of this one: tensors made in it cannot be changed outside."""
+    inference = torch.is_inference_mode_enabled()
+
+    def inside(pieces: Pieces) -> Made:
+        with torch.inference_mode(inference), torch.no_grad():
+            return consume(pieces)
+
+    return inside
+
+
+def images_shape(config: VAEConfig, latents: Tensor) -> tuple[int, int, int, int]:
+    """[B * F, H, W, 3] of what `latents` [B, C, T, Y, X] are decoded to. Raises OptionError."""
+    if latents.ndim != 5:
+        raise OptionError(f"latents of {list(latents.shape)} given; needed are those of a video, with 5 dimensions")
+    stride, (B, _, T, Y, X) = config.spatial_stride, latents.shape
+    return B * (config.temporal_stride * (T - 1) + 1), Y * stride, X * stride, 3
+
+
+def _fits(run: Callable[[], None], retry: bool) -> bool:
+    """Whether `run` had enough memory. retry: False raises instead; ranks that share a picture cannot begin again
+    alone."""
+    try:
+        run()
+        return True
+    except torch.cuda.OutOfMemoryError:
+        if not retry:
+            raise
+    # Out of the handler, whose traceback would hold the tensors of the failed try.
+    torch.cuda.empty_cache()
+    return False
+
+
+def _start_copy(images: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """`images` in host memory, and the event after which they are there. The device does not wait for the copy, nor
+    the host for the device."""
+    if not images.is_cuda:
+        return images, None
+    host = torch.empty(images.shape, dtype=images.dtype, pin_memory=True).copy_(images, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return host, arrived
+
+
+def _arrived(item: _Arriving) -> tuple[int, Tensor]:
+    first, images, event = item
+    if event is not None:
+        event.synchronize()
+    return first, images
 
 
 def _as_images(video: Tensor, dtype: torch.dtype) -> Tensor:
     """[1, 3, F, H, W] in -1..1 -> [F, H, W, 3] in 0..1, or 0..255 for uint8."""
     unit = (video[0].float() + 1) / 2
-    return ((unit * 255).round_() if dtype == torch.uint8 else unit).to(dtype).permute(1, 2, 3, 0)
+    return ((unit * 255).round_() if dtype == torch.uint8 else unit).to(dtype).permute(1, 2, 3, 0).contiguous()
 
 
 @torch.no_grad()
@@ -98,12 +204,13 @@ def encode_images(vae: VideoVAE, images: Tensor) -> Tensor:
 
     Out of memory: once more, in tiles. Raises OptionError for a size that does not fit.
     """
-    video = pixels_to_video(images)
-    try:
-        return vae.encode(video, chunk=1).float().cpu()
-    except torch.cuda.OutOfMemoryError:
-        if vae.strips is not None:  # as in `decode_images`
-            raise
-        # The second try is outside of the handler, whose traceback holds the tensors of the first.
-    torch.cuda.empty_cache()
-    return vae.encode(video, chunk=1, tile=TileSpec()).float().cpu()
+    return encode_video(vae, pixels_to_video(images))
+
+
+@torch.no_grad()
+def encode_video(vae: VideoVAE, video: Tensor) -> Tensor:
+    """As `encode_images`, of a video [1, 3, F, H, W] in -1..1."""
+    latents: list[Tensor] = []
+    if not _fits(lambda: latents.append(vae.encode(video, chunk=1)), retry=vae.strips is None):
+        latents.append(vae.encode(video, chunk=1, tile=TileSpec()))
+    return latents[0].float().cpu()

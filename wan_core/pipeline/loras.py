@@ -41,7 +41,6 @@ from wan_core.execution.graphs import GraphedBlocks
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.kernels.formats import Quantized
 from wan_core.ops.quant.linear import LowRank, QuantLinear
 from wan_core.ops.quant.lora import attach, detach, move_attached
 from wan_core.ops.quant.packed import PackedLinear
@@ -271,10 +270,12 @@ class AppliedLoras:
         if name not in self.before:
             self.before[name] = {n: model.get_parameter(n).detach().to("cpu", copy=True) for n in names}
         kept = self.before[name]
-        stored = None if quantized is None or original is None else original.read(name)
-        if stored is None:
-            stored = kept[name] if quantized is None else Quantized(kept[names[0]], kept[names[1]])
-        total = dense(stored, self.device)
+        if quantized is None:
+            total = dense(kept[name], self.device)
+        elif original is not None:
+            total = dense(original.read(name), self.device)
+        else:
+            total = quantized.decode(*(kept[n].to(self.device) for n in names))
         for change, strength in changes:
             total = change.apply(total, strength)
         made = {"weight": total} if quantized is None else quantized.encode(total)

@@ -52,13 +52,14 @@ class MergedLoras:
         next call writes all that may be changed."""
         if not self.writes_weights(wanted):
             return
-        assert part.part.path is not None and not is_packed(part.quantization), "loaded again instead"
+        source = part.part.path or part.part.memory
+        assert source is not None and not is_packed(part.quantization), "loaded again instead"
         merge = merging(wanted, device)
         changed = frozenset() if merge is None else frozenset(merge.changes)
         self.parameters, self.applied = self.parameters | changed, None
         read_again(
             model,
-            part.part.path,
+            source,
             self.parameters,
             device=device,
             dtype=part.dtype,

@@ -63,9 +63,10 @@ class Part:
     load: Loader
     scaled: bool = False  # stored in FP8 with scales
     path: Path | None = None  # of its file or folder
+    memory: Checkpoint | None = None  # the weights of another program's model, where no file is known
     metadata: Mapping[str, str] = field(default_factory=dict)  # of its file
     packed: PackedSize | None = None  # of what may stay packed in memory, None if nothing is
-    fp8_parameters: int = 0  # of matrices of the blocks that are stored in FP8 with scales
+    quantized_parameters: int = 0  # of matrices of the blocks that are stored packed, or in FP8 with scales
 
     def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
         """Of its weights in memory."""
@@ -77,7 +78,7 @@ class Part:
         blocks = self.config.num_layers - 2 * quantization.keep_blocks
         encoded = blocks * self.config.block_matrices
         if quantization.as_stored:
-            encoded = min(encoded, self.fp8_parameters)
+            encoded = min(encoded, self.quantized_parameters)
         return encoded + (self.parameters - encoded) * dtype.itemsize
 
 

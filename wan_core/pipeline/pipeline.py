@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -47,6 +48,12 @@ from wan_core.sampling.sparsity.run import check_kernel
 
 log = logging.getLogger(__name__)
 Module = TypeVar("Module")
+
+
+class WriteVideo(Protocol):
+    """Writes frames uint8 [H, W, 3] of a video that is made by these settings."""
+
+    def __call__(self, frames: Iterator[np.ndarray], /, *, fps: int, settings: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -97,13 +104,14 @@ class Pipeline:
         keep_latents: Path | None = None,
         on_kept: Callable[[Path], None] = lambda _: None,
         checks: BlockChecks | None = None,
+        write: WriteVideo | None = None,
     ) -> Result:
         """Make one video. Finished latents are written to `keep_latents` before they are decoded, and stay there; if
         that fails, a warning and a note of the report say so, and they are decoded all the same.
 
         on_job: told what will be made, after every check. on_phase: the names of phases as they begin. on_latents: told
         the finished latents, before they are decoded. on_kept: told where they were written. checks: as in
-        `sample_latents`.
+        `sample_latents`. write: is given the frames while later ones are decoded, in a thread of its own.
         """
         job = self.prepare(request)
         on_job(job)
@@ -117,7 +125,8 @@ class Pipeline:
             on_kept(keep_latents)
         on_latents(latents)
         on_phase("decode")
-        frames = decode_latents(self.fetch("vae", self.models.vae), latents, self.report)
+        told = None if write is None else partial(write, fps=job.fps, settings=self.report.settings)
+        frames = decode_latents(self.fetch("vae", self.models.vae), latents, self.report, told)
         return Result(frames, latents.cpu(), job.fps, job.plan, self.report)
 
     def keep(self, path: Path, latents: Tensor, fps: int) -> bool:
@@ -182,11 +191,11 @@ class Pipeline:
     @torch.no_grad()
     def encode_video(self, job: Job) -> Tensor | None:
         """The un-normalised latents [1, C, T, Y, X] that video-to-video starts from; None where noise alone does."""
-        if job.request.video is None:
+        if job.request.from_video is None:
             return None
         vae = self.fetch("vae", self.models.vae)
         with self.report.phase("encode video"):
-            frames = load_video(job.request.video, (job.width, job.height), job.frames)
+            frames = load_video(job.request.from_video, (job.width, job.height), job.frames)
             return encode_images(vae, frames.to(self.models.device))
 
     def note_prompts(self, prompts: Sequence[str], counts: Sequence[TokenCount]) -> None:

@@ -60,7 +60,7 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """What reports and video files say about it."""
         request, plan = self.request, self.plan
-        images = {"image": request.image, "last_image": request.last_image, "video": request.video}
+        images = {"image": request.image, "last_image": request.last_image, "video": request.from_video}
         return {
             "task": plan.task,
             "prompt": request.prompt,
@@ -71,7 +71,7 @@ class Job:
             "fps": self.fps,
             "tokens": self.tokens,
             "steps": plan.count,
-            **({} if request.video is None else {"denoise": strength(request)}),
+            **({} if request.from_video is None else {"denoise": strength(request)}),
             "shift": plan.shift,
             "boundary": plan.boundary,
             "guidance": {e: plan.guidance_of(e) for e in plan.experts},
@@ -110,13 +110,13 @@ def make_job(
         guidance_high=request.guidance_high,
         guidance_low=request.guidance_low,
         solver=request.solver,
-        window=None if request.video is None else Window(denoise=strength(request)),
+        window=None if request.from_video is None else Window(denoise=strength(request)),
     )
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
     if plan.sparse is not None:
         check_sparse(task)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
-    if request.video is not None and not plan.from_latents:
+    if request.from_video is not None and not plan.from_latents:
         raise OptionError(
             f"denoise {strength(request):g} of {plan.count} steps leaves nothing of the video: use less, or more steps"
         )
@@ -125,14 +125,15 @@ def make_job(
     width, height = given(request.width, task.width), given(request.height, task.height)
     frames = given(request.frames, task.frames)
     picture = None if request.image is None else picture_size(request.image)
-    if request.video is not None:
-        columns, rows, count = video_size(request.video, frames)
+    if request.from_video is not None:
+        columns, rows, count = video_size(request.from_video, frames)
         picture = columns, rows
         if request.frames is None:
             frames = (count - 1) // vae.temporal_stride * vae.temporal_stride + 1
         if count < frames:
             raise OptionError(
-                f"{request.video} has {count} frames, and {frames} are asked for: use a longer video or fewer frames"
+                f"{request.from_video} has {count} frames, and {frames} are asked for: use a longer video or "
+                "fewer frames"
             )
     if request.width is None and picture is not None:
         fit = size_for_image if task.image == "channels" else best_size_for_image
@@ -177,8 +178,8 @@ def _check_images(request: Request, task: Task) -> None:
             f"{task.name} is driven by videos, which the command line and WanCore's own nodes do not take yet: use "
             f"ComfyUI's {task.driven_by} with WanCore Sampler"
         )
-    if request.denoise is not None and request.video is None:
-        raise OptionError(f"denoise {request.denoise:g} given without a video to start from: give --video as well")
+    if request.denoise is not None and request.from_video is None:
+        raise OptionError(f"denoise {request.denoise:g} given without a video to start from: give --from-video as well")
     if task.image == "channels" and not image:
         raise OptionError(f"{task.name} turns an image into a video: give --image (and optionally --last-image)")
     if image and task.image == "none":

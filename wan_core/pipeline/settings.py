@@ -24,6 +24,8 @@ from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.kernels.gguf_blocks import FORMATS
+from wan_core.ops.kernels.integer_weights import integer_format
+from wan_core.ops.quant import int8
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
@@ -90,6 +92,7 @@ class ModelSettings:
     parts: Mapping[str, PartToLoad]
     device: torch.device
     precision: str
+    precision_why: str
     keep_blocks: int
     attention: str
     attend: Attention
@@ -130,6 +133,8 @@ class ModelSettings:
                 precisions[name] += f", {PACKED} as {one.part.packed.fmt}"
             elif self.quantization is not None and name in ("high", "low"):
                 precisions[name] = self.precision
+            if name in ("high", "low") and self.precision_why:
+                precisions[name] += f" ({self.precision_why})"
         said: dict[str, Any] = {
             "models": {name: one.part.source for name, one in self.parts.items()},
             "precision": precisions,
@@ -151,6 +156,7 @@ def resolve_settings(found: Parts | Experts, options: LoadOptions, device: torch
     high, low = found.of["high"], found.of.get("low")
     precision = precision_of(options.precision, high, device, low)
     stored = options.precision == "checkpoint"
+    why = stored_precision(high, device, low)[1] if stored else ""
     dtype = compute_dtype(precision, device)
     attention, attend = resolve_attention(options.attention, device, dtype, found.dit.head_dim)
     quantization = find_quantization(precision, device, options.keep_blocks, as_stored=stored)
@@ -175,6 +181,7 @@ def resolve_settings(found: Parts | Experts, options: LoadOptions, device: torch
         parts=parts,
         device=device,
         precision=precision,
+        precision_why=why,
         keep_blocks=options.keep_blocks,
         attention=attention,
         attend=attend,
@@ -210,13 +217,24 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 def precision_of(precision: str, part: Part, device: torch.device, other: Part | None = None) -> str:
-    """What "checkpoint" means for a transformer. A packed file, or one whose `other` expert is packed, stays packed. On
-    a GPU, a file in FP8 with scales is used as it is."""
-    if precision == "checkpoint" and any(one is not None and one.packed is not None for one in (part, other)):
-        return PACKED
-    if precision != "checkpoint" or not part.scaled or device.type != "cuda":
-        return precision
-    return "fp8" if SCHEMES["fp8"].why_not(device) is None else "fp8-weights"
+    """What "checkpoint" means for a transformer; any other precision is itself."""
+    return stored_precision(part, device, other)[0] if precision == "checkpoint" else precision
+
+
+def stored_precision(part: Part, device: torch.device, other: Part | None = None) -> tuple[str, str]:
+    """What precision "checkpoint" means for a transformer, and why, if that needs a word.
+
+    A packed file, or one whose `other` expert is packed, stays packed; INT8 is encoded as FP8 on cards where that is
+    faster. On a GPU, a file in FP8 with scales is used as it is."""
+    packed = [one.packed.fmt for one in (part, other) if one is not None and one.packed is not None]
+    if packed:
+        stored = [integer_format(fmt) for fmt in packed]
+        plain = all(fmt is not None and fmt.name == "int8_tensorwise" and not fmt.wide for fmt in stored)
+        reencode, why = int8.as_fp8(device) if plain else (False, "")
+        return ("fp8" if reencode and SCHEMES["fp8"].why_not(device) is None else PACKED), why
+    if not part.scaled or device.type != "cuda":
+        return "checkpoint", ""
+    return ("fp8" if SCHEMES["fp8"].why_not(device) is None else "fp8-weights"), ""
 
 
 def holding(part: Part, quantization: Quantization | None, stored: bool, device: torch.device) -> Quantization | None:

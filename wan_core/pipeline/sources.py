@@ -32,7 +32,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.tasks import TASKS, Task, find_task
-from wan_core.ops.kernels.gguf_blocks import FORMATS
+from wan_core.ops.quant.packed import holds_tables
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.expert_names import difference
 from wan_core.pipeline.model_parts import Experts, PackedSize, Part, Parts, Share
@@ -203,11 +203,14 @@ def recognise(
             **({"loras": loras, "family": family} if kind == "dit" else {}),
         ),
         path=source.path if isinstance(source, Checkpoint) else Path(source),
+        memory=source if isinstance(source, Checkpoint) and source.path is None else None,
         metadata=checkpoint.metadata,
         scaled=bool(found.scales),
         packed=packed_size(checkpoint, found),
-        fp8_parameters=sum(
-            prod(checkpoint.tensors[found.names[ours]].shape) for ours in found.scales if ours.startswith("blocks.")
+        quantized_parameters=sum(
+            prod(checkpoint.tensors[theirs].shape)
+            for ours, theirs in found.names.items()
+            if ours.startswith("blocks.") and (ours in found.scales or checkpoint.tensors[theirs].packing)
         ),
     )
 
@@ -220,7 +223,7 @@ def packed_size(checkpoint: Checkpoint, found: Detected) -> PackedSize | None:
     for ours, theirs in found.names.items():
         info = checkpoint.tensors[theirs]
         fmt = info.packing or ("fp8" if ours in found.scales else None)
-        table = ours == "token_embedding.weight" and info.packing in FORMATS
+        table = ours == "token_embedding.weight" and holds_tables(info.packing)
         if fmt is not None and (table or (ours.startswith("blocks.") and "embedding" not in ours)):
             sizes[fmt] = sizes.get(fmt, 0) + info.nbytes
             parameters += prod(info.shape)

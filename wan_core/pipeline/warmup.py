@@ -8,20 +8,44 @@ steps would never reach the second one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 
 from wan_core.config import Request
 from wan_core.execution.optimize import begin_run
+from wan_core.models.wan.config import IMAGE_TOKENS
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import ForwardInfo
+from wan_core.pipeline.builder import finish
+from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.resolved_request import Job
+from wan_core.pipeline.settings import ModelSettings, PartToLoad
+from wan_core.pipeline.sources import random_part
 from wan_core.sampling.conditioning import draw_noise
-from wan_core.sampling.denoise import retried
+from wan_core.sampling.denoise import nag_numbers, retried
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.sparsity.run import sparse_attention
+
+TOKENS = 16  # rows and columns of latents: enough for every kernel to run, few enough to take no time
+
+
+@torch.no_grad()
+def load_kernels(settings: ModelSettings, device: torch.device) -> None:
+    """Run a block of random weights as `settings` says, so that kernels are compiled, or read from where an earlier
+    process kept them, before the weights of the model are there. Nothing of it stays."""
+    config, quantization = replace(settings.found.dit, num_layers=1), settings.quantization
+    if quantization is not None:
+        quantization = None if is_packed(quantization) else replace(quantization, keep_blocks=0)
+    block = PartToLoad(random_part(config, 0), settings.dtype, quantization).load(device)
+    model = cast(WanModel, finish(block, settings, device, graphs=False))
+    x = draw_noise(0, (1, config.in_channels, 1, TOKENS, TOKENS)).to(device)
+    image = None if config.image_dim is None else x.new_zeros(1, IMAGE_TOKENS, config.image_dim)
+    text = model.prepare_text(x.new_zeros(1, 8, config.text_dim), image)
+    model(x, torch.full((1,), 500.0, device=device), text)
 
 
 @torch.no_grad()
@@ -53,14 +77,20 @@ def forward_once(model: WanModel, job: Job, expert: Expert, device: torch.device
     x = noise.new_zeros(shape)
     x[:, : noise.shape[1]] = noise
     # Two prompts, of which one branch sees its part, as in a run.
-    rows = draw_noise(1, (1, 8, config.text_dim)).to(device).expand(2 if job.plan.guided else batch, -1, -1)
-    text = model.prepare_text(rows).rows(0, batch)
+    rows = draw_noise(1, (1, 8, config.text_dim)).to(device).expand(2 if job.plan.reads_negative else batch, -1, -1)
+    prepared, nag = model.prepare_text(rows), job.plan.nag
+    text = prepared.rows(0, batch)
     phase = [step for step in job.plan.steps if step.expert == expert]
     image = job.request.image is not None or job.request.last_image is not None
     known = config.out_channels == 48 and job.request.image is not None  # each latent frame has its own timestep
     with sparse_attention(model, job.plan, phase, job.latent_shape[2:], image):
-        for step in {step.sparsity > 0: step for step in reversed(phase)}.values():  # the first of each kind
+        for step in {
+            (step.sparsity > 0, step.nag): step for step in reversed(phase)
+        }.values():  # the first of each kind
             branches = step.branches if job.batched else step.branches[:1]
             timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)
-            model(x, timestep, text, ForwardInfo(step.index, branches, sparsity=step.sparsity))
+            seen = text
+            if step.nag and nag is not None:
+                seen = text.with_negative(text, nag_numbers(nag, device))
+            model(x, timestep, seen, ForwardInfo(step.index, branches, sparsity=step.sparsity))
     begin_run(model)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.config import UserError
+from wan_core.config import NagOptions, UserError
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.sampling.cache.adaptive_run import Adaptive
@@ -165,6 +165,11 @@ def host_numbers(values: list[float], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+def nag_numbers(nag: NagOptions, device: torch.device) -> Tensor:
+    """As `PreparedText` takes them."""
+    return host_numbers([nag.scale, nag.tau, nag.alpha], device)
+
+
 class Guided:
     """One expert in its phase, with its prompts prepared: turns latents into a guided velocity."""
 
@@ -189,7 +194,7 @@ class Guided:
         both = any("uncond" in step.branches or step.nag for step in phase)
         self.named: tuple[Branch, ...] = BOTH if both else ("cond",)
         device, nag = next(iter(model.parameters())).device, plan.nag
-        self.nag_numbers = None if nag is None else host_numbers([nag.scale, nag.tau, nag.alpha], device)
+        self.nag_numbers = None if nag is None else nag_numbers(nag, device)
         self.prepared: tuple[int, int] | None = None
         self.use_texts(phase[0].texts)
         self.adaptive = None

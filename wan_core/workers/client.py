@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from wan_core.config import LoadOptions, Request
 from wan_core.execution.report import Report
+from wan_core.media.feed import Feed
 from wan_core.models.text.notes import TokenCount
+from wan_core.pipeline.images import Made, Pieces, WriteFrames, in_this_mode
+from wan_core.pipeline.pipeline import WriteVideo
 from wan_core.sampling.plan import Plan, Step
 from wan_core.sampling.start import Leftover, Start
 from wan_core.workers.launcher import Workers
@@ -69,10 +74,12 @@ def generate(
     on_phase: Callable[[str], None] = lambda _: None,
     keep_latents: Path | None = None,
     on_kept: Callable[[Path], None] = lambda _: None,
+    write: WriteVideo | None = None,
 ) -> RemoteResult:
     """As `Pipeline.load` and `Pipeline.generate`, on all workers. Rank 0, on this host, writes the finished latents to
     `keep_latents`."""
     plan: Plan | None = None
+    video = _ArrivingVideo(write)
 
     def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         nonlocal plan
@@ -84,6 +91,10 @@ def generate(
             on_kept(Path(header["path"]))
         elif header["name"] == "not kept":
             log.warning("%s", header["text"])
+        elif header["name"] == "video":
+            video.begin(header["fps"], header["settings"])
+        elif header["name"] == "frame":
+            video.put(tensors["frame"].numpy())
         elif header["name"] == "step" and on_step is not None:
             assert plan is not None
             on_step(RemoteProgress(plan.steps[header["step"]], plan, header["forwards"]), header["seconds"])
@@ -94,9 +105,56 @@ def generate(
         "mesh": workers.options.mesh,
         "keep": None if keep_latents is None else str(keep_latents.absolute()),
     }
-    found, tensors = workers.call("generate", fields, on_event=event)
-    report = report_from(found["report"])
-    return RemoteResult(tensors["frames"].numpy(), tensors["latents"], found["fps"], plan_from(found["plan"]), report)
+    with video:
+        found, tensors = workers.call("generate", fields, on_event=event)
+        report = report_from(found["report"])
+        with report.phase("write"):
+            frames = video.finish()
+    return RemoteResult(frames, tensors["latents"], found["fps"], plan_from(found["plan"]), report)
+
+
+class _ArrivingVideo:
+    """Frames that the workers send, written in a thread while others arrive."""
+
+    def __init__(self, write: WriteVideo | None) -> None:
+        self.write = write
+        self.feed: Feed[np.ndarray, np.ndarray] | None = None
+
+    def __enter__(self) -> _ArrivingVideo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.feed is not None:
+            self.feed.__exit__()
+
+    def begin(self, fps: int, settings: Mapping[str, Any]) -> None:
+        told = None if self.write is None else partial(self.write, fps=fps, settings=settings)
+        self.feed = Feed[np.ndarray, np.ndarray](lambda frames: _stacked(frames, told)).__enter__()
+
+    def put(self, frame: np.ndarray) -> None:
+        assert self.feed is not None
+        self.feed.put(frame)
+
+    def finish(self) -> np.ndarray:
+        """Frames [F, H, W, 3], when they are written too."""
+        assert self.feed is not None
+        return self.feed.finish()
+
+
+def _stacked(frames: Iterator[np.ndarray], write: WriteFrames | None) -> np.ndarray:
+    """[F, H, W, 3], also given to `write`, one after another."""
+    taken: list[np.ndarray] = []
+
+    def noted() -> Iterator[np.ndarray]:
+        for frame in frames:
+            taken.append(frame)
+            yield frame
+
+    remaining = noted()
+    if write is not None:
+        write(remaining)
+    taken += frames
+    return np.stack(taken)
 
 
 def sample(
@@ -152,26 +210,33 @@ def sample(
     return made["latents"]
 
 
-def decode(
+def decode_to(
     workers: Workers,
     vae: Mapping[str, Any],
     latents: Tensor,
     report: Report,
+    consume: Callable[[Pieces], Made],
     *,
+    dtype: torch.dtype,
     tile: Mapping[str, int] | None = None,
     on_frames: Callable[[int, int], None] = lambda done, total: None,
+    rest: str = "decode",
     poll: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """As `images.decode_images`: float32 [B * F, H, W, 3]. vae: path and precision."""
+) -> Made:
+    """As `images.decode_to`. vae: path and precision."""
+    fields = {"vae": dict(vae), "tile": None if tile is None else dict(tile), "uint8": dtype == torch.uint8}
+    with Feed(in_this_mode(consume)) as feed:
 
-    def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        if header["name"] == "frames":
-            on_frames(header["done"], header["total"])
+        def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+            if header["name"] == "frames":
+                on_frames(header["done"], header["total"])
+            elif header["name"] == "piece":
+                feed.put((header["first"], tensors["images"]))
 
-    fields = {"vae": dict(vae), "tile": None if tile is None else dict(tile)}
-    found, tensors = workers.call("decode", fields, {"latents": latents}, on_event=event, poll=poll)
-    add_report(report, found["report"])
-    return tensors["images"]
+        found, _ = workers.call("decode", fields, {"latents": latents}, on_event=event, poll=poll)
+        add_report(report, found["report"])
+        with report.phase(rest):
+            return feed.finish()
 
 
 def encode(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
 from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.parallel.sequence import check_mesh, reads_parts
 from wan_core.parallel.weights import shared_checkpoint
-from wan_core.pipeline.images import decode_images, encode_images
+from wan_core.pipeline.images import Pieces, decode_to, encode_images
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import OnStep, Pipeline, sample_latents
@@ -100,7 +101,7 @@ class Jobs:
     # ----------------------------------------------------------------------------------------------------- a whole run
 
     def generate(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
-        """A video from a `Request`: frames uint8 [F, H, W, 3], latents, plan and report."""
+        """A video from a `Request`: latents, plan and report. Its frames are sent as events."""
         request = request_from(header["request"])
         options = load_options_from(header["options"], self.rank.device)
         image = bool(request.image or request.last_image)
@@ -131,9 +132,10 @@ class Jobs:
             on_step=self.on_step(between),
             checks=between,
             on_latents=keep,
+            write=self.send_video if self.rank.rank == 0 else None,
         )
         result = {"fps": made.fps, "plan": asdict(made.plan), "report": report_data(made.report)}
-        return result, {"frames": torch.from_numpy(made.frames), "latents": made.latents}
+        return result, {"latents": made.latents}
 
     # ---------------------------------------------------------------------------------- the parts, for a graph of nodes
 
@@ -187,14 +189,19 @@ class Jobs:
         return answer, {"latents": latents.cpu(), **rest}
 
     def decode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
-        """Latents [B, C, T, Y, X] to pictures float32 [B * F, H, W, 3]."""
+        """Latents [B, C, T, Y, X] to pictures [F, H, W, 3], which are sent as events while others are decoded."""
         report = Report(self.rank.device)
         vae = self.vae(header["vae"])
         self.phase("decode")
         tile = None if header["tile"] is None else TileSpec(**header["tile"])
         latents = tensors["latents"].to(self.rank.device)
-        images = decode_images(vae, latents, report, tile=tile, on_frames=self.on_frames)
-        return {"report": report_data(report)}, {"images": images}
+        dtype = torch.uint8 if header["uint8"] else torch.float32
+        decode_to(vae, latents, report, self.send_pieces, dtype=dtype, tile=tile, on_frames=self.on_frames)
+        return {"report": report_data(report)}, {}
+
+    def send_pieces(self, pieces: Pieces) -> None:
+        for first, images in pieces:
+            self.rank.send({"kind": "event", "name": "piece", "first": first}, {"images": images})
 
     def encode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Pictures [F, H, W, 3] in 0..1 to latents [1, C, T, Y, X]."""
@@ -335,6 +342,12 @@ class Jobs:
         self.rank.progress("decode", done, total)
         self.rank.raise_if_interrupted()
         self.rank.send({"kind": "event", "name": "frames", "done": done, "total": total})
+
+    def send_video(self, frames: Iterator[np.ndarray], /, *, fps: int, settings: Mapping[str, Any]) -> None:
+        """For `Pipeline.generate`: each frame uint8 [H, W, 3] as soon as it is decoded."""
+        self.rank.send({"kind": "event", "name": "video", "fps": fps, "settings": dict(settings)})
+        for frame in frames:
+            self.rank.send({"kind": "event", "name": "frame"}, {"frame": torch.from_numpy(frame)})
 
     def keep(
         self, path: str | None, latents: Tensor, fps: int, report: Report, settings: Mapping[str, Any] | None = None

@@ -20,6 +20,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wan_core.ops.kernels import fused
+
+
+@dataclass(frozen=True)
+class Still:
+    """Frames `start` to `stop` of a chunk at a layer's resolution, and the first frame `since` from which all frames
+    up to `stop` are equal.
+
+    A layer looks back a known number of frames, so its output stands still a known number of frames later.
+    """
+
+    start: int
+    stop: int
+    since: int
+
+    @property
+    def repeats(self) -> bool:
+        """Whether every frame of the chunk equals the last one before it."""
+        return self.start > self.since
+
+    @property
+    def ends_still(self) -> bool:
+        """Whether the next chunk repeats, if the frames go on standing still."""
+        return self.stop > self.since
+
+    def after(self, frames: int) -> Still:
+        """Of the output of a layer that looks back `frames` frames."""
+        return Still(self.start, self.stop, self.since + frames)
+
+    def halved(self) -> Still:
+        """Of the output of temporal downsampling: frame 0, then one frame of three, every second frame."""
+        return Still((self.start + 1) // 2, (self.stop + 1) // 2, (self.since + 3) // 2)
+
 
 @dataclass(kw_only=True)
 class Chunk:
@@ -32,6 +65,7 @@ class Chunk:
 
     first: bool
     last: bool
+    still: Still = Still(0, 0, 0)  # of an encoder's input; so: nothing is known to stand still
     history: dict[nn.Module, Tensor] = field(default_factory=dict)
     strip: PictureStrip | None = None  # the part of the picture that this rank computes; None: the whole picture
 
@@ -79,6 +113,10 @@ class CausalConv3d(nn.Conv3d):
             chunk.history[self] = _lead_with_zeros(x, self.lead - 1) if alone else x[:, :, -self.lead :].clone()
         return x
 
+    def settle(self, still: Still) -> Still:
+        """Of its output, where the input stands still as `still` says."""
+        return still.after(self.lead)
+
     def convolve(self, extended: Tensor, chunk: Chunk) -> Tensor:
         """Apply the kernel to the result of `extend`. Apart, so that a caller can free `x` before that."""
         weight = self.weight[:, :, -extended.shape[2] :]
@@ -114,6 +152,11 @@ def _join(earlier: Tensor, later: Tensor) -> Tensor:
         # frame, whose strides are ambiguous.
         return torch.cat([earlier.movedim(1, -1), later.movedim(1, -1)], dim=1).movedim(-1, 1)
     return torch.cat([earlier, later], dim=2)
+
+
+def repeat_frame(frame: Tensor, count: int) -> Tensor:
+    """[B, C, 1, Y, X] -> [B, C, count, Y, X], in the same memory layout."""
+    return _join(frame.expand(-1, -1, count - 1, -1, -1), frame)
 
 
 def _lead_with_zeros(x: Tensor, frames: int) -> Tensor:
@@ -156,11 +199,30 @@ class ResidualBlock(nn.Module):
         # The shortcut is computed last, so that its result is not in memory during the two convolutions.
         return h.add_(x if self.shortcut is None else self.shortcut.convolve(x, chunk))
 
+    def settle(self, still: Still) -> Still:
+        """As `CausalConv3d.settle`."""
+        return still.after(4)
+
 
 def norm_silu_conv(norm: nn.Module, conv: nn.Module, x: Tensor, chunk: Chunk) -> Tensor:
-    conv = cast(CausalConv3d, conv)
+    norm, conv = cast(RMSNorm, norm), cast(CausalConv3d, conv)
     # One expression, so that the normalised input is freed as soon as `extend` has copied it.
-    return conv.convolve(conv.extend(F.silu(norm(x), inplace=True), chunk), chunk)
+    return conv.convolve(norm_silu_extend(norm, conv, x, chunk), chunk)
+
+
+def norm_silu_extend(norm: RMSNorm, conv: CausalConv3d, x: Tensor, chunk: Chunk) -> Tensor:
+    """`conv.extend` of SiLU of the norm of x: in one pass where the kernel can run, with fewer roundings."""
+    if chunk.strip is not None or not fused.runs_kernel(x.movedim(1, -1)) or len(x) > 1 or torch.is_grad_enabled():
+        return conv.extend(F.silu(norm(x), inplace=True), chunk)
+    from wan_core.ops.kernels import triton_vae
+
+    earlier = chunk.history.pop(conv, None)
+    alone = earlier is None and x.shape[2] == 1
+    keep = not chunk.last and not alone
+    extended, kept = triton_vae.norm_silu_extend(x, norm.gamma, earlier, 0 if alone else conv.lead, keep)
+    if not chunk.last:
+        chunk.history[conv] = _lead_with_zeros(extended, conv.lead - 1) if kept is None else kept
+    return extended
 
 
 class AttentionBlock(nn.Module):
@@ -184,6 +246,10 @@ class AttentionBlock(nn.Module):
         attended = attended.squeeze(1).unflatten(1, pictures.shape[2:]).permute(0, 3, 1, 2)  # [B*T, C, Y, X], a view
         return as_video(self.proj(attended), x.shape[0]) + x
 
+    def settle(self, still: Still) -> Still:
+        """As `CausalConv3d.settle`."""
+        return still
+
 
 class Downsample(nn.Module):
     """Halves rows and columns, and with `temporal` the frames after frame 0."""
@@ -204,6 +270,10 @@ class Downsample(nn.Module):
         picture, rest = x[:, :, :1], x[:, :, 1:]
         chunk.history[self.time_conv] = picture
         return picture if rest.shape[2] == 0 else torch.cat([picture, self.time_conv(rest, chunk)], dim=2)
+
+    def settle(self, still: Still) -> Still:
+        """As `CausalConv3d.settle`."""
+        return still if self.time_conv is None else still.halved()
 
     def _halve(self, pictures: Tensor, chunk: Chunk) -> Tensor:
         conv = cast(nn.Conv2d, self.resample["1"])

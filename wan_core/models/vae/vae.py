@@ -12,8 +12,8 @@ Source: Wan2.2/wan/modules/vae2_1.py and vae2_2.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,12 @@ from wan_core.models.vae.layers import (
     Downsample,
     ResidualBlock,
     RMSNorm,
+    Still,
     Upsample,
     fold_average,
     fold_patches,
     norm_silu_conv,
+    repeat_frame,
     unfold_patches,
     unfold_repeat,
 )
@@ -54,6 +56,12 @@ class DownStage(nn.Module):
         for layer in self.downsamples:
             h = layer(h, chunk)
         return h + fold_average(x, self.out_channels, self.time, self.space)
+
+    def settle(self, still: Still) -> Still:
+        """As `CausalConv3d.settle`."""
+        for layer in self.downsamples:
+            still = cast(ResidualBlock, layer).settle(still)
+        return still
 
 
 class UpStage(nn.Module):
@@ -101,7 +109,8 @@ def _head(in_channels: int, out_channels: int) -> nn.ModuleDict:
 class Encoder(nn.Module):
     """Patches of pixels [B, 3 * patch**2, F, H / patch, W / patch] -> [B, 2z, T, Y, X].
 
-    `VideoVAE.conv1` turns the result into mean and log variance.
+    `VideoVAE.conv1` turns the result into mean and log variance. Where frames stand still (the unknown frames of
+    image-to-video are all grey), layers whose output stands still too are not computed again: the result is the same.
     """
 
     def __init__(self, config: VAEConfig) -> None:
@@ -123,9 +132,16 @@ class Encoder(nn.Module):
         self.head = _head(dims[-1], 2 * config.z_dim)
 
     def forward(self, x: Tensor, chunk: Chunk) -> Tensor:
-        x = self.conv1(x, chunk)
-        for layer in (*self.downsamples, *self.middle):
+        layers: tuple[Any, ...] = (self.conv1, *self.downsamples, *self.middle)
+        stills: list[Still] = [*accumulate(layers, lambda still, layer: layer.settle(still), initial=chunk.still)][1:]
+        known = sum(still.repeats for still in stills)  # these layers come first: a later one stands still later
+        if known:
+            still = stills[known - 1]
+            x = repeat_frame(chunk.history[self], still.stop - still.start)
+        for layer, still in zip(layers[known:], stills[known:], strict=True):
             x = layer(x, chunk)
+            if still.ends_still and not chunk.last:
+                chunk.history[self] = x[:, :, -1:].clone()
         return norm_silu_conv(self.head["0"], self.head["2"], x, chunk)
 
 
@@ -219,12 +235,15 @@ class VideoVAE(nn.Module):
 
     def _encode_chunks(self, video: Tensor, spans: list[tuple[int, int]]) -> Iterator[Tensor]:
         history: dict[nn.Module, Tensor] = {}
+        still_since = _still_since(video)
         scale = self.config.spatial_stride
         strip = None if self.strips is None else self.strips.cut(video.shape[3] // scale, video.shape[4] // scale)
         video = video if strip is None else strip.take(video, scale)
         for start, stop in spans:
-            chunk = Chunk(first=start == 0, last=stop == spans[-1][1], history=history, strip=strip)
-            pixels = self._to_own(video[:, :, self._frame(start) : self._frame(stop)])
+            begin, end = self._frame(start), self._frame(stop)
+            still = Still(begin, end, still_since[end - 1])
+            chunk = Chunk(first=start == 0, last=stop == spans[-1][1], history=history, strip=strip, still=still)
+            pixels = self._to_own(video[:, :, begin:end])
             moments = self.conv1(self.encoder(fold_patches(pixels, self.config.patch), chunk), chunk)
             yield moments if strip is None else strip.join(moments)
 
@@ -335,6 +354,15 @@ class VideoVAE(nn.Module):
                 f"crop or resize to {max(1, width // space) * space}x{max(1, height // space) * space}"
             )
         return (frames - 1) // time + 1, height // space, width // space
+
+
+def _still_since(video: Tensor) -> list[int]:
+    """For each frame of [B, C, F, H, W], the first of the equal frames that end with it."""
+    since = [0]
+    for frame in range(1, video.shape[2]):
+        equal = torch.equal(video[:, :, frame], video[:, :, frame - 1])
+        since.append(since[-1] if equal else frame)
+    return since
 
 
 def _chunk_spans(frames: int, chunk: int | None) -> list[tuple[int, int]]:

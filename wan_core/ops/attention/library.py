@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,4 +73,14 @@ def load_torchs_cudnn() -> None:
         ctypes.CDLL(str(part), mode=ctypes.RTLD_GLOBAL)
 
 
-_probe_once = functools.cache(probe)
+_importing = threading.Lock()  # two threads that import parts of one library can each see the other's half-made modules
+
+
+@functools.cache
+def _kept(library: Library) -> str | None:
+    return probe(library)
+
+
+def _probe_once(library: Library) -> str | None:
+    with _importing:
+        return _kept(library)

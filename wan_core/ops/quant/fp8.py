@@ -6,7 +6,8 @@ Legend: M rows of activations, K inputs, N outputs.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +61,9 @@ class Fp8RowLinear(Fp8Linear):
         return (n, 1)
 
     @classmethod
-    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
+    def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
+        if not isinstance(stored, Quantized):
+            return None
         rows = len(stored.data)
         if stored.scale.numel() == 1:  # one number serves every channel
             return {"weight": stored.data, "weight_scale": stored.scale.reshape(1, 1).repeat(rows, 1)}
@@ -82,13 +85,17 @@ class Fp8TensorLinear(Fp8Linear):
     activations = "tensor"
     takes_fp8 = True
 
+    @property
+    def description(self) -> Mapping[str, object]:
+        return {"format": "float8_e4m3fn"}
+
     @classmethod
     def scale_shape(cls, n: int, k: int) -> tuple[int, ...]:
         return (1,)
 
     @classmethod
-    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
-        if stored.scale.numel() != 1:
+    def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
+        if not isinstance(stored, Quantized) or stored.scale.numel() != 1:
             return None
         return {"weight": stored.data, "weight_scale": stored.scale.reshape(1)}
 
@@ -120,8 +127,8 @@ class Fp8BlockLinear(Fp8Linear):
         return {"weight": data.flatten(2, 3).flatten(0, 1)[:n, :k].contiguous(), "weight_scale": scale}
 
     @classmethod
-    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
-        if stored.scale.shape != cls.scale_shape(*stored.data.shape):
+    def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
+        if not isinstance(stored, Quantized) or stored.scale.shape != cls.scale_shape(*stored.data.shape):
             return None
         return {"weight": stored.data, "weight_scale": stored.scale}
 

@@ -11,13 +11,14 @@ FP8: `weight` float8_e4m3fn [N, K] and `weight_scale` float32, [1] (one per tens
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wan_core.ops.kernels.formats import FP8, Format, Quantized
+from wan_core.ops.kernels.formats import FP8, Format, Quantized, spread_scale
 
 
 class LowRank(nn.Module):
@@ -78,6 +79,7 @@ class Linear(nn.Linear, LowRank):
 class QuantLinear(LowRank):
     """Base of the quantised linears. Built without values; `encode` makes them from a weight of higher precision."""
 
+    storage: ClassVar[torch.dtype] = FP8  # dtype of `weight`
     fmt: ClassVar[Format | None] = None  # the input format that a fused kernel may write; None: only `quantize` can
     takes_fp8: ClassVar[bool] = False  # also accepts a `Quantized` with one scale, the output of FP8 attention
 
@@ -86,7 +88,7 @@ class QuantLinear(LowRank):
         super().__init__()
         self.in_features, self.out_features, self.dtype = in_features, out_features, dtype
         scales = self.scale_shape(out_features, in_features)
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=FP8, device="meta"), False)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=self.storage, device="meta"), False)
         self.weight_scale = nn.Parameter(torch.empty(scales, dtype=torch.float32, device="meta"), False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), False) if bias else None
 
@@ -106,10 +108,19 @@ class QuantLinear(LowRank):
         raise NotImplementedError
 
     @classmethod
-    def adopt(cls, stored: Quantized) -> dict[str, Tensor] | None:
-        """`weight` and `weight_scale` from a weight that is already stored in E4M3 with scales, unchanged; None if its
-        scales have another granularity. stored.scale: one number, [N] or [N, 1], or [N/128, K/128]."""
+    def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
+        """`weight` and `weight_scale` from a weight that a file stores quantised, unchanged; None if it is of another
+        format. stored: a `Packed`, or a `Quantized` with a scale of one number, [N] or [N, 1], or [N/128, K/128]."""
         return None
+
+    @property
+    def description(self) -> Mapping[str, object] | None:
+        """What ComfyUI's files say of such a matrix (`comfy_quant`); None if they have no such format."""
+        return None
+
+    def decode(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """The numbers in float32 [N, K] that `encode` made these of, but for rounding."""
+        return weight.float() * spread_scale(scale, weight.shape)
 
     def load(self, values: dict[str, Tensor]) -> None:
         """Set `weight` and `weight_scale` (from `encode`) and `bias` without a copy, on their device."""

@@ -1,4 +1,4 @@
-"""Weights that keep the file's packed format in memory: GGUF blocks, NVFP4, MXFP8, and FP8.
+"""Weights that keep the file's packed format in memory: GGUF blocks, NVFP4, MXFP8, INT8, 4 bits, and FP8.
 
 They are dequantised for each matmul (to bf16 on a GPU), which takes one pass over the weight: little time compared with
 the activations of a video. A linear's parameters are the tensors of the file, so code that moves, swaps or shares
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from wan_core.ops.kernels import gguf_blocks
 from wan_core.ops.kernels.formats import spread_scale
-from wan_core.ops.quant import mx
+from wan_core.ops.kernels.integer_weights import NAMES as INTEGERS
+from wan_core.ops.kernels.integer_weights import integer_format
+from wan_core.ops.quant import int8, mx
 from wan_core.ops.quant.linear import LowRank, QuantLinear
 
 MICROSCALED = ("nvfp4", "mxfp8")
-FORMATS = (*gguf_blocks.FORMATS, *MICROSCALED, "fp8")
+FORMATS = (*gguf_blocks.FORMATS, *MICROSCALED, *INTEGERS, "fp8")
 
 
 PRECISION = "packed"  # its name in reports; users get it with precision "checkpoint"
@@ -31,8 +33,9 @@ PRECISION = "packed"  # its name in reports; users get it with precision "checkp
 class Packed(NamedTuple):
     """A packed matrix.
 
-    fmt: one of `FORMATS`. shape: [N, K], or the shape of another packed tensor. parts: parameter name -> tensor,
-    `weight` first; the other names and the shapes depend on the format.
+    fmt: one of `FORMATS`; words about rotation follow one of `INTEGERS` (`integer_format`). shape: [N, K], or the shape
+    of another packed tensor. parts: parameter name -> tensor, `weight` first; the other names and the shapes depend on
+    the format.
     """
 
     fmt: str
@@ -58,14 +61,31 @@ def unpack(fmt: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         return gguf_blocks.unpack(weight, fmt, dtype)
     if fmt in MICROSCALED:
         return mx.unpack(weight, parts["weight_scale"], parts.get("weight_scale_2"), fmt, dtype)
-    assert fmt == "fp8"
-    return (weight.float() * spread_scale(parts["weight_scale"], weight.shape)).to(dtype)
+    if fmt == "fp8":
+        return (weight.float() * spread_scale(parts["weight_scale"], weight.shape)).to(dtype)
+    return int8.unpack(fmt, parts, dtype)
+
+
+def why_not_multiply(fmt: str, device: torch.device) -> str | None:
+    """Why `device` cannot multiply packed weights directly; None if it can."""
+    if fmt in MICROSCALED:
+        return mx.why_not_multiply(device)
+    integers = integer_format(fmt)
+    if integers is None:
+        return "no device can"
+    return "its file wants products of high precision" if integers.wide else int8.why_not_multiply(device)
+
+
+def holds_tables(fmt: str | None) -> bool:
+    """Whether an embedding table of this format stays packed: its rows can be dequantised one by one."""
+    integers = integer_format(fmt or "")
+    return fmt in gguf_blocks.FORMATS or (integers is not None and integers.name == "int8_tensorwise")
 
 
 class PackedLinear(QuantLinear):
     """A linear whose weight stays packed. Its parameters are on the meta device until values are assigned.
 
-    NVFP4 and MXFP8 are multiplied directly if the device can; see `mx.why_not_multiply`.
+    NVFP4, MXFP8, INT8 and 4 bits are multiplied directly if the device can; see `why_not_multiply` of `mx` and `int8`.
     """
 
     def __init__(
@@ -100,7 +120,8 @@ class PackedLinear(QuantLinear):
 
     def product(self, x: Tensor) -> Tensor:
         if self.multiplies:
-            out = mx.multiply(x.flatten(0, -2), self.packing, _parts(self), self.bias)
+            product = mx.multiply if self.packing in MICROSCALED else int8.multiply
+            out = product(x.flatten(0, -2), self.packing, _parts(self), self.bias)
             return out.unflatten(0, x.shape[:-1])
         return F.linear(x, self.dequantize(x.dtype), self.bias)
 
@@ -108,7 +129,7 @@ class PackedLinear(QuantLinear):
 class PackedEmbedding(nn.Module):
     """An embedding table that stays packed: only the rows that are looked up are dequantised."""
 
-    weight: Tensor  # uint8 [rows, row bytes]
+    weight: Tensor  # uint8 [rows, row bytes], or int8 [rows, C]
 
     def __init__(self, dtype: torch.dtype, packed: Packed) -> None:
         """dtype: of the output."""
@@ -118,7 +139,11 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids int64 [...] -> [..., C]."""
-        return gguf_blocks.unpack(self.weight[ids], self.packing, self.dtype)
+        if self.packing in gguf_blocks.FORMATS:
+            return gguf_blocks.unpack(self.weight[ids], self.packing, self.dtype)
+        rows, parts = ids.flatten(), _parts(self)
+        found = {name: part[rows] if len(part) > 1 else part for name, part in parts.items()}
+        return int8.unpack(self.packing, found, self.dtype).unflatten(0, ids.shape)
 
 
 def _declare(module: nn.Module, packed: Packed | None) -> str:
@@ -130,7 +155,7 @@ def _declare(module: nn.Module, packed: Packed | None) -> str:
 
 
 def _parts(module: nn.Module) -> dict[str, Tensor]:
-    names = ("weight", "weight_scale", "weight_scale_2")
+    names = ("weight", "weight_scale", "weight_scale_2", "weight_s_rel", "weight_s_channel", "weight_codebook")
     return {name: module._parameters[name] for name in names if name in module._parameters}  # type: ignore[misc]
 
 
@@ -147,5 +172,5 @@ def put_packed(
         else:
             assert isinstance(old, nn.Linear)
             new = PackedLinear(old.in_features, old.out_features, old.bias is not None, dtype, packed)
-            new.multiplies = packed.fmt in MICROSCALED and mx.why_not_multiply(device) is None
+            new.multiplies = why_not_multiply(packed.fmt, device) is None
         model.get_submodule(parent)._modules[last] = new

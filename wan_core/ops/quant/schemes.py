@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from wan_core.config import QUANTIZED, OptionError
+from wan_core.ops.quant import int8
 from wan_core.ops.quant.linear import QuantLinear
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ SCHEMES: dict[str, Scheme] = {
         _engine("te-delayed", "scales from the amax history", "TEDelayedLinear"),
         _engine("te-current", "one scale for a tensor", "TECurrentLinear"),
         _engine("te-block", "scales for blocks of 128", "TEBlockLinear"),
+        Scheme("int8", "INT8 rows, rotated (ConvRot)", int8.why_not_multiply, lambda: int8.Int8Linear),
     )
 }
 assert tuple(SCHEMES) == QUANTIZED

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from wan_core.config import OptionError
 from wan_core.ops.kernels.formats import Quantized, spread_scale
 from wan_core.ops.quant.linear import QuantLinear
+from wan_core.ops.quant.packed import Packed
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ def swap_linears(model: nn.Module, kind: type[QuantLinear], names: Iterable[str]
 
 
 def encode_values(
-    values: Iterable[tuple[str, Tensor | Quantized]], quantization: Quantization, names: frozenset[str]
+    values: Iterable[tuple[str, Tensor | Quantized | Packed]], quantization: Quantization, names: frozenset[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """(parameter name, value) pairs with the weights of the linears `names` encoded, one at a time, so that the whole
-    model is never in memory in its old precision. FP8 weights are kept if the granularity of their scales fits."""
+    model is never in memory in its old precision. Weights that the file stores in the same format are kept."""
     for name, value in values:
         linear, _, parameter = name.rpartition(".")
         if linear in names and parameter == "weight":
-            device = value.data.device if isinstance(value, Quantized) else value.device
+            device = quantization.device if isinstance(value, Packed) else _device_of(value)
             for encoded_name, encoded in _encoded(value, quantization).items():
                 yield f"{linear}.{encoded_name}", encoded.to(device)
         else:
@@ -63,12 +64,18 @@ def encode_values(
             yield name, value
 
 
-def _encoded(value: Tensor | Quantized, quantization: Quantization) -> dict[str, Tensor]:
+def _device_of(value: Tensor | Quantized) -> torch.device:
+    return value.data.device if isinstance(value, Quantized) else value.device
+
+
+def _encoded(value: Tensor | Quantized | Packed, quantization: Quantization) -> dict[str, Tensor]:
     kind, device = quantization.kind, quantization.device
     if isinstance(value, Tensor):
         return kind.encode(value.to(device))
     adopted = kind.adopt(value)
     if adopted is not None:
         return adopted
+    if isinstance(value, Packed):
+        return kind.encode(value.to(device).dequantize())
     data, scale = value.data.to(device), value.scale.to(device)
     return kind.encode(data.float() * spread_scale(scale, data.shape))

@@ -17,8 +17,8 @@ from torch import Tensor
 from wan_core.config import OptionError, Request, SkipOptions
 from wan_core.config.outputs import Outputs, keep_old
 from wan_core.execution.report import Report
+from wan_core.media.mp4 import write_mp4
 from wan_core.media.pictures import save_picture
-from wan_core.media.video import write_mp4
 from wan_core.pipeline.evaluate.calibrate import measure, plain
 from wan_core.pipeline.evaluate.compare import Comparison, compare, find_perceptual, pareto, summary, truth
 from wan_core.pipeline.evaluate.pictures import draw_curve, draw_quality, preset_plans, side_by_side

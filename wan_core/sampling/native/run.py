@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wan_core.ops.attention.sparse.tiles import Grid
+from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.native.schedule import SchedulePart
 
 RUN, FORWARD = "wancore_run", "wancore_forward"  # keys in ComfyUI's transformer_options
@@ -86,7 +87,8 @@ class NativeForward:
 
     grid: token frames, rows and columns of the latents. front: tokens before those of the grid. extra: whether it is
     known where other tokens are (behind the grid's). image: the video starts from one. branches: conditions and context
-    window of this forward.
+    window of this forward. by_frames: queries come frame by frame, to keys of the whole video and some behind, which
+    alone change; frame_keys: those of the current layer.
     """
 
     run: NativeRun
@@ -95,6 +97,8 @@ class NativeForward:
     extra: bool = True
     image: bool = False
     branches: Hashable = None
+    by_frames: bool = False
+    frame_keys: FrameKeys | None = None
     _calls: Counter[int] = field(default_factory=Counter)
 
     @property

@@ -19,9 +19,10 @@ from wan_core.config import SparseOptions
 from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.attention.sparse.forward import SparseForward
-from wan_core.ops.attention.sparse.kernels import block_length, resolve_kernel
+from wan_core.ops.attention.sparse.kernels import KERNELS, block_length, resolve_kernel
 from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.sparse.tiles import Grid, make_tiles, with_extra
+from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.native.run import NativeForward
 from wan_core.sampling.sparsity.run import layer_rule
 
@@ -47,7 +48,9 @@ class NativeSparse:
         if not run.sparsity or layer is None:
             return None
         rule = layer_rule(self.options, self.keeps, layer, run.sparsity)
-        grid = None if rule is None else grid_of(forward, transformer_options, q.shape[1], k.shape[1])
+        if rule is not None and q.shape[1] != k.shape[1]:
+            return self._frame(forward, layer, rule, q, k, v)
+        grid = None if rule is None else grid_of(forward, transformer_options, q.shape[1])
         if rule is None or grid is None:
             return None
         if dense is None:
@@ -74,11 +77,8 @@ class NativeSparse:
         block = block_length(kernel, tokens)
         tiles = make_tiles(grid, block, q.device, image=forward.image)
         if tokens > len(tiles.order):
-            video, tiles = tiles, with_extra(tiles, forward.front, tokens)
-            extra = tiles.blocks - video.blocks
-            shares = {name: (Rule(value).most(video.blocks) + extra) / tiles.blocks
-                      for name, value in (("keep", rule.keep), ("floor", rule.floor))}  # fmt: skip
-            rule = replace(rule, **shares)
+            rule = wider(rule, tiles.blocks, -(-tokens // block))
+            tiles = with_extra(tiles, forward.front, tokens)
         return SparseForward(
             kernel=kernel,
             dense=(dense,),
@@ -91,14 +91,42 @@ class NativeSparse:
             routes=run.routes,
         )
 
+    def _frame(self, forward: NativeForward, layer: int, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """As `attend` for a frame of queries; the first of a layer comes without other tokens."""
+        options, length = self.options, k.shape[1]
+        if not forward.by_frames or (options.kernel != "auto" and KERNELS[options.kernel].fp8):
+            return None
+        tokens = forward.tokens + forward.frame
+        kernel = resolve_kernel(
+            options.kernel, q.device, q.dtype, q.shape[-1], tokens, fp8=False, counts=options.mass is not None
+        )
+        block = block_length(kernel, tokens)
+        if length == forward.tokens:
+            tiles = make_tiles(forward.grid, block, q.device, image=forward.image)
+            forward.frame_keys = FrameKeys.of(layer, tiles, k, v)
+        state = forward.frame_keys
+        if state is None or state.layer != layer or length not in (forward.tokens, tokens):
+            return None
+        if length == tokens:
+            rule = wider(rule, state.tiles.blocks, -(-tokens // block))
+        out = state.read(q, k, v, rule, kernel, options.pooled)
+        if state.frame == forward.grid[0]:
+            forward.frame_keys = None  # the last of the layer
+        forward.run.take(f"sparse attention ({kernel.name})")
+        return out
 
-def grid_of(forward: NativeForward, transformer_options: Mapping[str, Any], length: int, keys: int) -> Grid | None:
+
+def wider(rule: Rule, video: int, blocks: int) -> Rule:
+    """`rule` for `video` blocks of a video where others, which are always read, make them `blocks`."""
+    keep, floor = ((Rule(share).most(video) + blocks - video) / blocks for share in (rule.keep, rule.floor))
+    return replace(rule, keep=keep, floor=floor)
+
+
+def grid_of(forward: NativeForward, transformer_options: Mapping[str, Any], length: int) -> Grid | None:
     """Token frames, rows and columns of a sequence of `length` tokens; None where they are not known."""
     frames, rows, columns = forward.grid
     if not forward.front:
         frames, rows, columns = transformer_options.get("grid_sizes") or forward.grid
-    if length != keys:
-        return None  # a frame of queries
     extra = length - frames * rows * columns
     if extra < 0:  # Animate-2's pose video: fewer frames of the same size
         return None if length % (rows * columns) else (length // (rows * columns), rows, columns)

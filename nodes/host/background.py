@@ -1,0 +1,89 @@
+"""Work that is done before someone waits for it: imports and kernels, in a thread of their own.
+
+What fails here is logged and has no other effect: the node that needs the result does the same work, and raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from server import PromptServer
+
+from wan_core.ops.attention.registry import AttentionError, resolve_attention
+from wan_core.ops.kernels import fused
+from wan_core.pipeline.settings import ModelSettings
+from wan_core.pipeline.warmup import load_kernels
+
+from .devices import device
+
+log = logging.getLogger("WanCore")
+AFTER_START = 0.1  # seconds after ComfyUI begins to listen: its own start is not slowed
+HEAD_DIM = 128  # of every Wan model of full size
+FAULTS = (AttentionError, OSError, RuntimeError, ValueError, ImportError, AttributeError)
+"""What kernels and libraries that do not fit this machine raise; out of memory is a RuntimeError."""
+
+
+class Background:
+    """Named pieces of work, each done once, one after another."""
+
+    def __init__(self) -> None:
+        self.threads: dict[Any, threading.Thread] = {}
+        self.one_at_a_time = threading.Lock()
+
+    def start(self, name: Any, work: Callable[[], object], delay: float = 0.0) -> None:
+        """Begin `work` after `delay` seconds unless work of this name was begun before."""
+        if name not in self.threads:
+            thread = threading.Timer(delay, self._run, (name, work))
+            thread.daemon = True
+            self.threads[name] = thread
+            thread.start()
+
+    def wait(self, name: Any) -> None:
+        """Until work of this name has ended, if it was begun."""
+        if name in self.threads:
+            self.threads[name].join()
+
+    def _run(self, name: Any, work: Callable[[], object]) -> None:
+        with self.one_at_a_time:
+            try:
+                work()
+            except FAULTS as fault:
+                log.info("WanCore could not prepare %s before it is needed: %s", name, fault)
+
+
+background = Background()
+
+
+def prepare_when_up() -> None:
+    """Import the libraries of attention and kernels when the server is up, where there is a GPU. Without it the first
+    loader does so, for seconds."""
+    if device().type == "cuda":
+        PromptServer.instance.app.on_startup.append(_begin)
+
+
+async def _begin(_: object) -> None:
+    background.start("libraries", _libraries, AFTER_START)
+
+
+def _libraries() -> None:
+    """As the model loader and the first forward, and the first call of the attention kernel with it."""
+    here = device()
+    fused.why_not(here)
+    _, attend = resolve_attention("auto", here, torch.bfloat16, HEAD_DIM)
+    tokens = torch.zeros(1, 256, 2, HEAD_DIM, dtype=torch.bfloat16, device=here)
+    attend(tokens, tokens, tokens)
+
+
+def prepare_kernels(settings: ModelSettings) -> str | None:
+    """Begin to load the kernels of a transformer that will run as `settings` says. Returns what to `wait` for; None
+    where there is nothing to prepare: on a CPU, and where blocks are compiled with their own weights."""
+    if settings.device.type != "cuda" or settings.compile != "off":
+        return None
+    config = settings.found.dit
+    name = f"kernels of {config}, {settings.precision}, {settings.attention}"
+    background.start(name, lambda: load_kernels(settings, settings.device))
+    return name

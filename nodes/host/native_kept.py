@@ -1,0 +1,96 @@
+"""What is kept of a forward of ComfyUI's own Wan models, and what stands in for a skipped one.
+
+Legend: B batch, L tokens, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.sampling.cache.residual import Residuals, joined, keep_after, keep_before
+
+Forward = Callable[[dict[str, Any]], Tensor]
+"""transformer_options -> the model's output."""
+
+# torch.compile may be around the whole model: what changes from step to step is not compiled, or every step would be
+# compiled again.
+eager = torch.compiler.disable
+uncompiled = partial(torch.compiler.disable, recursive=False)  # but what it calls is
+
+
+@eager
+def reuse(states: Sequence[Residuals], step: int) -> Tensor:
+    """The output of a skipped step, without the model."""
+    return joined([state.reused(step) for state in states])
+
+
+@uncompiled
+def keep_output(
+    forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
+) -> Tensor:
+    output = forward(options)
+    for state, rows in zip(states, output.chunk(len(states)), strict=True):
+        if (slot := state.slot(step, rows)) is not None:
+            slot.copy_(rows)
+            state.filled(step)
+    return output
+
+
+@eager
+def add_reused(states: Sequence[Residuals], step: int, tokens: Tensor) -> Tensor:
+    rows = zip(states, tokens.chunk(len(states)), strict=True)
+    return joined([state.reused(step, part) for state, part in rows])
+
+
+@uncompiled
+def reuse_blocks(
+    forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
+) -> Tensor:
+    """The first block adds what all of them added, the others nothing."""
+
+    def first(args: dict[str, Any], run: Any) -> dict[str, Any]:
+        return {"img": add_reused(states, step, args["img"])}
+
+    for block in range(blocks):
+        options = around(options, block, first if block == 0 else lambda args, run: {"img": args["img"]})
+    return forward(options)
+
+
+@uncompiled
+def keep_blocks(
+    forward: Forward, states: Sequence[Residuals], step: int, options: dict[str, Any], blocks: int
+) -> Tensor:
+    """Keeps the tokens before the first block and what the last has made of them."""
+    if not any(step in state.program.store for state in states):
+        return forward(options)
+    parts: list[tuple[Residuals, Tensor]] = []
+    slots: list[Tensor | None] = []
+
+    def first(args: dict[str, Any], run: Any) -> dict[str, Any]:
+        parts[:] = zip(states, args["img"].chunk(len(states)), strict=True)
+        slots[:] = eager(keep_before)(parts, step)
+        return run(args)
+
+    def last(args: dict[str, Any], run: Any) -> dict[str, Any]:
+        made = run(args)
+        eager(keep_after)(parts, slots, step, made["img"])
+        return made
+
+    return forward(around(around(options, 0, first), blocks - 1, last))
+
+
+def around(options: dict[str, Any], block: int, replacement: Callable[..., Any]) -> dict[str, Any]:
+    """A copy of `options` with replacement(args, run) in the place of a block; `run` is what was there."""
+    replaced = options.get("patches_replace", {})
+    there = replaced.get("dit", {}).get(("double_block", block))
+
+    def patch(args: dict[str, Any], extra: dict[str, Any]) -> Any:
+        return replacement(args, extra["original_block"] if there is None else lambda args: there(args, extra))
+
+    dit = {**replaced.get("dit", {}), ("double_block", block): patch}
+    return {**options, "patches_replace": {**replaced, "dit": dit}}

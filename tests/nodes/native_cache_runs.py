@@ -1,0 +1,155 @@
+"""For `native_caches`: models with a step cache, policies, samplers, and the engine's own run with the same weights."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import native_models as world
+
+SIZE = (1, 16, 3, 4, 6)  # of latents
+EULER = [1.0, 0.97, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.45, 0.3, 0.15, 0.0]
+
+
+class World:
+    """Models, caches put on them, and what was reported."""
+
+    def __init__(self, pack: types.ModuleType) -> None:
+        import comfy.model_patcher
+
+        self.cache = importlib.import_module("pack.nodes.host.native_cache")
+        self.patcher = comfy.model_patcher.ModelPatcher
+        self.said: list[str] = []
+        self.free_memory = self.patcher.get_free_memory
+
+    def cached(self, model: Any, whole: Any = None, **policy: Any) -> Any:
+        from wan_core.config import SkipOptions
+        from wan_core.sampling.native.plan import WholeRun
+
+        clone = model.clone()
+        self.cache.attach(clone, self.cache.StepCache(SkipOptions(**policy), whole or WholeRun(), self.said.append))
+        return clone
+
+    @contextmanager
+    def guidance(self, batched: bool) -> Iterator[None]:
+        """Whether ComfyUI has memory for both prompts in one forward."""
+        self.patcher.get_free_memory = lambda *_: 1 << 60 if batched else 0
+        try:
+            yield
+        finally:
+            self.patcher.get_free_memory = self.free_memory
+
+    @contextmanager
+    def runs(self) -> Iterator[list[Any]]:
+        """The cached runs that are made inside."""
+        real, made = self.cache.CachedRun, []
+        self.cache.CachedRun = lambda *given: made.append(real(*given)) or made[-1]
+        try:
+            yield made
+        finally:
+            self.cache.CachedRun = real
+
+    def counts(self) -> tuple[int, int]:
+        """Skipped and all forwards of the last run."""
+        words = self.said[-1].split(": ", 1)[1].split()
+        return int(words[0]), int(words[2])
+
+
+def policies() -> dict[str, dict[str, Any]]:
+    from wan_core.config import AdaptiveOptions, MagCacheOptions, TaylorSeerOptions
+
+    return {
+        "magcache": {"magcache": MagCacheOptions(threshold=0.24, max_skips=2, retention=0.1, order=1)},
+        "taylorseer": {"taylorseer": TaylorSeerOptions(interval=2, order=2, retention=0.1)},
+        "adaptive": {"adaptive": AdaptiveOptions(threshold=0.3, max_skips=2, retention=0.1)},
+    }
+
+
+def every_second() -> dict[str, Any]:
+    from wan_core.config import TaylorSeerOptions
+
+    return {"taylorseer": TaylorSeerOptions(interval=2, order=0, retention=0.1)}
+
+
+def never() -> list[dict[str, Any]]:
+    from wan_core.config import AdaptiveOptions, MagCacheOptions, TaylorSeerOptions
+
+    return [
+        {"magcache": MagCacheOptions(threshold=0, max_skips=2, retention=0.1)},
+        {"taylorseer": TaylorSeerOptions(interval=1)},
+        {"adaptive": AdaptiveOptions(threshold=0)},
+    ]
+
+
+def sample(
+    model: Any, sigmas: list[float], extra: dict[str, Any] | None = None, latent: Any = None, **changed: Any
+) -> Any:
+    """The steps of `sigmas`, from noise or from `latent`."""
+    import comfy.sample
+    import comfy.samplers
+    import torch
+
+    how = {"sampler": "euler", "size": SIZE, "cfg": 3.0, "callback": None, **changed}
+    positive, negative = world.conditions(extra or {})
+    noise = world.rows(*how["size"], seed=9) if latent is None else torch.zeros_like(latent)
+    given = torch.zeros_like(noise) if latent is None else latent
+    with torch.inference_mode():
+        return comfy.sample.sample_custom(
+            model, noise, how["cfg"], comfy.samplers.sampler_object(how["sampler"]), torch.tensor(sigmas),
+            positive, negative, given, disable_pbar=True, seed=0, callback=how["callback"],
+        )  # fmt: skip
+
+
+def engine(model: Any, seed: int) -> Any:
+    """The engine's model with the weights of a native one."""
+    from wan_core.models.wan.config import DiTConfig
+    from wan_core.models.wan.model import WanModel
+
+    small = {name: value for name, value in world.SMALL.items() if name != "in_dim"}
+    made = WanModel(DiTConfig(in_channels=16, out_channels=16, **small)).eval()
+    made.load_state_dict(model.model.diffusion_model.state_dict())
+    return made
+
+
+def ours(models: dict[str, Any], sigmas: list[float], boundary: float, policy: dict[str, Any]) -> tuple[Any, Any]:
+    """The engine's latents and its plan, for the same sigmas, prompts and noise."""
+    import torch
+
+    from wan_core.config import SkipOptions
+    from wan_core.sampling.cache.curves import find_curve
+    from wan_core.sampling.cache.skipping import leave_out
+    from wan_core.sampling.conditioning import Conditioning
+    from wan_core.sampling.denoise import denoise
+    from wan_core.sampling.plan import Plan, Step
+
+    steps = tuple(
+        Step(index=i, timestep=1000 * s, sigma=s, sigma_next=sigmas[i + 1], expert="high" if s >= boundary else "low",
+             guidance=3.0, branches=("cond", "uncond"))
+        for i, s in enumerate(sigmas[:-1])
+    )  # fmt: skip
+    plan = Plan(task="t2v-A14B", solver="euler", shift=5.0, boundary=boundary, steps=steps)
+    plan = leave_out(plan, SkipOptions(**policy), find_curve(None, "t2v-A14B"))
+    ran: list[int] = []
+    conditioning = Conditioning(cond=padded(world.rows(1, 6, 32, seed=2)), uncond=padded(world.rows(1, 6, 32, seed=3)))
+    with torch.inference_mode():
+        noise = world.rows(*SIZE, seed=9)
+        made = denoise(plan, models.__getitem__, conditioning, noise, on_step=lambda p: ran.append(p.forwards))
+    return made, (2 * len(steps) - sum(ran), 2 * len(steps))
+
+
+def padded(rows: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.pad(rows, (0, 0, 0, 512 - rows.shape[1]))
+
+
+def native_conditions(_: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    return [[padded(world.rows(1, 6, 32, seed=2)), {}]], [[padded(world.rows(1, 6, 32, seed=3)), {}]]
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    error = world.error(found, expected)
+    assert error <= tolerance, f"error {error:.2e}"

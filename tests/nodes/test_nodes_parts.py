@@ -1,0 +1,242 @@
+"""In a running ComfyUI: parts of a schedule, video to video, NAG, batches, several first frames, the moving preview,
+and the workflows made of ComfyUI's own templates."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.comfyui import Client, ComfyUI, Graph, find_comfyui, make_base
+from tests.nodes.test_nodes_comfy import TINY_I2V, loaders, node, sampler
+from tests.nodes.test_workflows import api_form
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.pipeline.sources import TINY
+
+pytestmark = pytest.mark.comfy
+SIZE = {"width": 48, "height": 48, "frames": 9}
+FEW = {"steps": 6, "guidance_high": 3.0, "guidance_low": 3.0}
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    """With the embedded models and random LoRAs under the names that ComfyUI's templates give."""
+    base = make_base(tmp_path_factory.mktemp("comfyui"))
+    for task, version in (("i2v", "1"), ("t2v", "1.1")):
+        for expert in ("high", "low"):
+            copy(base, TINY / f"{task}_{expert}.safetensors", f"wan2.2_{task}_{expert}_noise_14B_fp8_scaled")
+            name = f"wan2.2_{task}_lightx2v_4steps_lora_v{version}_{expert}_noise"
+            write_lora(base, name, load_file(TINY / f"{task}_{expert}.safetensors")["blocks.0.ffn.0.weight"])
+    copy(base, TINY / "text_encoder.safetensors", "umt5_xxl_fp8_e4m3fn_scaled", "text_encoders")
+    copy(base, TINY / "vae.safetensors", "wan_2.1_vae", "vae")
+    Image.new("RGB", (64, 64), (200, 30, 40)).save(base / "input" / "example.png")
+    server = ComfyUI(find_comfyui(), base)
+    yield server
+    server.stop()
+
+
+def copy(base: Path, file: Path, name: str, folder: str = "diffusion_models") -> None:
+    path = base / "models" / folder / f"{name}.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    shutil.copy(file, path)
+
+
+def write_lora(base: Path, name: str, weight: torch.Tensor) -> None:
+    (base / "models" / "loras").mkdir(exist_ok=True)
+    down, up = torch.full((2, weight.shape[1]), 0.02), torch.full((weight.shape[0], 2), 0.02)
+    block = "diffusion_model.blocks.0.ffn.0"
+    tensors = {f"{block}.lora_down.weight": down, f"{block}.lora_up.weight": up}
+    write_safetensors(tensors, base / "models" / "loras" / f"{name}.safetensors", {})
+
+
+def graph(**nodes: Any) -> Graph:
+    size = node("WanCoreEmptyLatent", **SIZE, latent_type="Wan 2.1 VAE (A14B, tiny)")
+    return {**loaders(), "size": size, "sampler": sampler(**FEW), **nodes}
+
+
+def latents(comfy: ComfyUI, made: Graph, of: str = "sampler") -> torch.Tensor:
+    run = comfy.run({**made, "kept": node("SaveLatent", samples=[of, 0], filename_prefix="kept")})
+    assert run.ok, run.status
+    [saved] = run.outputs["kept"]["latents"]
+    return load_file(comfy.base / saved["type"] / saved["subfolder"] / saved["filename"])["latent_tensor"]
+
+
+def refusal(comfy: ComfyUI, made: Graph, of: str = "sampler") -> str:
+    run = comfy.run({**made, "kept": node("SaveLatent", samples=[of, 0], filename_prefix="kept")})
+    assert not run.ok
+    return run.message("execution_error")["exception_message"]
+
+
+@pytest.mark.parametrize("solver", ["unipc", "heun"])
+def test_two_samplers_in_a_row_give_what_one_gives(comfy: ComfyUI, solver: str) -> None:
+    whole = latents(comfy, graph(sampler=sampler(**FEW, solver=solver)))
+    first = sampler(**FEW, solver=solver, end_step=2, return_with_leftover_noise="enable")
+    rest = {**FEW, "solver": solver, "start_step": 2, "latent": ["first", 0]}
+    both = graph(first=first, sampler=sampler(**rest, add_noise="disable"))
+    assert torch.equal(latents(comfy, both), whole)
+    assert "disable add_noise here" in refusal(comfy, graph(first=first, sampler=sampler(**rest)))
+
+
+def test_latents_that_were_saved_in_between(comfy: ComfyUI) -> None:
+    """As ComfyUI carries them, x / (1 - sigma): an Euler run goes on but for rounding."""
+    numbers = {**FEW, "solver": "euler"}
+    whole = latents(comfy, graph(sampler=sampler(**numbers)))
+    first = sampler(**numbers, end_step=3, return_with_leftover_noise="enable")
+    left = latents(comfy, graph(sampler=first))
+    write_safetensors(
+        {"latent_tensor": left, "latent_format_version_0": torch.tensor([])}, comfy.base / "input" / "left.latent", {}
+    )
+    made = graph(
+        saved=node("LoadLatent", latent="left.latent"),
+        sampler=sampler(**numbers, start_step=3, add_noise="disable", latent=["saved", 0]),
+    )
+    torch.testing.assert_close(latents(comfy, made), whole, rtol=1e-3, atol=1e-3)
+
+
+def test_video_to_video_stays_nearer_the_weaker_it_is(comfy: ComfyUI) -> None:
+    before = latents(comfy, graph())
+    far = []
+    for denoise in (0.2, 0.5, 0.8):
+        again = sampler(**FEW, seed=5, denoise=denoise, latent=["sampler", 0])
+        made = latents(comfy, graph(again=again), "again")
+        far.append((made - before).norm().item())
+    assert far[0] < far[1] < far[2]
+    again = sampler(**FEW, latent=["sampler", 0])
+    assert "lower denoise" in refusal(comfy, graph(again=again), "again")
+    assert "they are empty" in refusal(comfy, graph(sampler=sampler(**FEW, denoise=0.5)))
+
+
+def test_sigmas_of_a_scheduler_node(comfy: ComfyUI) -> None:
+    schedule = node("KarrasScheduler", steps=5, sigma_max=1.0, sigma_min=0.05, rho=7.0)
+    given = {"sigmas": ["schedule", 0], "solver": "res_multistep", "guidance_high": 1.0, "guidance_low": 1.0}
+    made = graph(schedule=schedule, sampler=sampler(**given), plan=plan(**given))
+    assert latents(comfy, made).isfinite().all()
+    assert (
+        "5 steps, res_multistep"
+        in comfy.run(
+            {k: made[k] for k in ("model", "schedule", "plan")} | {"text": node("PreviewAny", source=["plan", 1])}
+        ).outputs["text"]["text"][0]
+    )
+    assert "leave the steps out" in refusal(comfy, graph(schedule=schedule, sampler=sampler(**given | {"steps": 4})))
+
+
+def plan(**given: Any) -> dict[str, Any]:
+    numbers = sampler(**given)["inputs"]
+    own = ("model", "steps", "shift", "boundary", "guidance_high", "guidance_low", "solver", "sigmas")
+    return node("WanCorePlanPreview", **{name: numbers[name] for name in own if name in numbers}, seconds_per_forward=0)
+
+
+def test_nag_counts_at_guidance_1_and_is_refused_where_it_would_not(comfy: ComfyUI) -> None:
+    few = {"steps": 4, "guidance_high": 1.0, "guidance_low": 1.0, "solver": "euler"}
+    texts = node(
+        "WanCoreTextEncode",
+        clip=["encoder", 0],
+        positive="a red circle moving right on a blue background",
+        negative="a green square moving up on a white background",
+    )
+    nag = node("WanCoreNAG", negative=["text", 1], scale=11.0, tau=2.5, alpha=0.25)
+    plain = latents(comfy, graph(text=texts, sampler=sampler(**few)))
+    with_nag = graph(text=texts, nag=nag, sampler=sampler(**few, negative=["nag", 0]))
+    assert (latents(comfy, with_nag) - plain).norm() > 0.01 * plain.norm()
+    guided = graph(text=texts, nag=nag, sampler=sampler(**FEW, negative=["nag", 0]))
+    assert "every step has guidance" in refusal(comfy, guided)
+    other = graph(text=texts, nag=nag, sampler=sampler(**few, positive=["nag", 0]))
+    assert "wancore_nag" in refusal(comfy, other)
+
+
+def test_a_batch_and_one_video_of_it(comfy: ComfyUI) -> None:
+    size = node("WanCoreEmptyLatent", **SIZE, latent_type="Wan 2.1 VAE (A14B, tiny)", batch_size=3)
+    both = latents(comfy, graph(size=size))
+    assert both.shape[0] == 3 and not torch.allclose(both[0], both[1])
+    second = graph(
+        size=size,
+        second=node("LatentFromBatch", samples=["size", 0], batch_index=1, length=1),
+        sampler=sampler(**FEW, latent=["second", 0]),
+    )
+    torch.testing.assert_close(latents(comfy, second), both[1:2], rtol=1e-3, atol=1e-3)
+
+
+def test_several_first_frames(comfy: ComfyUI) -> None:
+    """What is known of the video is its first five frames; none but them is."""
+    made = {
+        **loaders(TINY_I2V, TINY_I2V),
+        "frames": node("EmptyImage", width=64, height=64, batch_size=5, color=0xE03020),
+        "image": node("WanCoreImageToVideo", positive=["text", 0], negative=["text", 1], vae=["vae", 0], **SIZE,
+                      first_image=["frames", 0], batch_size=2),
+        "sampler": sampler(**FEW, positive=["image", 0], negative=["image", 1], latent=["image", 2]),
+    }  # fmt: skip
+    assert latents(comfy, made).shape[:3] == (2, 16, 3)
+    made["frames"]["inputs"]["batch_size"] = 10
+    assert "10 known frames given for a video of 9" in refusal(comfy, made)
+
+
+# ------------------------------------------------------------------------------------------------------------ templates
+
+
+def of_kind(made: Graph, kind: str) -> dict[str, Any]:
+    [found] = [one["inputs"] for one in made.values() if one["class_type"] == kind]
+    return found
+
+
+@pytest.mark.parametrize("name", ["wan22_image_to_video", "wan22_text_to_video", "wan22_first_last_frame"])
+def test_the_template_s_graph_with_its_switch(comfy: ComfyUI, name: str) -> None:
+    made, words = api_form(name), {}
+    kind = "WanCoreEmptyLatent" if name == "wan22_text_to_video" else "WanCoreImageToVideo"
+    of_kind(made, kind).update(SIZE)
+    [key] = [key for key, one in made.items() if one["class_type"] == "WanCoreSampler"]
+    switches = [one for one in made.values() if one["class_type"] == "ComfySwitchNode"]
+    for on in (False, True)[: 1 + len(switches)]:
+        for switch in switches:
+            switch["inputs"]["switch"] = on
+        run = comfy.run(made)
+        assert run.ok, run.message("execution_error")["exception_message"]
+        words[on] = run.outputs[key]["text"][0]
+    assert "20 steps, euler" in words[False] and "(10 high-noise, 10 low-noise), 40 forwards" in words[False]
+    if switches:
+        assert "4 steps, euler, shift 5" in words[True] and "(2 high-noise, 2 low-noise), 4 forwards" in words[True]
+
+
+# -------------------------------------------------------------------------------------------------------------- preview
+
+
+class Page(Client):
+    """A client that says, as ComfyUI's page does, that it knows which node a preview is of."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        text = json.dumps({"type": "feature_flags", "data": {"supports_preview_metadata": True}}).encode()
+        mask = secrets.token_bytes(4)
+        assert len(text) < 126
+        masked = bytes(byte ^ mask[n % 4] for n, byte in enumerate(text))
+        self.socket.sendall(struct.pack(">BB", 0x81, 0x80 | len(text)) + mask + masked)
+
+
+def test_the_preview_moves(comfy: ComfyUI) -> None:
+    """Between two steps a page gets several pictures, which differ; after the node none."""
+    page = Page(comfy.port)
+    large = node("WanCoreEmptyLatent", width=192, height=192, frames=33, latent_type="Wan 2.1 VAE (A14B, tiny)")
+    made = graph(size=large, sampler=sampler(**FEW, seed=77))
+    prompt = comfy.queue(
+        {**made, "kept": node("SaveLatent", samples=["sampler", 0], filename_prefix="kept")}, page.name
+    )
+    pictures, running, after = [], "", 0
+    for event in page.events():
+        if event["type"] == "executing":
+            running = event["data"]["node"] or ""
+            if not running:
+                break
+        if event["type"] == "preview":
+            pictures.append(event["data"])
+            after += running == "kept"
+    page.close()
+    assert comfy.wait(prompt).ok
+    assert len(pictures) > 2 * FEW["steps"] and len(set(pictures)) > FEW["steps"] + 2 and after == 0

@@ -1,0 +1,74 @@
+"""On an NVIDIA GPU: attention of ComfyUI's own Wan models by the kernels that run here, dense, sparse and by frames."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.sampling.test_native import original
+from wan_core.config import SparseOptions
+from wan_core.ops.attention.registry import BACKENDS
+from wan_core.ops.attention.sparse.kernels import KERNELS
+from wan_core.sampling.native.attention import NativeAttention
+from wan_core.sampling.native.run import FORWARD, NativeForward, NativeRun
+from wan_core.sampling.native.schedule import SchedulePart
+
+pytestmark = pytest.mark.gpu
+CUDA, GRID, HEADS, DIM = torch.device("cuda", 0), (3, 33, 48), 2, 128
+TOKENS, FRAME = 3 * 33 * 48, 33 * 48
+
+
+def qkv(length: int, keys: int) -> list[torch.Tensor]:
+    """[B, L, H * D]."""
+    torch.manual_seed(0)
+    return [torch.randn(2, n, HEADS * DIM, device=CUDA, dtype=torch.bfloat16) for n in (length, keys, keys)]
+
+
+def attended(attend: NativeAttention, given: list[torch.Tensor], sparsity: float, **place: int | bool) -> torch.Tensor:
+    run = NativeRun(SchedulePart(0, 1, 1), (sparsity,) if sparsity else ())
+    forward = NativeForward(run, GRID, **place)  # type: ignore[arg-type]
+    out = attend(original, *given, heads=HEADS, transformer_options={FORWARD: forward, "block_index": 0})
+    assert sum(run.taken.values()) == 1 and not run.left
+    return out.float()
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+EXACT = NativeAttention("sdpa")
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if not name.startswith("math")])
+def test_dense(name: str) -> None:
+    if (reason := BACKENDS[name].why_not(CUDA, torch.bfloat16, DIM)) is not None:
+        pytest.skip(reason)
+    given = qkv(TOKENS, TOKENS)
+    assert relative(attended(NativeAttention(name), given, 0), attended(EXACT, given, 0)) < 0.1
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("front", "behind"), [(0, 0), (77, 0), (100, 300)])
+def test_sparse_with_other_tokens(kernel: str, front: int, behind: int) -> None:
+    dense = "cudnn-fp8" if KERNELS[kernel].fp8 else "sdpa"
+    for table, name in ((KERNELS, kernel), (BACKENDS, dense)):
+        if (reason := table[name].why_not(CUDA, torch.bfloat16, DIM)) is not None:
+            pytest.skip(reason)
+    given = qkv(TOKENS + front + behind, TOKENS + front + behind)
+    options = SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0, kernel=kernel)
+    found = attended(NativeAttention(dense, options), given, 1e-6, front=front)
+    assert relative(found, attended(EXACT, given, 0)) < (0.1 if KERNELS[kernel].fp8 else 0.01)
+
+
+@pytest.mark.parametrize("sparsity", [1e-6, 0.5])
+def test_sparse_by_frames(sparsity: float) -> None:
+    """Animate-2: the first frame to the video, the second to a pose frame as well."""
+    run = NativeRun(SchedulePart(0, 1, 1), (sparsity,))
+    forward = NativeForward(run, GRID, by_frames=True)
+    attend = NativeAttention("auto", SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0))
+    q, k, v = qkv(TOKENS, TOKENS + FRAME)
+    for index, keys in ((0, TOKENS), (1, TOKENS + FRAME)):
+        given = q[:, index * FRAME : (index + 1) * FRAME], k[:, :keys], v[:, :keys]
+        found = attend(original, *given, heads=HEADS, transformer_options={FORWARD: forward, "block_index": 0})
+        assert relative(found.float(), attended(EXACT, list(given), 0)) < (0.01 if sparsity < 0.1 else 0.9)
+    assert list(run.taken.values()) == [2]

@@ -1,0 +1,192 @@
+"""Writing H.264 in MP4 with PyAV.
+
+Legend: F frames, H rows, W columns; colours are red, green, blue, full range.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from av.container import OutputContainer
+from av.video.reformatter import ColorRange, Colorspace
+from numpy.typing import NDArray
+
+from wan_core.config import OptionError, check_choice
+from wan_core.config.outputs import check_place, written_beside
+
+_BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
+PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
+THREADS = {"slices": "SLICE", "frames": "FRAME"}  # what the encoder's threads share -> PyAV's name of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Settings of libx264.
+
+    crf: quality, 0 (lossless except for colour subsampling) to 51 (worst). preset: x264's. threads: "slices" encodes
+    parts of one frame at once; "frames" several frames, which uses more cores and compresses a little better. Raises
+    OptionError.
+    """
+
+    crf: int = 17
+    preset: str = "medium"
+    threads: str = "frames"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.crf, int) or not 0 <= self.crf <= 51:
+            raise OptionError(f"crf {self.crf!r} is not allowed; use an integer of 0 (best) to 51 (worst), such as 17")
+        check_choice("preset", self.preset, PRESETS)
+        check_choice("threads", self.threads, tuple(THREADS))
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Sound beside a video: float32 [channels, samples] in -1..1, one or two channels, and samples per second."""
+
+    samples: NDArray[np.float32]
+    rate: int
+
+    def __post_init__(self) -> None:
+        if self.samples.ndim != 2 or self.samples.shape[0] not in (1, 2) or self.samples.dtype != np.float32:
+            raise OptionError(
+                f"the audio is {self.samples.dtype} {list(self.samples.shape)}; float32 [channels, samples] with one "
+                f"or two channels is needed"
+            )
+        if not 8000 <= self.rate <= 96000:
+            raise OptionError(f"audio of {self.rate} samples per second cannot be written; use 8000 to 96000")
+
+
+def write_mp4(
+    path: str | os.PathLike[str],
+    frames: Iterable[NDArray[np.uint8]],
+    *,
+    fps: float | Fraction,
+    encoder: Encoder = Encoder(),
+    sound: Sound | None = None,
+    metadata: Mapping[str, str] | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> Path:
+    """Write H.264 (libx264, yuv420p, BT.709) atomically.
+
+    The file is written under a temporary name in the same folder and renamed when complete. After an error (also one of
+    `frames`), an older file of that name is unchanged and the temporary file is deleted.
+
+    Args:
+        path: must end in `.mp4`. An existing file is replaced.
+        frames: uint8 [F, H, W, 3], or any iterable of uint8 [H, W, 3], taken one at a time. H and W even.
+        fps: frames per second; a fraction such as 30000 / 1001 is kept exactly.
+        sound: stored as AAC, cut where the frames end.
+        metadata: the settings of this video, stored as one JSON object in the file's `comment`: see `read_metadata`.
+        tags: further metadata entries. ComfyUI reads `workflow` and `prompt` there.
+
+    Returns:
+        `path`.
+
+    Raises:
+        OptionError: the path, rate, or a frame's shape or dtype is not usable, or there are no frames.
+        OSError: the disk is full.
+    """
+    path = Path(path)
+    rate = checked_rate(fps)
+    check_video_name(path)
+    check_place(path)
+    tagged = {**(tags or {}), **({} if metadata is None else {"comment": json.dumps(dict(metadata))})}
+    with written_beside(path) as temporary:
+        _encode(temporary, frames, rate, encoder, sound, tagged)
+    return path
+
+
+def check_video_name(path: Path) -> None:
+    """Raise OptionError now if `write_mp4` could not write a file of this name: before hours of work, not after."""
+    if path.suffix.lower() != ".mp4":
+        raise OptionError(f"cannot write {path.name!r}: only MP4 is supported; give the file a name that ends in .mp4")
+
+
+def checked_rate(fps: float | Fraction) -> Fraction:
+    """Frames per second as they are stored. Raises OptionError."""
+    if not math.isfinite(fps) or not 0.01 <= fps <= 1000:
+        raise OptionError(f"fps {fps} is not allowed; use 0.01 to 1000 frames per second, such as 16")
+    return Fraction(fps).limit_denominator(1001)
+
+
+def _encode(
+    path: Path,
+    frames: Iterable[NDArray[np.uint8]],
+    rate: Fraction,
+    encoder: Encoder,
+    sound: Sound | None,
+    tags: Mapping[str, str],
+) -> None:
+    size, count = None, 0
+    options = {"movflags": "faststart+use_metadata_tags"}  # index at the start, for streaming; tags with any name
+    with av.open(str(path.absolute()), "w", format="mp4", options=options) as container:
+        container.metadata.update(tags)
+        stream = container.add_stream("libx264", rate=rate, options={"crf": str(encoder.crf), "preset": encoder.preset})
+        stream.codec_context.thread_type = THREADS[encoder.threads]
+        track = None if sound is None else container.add_stream("aac", rate=sound.rate, layout=_layout(sound))
+        for frame in frames:
+            array = _checked_frame(np.asarray(frame), count, size)
+            if size is None:
+                size = array.shape[:2]
+                _describe(stream, size)
+            container.mux(stream.encode(_to_yuv(array, count, rate)))
+            count += 1
+        if size is None:
+            raise OptionError("no frames were given: a video has at least one")
+        container.mux(stream.encode(None))
+        if sound is not None and track is not None:
+            _add_sound(container, track, sound, math.ceil(sound.rate * count / rate))
+
+
+def _describe(stream: av.VideoStream, size: tuple[int, ...]) -> None:
+    stream.height, stream.width = size
+    stream.pix_fmt = "yuv420p"
+    # Stored in the file, because players otherwise guess it from the picture's size and change the colours.
+    stream.codec_context.color_primaries = _BT709
+    stream.codec_context.color_trc = _BT709
+    stream.codec_context.colorspace = _BT709
+    stream.codec_context.color_range = ColorRange.MPEG
+
+
+def _layout(sound: Sound) -> str:
+    return "mono" if sound.samples.shape[0] == 1 else "stereo"
+
+
+def _add_sound(container: OutputContainer, track: av.AudioStream, sound: Sound, samples: int) -> None:
+    cut = np.ascontiguousarray(sound.samples[:, :samples])
+    if cut.size:
+        frame = av.AudioFrame.from_ndarray(cut, format="fltp", layout=_layout(sound))
+        frame.sample_rate, frame.pts = sound.rate, 0
+        container.mux(track.encode(frame))
+    container.mux(track.encode(None))
+
+
+def _checked_frame(array: np.ndarray, index: int, size: tuple[int, int] | None) -> NDArray[np.uint8]:
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+        raise OptionError(f"frame {index} is {array.dtype} {list(array.shape)}; uint8 [height, width, 3] is needed")
+    height, width = array.shape[:2]
+    if size is not None and (height, width) != size:
+        raise OptionError(f"frame {index} has {width}x{height} pixels, but the first has {size[1]}x{size[0]}")
+    if height % 2 or width % 2 or not height or not width:
+        raise OptionError(f"a video of {width}x{height} pixels cannot be written as H.264: both must be even")
+    return array
+
+
+def _to_yuv(array: NDArray[np.uint8], index: int, rate: Fraction) -> av.VideoFrame:
+    rgb = av.VideoFrame.from_ndarray(np.ascontiguousarray(array), format="rgb24")
+    frame = rgb.reformat(
+        format="yuv420p",
+        src_color_range=ColorRange.JPEG,
+        dst_colorspace=Colorspace.ITU709,
+        dst_color_range=ColorRange.MPEG,
+    )
+    frame.pts, frame.time_base = index, 1 / rate
+    return frame

@@ -1,0 +1,67 @@
+"""The pass before a causal convolution of the VAE, in one Triton kernel: RMSNorm, SiLU, earlier frames in front.
+
+Plain torch reads and writes the activations eight times for it, and once more for the frames that it keeps for the next
+chunk. This kernel reads them once and writes them once.
+
+Legend: C channels, T/Y/X frames, rows, columns; tensors are bf16 with channels last in memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from wan_core.ops.kernels.triton_ops import on_device_of
+
+NUMBERS = 4096  # of one program: enough to hide the latency of memory, few enough for registers
+
+
+@triton.jit
+def norm_silu_extend_kernel(
+    x, gamma, earlier, out, kept, frame_stride, row_stride, frames, Y, X, C,
+    LEAD: tl.constexpr, HAS_EARLIER: tl.constexpr, KEEPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A row is one position of the result, [LEAD + frames, Y, X] of them; x has strides in numbers."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    plane = Y * X
+    frame, inside = row // plane, row % plane
+    exists = (frame < frames + LEAD)[:, None] & (column < C)[None, :]
+    leads = (frame < LEAD)[:, None]
+    source = (frame - LEAD) * frame_stride + (inside // X) * row_stride + (inside % X) * C
+    value = tl.load(x + source[:, None] + column[None, :], mask=exists & ~leads, other=0.0).to(tl.float32)
+    scale = tl.load(gamma + column, mask=column < C, other=0.0).to(tl.float32)
+    norm = tl.sqrt(tl.sum(value * value, 1))
+    value = value * (tl.sqrt(C * 1.0) / tl.maximum(norm, 1e-12))[:, None] * scale[None, :]
+    value = value / (1.0 + tl.exp(-value))
+    if HAS_EARLIER:
+        before = tl.load(earlier + row[:, None] * C + column[None, :], mask=exists & leads, other=0.0)
+        value = tl.where(leads, before.to(tl.float32), value)
+    value = value.to(out.dtype.element_ty)
+    tl.store(out + row[:, None] * C + column[None, :], value, mask=exists)
+    if KEEPS:
+        at = (row - frames * plane)[:, None] * C + column[None, :]
+        tl.store(kept + at, value, mask=exists & (frame >= frames)[:, None])
+
+
+def norm_silu_extend(
+    x: Tensor, gamma: Tensor, earlier: Tensor | None, lead: int, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """SiLU of the RMSNorm of x [1, C, T, Y, X] with `lead` frames in front, `earlier` [1, C, lead, Y, X] or zeros
+    (None), and a copy of the last `lead` frames of that if `keep`. As `layers.norm_silu_extend`."""
+    _, C, T, Y, X = x.shape
+    x = x.movedim(1, -1)
+    if x.stride()[-2:] != (C, 1):
+        x = x.contiguous()
+    out = x.new_empty(1, lead + T, Y, X, C)
+    kept = x.new_empty(1, lead, Y, X, C) if keep else out
+    before = out if earlier is None else earlier.movedim(1, -1).contiguous()
+    width = triton.next_power_of_2(C)
+    rows = max(NUMBERS // width, 1)
+    with on_device_of(x):
+        norm_silu_extend_kernel[(triton.cdiv((lead + T) * Y * X, rows),)](
+            x, gamma.flatten(), before, out, kept, x.stride(1), x.stride(2), T, Y, X, C,
+            LEAD=lead, HAS_EARLIER=earlier is not None, KEEPS=keep, ROWS=rows, WIDTH=width, num_warps=4,
+        )  # fmt: skip
+    return out.movedim(-1, 1), kept.movedim(-1, 1) if keep else None

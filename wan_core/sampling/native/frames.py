@@ -1,0 +1,83 @@
+"""Sparse attention where a model attends frame by frame: Animate-2's generation.
+
+Each frame's queries attend to all tokens of the video, and to one frame of the pose video, which is another one for
+each call. The video's keys and values are the same for all frames of a layer: they are put into tiles once.
+
+Legend: B batch, Q tokens of a frame, S tokens of the video and of a pose frame, H heads, D head dim, n blocks of keys,
+r blocks of queries.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wan_core.ops.attention.sparse.kernels import SparseKernel
+from wan_core.ops.attention.sparse.routing import Rule, choose, estimate
+from wan_core.ops.attention.sparse.tiles import Tiles, make_tiles, with_extra
+from wan_core.ops.kernels.block_layout import Pooled, block_sizes
+from wan_core.ops.kernels.blocked import finish, pool
+
+
+@dataclass
+class FrameKeys:
+    """Keys and values of a layer in tiles, [B, S, H, D] with room for the pose's, and the pools of their full blocks.
+
+    frame: of the next queries.
+    """
+
+    layer: int
+    tiles: Tiles
+    keys: Tensor
+    values: Tensor
+    pools: tuple[Tensor, Tensor, Tensor]  # means and variances of keys, means of values, float32 [B, H, full, D]
+    frame: int = 0
+
+    @classmethod
+    def of(cls, layer: int, tiles: Tiles, k: Tensor, v: Tensor) -> FrameKeys:
+        """k, v [B, L, H, D] of the video alone."""
+        video, full = k.shape[1], k.shape[1] // tiles.block * tiles.block
+        room = video + video // tiles.grid[0]
+        keys, values = (x.new_empty(x.shape[0], room, *x.shape[2:]) for x in (k, v))
+        keys[:, :video], values[:, :video] = k[:, tiles.order], v[:, tiles.order]
+        return cls(layer, tiles, keys, values, _pools(keys[:, :full], values[:, :full], tiles.block))
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kernel: SparseKernel, pooled: bool) -> Tensor:
+        """Attention of the next frame's q [B, Q, H, D] to k, v [B, S, H, D] -> [B, Q, H, D]."""
+        video, length, block = len(self.tiles.order), k.shape[1], self.tiles.block
+        self.keys[:, video:length], self.values[:, video:length] = k[:, video:], v[:, video:]
+        keys, values = self.keys[:, :length], self.values[:, :length]
+        tiles = self.tiles if length == video else with_extra(self.tiles, 0, length)
+        queries = make_tiles((1, *self.tiles.grid[1:]), block, q.device)
+        full = video // block * block
+        pools = self.pools
+        if full < length:
+            rest = _pools(keys[:, full:], values[:, full:], block)
+            pools = tuple(torch.cat(pair, 2) for pair in zip(pools, rest, strict=True))
+        sizes = block_sizes(length, block, q.device)
+        ordered = q[:, queries.order]
+        scores = estimate(pool(ordered, block)[0], pools[0], pools[1], sizes, rule.score)
+        route = choose(scores, rule, nearest_forced(queries, tiles, self.frame), sizes)
+        self.frame += 1
+        out, lse = kernel.load()(ordered, keys, values, route, block)
+        means = Pooled(pools[0], pools[2], route.kept(tiles.blocks), sizes) if pooled else None
+        return finish(out, lse, ordered, block, pooled=means)[:, queries.inverse]
+
+
+@functools.lru_cache(maxsize=128)
+def nearest_forced(queries: Tiles, keys: Tiles, frame: int) -> Tensor:
+    """bool [r, n]: for each block of the queries of `frame`, what the block of keys reads in which most of its tokens
+    are."""
+    count = len(queries.order)
+    of = keys.inverse[queries.order + frame * count] // keys.block
+    rows = torch.arange(count, device=of.device) // queries.block
+    votes = torch.zeros(queries.blocks, keys.blocks, device=of.device)
+    votes.index_put_((rows, of), torch.ones(count, device=of.device), accumulate=True)
+    return keys.forced[votes.argmax(-1)]
+
+
+def _pools(keys: Tensor, values: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    return *pool(keys, block), pool(values, block)[0]
