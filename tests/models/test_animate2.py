@@ -29,6 +29,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.attention.sdpa import SDPA
+from wan_core.sampling.presets import preset_plan
 
 NAMED = {"config": '{"transformer": {"model_type": "animate2", "num_heads": 2}}'}
 GRID = (1, 4, 2, 3)
@@ -312,11 +313,12 @@ def test_scaled_fp8_files_load(weights):
         assert (found[name] - value).abs().max() <= 0.07 * value.abs().max()
 
 
-def test_what_nothing_tells_from_image_to_video_is_asked_for(weights, tmp_path):
+@pytest.mark.parametrize("name", ["wan_animate_2_14B_bf16", "wan_animate2", "Wan-Animate-2"])
+def test_what_nothing_tells_from_image_to_video_is_asked_for(weights, tmp_path, name):
     """Without metadata, tensors are those of Wan 2.1 image-to-video. A name that says otherwise is no proof."""
     heads = {"num_heads": 2}
     assert wan_core.load_dit(weights, metadata=heads).family == "wan"
-    path = tmp_path / "wan_animate_2_14B_bf16.safetensors"
+    path = tmp_path / f"{name}.safetensors"
     save_file(weights, path, {"num_heads": "2"})
     with pytest.raises(CheckpointError, match=r"families wan and animate2.*family='animate2'.*--task animate2-14B"):
         wan_core.load_dit(path)
@@ -344,5 +346,6 @@ def test_other_models_are_not_taken_for_it(weights):
 def test_the_name_tells_distilled_weights(name, task):
     choice = choose_task(ANIMATE2, Clues(Path(name)))
     assert choice.task.name == task and "distilled" in choice.why
+    assert len(preset_plan(files=[Path(name)], task=task).steps) == choice.task.steps  # and not a preset's
     with pytest.raises(OptionError, match="one transformer"):
         choose_task(ANIMATE2, Clues(Path(name), alone=False))
