@@ -35,7 +35,8 @@ class Driving:
     """What drives the videos of a batch.
 
     layers: keys and values [B or 1, M, H, D] of every block; None: nothing drives them. grid: frames, rows, columns of
-    the driving tokens. unconditional: of each video; one value stands for all.
+    the driving tokens. unconditional: of each video; one value stands for all. stays: the same on the device, bool
+    [B, 1, 1], where videos differ: nothing may be copied there while a graph is captured.
     """
 
     layers: DeviceLayers | HostLayers | None = None
@@ -44,6 +45,7 @@ class Driving:
     reference_strength: float = 1.0
     unconditional: tuple[bool, ...] = (False,)
     videos: int = 1
+    stays: Tensor | None = None
 
     def rows(self, start: int, stop: int) -> Driving:
         """Those of the videos start..stop of the batch. Fewer driving videos than videos serve several branches."""
@@ -51,7 +53,8 @@ class Driving:
         if layers is not None and layers.videos == self.videos:
             layers = layers.rows(start, stop)
         few = self.unconditional if len(self.unconditional) == 1 else self.unconditional[start:stop]
-        return replace(self, layers=layers, unconditional=few, videos=stop - start)
+        stays = None if self.stays is None else self.stays[start:stop]
+        return replace(self, layers=layers, unconditional=few, videos=stop - start, stays=stays)
 
     def at(self, layer: int, frame: int) -> Driven:
         """What attention of a layer reads."""
@@ -114,7 +117,10 @@ class Animate2Model(ImageWanModel):
         without = (unconditional,) if isinstance(unconditional, bool) else tuple(unconditional)
         if len(without) not in (1, videos):
             raise ValueError(f"unconditional for {len(without)} videos given, and text for {videos}")
-        driving = Driving(None, (0, 0, 0), finite_scale(log_scale), reference_strength, without, videos)
+        stays = None
+        if len(without) > 1:
+            stays = torch.tensor(without, device=self.patch_embedding.weight.device)[:, None, None]
+        driving = Driving(None, (0, 0, 0), finite_scale(log_scale), reference_strength, without, videos, stays)
         if pose is not None:
             assert image is not None  # or `embed_text` would have raised
             text = context if pose_context is None else pose_context
@@ -169,9 +175,9 @@ class Animate2Model(ImageWanModel):
         own = driving.at(layer, inputs.grid[1] * inputs.grid[2])
         if not any(skipped):
             return super().run_block(layer, tokens, inputs, own)
-        stay = torch.tensor(skipped, device=tokens.device)[:, None, None]
+        assert driving.stays is not None
         before = tokens.clone()
-        return torch.where(stay, before, super().run_block(layer, tokens, inputs, own))
+        return torch.where(driving.stays, before, super().run_block(layer, tokens, inputs, own))
 
 
 def same_rows(videos: int, *given: Tensor) -> list[Tensor]:
