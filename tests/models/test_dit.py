@@ -214,5 +214,5 @@ def test_a_loaded_transformer_says_its_family_and_takes_its_inputs_by_name():
             expected = ours(x, time, ours.prepare_text(padded, **inputs))
             assert torch.equal(found(x, time, padded, **inputs), expected)
             torch.testing.assert_close(found(x, time, texts, **inputs), expected, rtol=0, atol=1e-6)
-            with pytest.raises(ValueError, match="inputs pose given; a model of the family wan takes (none|image)"):
+            with pytest.raises(ValueError, match=r"inputs pose given; a model of the family wan takes (none|image)"):
                 found(x, time, padded, pose=x)
