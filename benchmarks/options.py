@@ -80,7 +80,7 @@ SUITES: dict[str, Suite] = {
     "everyday": Suite(
         "ComfyUI's own image-to-video template in a real server, with its nodes and with ours",
         ("640x640x81",),
-        takes=("setting", "setup", "layers", "runs", "steps", "scratch", "checkout"),
+        takes=("setting", "setup", "layers", "runs", "steps", "scratch", "checkout", "profile"),
     ),
     "native": Suite(
         "ComfyUI's own models in a real server, as they are and with our node for native models",
@@ -163,7 +163,9 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder for files that a suite writes and removes again (default: the system's); startup writes 57 GB",
     )
-    parser.add_argument("--profile", type=Path, help="text file for what took long in a cold process (suite startup)")
+    parser.add_argument(
+        "--profile", type=Path, help="text file for what took long in a cold process (suites startup, everyday)"
+    )
     parser.add_argument(
         "--checkout",
         type=Path,

@@ -100,7 +100,7 @@ class WanCoreModelLoader(io.ComfyNode):
         return fingerprint(*_paths(high, low)) if high is not None else []
 
     @classmethod
-    def execute(
+    async def execute(
         cls,
         high: str,
         low: str,
@@ -112,6 +112,7 @@ class WanCoreModelLoader(io.ComfyNode):
         workers: WorkersSocket | None = None,
         lora_mode: str = "auto",
     ) -> io.NodeOutput:
+        """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
         device = host.device() if workers is None else workers.device
         if residency == "shard" and workers is None:
             raise OptionError("residency 'shard' is for several GPUs: connect a WanCore Launcher, or choose another")
@@ -140,7 +141,10 @@ def hold(settings: ModelSettings) -> dict[Expert, host.Held]:
     finished = partial(finish, settings=settings, device=host.device())
     streaming = Residency(host.device(), "stream")
     names = {"high": "high-noise expert", "low": "low-noise expert"} if "low" in found.of else {"high": "transformer"}
-    held = {expert: host.Held(name, settings.parts[expert], finished, streaming) for expert, name in names.items()}
+    held = {
+        expert: host.Held(name, settings.parts[expert], finished, streaming, order)
+        for order, (expert, name) in enumerate(names.items(), start=1)  # after the text encoder and the VAE
+    }
     return {"high": held["high"], "low": held.get("low", held["high"])}
 
 
