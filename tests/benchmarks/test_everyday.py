@@ -127,5 +127,5 @@ def test_our_sides_in_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     options.setup, options.steps = None, None
     rows = list(everyday_rows("", ["64x64x5"], torch.device("cpu"), options, {}))
     assert [row["name"] for row in rows] == ["on, new seed: ours, auto"]
-    assert all(row["nodes"]["samplers"] > 0 and row["nodes"]["save"] > 0 for row in rows)
+    assert all(row["nodes"]["samplers"] > 0 and row["nodes"]["decode"] > 0 for row in rows)
     assert "loaders" not in rows[0]["nodes"]  # the second prompt of a server finds its models loaded
