@@ -132,5 +132,5 @@ def test_our_sides_in_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         when = {message.split(" in ")[0]: at for at, message in row["log"]}
         assert 0 < when["got prompt"] < when["WanCore encoded the text"] < row["progress"][0] < row["seconds"]
     assert "execution.py:execute" in options.profile.read_text()
-    assert all(row["nodes"]["samplers"] > 0 and row["nodes"]["save"] > 0 for row in rows)
+    assert all(row["nodes"]["samplers"] > 0 and row["nodes"]["decode"] > 0 for row in rows)
     assert "loaders" not in rows[0]["nodes"]  # the second prompt of a server finds its models loaded
