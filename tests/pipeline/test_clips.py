@@ -1,0 +1,175 @@
+"""Long videos in clips: the loop against references written out here, restarts, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+import wan_core.pipeline.clips as clips_module
+from tests.animate_references import SMALL, draw_weights
+from tests.pipeline.test_wan21 import VISION, huggingface_names
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.media.mp4 import write_mp4
+from wan_core.media.video import read_video
+from wan_core.models.wan.families import FAMILIES
+from wan_core.models.wan.families.animate.config import AnimateConfig
+from wan_core.models.wan.families.animate2.config import Animate2Config
+from wan_core.models.wan.families.clips import bounced, cut_clips
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.denoise import denoise
+
+TEXT = {"text_dim": 64, "num_heads": 2, "num_layers": 2}
+CONFIGS = {
+    "animate": AnimateConfig(
+        **{**SMALL, **TEXT, "dim": 64}, motion_channels=(4, 6, 8), motion_features=12, motion_directions=5,
+        face_hidden=16,
+    ),
+    "animate2": Animate2Config(**{**SMALL, **TEXT, "dim": 64}),
+}  # fmt: skip
+WIDTH, HEIGHT = 48, 32
+
+
+def drawn(frames: int, height: int, width: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("driven")
+    for family, config in CONFIGS.items():
+        metadata = {"num_heads": "2", **FAMILIES[family].metadata}
+        save_file(draw_weights(config), folder / f"{family}.safetensors", metadata)
+    vision = random_module(VISION, device="cpu", dtype=torch.float32, seed=2)
+    write_safetensors(huggingface_names(vision.state_dict()), folder / "clip_vision_h.safetensors", {})
+    Image.fromarray(drawn(1, 40, 30, 0)[0]).save(folder / "reference.png")
+    for name, seed, fps in (("pose", 1, 24), ("background", 2, 24), ("mask", 3, 24)):
+        write_mp4(folder / f"{name}.mp4", drawn(21, HEIGHT, WIDTH, seed), fps=fps)
+    write_mp4(folder / "face.mp4", drawn(19, 16, 16, 4), fps=24)
+    return folder
+
+
+def loaded(folder: Path, family: str) -> Pipeline:
+    parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
+    clip = str(folder / "clip_vision_h.safetensors")
+    high = str(folder / f"{family}.safetensors")
+    return Pipeline.load(LoadOptions(high=high, clip_vision=clip, device="cpu", **parts))
+
+
+def request(folder: Path, family: str, *, replaced: bool = False, **changed: object) -> Request:
+    media = {"reference": folder / "reference.png", "pose_video": folder / "pose.mp4"}
+    if family == "animate":
+        media["face_video"] = folder / "face.mp4"
+    if replaced:
+        media |= {"background": folder / "background.mp4", "mask": folder / "mask.mp4"}
+    given = {"prompt": "a red circle", "steps": 2, "seed": 3, "clip_frames": 9, "width": WIDTH, "height": HEIGHT}
+    given |= {"guidance_high": 1.5, "guidance_low": 1.5, "frames": 20}
+    return Request(**{**given, **{name: str(path) for name, path in media.items()}, **changed})
+
+
+# --------------------------------------------------------------------------------------------------- the reference loop
+
+
+def in_pixels(frames: np.ndarray) -> Tensor:
+    return torch.from_numpy(frames.astype(np.float64) / 127.5 - 1).float().permute(3, 0, 1, 2)[None]
+
+
+def to_and_fro(frames: np.ndarray, length: int) -> np.ndarray:
+    """As `inputs_padding` of Wan2.2/wan/animate.py counts."""
+    found, index, step = [], 0, 1
+    while len(found) < length:
+        found.append(frames[index])
+        if not 0 <= index + step < len(frames):
+            step = -step
+        index += step
+    return np.stack(found)
+
+
+def mask_of(known: Tensor) -> Tensor:
+    """[F, Y, X] -> [1, 4, T, Y, X], frame by frame."""
+    T = (len(known) - 1) // 4 + 1
+    found = torch.zeros(1, 4, T, *known.shape[1:])
+    for latent in range(T):
+        for channel in range(4):
+            found[0, channel, latent] = known[0 if latent == 0 else 4 * latent - 3 + channel]
+    return found
+
+
+def reference_loop(pipe: Pipeline, given: Request, reference: np.ndarray, videos: dict[str, np.ndarray]) -> np.ndarray:
+    """The official loops, written out: Animate with refert_num, Animate-2 with one frame of overlap. videos are as long
+    as all clips together. Returns frames [F, H, W, 3] in 0..255, not rounded."""
+    two, overlap, F = pipe.models.task.family == "animate2", given.overlap or 1, given.clip_frames
+    assert F is not None
+    vae, vision, job = pipe.models.vae(), pipe.models.clip_vision(), pipe.prepare(given)
+    model = pipe.models.expert("high")
+    text = pipe.encode_text(job)
+    generator = torch.Generator().manual_seed(given.seed)
+    picture, found, start, last = in_pixels(reference), [], 0, None
+    Y, X = HEIGHT // 8, WIDTH // 8
+    total = len(videos["pose"])
+    while start + overlap < total:
+        stop = min(start + F, total)
+        clip = {name: in_pixels(video[start:stop]) for name, video in videos.items()}
+        length, T = stop - start, (stop - start - 1) // 4 + 1
+        noise = torch.randn(1, 16, T + 1, Y, X, generator=generator)
+        seen, known = torch.zeros(1, 3, length, HEIGHT, WIDTH), torch.zeros(length, Y, X)
+        if "mask" in clip:
+            seen = clip["background"].clone()
+            person = (clip["mask"][0, :1] + 1) / 2
+            known = 1 - torch.nn.functional.interpolate(person.transpose(0, 1), size=(Y, X), mode="nearest")[:, 0]
+        if last is not None:
+            seen[:, :, :overlap], known[:overlap] = last, 1
+        first = torch.cat([torch.ones(1, 4, 1, Y, X), vae.normalise(vae.encode(picture))], 1)
+        rest = torch.cat([mask_of(known), vae.normalise(vae.encode(seen))], 1)
+        pose = vae.normalise(vae.encode(clip["pose"]))
+        if two:
+            inputs = {"pose": torch.cat([pose, torch.ones_like(pose[:, :4]), pose], 1), "unconditional": False}
+            inputs |= {"pose_image": vision(clip["pose"][:, :, 0]), "log_scale": 0.0}
+            without = {"unconditional": True}
+        else:
+            inputs = {"pose": pose, "face": clip["face"]}
+            without = {"face": torch.full_like(clip["face"], -1)}
+        conditioning = Conditioning(
+            cond=text.cond, uncond=text.uncond, concat=torch.cat([first, rest], 2),
+            image_features=vision(picture[:, :, 0]), inputs=inputs, uncond_inputs=without,
+        )  # fmt: skip
+        made = denoise(job.plan, lambda _: model, conditioning, noise)
+        frames = vae.decode(vae.denormalise(made)[:, :, 1:]).float()
+        last = frames[:, :, -overlap:]
+        found.append(frames if start == 0 else frames[:, :, overlap:])
+        start += length - overlap
+    whole = torch.cat(found, 2)[0, :, : given.frames].permute(1, 2, 3, 0)
+    return ((whole + 1) * 127.5).numpy()
+
+
+@pytest.mark.parametrize(
+    ("family", "overlap", "replaced"),
+    [("animate", 1, False), ("animate", 5, True), ("animate", 5, False), ("animate2", 1, False)],
+)
+@torch.no_grad()
+def test_clips_equal_the_reference_loop(folder: Path, family: str, overlap: int, replaced: bool) -> None:
+    """Media that need no fitting: everything has the size of the video."""
+    pipe, picture = loaded(folder, family), drawn(1, HEIGHT, WIDTH, 9)
+    Image.fromarray(picture[0]).save(folder / "same.png")
+    given = request(folder, family, replaced=replaced, overlap=overlap, reference=str(folder / "same.png"))
+    if family == "animate2":  # 20 frames are padded to 29; a clip of nothing but padding is not made
+        padded = 29
+    else:
+        padded = overlap + -(-(20 - overlap) // (9 - overlap)) * (9 - overlap)
+    names = ["pose", *["face"] * (family == "animate"), *["background", "mask"] * replaced]
+    videos = {name: to_and_fro(read_video(folder / f"{name}.mp4"), padded) for name in names}
+    result = pipe.generate(given)
+    expected = reference_loop(pipe, given, picture, videos)
+    assert len(pipe.prepare(given).clips) == (4 if overlap == 5 else 3)
+    assert result.frames.shape == (20, HEIGHT, WIDTH, 3)
+    assert np.abs(result.frames - expected).max() <= 0.5 + 0.05  # rounded to whole numbers
