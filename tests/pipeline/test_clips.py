@@ -173,3 +173,162 @@ def test_clips_equal_the_reference_loop(folder: Path, family: str, overlap: int,
     assert len(pipe.prepare(given).clips) == (4 if overlap == 5 else 3)
     assert result.frames.shape == (20, HEIGHT, WIDTH, 3)
     assert np.abs(result.frames - expected).max() <= 0.5 + 0.05  # rounded to whole numbers
+
+
+# -------------------------------------------------------------------------------------------------------- image to video
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("overlap", [1, 5])
+def test_image_to_video_goes_on_from_its_last_frames(folder: Path, overlap: int) -> None:
+    """Clip 2 of the embedded model equals its own image-to-video from the last frames of clip 1."""
+    pipe = Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
+    given = Request(prompt="a red circle", image=str(folder / "reference.png"), steps=2, width=WIDTH, height=HEIGHT, seed=1)
+    long = replace(given, frames=13, clip_frames=9, overlap=overlap)
+    found = pipe.generate(long)
+    first = pipe.generate(replace(given, frames=9))
+    assert np.array_equal(found.frames[:9], first.frames)
+    vae, job = pipe.models.vae(), pipe.prepare(long)
+    tail = vae.decode(first.latents).float()[:, :, -overlap:]
+    video, known = torch.zeros(1, 3, 9, HEIGHT, WIDTH), torch.zeros(9, HEIGHT // 8, WIDTH // 8)
+    video[:, :, :overlap], known[:overlap] = tail, 1
+    concat = torch.cat([mask_of(known), vae.normalise(vae.encode(video))], 1)
+    latents = pipe.sample(job, replace(pipe.encode_text(job), concat=concat), clip=1)
+    second = (vae.decode(latents)[0, :, overlap : overlap + 4].permute(1, 2, 3, 0).float() + 1) * 127.5
+    assert np.abs(found.frames[9:] - second.numpy()).max() <= 0.55
+
+
+def test_what_cannot_be_cut_is_refused(folder: Path) -> None:
+    pipe = Pipeline.load(LoadOptions(model="tiny", task="t2v-tiny", device="cpu"))
+    given = Request(prompt="a red circle", steps=2, width=WIDTH, height=HEIGHT, frames=13)
+    for changed, words in (
+        ({"clip_frames": 9}, "needs an image-to-video model"),
+        ({"overlap": 1}, "give --clip-frames as well"),
+        ({"pose_video": "x.mp4"}, "does not take --pose-video"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            pipe.prepare(replace(given, **changed))
+    pipe = loaded(folder, "animate")
+    given = request(folder, "animate")
+    for changed, words in (
+        ({"clip_frames": 10}, "4n \\+ 1 frames"),
+        ({"overlap": 3}, "begin with 1 or 5 frames"),
+        ({"overlap": 5, "clip_frames": 5}, "more than the overlap"),
+        ({"reference": None}, "give --reference"),
+        ({"mask": "x.mp4"}, "only one of --background and --mask"),
+        ({"image": "x.png"}, "takes no --image"),
+        ({"frames": 22}, "has 21 frames"),
+        ({"pose_video": str(folder / "reference.png")}, "cannot read"),
+        ({"face_video": str(folder / "none.mp4")}, "none.mp4"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            pipe.prepare(replace(given, **changed))
+    with pytest.raises(OptionError, match="does not take --face-video"):
+        loaded(folder, "animate2").prepare(given)
+
+
+@pytest.mark.parametrize("overlap", [1, 5])
+def test_clips_cover_every_frame_once(overlap: int) -> None:
+    for family in ("animate", "animate2", "wan"):
+        rules = FAMILIES[family].clips
+        assert rules is not None
+        for frames in range(1, 200):
+            clips = cut_clips(rules, frames, 33, overlap)
+            new = [n for clip in clips for n in range(clip.first + clip.carried, clip.last)]
+            assert new == list(range(len(new))) and len(new) >= frames
+            assert clips[-1].first + clips[-1].carried < frames  # none is all padding
+            assert all(clip.frames % 4 == 1 and clip.frames <= 33 for clip in clips)
+
+
+def test_a_video_played_to_and_fro() -> None:
+    for length in (1, 2, 3, 7):
+        expected = to_and_fro(np.arange(length), 30) if length > 1 else np.zeros(30)
+        assert [bounced(n, length) for n in range(30)] == list(expected)
+
+
+# --------------------------------------------------------------------------------------------------------------- restart
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_after(pipe: Pipeline, given: Request, clips: int, kept: Path) -> None:
+    """Run until the first step of the clip after so many."""
+
+    def on_step(progress, seconds):
+        if progress.clip[0] > clips:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        pipe.generate(given, keep_clips=kept, on_step=on_step)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_interrupted_run_goes_on_after_its_last_clip(folder: Path, tmp_path: Path, family: str) -> None:
+    given, kept = request(folder, family), tmp_path / "x.clips"
+    whole = loaded(folder, family).generate(given)
+    stop_after(loaded(folder, family), given, 2, kept)
+    assert len(list(kept.iterdir())) == 2
+    ran = []
+    pipe = loaded(folder, family)
+    again = pipe.generate(given, keep_clips=kept, on_step=lambda progress, _: ran.append(progress.clip))
+    assert set(ran) == {(3, 3)}
+    assert np.array_equal(again.frames, whole.frames) and torch.equal(again.latents, whole.latents)
+    assert sum("was finished by an earlier run" in note for note in again.report.notes) == 2
+    assert not kept.exists()  # the video is complete
+
+
+def test_damaged_and_foreign_clips_are_left_alone(folder: Path, tmp_path: Path) -> None:
+    given, kept = request(folder, "animate"), tmp_path / "x.clips"
+    whole = loaded(folder, "animate").generate(given)
+    pipe = loaded(folder, "animate")
+    stop_after(pipe, given, 2, kept)
+    stop_after(pipe, replace(given, seed=4), 1, kept)  # another video's clip beside them
+    first, second = sorted(kept.glob("clip-001*")), next(kept.glob("clip-002*"))
+    assert len(first) == 2
+    second.write_bytes(second.read_bytes()[:-40])
+    mine = kept / "mine.txt"
+    mine.write_text("x")
+    before = {path: path.read_bytes() for path in (*first, second, mine)}
+    found = pipe.generate(given, keep_clips=kept)
+    assert np.array_equal(found.frames, whole.frames)
+    notes = "\n".join(found.report.notes)
+    assert "cannot be used and is made again" in notes and "1 kept clips of other videos" in notes
+    used = [path for path in first if not path.exists()]
+    assert len(used) == 1  # this run's own first clip
+    assert all(path.read_bytes() == text for path, text in before.items() if path not in used)
+
+
+def test_another_models_clips_are_not_used(folder: Path, tmp_path: Path) -> None:
+    """Files of the same name and size, changed since: the weights, or a driving video."""
+    given, pipe = request(folder, "animate"), loaded(folder, "animate")
+    job = pipe.prepare(given)
+    key = clips_module.run_key(pipe, job)
+    assert clips_module.run_key(pipe, pipe.prepare(given)) == key
+    for changed in ({"seed": 5}, {"prompt": "a"}, {"overlap": 5}, {"steps": 3}, {"frames": 19}):
+        assert clips_module.run_key(pipe, pipe.prepare(replace(given, **changed))) != key
+    other = tmp_path / "pose.mp4"
+    write_mp4(other, drawn(21, HEIGHT, WIDTH, 11), fps=24)
+    assert clips_module.run_key(pipe, pipe.prepare(replace(given, pose_video=str(other)))) != key
+    path = folder / "animate.safetensors"
+    path.touch()
+    assert clips_module.run_key(pipe, pipe.prepare(given)) != key
+
+
+def test_a_full_disk_is_no_error(folder: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "x.clips"
+    blocked.write_text("a file of the user's")
+    found = loaded(folder, "animate").generate(request(folder, "animate"), keep_clips=blocked)
+    assert any("could not be kept" in note for note in found.report.notes)
+    assert blocked.read_text() == "a file of the user's" and len(found.frames) == 20
+
+
+def test_progress_counts_all_clips(folder: Path) -> None:
+    told = []
+    pipe = loaded(folder, "animate")
+    given = request(folder, "animate")
+    pipe.generate(given, on_step=lambda progress, _: told.append((progress.clip, progress.left(1.0))))
+    assert [clip for clip, _ in told] == [(n, 3) for n in (1, 2, 3) for _ in range(2)]
+    assert [left for _, left in told] == [10.0, 8.0, 6.0, 4.0, 2.0, 0.0]  # two branches a step
+    assert pipe.report.settings["clips"] == "3 of 9 frames, 1 carried over: 3 x 2 steps"
