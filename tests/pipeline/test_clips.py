@@ -17,13 +17,15 @@ from tests.animate_references import SMALL, draw_weights
 from tests.pipeline.test_wan21 import VISION, huggingface_names
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
+from wan_core.cli import main
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.media.mp4 import write_mp4
-from wan_core.media.video import read_video
+from wan_core.media.video import read_video, video_facts
 from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.animate.config import AnimateConfig
 from wan_core.models.wan.families.animate2.config import Animate2Config
 from wan_core.models.wan.families.clips import bounced, cut_clips
+from wan_core.pipeline.kept_clips import remove_kept
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.conditioning import Conditioning
@@ -77,7 +79,7 @@ def request(folder: Path, family: str, *, replaced: bool = False, **changed: obj
     return Request(**{**given, **{name: str(path) for name, path in media.items()}, **changed})
 
 
-# --------------------------------------------------------------------------------------------------- the reference loop
+# ------------------------------------------------------------------------------------------------- the reference loop
 
 
 def in_pixels(frames: np.ndarray) -> Tensor:
@@ -175,7 +177,7 @@ def test_clips_equal_the_reference_loop(folder: Path, family: str, overlap: int,
     assert np.abs(result.frames - expected).max() <= 0.5 + 0.05  # rounded to whole numbers
 
 
-# -------------------------------------------------------------------------------------------------------- image to video
+# ------------------------------------------------------------------------------------------------------ image to video
 
 
 @torch.no_grad()
@@ -183,7 +185,9 @@ def test_clips_equal_the_reference_loop(folder: Path, family: str, overlap: int,
 def test_image_to_video_goes_on_from_its_last_frames(folder: Path, overlap: int) -> None:
     """Clip 2 of the embedded model equals its own image-to-video from the last frames of clip 1."""
     pipe = Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
-    given = Request(prompt="a red circle", image=str(folder / "reference.png"), steps=2, width=WIDTH, height=HEIGHT, seed=1)
+    given = Request(
+        prompt="a red circle", image=str(folder / "reference.png"), steps=2, width=WIDTH, height=HEIGHT, seed=1
+    )
     long = replace(given, frames=13, clip_frames=9, overlap=overlap)
     found = pipe.generate(long)
     first = pipe.generate(replace(given, frames=9))
@@ -246,7 +250,7 @@ def test_a_video_played_to_and_fro() -> None:
         assert [bounced(n, length) for n in range(30)] == list(expected)
 
 
-# --------------------------------------------------------------------------------------------------------------- restart
+# ------------------------------------------------------------------------------------------------------------- restart
 
 
 class Stopped(Exception):
@@ -276,7 +280,8 @@ def test_an_interrupted_run_goes_on_after_its_last_clip(folder: Path, tmp_path: 
     assert set(ran) == {(3, 3)}
     assert np.array_equal(again.frames, whole.frames) and torch.equal(again.latents, whole.latents)
     assert sum("was finished by an earlier run" in note for note in again.report.notes) == 2
-    assert not kept.exists()  # the video is complete
+    remove_kept(again.kept_clips)
+    assert not kept.exists()
 
 
 def test_damaged_and_foreign_clips_are_left_alone(folder: Path, tmp_path: Path) -> None:
@@ -293,6 +298,7 @@ def test_damaged_and_foreign_clips_are_left_alone(folder: Path, tmp_path: Path) 
     before = {path: path.read_bytes() for path in (*first, second, mine)}
     found = pipe.generate(given, keep_clips=kept)
     assert np.array_equal(found.frames, whole.frames)
+    remove_kept(found.kept_clips)
     notes = "\n".join(found.report.notes)
     assert "cannot be used and is made again" in notes and "1 kept clips of other videos" in notes
     used = [path for path in first if not path.exists()]
@@ -332,3 +338,44 @@ def test_progress_counts_all_clips(folder: Path) -> None:
     assert [clip for clip, _ in told] == [(n, 3) for n in (1, 2, 3) for _ in range(2)]
     assert [left for _, left in told] == [10.0, 8.0, 6.0, 4.0, 2.0, 0.0]  # two branches a step
     assert pipe.report.settings["clips"] == "3 of 9 frames, 1 carried over: 3 x 2 steps"
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+
+
+def arguments(folder: Path, family: str, out: Path, *more: str) -> list[str]:
+    parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
+    given = {"--high": folder / f"{family}.safetensors", "--text-encoder": parts["text_encoder"]}
+    given |= {"--vae": parts["vae"], "--clip-vision": folder / "clip_vision_h.safetensors", "--out": out}
+    given |= {"--reference": folder / "reference.png", "--pose-video": folder / "pose.mp4", "--prompt": "a red circle"}
+    flags = [str(word) for pair in given.items() for word in pair]
+    return ["generate", *flags, "--steps", "1", "--guidance", "1", "--clip-frames", "9", "--size", "48x32", *more]
+
+
+def test_the_command_line_goes_on_from_kept_clips(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(clips_module.ClipRun, "note_kept", interrupted)
+    out, more = tmp_path / "x.mp4", ("--face-video", str(folder / "face.mp4"), "--device", "cpu")
+    assert main(arguments(folder, "animate", out, *more)) == 130
+    out.unlink(missing_ok=True)
+    assert "3 finished clips are in" in (told := capsys.readouterr().err) and "clip 2/3  step   1/1" in told
+    monkeypatch.undo()
+    assert main(arguments(folder, "animate", out, *more)) == 0
+    assert "clip 3 was finished by an earlier run" in capsys.readouterr().out
+    assert read_video(out).shape == (21, 32, 48, 3) and video_facts(out).fps == 24
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.mp4"]
+
+
+def interrupted(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_animate2_on_the_command_line(folder: Path, tmp_path: Path) -> None:
+    """A tall picture: the bars beside it are cut off."""
+    out = tmp_path / "x.mp4"
+    assert main(arguments(folder, "animate2", out, "--device", "cpu", "--frames", "13")) == 0
+    assert read_video(out).shape == (13, 32, 24, 3)
+
+
+def test_an_input_is_never_an_output(folder: Path, capsys) -> None:
+    assert main([*arguments(folder, "animate", folder / "pose.mp4", "--device", "cpu"), "--overwrite"]) == 2
+    assert "--out would replace" in capsys.readouterr().err

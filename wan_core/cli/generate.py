@@ -85,6 +85,8 @@ def generate_files(
     options: argparse.Namespace, load_options: LoadOptions, request: Request, files: GeneratedFiles
 ) -> int:
     """Make the video and write the files. Latents that were kept stay if a later phase fails."""
+    from wan_core.pipeline.kept_clips import remove_kept
+
     kept: list[Path] = []
     progress, writing = ProgressLine(), VideoWriting(files.video)
     try:
@@ -104,6 +106,10 @@ def generate_files(
     missing = [] if kept or options.save_latents is None else [f"no latents in {files.latents}"]
     if video == files.video and options.save_latents is None:
         files.latents.unlink(missing_ok=True)
+    if options.save_latents is None:
+        remove_kept(result.kept_clips)
+    elif result.kept_clips:
+        missing = [f"the latents of each clip are in {files.clips}"]
     missing += write_beside_video(result, files)
     print(result.report.text())
     print(video)
@@ -128,7 +134,7 @@ def generate(
 
     workers = worker_options(options)
     if workers is not None:
-        return generate_on(workers, load_options, request, progress, files.latents, on_kept, write)
+        return generate_on(workers, load_options, request, progress, files.latents, files.clips, on_kept, write)
     pipe = Pipeline.load(load_options, request=request)
     told = {"on_step": progress.step, "on_phase": progress.phase, "on_kept": on_kept}
     return pipe.generate(request, keep_latents=files.latents, keep_clips=files.clips, write=write, **told)

@@ -21,6 +21,7 @@ from wan_core.media.feed import Feed
 from wan_core.media.fit import Box
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.clips import Clip
+from wan_core.parallel.conditioning import kept_of_all
 from wan_core.pipeline.builder import Models
 from wan_core.pipeline.driving import MEDIA, Media, load_media
 from wan_core.pipeline.images import Pieces, decode_to
@@ -67,7 +68,8 @@ class ClipRun:
         self.pipe, self.job = pipe, job
         with pipe.report.phase("read media"):
             self.media = load_clip_media(pipe, job)
-            self.kept = None if keep is None else KeptClips(keep, run_key(pipe, job))
+            first = pipe.models.ranks is None or pipe.models.ranks.rank == 0
+            self.kept = KeptClips(keep, run_key(pipe, job)) if keep is not None and first else None
         self.frames = np.empty((job.frames, self.crop.height, self.crop.width, 3), np.uint8)
 
     @property
@@ -108,10 +110,10 @@ class ClipRun:
     ) -> Tensor:
         """Un-normalised latents of one clip: kept by an earlier run, or made now."""
         shape = self.job.clip_shape(clip)
-        if self.kept is not None and (found := self.kept.find(clip, shape)) is not None:
-            self.pipe.report.notes.append(
-                f"clip {clip.number + 1} was finished by an earlier run: {self.kept.used[-1]}"
-            )
+        found = None if self.kept is None else self.kept.find(clip, shape)
+        found = kept_of_all(self.pipe.models.ranks, found, shape)
+        if found is not None:
+            self.pipe.report.notes.append(f"clip {clip.number + 1} was finished by an earlier run")
             return found.to(self.pipe.models.device)
         conditioning = condition(self.pipe, self.job, clip, self.media, carried, text)
         on_phase("denoise")

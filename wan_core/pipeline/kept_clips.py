@@ -40,9 +40,17 @@ def key_of(settings: Mapping[str, Any], models: Iterable[Path], media: Iterable[
     return found.hexdigest()
 
 
+def remove_kept(clips: Iterable[Path]) -> None:
+    """Once the video is complete. Files of other runs, and the folder with them, stay."""
+    for path in clips:
+        with suppress(OSError):  # gone, or read-only by now; the folder is not empty
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
+
+
 @dataclass
 class KeptClips:
-    """used: files of this run, which `remove` removes. notes: what a user should know."""
+    """used: files of this run. notes: what a user should know."""
 
     folder: Path
     key: str
@@ -79,13 +87,6 @@ class KeptClips:
     def others(self) -> int:
         """How many clips of other runs are in the folder."""
         return sum(self.key[:12] not in path.name for path in self.folder.glob(f"clip-*{ENDING}"))
-
-    def remove(self) -> None:
-        """Once the video is complete. Files of other runs, and the folder with them, stay."""
-        for path in self.used:
-            path.unlink(missing_ok=True)
-        with suppress(OSError):  # not empty
-            self.folder.rmdir()
 
     def _path(self, clip: Clip) -> Path:
         return self.folder / f"clip-{clip.number + 1:03}-{self.key[:12]}{ENDING}"

@@ -59,13 +59,15 @@ class WriteVideo(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """`frames` uint8 [F, H, W, 3]; `latents` un-normalised float32 [1, C, T, Y, X] on the CPU."""
+    """`frames` uint8 [F, H, W, 3]; `latents` un-normalised float32 [1, C, T, Y, X] on the CPU. `kept_clips`:
+    files that a later run of the same video would go on from; `remove_kept` removes them."""
 
     frames: np.ndarray
     latents: Tensor
     fps: int
     plan: Plan
     report: Report
+    kept_clips: tuple[Path, ...] = ()
 
 
 class Pipeline:
@@ -115,7 +117,7 @@ class Pipeline:
         the finished latents, before they are decoded. on_kept: told where they were written. checks: as in
         `sample_latents`. write: is given the frames while later ones are decoded, in a thread of its own.
         keep_clips: a folder for the latents of the finished clips of a long video; a later run of the same video goes
-        on from them. They are removed once it is complete. `keep_latents` and `on_latents` are not for those.
+        on from them. `keep_latents` and `on_latents` are not for those.
         """
         job = self.prepare(request)
         on_job(job)
@@ -148,9 +150,8 @@ class Pipeline:
         run = ClipRun(self, job, keep)
         told = None if write is None else partial(write, fps=job.fps, settings=self.report.settings)
         latents = run.run(on_step, on_phase, checks, told)
-        if run.kept is not None:
-            run.kept.remove()
-        return Result(run.frames, latents, job.fps, job.plan, self.report)
+        kept = () if run.kept is None else tuple(run.kept.used)
+        return Result(run.frames, latents, job.fps, job.plan, self.report, kept)
 
     def keep(self, path: Path, latents: Tensor, fps: int) -> bool:
         """Write finished latents to `path`; False, and a warning, where that is not possible."""
