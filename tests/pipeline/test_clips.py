@@ -292,14 +292,18 @@ def test_damaged_and_foreign_clips_are_left_alone(folder: Path, tmp_path: Path) 
     stop_after(pipe, replace(given, seed=4), 1, kept)  # another video's clip beside them
     first, second = sorted(kept.glob("clip-001*")), next(kept.glob("clip-002*"))
     assert len(first) == 2
+    [other] = [path for path in first if path.name.split("-")[2] != second.name.split("-")[2]]
+    third = kept / second.name.replace("clip-002", "clip-003")
+    third.write_bytes(other.read_bytes())  # another video's, under the name of this one's third clip
     second.write_bytes(second.read_bytes()[:-40])
     mine = kept / "mine.txt"
     mine.write_text("x")
-    before = {path: path.read_bytes() for path in (*first, second, mine)}
+    before = {path: path.read_bytes() for path in (*first, second, third, mine)}
     found = pipe.generate(given, keep_clips=kept)
     assert np.array_equal(found.frames, whole.frames)
     remove_kept(found.kept_clips)
     notes = "\n".join(found.report.notes)
+    assert "is of another video" in notes
     assert "cannot be used and is made again" in notes and "1 kept clips of other videos" in notes
     used = [path for path in first if not path.exists()]
     assert len(used) == 1  # this run's own first clip
