@@ -23,6 +23,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.clips import Clip, MediaRules, bounced
 from wan_core.models.wan.tasks import Task
+from wan_core.pipeline.images import pixels_to_video
 
 PICTURES = ("reference",)
 VIDEOS = ("pose_video", "face_video", "background", "mask")
@@ -148,6 +149,16 @@ def load_media(
             fitted[place] = fit_with_bars(video[index], wanted, by_area=rules.by_area)
         found[field] = fitted
     return Media(found, shown(picture_size(request.reference), size) if rules.cropped else Box(0, 0, *size))
+
+
+def images_of(images: Tensor, size: tuple[int, int], clip: Clip, *, by_area: bool) -> Tensor:
+    """As `Media.of`, of pictures [F, H, W, 3] in 0..1, as on ComfyUI's IMAGE socket, or a MASK [F, H, W]."""
+    images = (images[..., None].expand(-1, -1, -1, 3) if images.ndim == 3 else images[..., :3]).cpu().float()
+    places = _places(clip, len(images))
+    if tuple(images.shape[2:0:-1]) == size:
+        return pixels_to_video(images[places])
+    whole = (images.clamp(0, 1) * 255).round().to(torch.uint8).numpy()
+    return as_video(np.stack([fit_with_bars(whole[place], size, by_area=by_area) for place in places]))
 
 
 def shown(picture: tuple[int, int], size: tuple[int, int]) -> Box:

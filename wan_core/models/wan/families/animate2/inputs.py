@@ -20,8 +20,8 @@ from wan_core.models.wan.families.animate2.config import DISTILLED_LOG_SCALE
 from wan_core.models.wan.families.animate2.tasks import DISTILLED
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.wan.inputs import join_image, read_features
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
-from wan_core.models.wan.families.wan.inputs import read_features
 
 
 def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
@@ -59,7 +59,7 @@ def clip_inputs(
         "pose_image": seen["pose_video"],
     }
     return {
-        "concat": reference_and_clip(vae, media, clip),
+        "concat": join_image(*reference_and_clip(vae.encode, media, clip, vae.config), vae.config),
         "image_features": seen["reference"],
         "inputs": inputs,
         "uncond_inputs": {"unconditional": True},

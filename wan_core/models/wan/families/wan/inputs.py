@@ -116,28 +116,6 @@ def clip_inputs(
     return {**image_inputs(task, vae, first, last, clip.frames), "image_features": seen.get("image")}
 
 
-def continued_channels(
-    vae: VideoVAE,
-    like: Tensor,
-    media: Mapping[str, Tensor],
-    clip: Clip,
-    video: Tensor | None = None,
-    known: Tensor | None = None,
-) -> Tensor:
-    """The 4 mask and C image channels of a clip that begins with the last frames of the one before, `carried`, if there
-    is one: [1, 4 + C, T, Y, X], float32. The rest is grey and unknown, or `video` [1, 3, F, H, W], of which `known`
-    says what is known [F, Y, X]. like: a frame of the clip's size."""
-    video = like.new_zeros(1, 3, clip.frames, *like.shape[-2:]) if video is None else video.clone()
-    stride = vae.config.spatial_stride
-    size = [side // stride for side in like.shape[-2:]]
-    unknown = video.new_ones(clip.frames, *size) if known is None else 1 - known
-    if "carried" in media:
-        video[:, :, : clip.carried] = media["carried"]
-        unknown[: clip.carried] = 0
-    latents = vae.encode(video)
-    return join_image(latents, mask_channels(unknown).to(latents.device), vae.config)
-
-
 def frame_mask(unknown: Tensor, latents: Tensor) -> Tensor:
     """Which video frames are unknown, [F], as a mask [1, 4, T, Y, X] for their latents.
 
