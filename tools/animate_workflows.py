@@ -1,7 +1,7 @@
 """A picture moves as somebody in a video does: Wan2.2-Animate-14B and Wan-Animate-2.
 
-Files and numbers are those of ComfyUI's templates (package comfyui-workflow-templates-json: video_wan2_2_14B_animate,
-video_wan_animate2_distilled).
+Files and numbers are those of ComfyUI's templates (package comfyui-workflow-templates-json: video_wan2_2_14B_animate in
+0.3.52 of media-video, video_wan_animate2).
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from tools.page_form import Node, Output, Workflow
 from tools.template_workflows import NEGATIVE, TEXT_ENCODER, VAE
 from tools.workflow_parts import NARROW, STEP, WIDE, add_note, add_sampler
 
+LORA = "lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors"
 
-def wan22_animate(flow: Workflow) -> None:
+
+def wan22_animate_14b(flow: Workflow) -> None:
     add_note(flow)
     files = {"high": "Wan2_2-Animate-14B_fp8_scaled_e4m3fn_KJ_v2.safetensors", "low": "none"}
     model, clip, vae, picture, seen = _beginning(flow, files)
-    fast = flow.add(
-        "WanCoreLoRA", model=model["model"], high="lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors"
-    )
+    fast = flow.add("WanCoreLoRA", model=model["model"], high=LORA)
     flow.column("Drawn poses, face", 2 * STEP, WIDE)
     poses, face = (_video(flow, title) for title in ("Pose video", "Face video"))
     flow.column("What to show", 3 * STEP, WIDE)
@@ -37,11 +37,11 @@ def wan22_animate(flow: Workflow) -> None:
     _ending(flow, fast["model"], driven, vae, poses["fps"], steps=6, shift=8.0, guidance_high=1.0, solver="euler")
 
 
-def wan_animate2(flow: Workflow) -> None:
+def wan22_animate_2(flow: Workflow) -> None:
     add_note(flow)
-    model, clip, vae, picture, seen = _beginning(
-        flow, {"high": "wan_animate_2_distill_int8_convrot.safetensors", "low": "none"}
-    )
+    files = {"high": "wan_animate_2_int8_convrot.safetensors", "low": "none"}
+    model, clip, vae, picture, seen = _beginning(flow, files)
+    fast = flow.add("WanCoreLoRA", model=model["model"], high=LORA)
     flow.column("Motion", 2 * STEP, WIDE)
     motion = _video(flow, "Driving video")
     flow.column("What to show", 3 * STEP, WIDE)
@@ -63,7 +63,7 @@ def wan_animate2(flow: Workflow) -> None:
         pose_video=motion["images"],
         clip_vision_output=seen,
     )
-    _ending(flow, model["model"], driven, vae, motion["fps"], steps=10, shift=5.0, guidance_high=1.0, solver="lcm")
+    _ending(flow, fast["model"], driven, vae, motion["fps"], steps=6, shift=5.0, guidance_high=1.0, solver="lcm")
 
 
 def _beginning(flow: Workflow, files: dict[str, str]) -> tuple[Node, Node, Node, Node, Output]:

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.animate_workflows import wan22_animate, wan_animate2
+from tools.animate_workflows import wan22_animate_2, wan22_animate_14b
 from tools.page_form import NATIVE_SCHEMAS, ROOT, Workflow, native_schema, read_schemas, title_of
 from tools.template_workflows import wan22_5b, wan22_first_last_frame, wan22_image_to_video, wan22_text_to_video
 from tools.workflow_parts import (
@@ -311,8 +311,8 @@ DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
     wan22_text_to_video,
     wan22_first_last_frame,
     wan22_5b,
-    wan22_animate,
-    wan_animate2,
+    wan22_animate_14b,
+    wan22_animate_2,
 )
 
 
