@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_video, video_facts
 from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.animate.config import AnimateConfig
+from wan_core.models.wan.families.animate.inputs import comfy_extras
 from wan_core.models.wan.families.animate2.config import Animate2Config
 from wan_core.models.wan.families.clips import bounced, cut_clips
 from wan_core.pipeline.kept_clips import remove_kept
@@ -248,6 +250,26 @@ def test_a_video_played_to_and_fro() -> None:
     for length in (1, 2, 3, 7):
         expected = to_and_fro(np.arange(length), 30) if length > 1 else np.zeros(30)
         assert [bounced(n, length) for n in range(30)] == list(expected)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@torch.no_grad()
+def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, family: str) -> None:
+    """ComfyUI's keys, made of the media of the second clip, and read again."""
+    pipe, given = loaded(folder, family), request(folder, family, replaced=family == "animate")
+    job = pipe.prepare(given)
+    clip, media = job.clips[1], clips_module.load_clip_media(pipe, job)
+    assert media is not None
+    pixels = {**media.of(clip), "carried": torch.rand(1, 3, 1, HEIGHT, WIDTH) * 2 - 1}
+    expected = clips_module.condition(pipe, job, clip, media, pixels["carried"], pipe.encode_text(job))
+    vae = pipe.models.vae()
+    extras = comfy_extras(vae.encode, pixels, clip, vae.config)
+    seen = SimpleNamespace(penultimate_hidden_states=expected.image_features)
+    latent = {"samples": torch.zeros(job.clip_shape(clip))}
+    found = FAMILIES[family].read_conditioning(job.task, vae.config, {**extras, "clip_vision_output": seen}, latent)
+    torch.testing.assert_close(found["concat"], expected.concat)
+    for name in {"pose", "face"} & set(expected.inputs):
+        torch.testing.assert_close(found["inputs"][name], expected.inputs[name])
 
 
 # ------------------------------------------------------------------------------------------------------------- restart
