@@ -48,6 +48,7 @@ class Workload:
     @classmethod
     def of(cls, job: Job) -> Workload:
         image = job.request.image is not None or job.request.last_image is not None
+        image = image or job.media is not None
         return cls(job.latent_shape, job.plan, job.batched, image)
 
 
