@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.exchanges import exchanges
+from tests import control_references
 from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_inputs, draw_weights
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.random import random_module
@@ -266,6 +267,20 @@ def driven_forward(mesh: str, family: str, **changed) -> tuple[float, float]:
     attend = BACKENDS["math"].load()
     whole = optimize(model, attend=attend)(x, time, context, **given)
     free = model(x, time, context, image=given["image"])
+    optimize(model, attend=attend, ranks=ranks_of(mesh))
+    return relative(model(x, time, context, **given), whole), relative(free, whole)
+
+
+@torch.no_grad()
+def controlled_forward(mesh: str, name: str, frames: int, rows: int, columns: int) -> tuple[float, float]:
+    """As `driven_forward`, of a tiny model of VACE or Fun."""
+    config = control_references.CONFIGS[name]
+    model = load_dit(draw_weights(config), metadata={"num_heads": config.num_heads})
+    given = control_references.draw_inputs(config, (1, frames, rows, columns))
+    x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    attend = BACKENDS["math"].load()
+    whole = optimize(model, attend=attend)(x, time, context, **given)
+    free = model(x, time, context, **{"image": given["image"]} if "image" in given else {})
     optimize(model, attend=attend, ranks=ranks_of(mesh))
     return relative(model(x, time, context, **given), whole), relative(free, whole)
 

@@ -82,6 +82,16 @@ def test_driven_families_equal_one_rank(ranks, mesh, family):
         assert error < ROUNDING and counts > 1e-2
 
 
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "1x2x2"])
+@pytest.mark.parametrize("name", ["vace", "fun-control", "fun-control 2.1", "camera"])
+def test_controlled_families_equal_one_rank(ranks, mesh, name):
+    """Control videos and cameras find the tokens of each rank, and one rank begins with the reference."""
+    for frames, rows, columns in ((4, 3, 2), (1, 3, 3), (2, 1, 5)):
+        asked = {"mesh": mesh, "name": name, "frames": frames, "rows": rows, "columns": columns}
+        for error, counts in ranks.ask("controlled_forward", **asked):
+            assert error < ROUNDING and counts > 1e-2
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
     """The embedded model has 4 heads, so 3 ranks have 2, 1 and 1; 50 tokens go into 3, 4 or 6 parts that differ."""
