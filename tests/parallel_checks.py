@@ -6,6 +6,7 @@ import functools
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -283,6 +284,24 @@ def controlled_forward(mesh: str, name: str, frames: int, rows: int, columns: in
     free = model(x, time, context, **{"image": given["image"]} if "image" in given else {})
     optimize(model, attend=attend, ranks=ranks_of(mesh))
     return relative(model(x, time, context, **given), whole), relative(free, whole)
+
+
+@torch.no_grad()
+def sharded_vace(mesh: str, path: str) -> tuple[float, list[str]]:
+    """Of a VACE file whose weights are sharded: the difference to the whole model, and matrices that are not."""
+    from torch.distributed.tensor import DTensor
+
+    model, whole = load_sharded_dit(Path(path), ranks_of(mesh), torch.float32), load_dit(Path(path))
+    given = control_references.draw_inputs(whole.config, (1, 2, 3, 2))
+    given["control"] = control_references.contexts(given["control"])
+    x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    kept = [
+        name
+        for name, parameter in model.named_parameters()
+        if "blocks." in name and parameter.ndim == 2 and not isinstance(parameter, DTensor)
+    ]
+    optimize(model, attend=BACKENDS["math"].load(), ranks=ranks_of(mesh))
+    return relative(model(x, time, context, **given), whole(x, time, context, **given)), kept
 
 
 def sharded_weights(mesh: str) -> tuple[int, list[str]]:

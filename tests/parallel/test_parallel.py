@@ -20,6 +20,7 @@ import parallel_checks
 import parallel_loading
 import parallel_ranks
 from parallel_ranks import Ranks
+from safetensors.torch import save_file
 
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import write_safetensors
@@ -284,6 +285,15 @@ def test_experts_in_parts(ranks, alone):
     assert [changed for _, changed in answers] == [[]] * 3
     blocks = sum(value.numel() * 4 for value in load_dit(TINY / "t2v_high.safetensors").blocks.state_dict().values())
     assert sum(held for held, _ in answers) == blocks and max(held for held, _ in answers) < 0.4 * blocks
+
+
+def test_weights_of_vace_blocks_are_sharded_too(ranks, tmp_path):
+    path = tmp_path / "vace.safetensors"
+    save_file(
+        parallel_checks.draw_weights(parallel_checks.control_references.CONFIGS["vace"]), path, {"num_heads": "2"}
+    )
+    for error, kept in ranks.ask("sharded_vace", mesh="1x1x2", path=str(path)):
+        assert error < ROUNDING and kept == []
 
 
 @pytest.mark.parametrize("in_order", [True, False])

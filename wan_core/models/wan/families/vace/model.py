@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,9 +55,19 @@ class VaceBlock(Block):
 
     def __init__(self, config: VaceConfig, first: bool) -> None:
         super().__init__(config)
-        if first:
-            self.before_proj = Linear(config.dim, config.dim)
+        self.before_proj = Linear(config.dim, config.dim) if first else None
         self.after_proj = Linear(config.dim, config.dim)
+
+    def forward(self, x: Tensor, *given: Any, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As of the base class, x [B, L, C] of a chain -> the chain, and what it adds to the video. start: tokens of
+        the noisy video; x are then those of the control video, [B or fewer, L, C]."""
+        if start is not None:
+            assert self.before_proj is not None
+            added = self.before_proj(x)
+            rows = 1 if len(added) == 1 else len(start) // len(added)
+            x = start + added.repeat(rows, 1, 1)
+        x = super().forward(x, *given)
+        return x, self.after_proj(x)
 
 
 class VaceModel(WanModel):
@@ -130,30 +140,29 @@ class VaceModel(WanModel):
         control = control_of(inputs.text)
         if control.patches is None or layer % self.config.vace_every:
             return super().run_block(layer, tokens, inputs, own)
-        if layer == 0:
-            control.chains[:] = self.begin_chains(control, tokens, inputs.order)  # before the block overwrites them
-        tokens = super().run_block(layer, tokens, inputs, own)
+        start = tokens if layer == 0 else None
+        if start is not None:
+            control.chains[:] = self.embed_control(control.patches, inputs.order)
         number = layer // self.config.vace_every
         block = self.vace_blocks[number]
         # What was chosen for the block beside it.
         block.self_attn.attend, block.parts = self.blocks[layer].self_attn.attend, self.blocks[layer].parts
-        kv = inputs.text.keys_values[len(self.blocks) + number]
+        kv, added = inputs.text.keys_values[len(self.blocks) + number], []
         for n, chain in enumerate(control.chains):
             call = AttentionCall(layer, apart(inputs.sparse, f"VACE {n}"), inputs.lengths, own)
-            chain = control.chains[n] = block(chain, inputs.modulation, inputs.rope, kv, call)
-            tokens.add_(block.after_proj(chain).mul_(control.scale[n]))
+            chain, hint = block(chain, inputs.modulation, inputs.rope, kv, call, start=start)
+            control.chains[n] = chain
+            added.append(hint.mul_(control.scale[n]))
+        tokens = super().run_block(layer, tokens, inputs, own)  # last: it may overwrite what the chains start from
+        for hint in added:
+            tokens.add_(hint)
         return tokens
 
-    def begin_chains(self, control: Control, tokens: Tensor, order: Tensor | None) -> list[Tensor]:
-        """Tokens [B, L, C] that each chain begins with. order: which tokens of the video these are."""
-        assert control.patches is not None
-        conv, found = self.vace_patch_embedding, []
-        for patches in control.patches.unbind(1):
-            some = patches if order is None else patches[:, order]
-            added = self.vace_blocks[0].before_proj(F.linear(some, conv.weight.flatten(1), conv.bias))
-            rows = 1 if len(added) == 1 else len(tokens) // len(added)
-            found.append(tokens + added.repeat(rows, 1, 1))
-        return found
+    def embed_control(self, patches: Tensor, order: Tensor | None) -> list[Tensor]:
+        """Tokens [B or fewer, L, C] of each control video. order: which tokens of the video are wanted."""
+        conv = self.vace_patch_embedding
+        some = patches if order is None else patches[:, :, order]
+        return [F.linear(one, conv.weight.flatten(1), conv.bias) for one in some.unbind(1)]
 
 
 def apart(sparse: SparseState | None, name: str) -> SparseState | None:
