@@ -21,11 +21,13 @@ from wan_core.models.wan.families.fun.config import CAMERA_A14B, CONTROL_A14B, f
 from wan_core.models.wan.families.vace.config import VACE_14B
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.sdpa import SDPA
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
+from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 
 CPU = torch.device("cpu")
@@ -137,6 +139,17 @@ def test_sparse_attention_reads_less(name):
     found = run(model, name, sparsify(plan, parse_sparse("0.9/0/0:ramp0")))
     assert 1e-5 < difference(found, whole) < 0.3
     assert torch.equal(run(model, name, plan), whole)  # nothing stays behind
+
+
+def test_vace_blocks_choose_for_themselves():
+    """Each of 4 blocks, and each of 2 VACE blocks for each of 2 control videos, keeps a choice of its own."""
+    model, drawn = made("vace"), draw_inputs(CONFIGS["vace"], (1, *GRID))
+    options = sparsify(plan_for(), parse_sparse("0.9/0/0:ramp0")).sparse
+    assert options is not None
+    with torch.no_grad(), in_tiles(model, SparseTiles(model, options, None, GRID)) as tiles:
+        control = contexts(drawn["control"])
+        model(drawn["x"], drawn["timestep"], drawn["context"], ForwardInfo(sparsity=0.9), control=control)
+    assert len(tiles.routes) == 4 + 2 * 2
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
