@@ -80,7 +80,7 @@ SUITES: dict[str, Suite] = {
     "native": Suite(
         "ComfyUI's own models in a real server, as they are and with our node for native models",
         ("1280x720x81",),
-        takes=("setting", "layers", "runs", "steps", "scratch", "checkout"),
+        takes=("setting", "setup", "layers", "runs", "steps", "scratch", "checkout"),
     ),
     "forward": Suite(
         "one forward, ours and diffusers'",
@@ -113,7 +113,7 @@ SUITES: dict[str, Suite] = {
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
 EVERYDAY_PARTS = ("on", "other", "off", "cold", "errors")
-NATIVE_PARTS = ("steps", "guided")
+NATIVE_PARTS = ("steps", "guided", "templates")
 STARTUP_PARTS = ("load", "cold", "ready")
 STREAMING_PARTS = ("cards", "switch", "turns")
 STREAMING_PRECISIONS = ("bf16", "fp8")
