@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -146,7 +148,7 @@ def test_vace_blocks_choose_for_themselves():
     model, drawn = made("vace"), draw_inputs(CONFIGS["vace"], (1, *GRID))
     options = sparsify(plan_for(), parse_sparse("0.9/0/0:ramp0")).sparse
     assert options is not None
-    with torch.no_grad(), in_tiles(model, SparseTiles(model, options, None, GRID)) as tiles:
+    with torch.no_grad(), in_tiles(model, SparseTiles(model, replace(options, reuse=2), None, GRID)) as tiles:
         control = contexts(drawn["control"])
         model(drawn["x"], drawn["timestep"], drawn["context"], ForwardInfo(sparsity=0.9), control=control)
     assert len(tiles.routes) == 4 + 2 * 2
