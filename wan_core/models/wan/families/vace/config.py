@@ -45,8 +45,8 @@ def with_vace(config: DiTConfig, every: int, channels: int = VaceConfig.vace_cha
 
 
 def prepared_bytes(config: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:
-    """Of the text of both prompts in VACE blocks, the control video, its chain and what that adds, for latents [B, C, T,
-    Y, X]."""
+    """Of the text of both prompts in VACE blocks, the control video, its chain and what that adds, for latents
+    [B, C, T, Y, X]."""
     assert isinstance(config, VaceConfig)
     B, _, T, Y, X = latents
     text = 2 * 2 * config.vace_blocks * config.context_len * config.dim
