@@ -49,8 +49,8 @@ class Sound(NamedTuple):
             return x[start:stop] if len(x) == self.videos else x
 
         audio = None if self.audio is None else [Injected(*map(some, one)) for one in self.audio]
-        own = (None if x is None else some(x) for x in (self.reference, self.motion, self.pose))
-        return Sound(audio, *own, self.still, self.comfyui, stop - start)
+        reference, motion, pose = (None if x is None else some(x) for x in (self.reference, self.motion, self.pose))
+        return Sound(audio, reference, motion, pose, self.still, self.comfyui, stop - start)
 
 
 class S2VModel(WanModel):

@@ -22,6 +22,7 @@ from wan_core.models.wan.rope import THETA
 
 REFERENCE_FRAME = 30  # its position in time
 Grid = tuple[int, int, int]
+Places = tuple[Sequence[float], ...]  # in time, rows and columns
 
 
 class FramePacker(nn.Module):
@@ -59,24 +60,28 @@ def position_table(
     patches between whole ones, not cut off to whole ones.
     """
     T, Y, X = grid
-    parts = [(range(T), range(Y), range(X))]
+    rows, columns = range(Y), range(X)
+    parts: list[Places] = [(range(T), rows, columns)]
     if reference:
-        parts.append(([REFERENCE_FRAME], range(Y), range(X)))
+        parts.append(([REFERENCE_FRAME], rows, columns))
     if motion:
-        spread = np.linspace if comfyui else _whole
         oldest = range(-19, -15) if comfyui else (-19, -14, -9, -4)
-        parts.append(([-1], range(Y), range(X)))
-        parts.append(([-3], *(spread(0, side - 1, side // 2) for side in (Y, X))))  # type: ignore[arg-type]
-        parts.append((oldest, *(spread(0, side - 1, side // 4) for side in (Y, X))))  # type: ignore[arg-type]
+        parts.append(([-1], rows, columns))
+        parts += [
+            (times, *(spread(side, side // every, whole=not comfyui) for side in (Y, X)))
+            for times, every in (([-3], 2), (oldest, 4))
+        ]
     angle = torch.cat([_angles(places, axes, device) for places in parts])
     return torch.stack([angle.cos(), angle.sin()], -1)[:, None].float()
 
 
-def _whole(first: float, last: float, count: int) -> np.ndarray:
-    return np.linspace(first, last, count).astype(int)
+def spread(side: int, count: int, *, whole: bool) -> list[float]:
+    """So many places from the first to the last of a side; `whole`: cut off to whole ones, as in the reference."""
+    places = np.linspace(0, side - 1, count)
+    return (places.astype(int) if whole else places).tolist()
 
 
-def _angles(places: Sequence[Sequence[float]], axes: Grid, device: torch.device) -> Tensor:
+def _angles(places: Places, axes: Grid, device: torch.device) -> Tensor:
     """float64 [L, D/2] of the tokens at all combinations of the places in time, rows and columns."""
     found = []
     for axis, (where, channels) in enumerate(zip(places, axes, strict=True)):
