@@ -74,9 +74,10 @@ def equal_on_all(answers, wanted) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "1x2x2"])
-@pytest.mark.parametrize("family", ["animate", "animate2"])
+@pytest.mark.parametrize("family", ["animate", "animate2", "s2v"])
 def test_driven_families_equal_one_rank(ranks, mesh, family):
-    """24 tokens of 4 frames. Shards end inside of frames, and 2 heads are split."""
+    """24 tokens of 4 frames; of S2V 60 of 3, and 48 beside the video's. Shards end inside of frames, and 2 heads are
+    split."""
     changed = {"log_scale": -1.3} if family == "animate2" else {}
     for error, counts in ranks.ask("driven_forward", mesh=mesh, family=family, **changed):
         assert error < ROUNDING and counts > 1e-2

@@ -71,6 +71,7 @@ class S2VModel(WanModel):
     def prepare_text(
         self,
         context: Tensor,
+        image: Tensor | None = None,
         audio: Tensor | None = None,
         reference: Tensor | None = None,
         motion: Tensor | None = None,
@@ -82,9 +83,9 @@ class S2VModel(WanModel):
         audio: features [1 or B, 25, 1024, 4 T] of the clip's frames; None: nothing is heard. reference: normalised
         latents [1 or B, 16, 1, Y, X]; None: no reference. motion: of the frames before the clip, [1 or B, 16, Tm, Y,
         X]; None: no motion tokens. pose: [1 or B, 16, T, Y, X]; None: zeros. comfyui_positions: of motion frames, as
-        ComfyUI has them. Raises ValueError.
+        ComfyUI has them. image: CLIP features, which this model does not take. Raises ValueError.
         """
-        prepared, injected = super().prepare_text(context), None
+        prepared, injected = super().prepare_text(context, image), None
         weight = self.patch_embedding.weight
         if audio is not None:
             check_audio(audio, self.config)
