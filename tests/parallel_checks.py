@@ -273,6 +273,22 @@ def driven_forward(mesh: str, family: str, **changed) -> tuple[float, float]:
     return relative(model(x, time, context, **given), whole), relative(free, whole)
 
 
+@torch.no_grad()
+def sparse_sound(mesh: str) -> tuple[float, float]:
+    """Of one sparse forward of S2V: the difference of sharded and whole, and of sparse and dense."""
+    model = load_dit(draw_weights(S2V), metadata={"num_heads": S2V.num_heads})
+    given = draw_sound(S2V, (1, 3, 8, 9))
+    x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    attend, found = BACKENDS["math"].load(), []
+    dense = optimize(model, attend=attend)(x, time, context, **given)
+    for ranks in (None, ranks_of(mesh)):
+        optimize(model, attend=attend, ranks=ranks)
+        tiles = SparseTiles(model, SparseOptions(sparsity=0.7, kernel="math"), None, (3, 8, 9))
+        with in_tiles(model, tiles):
+            found.append(model(x, time, context, info=ForwardInfo(sparsity=0.7), **given))
+    return relative(found[1], found[0]), relative(found[0], dense)
+
+
 def sharded_weights(mesh: str) -> tuple[int, list[str]]:
     """Bytes of the blocks' weights that this rank holds in parts, and names of those whose parts are not the whole."""
     from torch.distributed.tensor import DTensor

@@ -26,6 +26,9 @@ GRIDS: tuple[Grid, ...] = ((1, 2, 4, 4), (1, 3, 5, 7), (1, 1, 9, 4), (1, 4, 4, 6
 MOTION = {(1, 2, 4, 4): 19, (1, 3, 5, 7): 23, (1, 1, 9, 4): 4, (1, 4, 4, 6): None}  # latent frames of motion
 
 
+SOUNDS = ((2, 80), (77, 80), (249, 80), (250, 80), (251, 80), (1031, 80), (313, 52))  # encoder frames, of a clip
+
+
 def draw_inputs(config: S2VConfig, grid: Grid, seed: int = 0, motion: int | None = 19) -> dict[str, Tensor]:
     """x, timestep, context and the inputs of the family by name. context has all of its 512 rows."""
     batch, T, Y, X = grid
@@ -83,6 +86,27 @@ def official_outputs(folder: Path) -> dict[str, Tensor]:
         return found
 
 
+def official_features(folder: Path) -> dict[str, Tensor]:
+    """What the official code makes of the states of a speech encoder."""
+    sys.modules["librosa"] = ModuleType("librosa")  # reads sound files
+    with packages(folder, "wan", "wan.modules", "wan.modules.s2v"):
+        from wan.modules.s2v.audio_encoder import AudioEncoder, linear_interpolation
+
+        encoder = object.__new__(AudioEncoder)
+        encoder.video_rate, found = 30, {}
+        for length, clip in SOUNDS:
+            states = linear_interpolation(draw_states(length), input_fps=50, output_fps=30)
+            bucket, clips = encoder.get_audio_embed_bucket_fps(states, fps=16, batch_frames=clip, m=0)
+            assert len(bucket) == clips * clip
+            found[f"features {length} {clip}"] = bucket[None].permute(0, 2, 3, 1)
+        return found
+
+
+def draw_states(length: int) -> Tensor:
+    """Of a speech encoder of one layer, two channels wide."""
+    return torch.randn(2, length, 2, generator=torch.Generator().manual_seed(length))
+
+
 def comfyui_outputs(folder: Path) -> dict[str, Tensor]:
     """Of ComfyUI's `WanModel_S2V`."""
     sys.path.insert(0, str(folder))
@@ -118,7 +142,8 @@ def comfyui_outputs(folder: Path) -> dict[str, Tensor]:
 def main(program: str, folder: str, version: str) -> None:
     from safetensors.torch import save_file
 
-    made = official_outputs(Path(folder)) if program == "official" else comfyui_outputs(Path(folder))
+    path = Path(folder)
+    made = official_outputs(path) | official_features(path) if program == "official" else comfyui_outputs(path)
     tensors = {key: value.float().contiguous() for key, value in made.items()}
     save_file(tensors, DATA / f"s2v_{program}.safetensors", {"program": program, "version": version})
 

@@ -83,6 +83,12 @@ def test_driven_families_equal_one_rank(ranks, mesh, family):
         assert error < ROUNDING and counts > 1e-2
 
 
+@pytest.mark.parametrize("mesh", ["1x1x2", "2x1x2"])
+def test_sparse_attention_of_tokens_beside_the_video_equals_one_rank(ranks, mesh):
+    for error, counts in ranks.ask("sparse_sound", mesh=mesh):
+        assert error < ROUNDING and counts > 1e-4
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
     """The embedded model has 4 heads, so 3 ranks have 2, 1 and 1; 50 tokens go into 3, 4 or 6 parts that differ."""
