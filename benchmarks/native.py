@@ -28,6 +28,7 @@ from benchmarks.everyday import NATIVE, NATIVE_KITCHEN, Files, Server, Side, sav
 from benchmarks.measure import relative_error
 from benchmarks.options import NATIVE_PARTS
 from benchmarks.rows import Row, guarded
+from wan_core.config import OptionError
 
 LAYERS = 8
 SIDES = (
@@ -51,6 +52,8 @@ def native_rows(
 ) -> Iterator[Row]:
     """Rows of the suite. Raises OptionError where there is no ComfyUI."""
     layers = options.layers or LAYERS
+    if unknown := set(options.setup or ()) - {side.name for side in SIDES}:
+        raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(side.name for side in SIDES)}")
     details |= {"layers": layers}
     with server_files(options.scratch, options.checkout) as (checkout, base):
         files = Files(base / "models", device)
@@ -64,6 +67,7 @@ def native_rows(
 
 
 def step_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
+    sides = [side for side in SIDES if not options.setup or side.name in options.setup]
     jobs = [replace(job, steps=8, cfg=1.0, seed=seed) for seed in range(1, 1 + (options.runs or 2))]
     jobs = [replace(jobs[0], steps=2), *jobs]
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -71,7 +75,7 @@ def step_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator
     failed: dict[str, Row] = {}
     for job in jobs:
         exact: torch.Tensor | None = None
-        for side in SIDES:
+        for side in sides:
             if side.name in failed:
                 continue
             row = guarded(side.name, job.size, None, lambda s=side, j=job: sampled(server, s, j))
@@ -82,7 +86,7 @@ def step_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator
             exact = latents if exact is None else exact
             errors[side.name] = relative_error(latents, exact)
             seconds[side.name].append(row["seconds"])
-    for side in SIDES:
+    for side in sides:
         row = failed.get(side.name) or measured(side, job, seconds, errors)
         yield row | {"name": f"eight steps: {side.name}"}
 

@@ -80,7 +80,7 @@ SUITES: dict[str, Suite] = {
     "native": Suite(
         "ComfyUI's own models in a real server, as they are and with our node for native models",
         ("1280x720x81",),
-        takes=("setting", "layers", "runs", "steps", "scratch", "checkout"),
+        takes=("setting", "setup", "layers", "runs", "steps", "scratch", "checkout"),
     ),
     "forward": Suite(
         "one forward, ours and diffusers'",

@@ -137,7 +137,7 @@ def check_options(options: argparse.Namespace) -> None:
         if not parts and options.suite != "sparse":
             check_setting(setting)
     for setup in options.setup or ():
-        if options.suite not in ("compare", "everyday") and (options.suite != "single" or setup not in PEERS):
+        if options.suite not in ("compare", "everyday", "native") and (options.suite != "single" or setup not in PEERS):
             find_setup(setup)
     for number in ("runs", "layers", "samples", "steps", "gpus"):
         value = getattr(options, number)

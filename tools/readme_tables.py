@@ -80,6 +80,8 @@ CHOSEN = {
         "error",
         "layers",
     ),
+    "everyday": ("name", "seconds", "ratio", "loaders", "text", "image", "samplers", "decode", "save"),
+    "native": ("name", "seconds", "ratio", "error"),
     "streaming": ("name", "size", "seconds", "slowdown", "resident_blocks", "peak_gib", "plan_error", "host_gib"),
     "startup": ("name", "size", "seconds", "ratio", "gb_s", "host_gib"),
     "caches": ("name", "size", "seconds", "share", "forwards", "estimate", "off", "peak_gib"),
@@ -146,7 +148,7 @@ def cell(value: object) -> str:
 
 def table(result: Result) -> str:
     """The Markdown of one result: a table of its rows, and a line that says where it was measured and how."""
-    rows: list[Result] = result["rows"]
+    rows: list[Result] = [row | row.get("nodes", {}) for row in result["rows"]]
     if not rows:
         raise TableError(f"the suite {result['suite']!r} of {result['device']} has no rows: measure it again")
     present = {key: None for row in rows for key, value in row.items() if value is not None}

@@ -7,7 +7,6 @@ share its memory.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
@@ -68,10 +67,7 @@ def load_dit(
 
     Raises `CheckpointError`: not a whole Wan transformer; the message says what it is and what to do.
     """
-    checkpoint = open_checkpoint(source)
-    if metadata is not None:
-        said = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
-        checkpoint = checkpoint.replaced(metadata={**checkpoint.metadata, **said})
+    checkpoint = open_checkpoint(source).with_metadata(metadata or {})
     module = _filled(checkpoint, detect(checkpoint, "dit", family), device, dtype, quantization, loras)
     assert isinstance(module, WanModel)
     return module

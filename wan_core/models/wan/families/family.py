@@ -43,6 +43,7 @@ class Task:
     in_channels: int
     image: ImageInput
     image_dim: int | None = None  # width of the CLIP features of the image that it takes; None: it takes none
+    distilled: bool = False  # its defaults are those of step-distilled weights: no preset takes their place by itself
     driven_by: str = ""  # ComfyUI's node that gives the videos which drive it; "": no videos do
     vae: VAEConfig  # of the VAE whose latents it works on
     full_size: DiTConfig | None  # None: known from the files alone
