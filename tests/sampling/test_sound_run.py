@@ -25,6 +25,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.sdpa import SDPA
+from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.sampling.cache.curves import Curve
 from wan_core.sampling.cache.magcache import skip_magcache
 from wan_core.sampling.cache.skipping import skip_forwards
@@ -159,6 +160,7 @@ def test_sparse_steps_read_tokens_beside_the_video_whole(T, Y, X, motion, refere
     assert torch.isfinite(found).all()
     assert torch.equal(order.order.sort().values, torch.arange(length))
     assert torch.equal(order.order[video:], torch.arange(video, length))
+    assert torch.equal(order.order[:video], make_tiles((T, Y, X), order.block, CPU).order)  # frames are not kept apart
     dense = [(q.shape[1], keys) for q, keys in watched.calls]
     assert dense == ([(length - video, length)] * len(model.blocks) if length > video else [])
     assert bool(order.forced[:, video // order.block :].all()) or length == video

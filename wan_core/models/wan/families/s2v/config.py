@@ -5,6 +5,7 @@ Source: Wan2.2/wan/modules/s2v/model_s2v.py, wan/configs/wan_s2v_14B.py.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from wan_core.models.wan.config import T2V_A14B, DiTConfig
@@ -53,8 +54,11 @@ def extra_tokens(grid: tuple[int, int, int], *, reference: bool, motion: bool) -
 
 def prepared_bytes(dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:
     """What a forward takes beside text and the activations of other families, for latents [B, C, T, Y, X]: keys,
-    values, shift and scale of every injector, and the hidden layer of a feed-forward that does not run in halves."""
+    values, shift and scale of every injector, the rows of modulation in float32, twice in a block, and the hidden layer
+    of a feed-forward that does not run in halves."""
     assert isinstance(dit, S2VConfig)
     B, _, T, Y, X = latents
+    tokens, video = dit.tokens(T, Y, X), DiTConfig.tokens(dit, T, Y, X)
     injected = dit.injectors * 2 * T * dit.dim * ((dit.audio_tokens + 1) * itemsize + 4)
-    return B * (2 * injected + dit.tokens(T, Y, X) * dit.ffn_dim * itemsize // 2)
+    rows = tokens // math.gcd(video, tokens)
+    return B * (2 * injected + 2 * rows * 6 * dit.dim * 4 + tokens * dit.ffn_dim * itemsize // 2)
