@@ -14,6 +14,7 @@ from .from_model import WanCoreFromModel
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
+from .motion_positions import WanCoreMotionPositions
 from .nag import WanCoreNAG
 from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
@@ -51,6 +52,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreFromModel,
     WanCoreNAG,
     WanCoreDecodeToVideo,
+    WanCoreMotionPositions,
 ]
 
 

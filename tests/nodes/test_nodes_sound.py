@@ -14,6 +14,7 @@ from tests.comfy_sound_clip import CONFIG, SEED, plan_of
 from tests.comfyui import find_comfyui, python_of
 from wan_core.checkpoint import load_dit
 from wan_core.models.vae.statistics import denormalise
+from wan_core.models.wan.families.s2v.config import COMFYUI_POSITIONS
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.conditioning import draw_noise
@@ -32,11 +33,8 @@ def test_two_clips_equal_comfyuis(tmp_path: Path) -> None:
     found, model = find_experts(path), load_dit(path, dtype=torch.float32)
     for clip in torch.load(out):
         for asked, least, most in ((True, 0, 1e-3), (False, 1e-3, 1)):
-            texts = [
-                [[rows, {**extras, "wancore_comfyui_positions": asked}] for rows, extras in clip[name]]
-                for name in ("positive", "negative")
-            ]
-            plan, conditioning, *_ = join(*texts, clip["latent"], found, plan_of())
+            positive = [[rows, {**extras, COMFYUI_POSITIONS: asked}] for rows, extras in clip["positive"]]
+            plan, conditioning, *_ = join(positive, clip["negative"], clip["latent"], found, plan_of())
             assert {"audio", "reference", "motion", "pose"} <= conditioning.inputs.keys()
             noise = draw_noise(SEED, tuple(clip["latent"]["samples"].shape))
             with torch.no_grad():

@@ -13,6 +13,7 @@ from tests.s2v_references import S2V
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.vae.statistics import normalise
+from wan_core.models.wan.families.s2v.config import COMFYUI_POSITIONS
 from wan_core.models.wan.tasks import find_task
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.model_parts import Experts
@@ -70,9 +71,11 @@ def test_what_is_not_given_is_left_out(experts):
 
 
 def test_comfyui_positions_are_asked_for_by_name(experts):
-    asked = {"wancore_comfyui_positions": True}
-    found = join(given(1, **asked), given(2, **asked), LATENT, experts, plan_of()).conditioning
-    assert found.inputs["comfyui_positions"] is True
+    """Of the prompt alone, as WanCore Motion Positions gives it."""
+    for asked in (True, False):
+        found = join(given(1, **{COMFYUI_POSITIONS: asked}), given(2), LATENT, experts, plan_of()).conditioning
+        assert found.inputs.get("comfyui_positions", False) is asked
+        assert ("comfyui_positions" in found.uncond_inputs) is asked
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.family import Family, Inputs
-from wan_core.models.wan.families.s2v.config import prepared_bytes
+from wan_core.models.wan.families.s2v.config import COMFYUI_POSITIONS, prepared_bytes
 from wan_core.models.wan.families.s2v.keys import official_names, parameter_names
 from wan_core.models.wan.families.s2v.recognise import choose, read_config
 from wan_core.models.wan.families.s2v.tasks import TASKS
@@ -53,7 +53,7 @@ S2V = Family(
     model_class=_model_class,
     image_inputs=_inputs("image_inputs"),
     conditioning_keys=frozenset(
-        {"audio_embed", "reference_latents", "reference_motion", "control_video", "wancore_comfyui_positions"}
+        {"audio_embed", "reference_latents", "reference_motion", "control_video", COMFYUI_POSITIONS}
     ),
     read_conditioning=_inputs("read_conditioning"),
     branch_keys=frozenset({"audio_embed", "reference_latents"}),

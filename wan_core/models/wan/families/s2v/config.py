@@ -12,6 +12,7 @@ from wan_core.models.wan.config import T2V_A14B, DiTConfig
 
 INJECT_AFTER = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39)  # blocks after which the sound is attended to
 AUDIO_FRAMES = 4  # of a latent frame
+COMFYUI_POSITIONS = "wancore_comfyui_positions"  # in CONDITIONING: motion frames stand where ComfyUI has them
 MOTION_FRAMES = (16, 2, 1)  # latent frames that are read by fours, by twos and alone, the oldest first
 
 

@@ -15,7 +15,7 @@ from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.family import Inputs, Task
-from wan_core.models.wan.families.s2v.config import AUDIO_FRAMES
+from wan_core.models.wan.families.s2v.config import AUDIO_FRAMES, COMFYUI_POSITIONS
 from wan_core.models.wan.families.s2v.model import LEAST_MOTION
 
 
@@ -57,6 +57,6 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
         inputs[name] = normalise(given, vae)
     if "motion" in inputs and min(Y, X) < LEAST_MOTION:
         raise OptionError(f"motion frames need a video of at least {8 * LEAST_MOTION} pixels in width and height")
-    if extras.get("wancore_comfyui_positions"):
+    if extras.get(COMFYUI_POSITIONS):
         inputs["comfyui_positions"] = True
     return {"inputs": inputs}
