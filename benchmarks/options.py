@@ -113,7 +113,7 @@ SUITES: dict[str, Suite] = {
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
 EVERYDAY_PARTS = ("on", "other", "off", "cold", "errors")
-NATIVE_PARTS = ("steps", "guided")
+NATIVE_PARTS = ("steps", "guided", "templates")
 STARTUP_PARTS = ("load", "cold", "ready")
 STREAMING_PARTS = ("cards", "switch", "turns")
 STREAMING_PRECISIONS = ("bf16", "fp8")
