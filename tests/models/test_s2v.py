@@ -22,6 +22,7 @@ from wan_core.models.wan.families.s2v.model import S2VModel, groups
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place
 
+ENCODER = "casual_audio_encoder.encoder.final_linear"
 INPUTS = ("audio", "reference", "motion", "pose")
 
 
@@ -165,6 +166,25 @@ def test_official_and_comfyui_files_load(weights, tmp_path):
         assert detect(path).names.keys() == weights.keys()
         state = wan_core.load_dit(path).state_dict()
         assert state.keys() == weights.keys() and all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+def test_a_scaled_fp8_file_loads(weights, tmp_path):
+    """As ComfyUI's template has it: matrices in FP8 with a scale each, those of the audio branch, too."""
+    state: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        if value.ndim == 2 and name.endswith("weight") and name.startswith(("blocks.", "audio_injector.", ENCODER)):
+            scale = value.abs().max() / 448
+            state[name] = (value / scale).to(torch.float8_e4m3fn)
+            state[name.removesuffix("weight") + "scale_weight"] = scale.reshape(1)
+        else:
+            state[name] = value
+    state["scaled_fp8"] = torch.zeros(1, dtype=torch.float8_e4m3fn)
+    save_file(state, tmp_path / "m.safetensors", {"num_heads": "2"})
+    model = wan_core.load_dit(tmp_path / "m.safetensors", dtype=torch.float32)
+    found = model.state_dict()
+    for name, value in weights.items():
+        assert (found[name] - value).abs().max() <= 0.07 * value.abs().max()
+    assert torch.isfinite(run(model, draw_inputs(S2V, (1, 2, 4, 4)))).all()
 
 
 @pytest.mark.parametrize("gone", ["audio_injector.injector.1.norm_q.weight", "frame_packer.proj_2x.bias"])
