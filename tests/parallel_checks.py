@@ -258,12 +258,12 @@ def fp8_forward(mesh: str) -> tuple[float, float, float]:
 
 
 @torch.no_grad()
-def driven_forward(mesh: str, family: str, **changed) -> tuple[float, float]:
+def driven_forward(mesh: str, family: str, grid: tuple[int, ...] = (1, 3, 4, 5), **changed) -> tuple[float, float]:
     """Of one forward of a family that is driven by a video: the difference of sharded and whole, and how much driving
-    counts."""
+    counts. grid: of S2V."""
     config = {"animate": TINY_ANIMATE, "animate2": ANIMATE2, "s2v": S2V}[family]
     model = load_dit(draw_weights(config), family=family, metadata={"num_heads": config.num_heads})
-    given = draw_inputs(config, (1, 4, 3, 2)) if config is not S2V else draw_sound(config, (1, 3, 4, 5))
+    given = draw_inputs(config, (1, 4, 3, 2)) if config is not S2V else draw_sound(config, grid)
     given |= changed
     x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
     attend = BACKENDS["math"].load()

@@ -14,6 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given as over
+from hypothesis import settings
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks import their checks by these names, and so must we
 import parallel_checks
@@ -80,6 +83,19 @@ def test_driven_families_equal_one_rank(ranks, mesh, family):
     split."""
     changed = {"log_scale": -1.3} if family == "animate2" else {}
     for error, counts in ranks.ask("driven_forward", mesh=mesh, family=family, **changed):
+        assert error < ROUNDING and counts > 1e-2
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@over(
+    mesh=st.sampled_from(["1x1x2", "1x2x1"]),
+    grid=st.tuples(st.just(1), st.integers(1, 3), st.integers(4, 9), st.integers(4, 9)),
+    motion=st.booleans(),
+)
+def test_any_grid_of_s2v_equals_one_rank(ranks, mesh, grid, motion):
+    """Groups of modulation whose lengths share a large divisor, or none."""
+    changed = {} if motion else {"motion": None}
+    for error, counts in ranks.ask("driven_forward", mesh=mesh, family="s2v", grid=grid, **changed):
         assert error < ROUNDING and counts > 1e-2
 
 
