@@ -121,6 +121,16 @@ def trajectory(
     return latents, frames, said
 
 
+def held_blocks(mesh: str) -> list[int]:
+    """The blocks of the high-noise expert whose weights this rank has."""
+    given = LoadOptions(model="tiny", device="cpu")
+    pipe = Pipeline.load(given, request=Request(prompt=CAPTION, steps=2), ranks=ranks_of(mesh, "cpu"))
+    blocks = pipe.models.expert("high").blocks
+    found = [i for i, block in enumerate(blocks) if not any(p.is_meta for p in block.parameters())]
+    assert all(p.is_meta for i, block in enumerate(blocks) if i not in found for p in block.parameters())
+    return found
+
+
 def weights(mesh: str, how: str) -> tuple[list[str], dict[str, int]]:
     """Names of tensors that a shared read changed, of all files of the embedded model; and bytes: those stored, and
     those that this rank took from a file."""

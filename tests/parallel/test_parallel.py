@@ -93,6 +93,21 @@ def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
     assert {said["mesh"] for _, _, said in answers} == {mesh}
 
 
+@pytest.mark.parametrize("mesh", ["layers2", "layers3", "layers4"])
+@pytest.mark.parametrize("given", [{"steps": 4}, {"steps": 4, "guidance_low": 1.0}, {"steps": 3, "frames": 1}])
+def test_a_layer_pipeline_equals_one_rank_bit_for_bit(ranks, alone, mesh, given):
+    """Steps with guidance and without; each rank holds its blocks alone."""
+    request = {"width": 80, "height": 80, "frames": 5, "guidance_mode": "sequential", **given}
+    wanted = alone(request=request)
+    answers = together(ranks, mesh=mesh, request=request)
+    assert all(torch.equal(latents, wanted[0]) for latents, _, _ in answers)
+    assert {said["mesh"] for _, _, said in answers} == {mesh}
+    held = ranks.ask("held_blocks", mesh=mesh)
+    layers = sum(len(blocks) for blocks in held)
+    assert sorted(block for blocks in held for block in blocks) == list(range(layers)), "each block on one rank"
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
 @pytest.mark.parametrize("mesh", ["1x1x3", "2x2x1", "2x1x3"])
 def test_magcache_and_another_size_and_token_counts_that_do_not_divide(ranks, alone, mesh):
     request = {"steps": 10, "magcache": MAGCACHE, "width": 80, "height": 112, "frames": 9}  # 105 tokens

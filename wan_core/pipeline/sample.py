@@ -15,9 +15,10 @@ from wan_core.execution.report import Report, StepClock
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.parallel.guidance import SplitBranches
+from wan_core.parallel.layers import FollowingBranches
 from wan_core.parallel.mesh import RankMesh
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import Progress, denoise
+from wan_core.sampling.denoise import Progress, RunBranches, denoise
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.solvers import History
@@ -54,7 +55,6 @@ def sample_latents(
     interrupt. on_leftover: told what another run can go on with, where noise is left over.
     """
     checks = checks or BlockChecks()
-    split = ranks is not None and ranks.cfg.size == 2
     clock, forwards = StepClock(report), 0
     history = History()
 
@@ -85,7 +85,7 @@ def sample_latents(
         on_block=checks.after_block,
         ahead=ahead,
         relieve=relieve,
-        run_branches=SplitBranches(ranks, checks.before_exchange) if ranks is not None and split else None,
+        run_branches=branches_over(ranks, checks),
         together=ranks is not None,
         history=History() if start is None else start.history(plan, noise.device),
         step_noise=None if start is None else start.step_noise(plan, noise.device),
@@ -100,3 +100,10 @@ def sample_latents(
     if plan.sigmas[-1] > 0:
         on_leftover(Leftover(x, plan.sigmas[-1], plan.solver, history._replace(noise=None)))
     return finished(x, plan, vae, conditioning.known)
+
+
+def branches_over(ranks: RankMesh | None, checks: BlockChecks) -> RunBranches | None:
+    """How ranks run the guidance branches of a step; None: each runs both, or shares each forward."""
+    if ranks is not None and ranks.cfg.size == 2:
+        return SplitBranches(ranks, checks.before_exchange)
+    return FollowingBranches(ranks) if ranks is not None and ranks.layers.size > 1 else None
