@@ -17,6 +17,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.parallel.guidance import SplitBranches
 from wan_core.parallel.layers import FollowingBranches
 from wan_core.parallel.mesh import RankMesh
+from wan_core.parallel.time import TimeStretch
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress, RunBranches, denoise
 from wan_core.sampling.pace import BlockChecks
@@ -75,8 +76,13 @@ def sample_latents(
         nonlocal history
         history = last
 
+    stretch = TimeStretch(plan, ranks) if ranks is not None and ranks.time.size > 1 else None
+    if stretch is not None:
+        report.notes.append(f"time: {stretch.stretches.forwards} forwards in a row instead of {len(plan.steps)}")
+        checks.skip_steps(stretch.group.index)
+        noise = stretch.begin(noise)
     x = denoise(
-        plan,
+        plan if stretch is None else stretch.plan,
         ready,
         conditioning,
         noise,
@@ -86,11 +92,13 @@ def sample_latents(
         ahead=ahead,
         relieve=relieve,
         run_branches=branches_over(ranks, checks),
+        solver=None if stretch is None else stretch.solver,
         together=ranks is not None,
         history=History() if start is None else start.history(plan, noise.device),
         step_noise=None if start is None else start.step_noise(plan, noise.device),
         on_end=keep,
     )
+    x = x if stretch is None else stretch.finish(x)
     clock.finish()
     if plan.unskipped is not None:
         report.notes.append(

@@ -153,7 +153,7 @@ class BetweenBlocks(BlockChecks):
 
     def __init__(self, rank: Rank, per_step: int, inside: bool = True) -> None:
         """per_step: agreements in a step where guidance is split, 0 where all ranks run the same blocks. inside: False
-        where ranks of a layer pipeline run different blocks: they agree at the end of a step alone."""
+        where ranks run different blocks or steps at a time: they agree at the end of a step alone."""
         super().__init__()
         self.rank, self.per_step, self.inside = rank, per_step, inside
         self.blocks = self.agreed = 0  # in this step
@@ -164,6 +164,10 @@ class BetweenBlocks(BlockChecks):
         if self.inside and self.blocks % BLOCKS_BETWEEN_CHECKS == 0:
             self.agreed += 1
             self.rank.raise_if_interrupted()
+
+    def skip_steps(self, steps: int) -> None:
+        for _ in range(steps):
+            self.end_step()
 
     def before_exchange(self) -> None:
         while self.agreed < self.per_step:
