@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ import parallel_checks
 from parallel_ranks import Ranks
 
 from wan_core.config import OptionError, SkipOptions, SparseOptions, TaylorSeerOptions
+from wan_core.models.wan.config import T2V_A14B
+from wan_core.parallel.layers import check_layers
 from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.chords import BEGINNINGS, Stretches, check_chords
@@ -98,6 +101,19 @@ def test_a_trajectory(ranks, mesh):
         assert parallel_checks.relative(answers[0][0], plain) < 1e-5
     forwards = Stretches.of(Mesh.parse(mesh).time, 10).forwards
     assert f"time: {forwards} forwards in a row instead of 10" in answers[0][2]["notes"]
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "words"),
+    [
+        (T2V_A14B, 41, "has 40 blocks"),
+        (replace(T2V_A14B, family="animate"), 2, "family animate"),
+    ],
+)
+def test_layers_refused(config, ranks, words):
+    check_layers(Mesh(layers=2), T2V_A14B, make_plan())
+    with pytest.raises(OptionError, match=words):
+        check_layers(Mesh(layers=ranks), config, make_plan())
 
 
 @given(st.sampled_from(sorted(BEGINNINGS)), st.integers(1, 120))

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 def add_worker_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several GPUs (docs/parallel.md)")
     group.add_argument("--gpus", metavar="N|LIST", help="number of GPUs, a list (0,1), or auto for all; cpu,cpu")
-    group.add_argument("--mesh", default="auto", help="GUIDANCExRINGxULYSSES, for example 2x1x2 (default %(default)s)")
+    group.add_argument(
+        "--mesh",
+        default="auto",
+        help="GUIDANCExRINGxULYSSES, for example 2x1x2; layersN or timeN[+MESH] (docs/parallel.md; default %(default)s)",
+    )
     group.add_argument(
         "--step-timeout", type=float, default=600.0, metavar="SECONDS", help="stop after so long without progress"
     )
