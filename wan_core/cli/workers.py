@@ -22,7 +22,7 @@ def add_worker_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mesh",
         default="auto",
-        help="GUIDANCExRINGxULYSSES, for example 2x1x2; layersN or timeN[+MESH] (docs/parallel.md; default %(default)s)",
+        help="GUIDANCExRINGxULYSSES, for example 2x1x2; layersN, timeN[+MESH] (docs/parallel.md; default %(default)s)",
     )
     group.add_argument(
         "--step-timeout", type=float, default=600.0, metavar="SECONDS", help="stop after so long without progress"
@@ -67,6 +67,7 @@ def generate_on(
     request: Request,
     progress: ProgressLine,
     latents: Path,
+    clips: Path,
     on_kept: Callable[[Path], None],
     write: WriteVideo,
 ) -> RemoteResult:
@@ -79,6 +80,6 @@ def generate_on(
 
     check_request(loaded, request, torch.device(workers.devices[0]))
     given = {"on_step": progress.step, "on_phase": progress.phase, "keep_latents": latents, "on_kept": on_kept}
-    given["write"] = write
+    given |= {"keep_clips": clips, "write": write}
     with Workers(workers) as running:
         return generate(running, loaded, request, **given)
