@@ -335,7 +335,11 @@ def test_threads_that_load_work_on_the_device_of_the_rank(monkeypatch, in_order)
 @pytest.mark.parametrize("options", [{"compile": "blocks"}, {"precision": "fp8-weights"}, {}])
 def test_what_cannot_be_held_in_parts_is_refused(options):
     ranks = SimpleNamespace(
-        device=torch.device("cpu"), sequence=SimpleNamespace(size=2 if options else 1), agree=float, mesh=Mesh(1, 1, 2)
+        device=torch.device("cpu"),
+        sequence=SimpleNamespace(size=2 if options else 1),
+        agree=float,
+        mesh=Mesh(1, 1, 2),
+        layers=SimpleNamespace(size=1),
     )
     found = find_models(LoadOptions(model="tiny", device="cpu", residency="shard", **options))
     with pytest.raises(OptionError, match="residency 'shard' is not available: "):
