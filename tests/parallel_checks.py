@@ -7,6 +7,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -39,12 +40,16 @@ from wan_core.parallel.guidance import SplitBranches
 from wan_core.parallel.mesh import Mesh, RankMesh, even_parts, gather_parts
 from wan_core.parallel.sequence import ShardedAttention, ShardedTokens, check_lse, shard_lengths
 from wan_core.parallel.sharded import load_sharded_dit
+from wan_core.parallel.time import TimeStretch
 from wan_core.parallel.vae import split_pictures
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.residual import Program, ResidualCache
+from wan_core.sampling.chords import BEGINNINGS
+from wan_core.sampling.plan import make_plan
+from wan_core.sampling.solvers import History
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
 
 CPU = torch.device("cpu")
@@ -123,6 +128,34 @@ def trajectory(
         latents, frames = pipe.sample(job, pipe.encode(job)), torch.empty(0, dtype=torch.uint8)
     said = {**pipe.report.settings, "notes": pipe.report.notes, "held": list(pipe.models.residency.models)}
     return latents, frames, said
+
+
+def held_blocks(mesh: str) -> list[int]:
+    """The blocks of the high-noise expert whose weights this rank has."""
+    given = LoadOptions(model="tiny", device="cpu")
+    pipe = Pipeline.load(given, request=Request(prompt=CAPTION, steps=2), ranks=ranks_of(mesh, "cpu"))
+    blocks = pipe.models.expert("high").blocks
+    found = [i for i, block in enumerate(blocks) if not any(p.is_meta for p in block.parameters())]
+    assert all(p.is_meta for i, block in enumerate(blocks) if i not in found for p in block.parameters())
+    return found
+
+
+def bent(x: Tensor, sigma: float) -> Tensor:
+    """A velocity that is no straight line."""
+    return torch.tanh(x * (1 + sigma)) - 0.3 * torch.cos(3 * x) * sigma
+
+
+def chords(mesh: str, starts: tuple[int, ...], steps: int) -> tuple[Tensor, int]:
+    """What ranks make of ten numbers in parallel steps that begin at `starts`, and how many steps this rank ran."""
+    ranks = ranks_of(mesh)
+    plan = make_plan(steps=steps, solver="euler")
+    with mock.patch.dict(BEGINNINGS, {len(starts): tuple(start / steps for start in starts)}):
+        stretch = TimeStretch(plan, ranks)
+    x = stretch.begin(torch.linspace(-2, 2, 10))
+    sigmas, past = (*stretch.plan.before, *stretch.plan.sigmas), len(stretch.plan.before)
+    for step in stretch.plan.steps:
+        x, _ = stretch.solver(x, bent(x, step.sigma), past + step.index, sigmas, History())
+    return stretch.finish(x), len(stretch.plan.steps)
 
 
 def weights(mesh: str, how: str) -> tuple[list[str], dict[str, int]]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -101,8 +103,7 @@ class Ranks:
         no answer in `seconds`, or in `GRACE` after a fault of another, all are ended; the next question starts anew."""
         if not self.processes:
             self.start()
-        cfg, ring, ulysses = (int(count.rstrip("b")) for count in mesh.split("x"))
-        size, environment = cfg * ring * ulysses, None
+        size, environment = math.prod(map(int, re.findall(r"\d+", mesh))), None
         if size != self.size:
             self._answers(self.size, (LEAVE, {}, None), SECONDS, f"{LEAVE} a world of {self.size}")
             environment = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -127,6 +127,21 @@ def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
     assert {said["mesh"] for _, _, said in answers} == {mesh}
 
 
+@pytest.mark.parametrize("mesh", ["layers2", "layers3", "layers4"])
+@pytest.mark.parametrize("given", [{"steps": 4}, {"steps": 4, "guidance_low": 1.0}, {"steps": 3, "frames": 1}])
+def test_a_layer_pipeline_equals_one_rank_bit_for_bit(ranks, alone, mesh, given):
+    """Steps with guidance and without; each rank holds its blocks alone."""
+    request = {"width": 80, "height": 80, "frames": 5, "guidance_mode": "sequential", **given}
+    wanted = alone(request=request)
+    answers = together(ranks, mesh=mesh, request=request)
+    assert all(torch.equal(latents, wanted[0]) for latents, _, _ in answers)
+    assert {said["mesh"] for _, _, said in answers} == {mesh}
+    held = ranks.ask("held_blocks", mesh=mesh)
+    layers = sum(len(blocks) for blocks in held)
+    assert sorted(block for blocks in held for block in blocks) == list(range(layers)), "each block on one rank"
+    assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
 @pytest.mark.parametrize("mesh", ["1x1x3", "2x2x1", "2x1x3"])
 def test_magcache_and_another_size_and_token_counts_that_do_not_divide(ranks, alone, mesh):
     request = {"steps": 10, "magcache": MAGCACHE, "width": 80, "height": 112, "frames": 9}  # 105 tokens
@@ -343,7 +358,11 @@ def test_threads_that_load_work_on_the_device_of_the_rank(monkeypatch, in_order)
 @pytest.mark.parametrize("options", [{"compile": "blocks"}, {"precision": "fp8-weights"}, {}])
 def test_what_cannot_be_held_in_parts_is_refused(options):
     ranks = SimpleNamespace(
-        device=torch.device("cpu"), sequence=SimpleNamespace(size=2 if options else 1), agree=float, mesh=Mesh(1, 1, 2)
+        device=torch.device("cpu"),
+        sequence=SimpleNamespace(size=2 if options else 1),
+        agree=float,
+        mesh=Mesh(1, 1, 2),
+        layers=SimpleNamespace(size=1),
     )
     found = find_models(LoadOptions(model="tiny", device="cpu", residency="shard", **options))
     with pytest.raises(OptionError, match="residency 'shard' is not available: "):

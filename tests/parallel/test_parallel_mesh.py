@@ -17,7 +17,15 @@ from wan_core.models.wan.config import T2V_A14B, TI2V_5B
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_lse, math_reference
 from wan_core.ops.attention.sparse.kernels import SparseKernel
-from wan_core.parallel.costs import H200, all_meshes, choose_mesh, forward_seconds, shares_read
+from wan_core.parallel.costs import (
+    H200,
+    all_meshes,
+    choose_mesh,
+    forward_seconds,
+    shares_read,
+    slowest_link,
+    step_seconds,
+)
 from wan_core.parallel.mesh import Mesh, even_parts
 from wan_core.parallel.ring import merge
 from wan_core.parallel.sequence import check_lse, check_mesh, shard_lengths
@@ -36,10 +44,37 @@ FP8 = {"fp8_linears": True, "fp8_attention": True}
 @given(MESHES)
 def test_every_rank_is_in_one_row_of_each_dimension(mesh):
     sizes = {"cfg": mesh.cfg, "ring": mesh.ring, "ulysses": mesh.ulysses, "sequence": mesh.shards}
+    sizes |= {"layers": 1, "time": 1}
     for name, rows in mesh.rows().items():
         assert sorted(rank for row in rows for rank in row) == list(range(mesh.size))
         assert {len(row) for row in rows} == {sizes[name]}
     assert Mesh.parse(str(mesh)) == mesh
+
+
+@pytest.mark.parametrize("text", ["layers2", "time4", "time2+1x1x2", "time2+2x1x1", "time2+layers2", "time8+2x2bx1"])
+def test_layers_and_time(text):
+    mesh = Mesh.parse(text)
+    assert str(mesh) == text
+    for rows in mesh.rows().values():
+        assert sorted(rank for row in rows for rank in row) == list(range(mesh.size))
+    assert {len(row) for row in mesh.rows()["time"]} == {mesh.time}
+
+
+@pytest.mark.parametrize("text", ["layers0", "time0", "time2+time2", "layers2+1x1x2", "time2+", "1x1x2+time2", "time"])
+def test_layers_and_time_refused(text):
+    with pytest.raises(OptionError, match="mesh"):
+        Mesh.parse(text)
+
+
+def test_links_from_which_on_tokens_are_better_exchanged():
+    """With NVLink exact meshes win; over a slow link handing latents on does, and guidance on two GPUs always."""
+    tokens = 75600
+    found = slowest_link(Mesh(ulysses=4), Mesh(time=4), T2V_A14B, tokens, steps=50, paired=1.0)
+    assert 1e9 < found < H200.link
+    assert slowest_link(Mesh(cfg=2), Mesh(layers=2), T2V_A14B, tokens) == 0
+    assert slowest_link(Mesh(ulysses=2), Mesh(layers=2), T2V_A14B, tokens) < found
+    pair = [step_seconds(mesh, T2V_A14B, tokens) for mesh in (Mesh(), Mesh(layers=2))]
+    assert 1.25 < pair[0] / pair[1] < 4 / 3, "two branches on two ranks take three halves of a forward each"
 
 
 @given(MESHES)

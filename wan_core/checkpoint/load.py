@@ -152,8 +152,10 @@ def _filled(
                 )
             swap_linears(module, quantization.kind, names, out)
         conversion = _Conversion(checkpoint, found, to, quantization, names)
-    with closing(conversion.read(loras)) as values:
-        module.load_state_dict(dict(values), assign=True)  # strict: detect has compared all names
+    how = current_reading()
+    only = None if how.layers is None else [name for name in found.names if how.reads(name)]
+    with closing(conversion.read(loras, only)) as values:
+        module.load_state_dict(dict(values), assign=True, strict=only is None)  # detect has compared all names
     for name, buffer in module.named_buffers():
         assert not buffer.is_meta, f"{name} is neither stored nor computed when used"
     return module.requires_grad_(False).eval()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from wan_core.checkpoint.detect import Config, empty_module
 from wan_core.checkpoint.merge import Merge
+from wan_core.checkpoint.staged import current_reading
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
@@ -41,10 +42,13 @@ def random_module(
         assert isinstance(config, DiTConfig)
         names = quantized_names(config, quantization.keep_blocks)
         values = encode_values(values, quantization, names)
-    state = {name: value.to(device) for name, value in values}  # drawn before `swap_linears` changes the module
+    reads = current_reading().reads
+    state = {
+        name: value.to(device) for name, value in values if reads(name)
+    }  # drawn before `swap_linears` changes the module
     if quantization is not None:
         swap_linears(module, quantization.kind, names, dtype)
-    module.load_state_dict(state, assign=True)
+    module.load_state_dict(state, assign=True, strict=current_reading().layers is None)
     return module.requires_grad_(False).eval()
 
 

@@ -47,13 +47,21 @@ class Reading:
     """How checkpoints are read in a context. on_bytes: called with every number of bytes that were read, from the
     thread that loads; may raise to stop. mapped: on a CPU, map files instead of reading them. stays: what is used as it
     is stored stays in the mapped file, also where a GPU encodes the rest. staged: False maps them
-    for a GPU as well, and copies from there. threads: that read one checkpoint; None: `default_threads`."""
+    for a GPU as well, and copies from there. threads: that read one checkpoint; None: `default_threads`. layers: the
+    blocks of a transformer that are read, the others stay on the meta device; None: all."""
 
     on_bytes: Callable[[int], None] | None = None
     mapped: bool = True
     stays: bool = False
     staged: bool = True
     threads: int | None = None
+    layers: range | None = None
+
+    def reads(self, name: str) -> bool:
+        """Whether the parameter `name` of a transformer is read."""
+        if self.layers is None or not name.startswith("blocks."):
+            return True
+        return int(name.split(".")[1]) in self.layers
 
 
 def default_threads(processes: int = 1) -> int:

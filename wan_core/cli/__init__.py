@@ -25,6 +25,7 @@ from wan_core.cli.options import (
     add_request_options,
     add_window_options,
 )
+from wan_core.cli.prompt_list import run_list
 from wan_core.cli.quality import run_calibrate, run_quality
 from wan_core.cli.workers import add_worker_options
 from wan_core.config import PRECISIONS, UserError
@@ -101,6 +102,10 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     add_worker_options(parser)
 
 
+def run_generate_or_list(options: argparse.Namespace) -> int:
+    return run_generate(options) if options.prompts is None else run_list(options)
+
+
 def add_warmup_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_request_options(parser, prompt=False)
@@ -172,7 +177,7 @@ Command = tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argpar
 
 # name -> (help, function that adds its options, function that runs it and returns the exit code)
 COMMANDS: dict[str, Command] = {
-    "generate": ("make a video from a prompt, and from an image", add_generate_options, run_generate),
+    "generate": ("make a video from a prompt, and from an image", add_generate_options, run_generate_or_list),
     "warmup": (
         "load the models and run one forward of each expert, to fill the compilers' caches",
         add_warmup_options,

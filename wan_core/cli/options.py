@@ -138,7 +138,18 @@ def add_memory_plan_options(parser: argparse.ArgumentParser) -> None:
 
 def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True) -> None:
     group = parser.add_argument_group("video")
-    group.add_argument("--prompt", required=prompt)
+    which = group.add_mutually_exclusive_group(required=prompt)
+    which.add_argument("--prompt")
+    if prompt:
+        which.add_argument(
+            "--prompts",
+            type=Path,
+            metavar="FILE.jsonl",
+            help="make many videos: a JSON object a line with options of one by name (prompt, seed, size, out, ...); "
+            "names without `out` are those of --out with the number of the line. With --gpus each GPU makes one at a "
+            "time, or each group of GPUs that --mesh needs. Videos that are there are not made again "
+            "(docs/parallel.md)",
+        )
     group.add_argument("--negative-prompt", help="default: the task's own; an empty text is allowed")
     group.add_argument("--image", help="first frame (image-to-video)")
     group.add_argument("--last-image", help="last frame (image-to-video)")

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 def add_worker_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several GPUs (docs/parallel.md)")
     group.add_argument("--gpus", metavar="N|LIST", help="number of GPUs, a list (0,1), or auto for all; cpu,cpu")
-    group.add_argument("--mesh", default="auto", help="GUIDANCExRINGxULYSSES, for example 2x1x2 (default %(default)s)")
+    group.add_argument(
+        "--mesh",
+        default="auto",
+        help="GUIDANCExRINGxULYSSES, for example 2x1x2; layersN, timeN[+MESH] (docs/parallel.md; default %(default)s)",
+    )
     group.add_argument(
         "--step-timeout", type=float, default=600.0, metavar="SECONDS", help="stop after so long without progress"
     )
@@ -34,20 +38,27 @@ def worker_options(options: argparse.Namespace) -> WorkerOptions | None:
         if options.mesh != "auto" or options.nnodes != 1 or options.rdzv is not None:
             raise OptionError("--mesh, --nnodes and --rdzv are for several GPUs: give --gpus as well")
         return None
-    import torch
+    from wan_core.workers.options import WorkerOptions
 
-    from wan_core.workers.options import WorkerOptions, parse_devices
-
-    if options.device != "auto":
-        raise OptionError("--gpus chooses the devices: leave out --device")
     return WorkerOptions(
-        devices=parse_devices(options.gpus, torch.cuda.device_count()),
+        devices=devices_of(options),
         mesh=options.mesh.strip().lower(),
         step_timeout=options.step_timeout,
         nodes=options.nnodes,
         rendezvous=options.rdzv,
         run_id=None if options.rdzv is None else options.rdzv_id,
     )
+
+
+def devices_of(options: argparse.Namespace) -> tuple[str, ...]:
+    """What --gpus names. Raises OptionError."""
+    import torch
+
+    from wan_core.workers.options import parse_devices
+
+    if options.device != "auto":
+        raise OptionError("--gpus chooses the devices: leave out --device")
+    return parse_devices(options.gpus, torch.cuda.device_count())
 
 
 def generate_on(

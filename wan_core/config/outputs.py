@@ -89,7 +89,7 @@ class Outputs:
             for name in [path] if overwrite else numbered(path):
                 if not overwrite and os.path.lexists(name):
                     continue
-                claim = _claim(name)
+                claim = make_claim(name)
                 if claim is not None:
                     self.claims.append(claim)
                     return name
@@ -153,11 +153,12 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _same_name(one: Path, other: Path) -> bool:
-    """Whether both will be one file. Names that differ in case alone are one on many systems."""
-    return _folded(one) == _folded(other)
+    """Whether both will be one file."""
+    return folded(one) == folded(other)
 
 
-def _folded(path: Path) -> str:
+def folded(path: Path) -> str:
+    """Equal for names that will be one file. Names that differ in case alone are one on many systems."""
     return unicodedata.normalize("NFC", os.path.realpath(path)).casefold()
 
 
@@ -231,13 +232,19 @@ def remove_left_over(folder: Path) -> None:
                 path.unlink()
 
 
-def _claim(path: Path) -> Path | None:
-    """Make the file that claims `path`; None where a process that runs has it. Raises OSError."""
+def claim_of(path: Path) -> Path:
+    """The file that claims `path`."""
     name = hashlib.sha256(os.fsencode(unicodedata.normalize("NFC", path.name).casefold())).hexdigest()[:8]
-    claim = path.absolute().with_name(f".{_short(path.name)}.{name}.claim")
+    return path.absolute().with_name(f".{_short(path.name)}.{name}.claim")
+
+
+def make_claim(path: Path, text: str = "") -> Path | None:
+    """Make the file that claims `path`, with `text` in further lines; None where a process that runs has it. Raises
+    OSError."""
+    claim = claim_of(path)
     try:
         with claim.open("x") as file:
-            file.write(_owner())
+            file.write(f"{_owner()}\n{text}" if text else _owner())
     except FileExistsError:
         return None  # `remove_left_over` has looked at it
     except OSError:
@@ -248,7 +255,7 @@ def _claim(path: Path) -> Path | None:
 
 
 def _is_left_over(claim: Path) -> bool:
-    owner = claim.read_text(errors="replace")[:80]
+    owner = claim.read_text(errors="replace")[:80].partition("\n")[0]
     return _has_ended(owner) if owner else time.time() - claim.stat().st_mtime > EMPTY_CLAIM_SECONDS
 
 

@@ -26,6 +26,7 @@ from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.custom_ops import allow_variants
 from wan_core.ops.kernels import fused
 from wan_core.ops.quant.transformer_engine import DelayedState
+from wan_core.parallel.layers import LayerStage, pipeline_layers
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import ShardedTokens, shard_tokens
 from wan_core.parallel.vae import split_pictures
@@ -52,6 +53,7 @@ def optimize(
     device = model.patch_embedding.weight.device if device is None else device
     attend = model.own_attention(attend)
     model.runners.remove(ShardedTokens)
+    model.runners.remove(LayerStage)
     model.runners.remove(GraphedBlocks)  # what it holds was captured with the old options
     set_attention(model, attend)
     state = DelayedState.install(model, device)
@@ -59,6 +61,8 @@ def optimize(
         model.runners.add(DelayedScales(state))
     if ranks is not None and ranks.sequence.size > 1:
         shard_tokens(model, ranks, attend)
+    elif ranks is not None and ranks.layers.size > 1:
+        pipeline_layers(model, ranks)
     elif graphs and device.type == "cuda" and attend.capturable:
         model.runners.add(GraphedBlocks(model))
     if compile == "blocks":

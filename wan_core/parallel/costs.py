@@ -5,6 +5,8 @@
 - Ulysses sends q, k, v and the output, without overlap with computation.
 - A ring sends keys and values while attention with the previous ones runs, and has a cost for merging.
 - Sparse attention reads fewer blocks, but a ring still sends all keys and values; in a ring it computes in bf16.
+- A layer pipeline hands tokens on once a forward; two branches take 1 + 1/N forwards of one GPU on N.
+- Parallel steps (time) hand latents on, and run fewer steps one after the other. Both are taken by name alone.
 - The host needs a fixed time to launch a block, so small videos are not faster on many GPUs.
 
 Legend: L tokens, C channels, N channels of the feed-forward, H heads, R ring, U ulysses.
@@ -12,13 +14,16 @@ Legend: L tokens, C channels, N channels of the feed-forward, H heads, R ring, U
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from wan_core.config import OptionError
 from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.sparse.kernels import BLOCK, SMALL
 from wan_core.parallel.mesh import Mesh
+from wan_core.sampling.chords import Stretches
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.schedule import CHOICE, KERNEL
 
@@ -104,12 +109,9 @@ def choose_mesh(
     fp8 = {"fp8_linears": fp8_linears, "fp8_attention": fp8_attention}
 
     def seconds(mesh: Mesh) -> float:
-        forwards = paired / mesh.cfg + (1 - paired)
-        forward = sum(
-            share * forward_seconds(mesh, config, tokens, speeds, gpus_per_host or gpus, **fp8, read=read)
-            for read, share in (reads or {1.0: 1.0}).items()
+        return step_seconds(
+            mesh, config, tokens, speeds, paired=paired, gpus_per_host=gpus_per_host or gpus, reads=reads, **fp8
         )
-        return 2 * forwards * forward + (mesh.cfg > 1) * speeds.latency
 
     estimates = [(seconds(mesh), mesh) for mesh in meshes]
     shortest = min(estimate for estimate, _ in estimates)
@@ -121,6 +123,60 @@ def choose_mesh(
             f"step, {single * 1e3:.0f} ms on one. Use one GPU or a larger video, or name a mesh to use it anyway."
         )
     return MeshChoice(mesh, best, single)
+
+
+def step_seconds(
+    mesh: Mesh,
+    config: DiTConfig,
+    tokens: int,
+    speeds: Speeds = H200,
+    *,
+    paired: float = 1.0,
+    steps: int = 50,
+    gpus_per_host: int = 8,
+    reads: Mapping[float, float] | None = None,
+    fp8_linears: bool = False,
+    fp8_attention: bool = False,
+) -> float:
+    """Estimated seconds of a step with two forwards on `mesh`; with parallel steps, of the whole run over `steps`. The
+    other arguments are as in `choose_mesh`."""
+    forwards = paired / mesh.cfg + (1 - paired)
+    inside = replace(mesh, time=1)
+    if mesh.layers > 1:  # two branches follow each other through the layers, one alone goes through them all
+        forwards, inside = paired * (mesh.layers + 1) / (2 * mesh.layers) + (1 - paired), Mesh()
+    fp8 = {"fp8_linears": fp8_linears, "fp8_attention": fp8_attention}
+    forward = sum(
+        share * forward_seconds(inside, config, tokens, speeds, gpus_per_host, **fp8, read=read)
+        for read, share in (reads or {1.0: 1.0}).items()
+    )
+    link = speeds.link if gpus_per_host >= mesh.size else speeds.network
+    hops = (mesh.layers - 1) * (tokens * config.dim * BYTES / link + speeds.latency)
+    seconds = 2 * forwards * forward + (mesh.cfg > 1) * speeds.latency + 2 * hops * (mesh.layers > 1)
+    if mesh.time == 1:
+        return seconds
+    # Latents and velocity, float32: at most one hand-over a step that the next rank waits for.
+    moved = 2 * 4 * tokens * config.out_channels * math.prod(config.patch_size) / link + speeds.latency
+    return (seconds + moved) * Stretches.of(mesh.time, steps).forwards / steps
+
+
+def slowest_link(exact: Mesh, other: Mesh, config: DiTConfig, tokens: int, **given: Any) -> float:
+    """The speed of links, bytes/s, from which on `exact` is faster than `other`; below it `other` wins. 0: `exact` is
+    faster with any link, infinite: with none. given: as for `step_seconds`."""
+
+    def exact_is_faster(link: float) -> bool:
+        speeds = replace(H200, link=link, network=link)
+        first, second = (step_seconds(mesh, config, tokens, speeds, **given) for mesh in (exact, other))
+        return first < second
+
+    low, high = 1e6, 1e13
+    if exact_is_faster(low):
+        return 0.0
+    if not exact_is_faster(high):
+        return math.inf
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if exact_is_faster(middle) else (middle, high)
+    return high
 
 
 def all_meshes(gpus: int, config: DiTConfig, tokens: int, rings: bool = True) -> list[Mesh]:

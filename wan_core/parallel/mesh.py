@@ -1,4 +1,5 @@
-"""The mesh cfg x ring x ulysses, as numbers (`Mesh`) and as the process groups of one rank (`RankMesh`).
+"""The mesh cfg x ring x ulysses, as numbers (`Mesh`) and as the process groups of one rank (`RankMesh`). Or layers:
+the ranks hold a part of the blocks each. Around any of them time: ranks run different steps.
 
 Ranks are numbered with ulysses innermost and cfg outermost, so that the ranks that communicate most are on one host if
 possible. The tokens of a video are divided into ring x ulysses shards, in the order of the ranks.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ class Mesh:
     ring: int = 1  # ranks of ring attention, which pass keys and values around
     ulysses: int = 1  # ranks of Ulysses attention, which exchange tokens for heads
     both_ways: bool = False  # the ring passes keys and values in both directions
+    layers: int = 1  # ranks of the layer pipeline, each with a part of the blocks
+    time: int = 1  # ranks, or groups of ranks, that run steps of their own at the same time
 
     def __post_init__(self) -> None:
         if self.cfg not in (1, 2) or self.ring < 1 or self.ulysses < 1:
@@ -39,20 +42,42 @@ class Mesh:
                 f"mesh {self} given; a ring of 1 has no neighbours, so it cannot pass both ways: omit the b"
             )
 
+        if self.time < 1:
+            raise OptionError(f"mesh time{self.time} given; time must be at least 1, for example time2")
+        if self.layers < 1 or (self.layers > 1 and self.cfg * self.shards > 1):
+            raise OptionError(f"mesh layers{self.layers} given; it stands alone, with 1 or more ranks: layers2")
+
     def __str__(self) -> str:
+        if self.time > 1:
+            inner = replace(self, time=1)
+            return f"time{self.time}" + (f"+{inner}" if inner.size > 1 else "")
+        if self.layers > 1:
+            return f"layers{self.layers}"
         return f"{self.cfg}x{self.ring}{'b' if self.both_ways else ''}x{self.ulysses}"
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """CFGxRINGxULYSSES, for example 2x1x4; a b after the ring's number passes both ways. Raises OptionError."""
+        """CFGxRINGxULYSSES, for example 2x1x4; a b after the ring's number passes both ways. Or layersN. Before
+        any of them timeN+, or timeN alone. Raises OptionError."""
+        timed = re.fullmatch(r"time(\d{1,4})(?:\+(.+))?", text.strip().lower())
+        if timed is not None:
+            inner = cls() if timed[2] is None or timed[2].startswith("time") else cls.parse(timed[2])
+            if timed[2] is not None and timed[2].startswith("time"):
+                raise OptionError(f"mesh {text!r} given; time is there twice: write time2+1x1x2")
+            return replace(inner, time=int(timed[1]))
+        alone = re.fullmatch(r"layers(\d{1,4})", text.strip().lower())
+        if alone is not None:
+            return cls(layers=int(alone[1]))
         match = re.fullmatch(r"(\d{1,4})x(\d{1,4})(b?)x(\d{1,4})", text.strip().lower())
         if match is None:
-            raise OptionError(f"mesh {text!r} given; write CFGxRINGxULYSSES, for example 2x1x4, or auto")
+            raise OptionError(
+                f"mesh {text!r} given; write CFGxRINGxULYSSES (2x1x4), layers2, time4, time2+1x1x2, or auto"
+            )
         return cls(int(match[1]), int(match[2]), int(match[4]), match[3] == "b")
 
     @property
     def size(self) -> int:
-        return self.cfg * self.shards
+        return self.cfg * self.shards * self.layers * self.time
 
     @property
     def shards(self) -> int:
@@ -62,14 +87,16 @@ class Mesh:
     def describe(self) -> str:
         """`8 GPUs: guidance 2 x ring 2 x ulysses 2`, without dimensions of size 1."""
         ring = "ring both ways" if self.both_ways else "ring"
-        parts = [("guidance", self.cfg), (ring, self.ring), ("ulysses", self.ulysses)]
+        parts = [("guidance", self.cfg), (ring, self.ring), ("ulysses", self.ulysses), ("layers", self.layers)]
+        parts.insert(0, ("time", self.time))
         words = " x ".join(f"{name} {count}" for name, count in parts if count > 1)
         return f"{self.size} GPU{'s' if self.size > 1 else ''}{': ' + words if words else ''}"
 
     def rows(self) -> dict[str, list[list[int]]]:
         """The ranks of every group, by dimension. "sequence" is ring and ulysses together."""
-        grid = torch.arange(self.size).view(self.cfg, self.ring, self.ulysses)
-        axes = {"cfg": grid.permute(1, 2, 0), "ring": grid.mT, "ulysses": grid, "sequence": grid.flatten(1)}
+        grid = torch.arange(self.size).view(self.time, self.layers, self.cfg, self.ring, self.ulysses)
+        axes = {"cfg": grid.permute(0, 1, 3, 4, 2), "ring": grid.mT, "ulysses": grid, "sequence": grid.flatten(3)}
+        axes |= {"layers": grid.permute(0, 2, 3, 4, 1), "time": grid.permute(1, 2, 3, 4, 0)}
         return {name: ranks.flatten(0, -2).tolist() for name, ranks in axes.items()}
 
 
@@ -106,6 +133,8 @@ class RankMesh:
     ring: Group
     ulysses: Group
     sequence: Group
+    layers: Group
+    time: Group
     world: Group
     host: Group
     control: ProcessGroup | None
@@ -168,6 +197,8 @@ class RankMesh:
             ring=group(rows["ring"]),
             ulysses=group(rows["ulysses"]),
             sequence=group(rows["sequence"]),
+            layers=group(rows["layers"]),
+            time=group(rows["time"]),
             world=group([list(everyone)]),
             host=group(_host_rows(mesh.size, control)),
             control=control,

@@ -34,6 +34,7 @@ from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.tasks import Task
 from wan_core.ops.kernels import fused
 from wan_core.parallel.conditioning import text_rank
+from wan_core.parallel.layers import held_layers
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
@@ -43,7 +44,7 @@ from wan_core.pipeline.loading import load_parts
 from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
 from wan_core.pipeline.merged_loras import MergedLoras, load_with_loras
-from wan_core.pipeline.model_parts import Experts, Parts
+from wan_core.pipeline.model_parts import Experts, Parts, is_packed
 from wan_core.pipeline.settings import ModelSettings, PartToLoad, choose_device, compute_dtype, resolve_settings
 from wan_core.pipeline.sources import TINY, recognise
 
@@ -98,8 +99,8 @@ class Models:
 
     def place(self, workload: Workload) -> MemoryPlan | None:
         """Move the models to where `workload` needs them: another size may take another plan than the one they were
-        loaded by. None on a CPU, and where ranks hold the experts in parts."""
-        if self.planner is None or self.sharded:
+        loaded by. None on a CPU, and where ranks hold parts of the experts."""
+        if self.planner is None or self.sharded or self.planner.layers is not None:
             return None
         plan = self.planner.plan(workload, self.residency)
         room = plan.room if plan.together else None
@@ -137,10 +138,13 @@ def load_models(
     any weights are read."""
     device = report.device
     settings = resolve_settings(found, options, device)
-    planner = make_planner(settings, options)
+    layers = held_layers(found.dit.num_layers, ranks)
+    planner = make_planner(settings, options, layers)
     plan = None if planner is None or options.residency == "shard" else planner.plan(workload)
     why_not = why_not_sharded(settings, ranks)
     residency, sharded = choose_residency(options, report, plan, found.dit.num_layers, ranks, why_not)
+    if layers is not None:
+        check_parts(settings, residency, sharded)
     shares = ranks is not None and residency.policy == "resident"
     waits = HostPlan()
     if planner is not None and residency.policy != "resident" and ranks is None:
@@ -153,9 +157,11 @@ def load_models(
         part, config = settings.parts[name], settings.parts[name].part.config
         if sharded and ranks is not None and part.part.path is not None and isinstance(config, DiTConfig):
             return load_sharded_dit(part.part.path, ranks, part.dtype, config.family)
-        share = partial(shared_checkpoint, ranks=ranks) if ranks and shares and name != "text_encoder" else None
+        here = layers if isinstance(config, DiTConfig) else None  # ranks read different blocks: none is shared
+        alone = name == "text_encoder" or here is not None
+        share = partial(shared_checkpoint, ranks=ranks) if ranks and shares and not alone else None
         how, stays = current_reading(), name in waits.mapped
-        with reading(replace(how, mapped=how.mapped or stays, stays=stays)):
+        with reading(replace(how, mapped=how.mapped or stays, stays=stays, layers=here)):
             return load_with_loras(part, settings.loras.get(name, ()), residency.load_device, device, share)
 
     names = [name for name in found.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
@@ -179,6 +185,19 @@ def load_models(
         report.notes.append(f"task: {found.task.name} ({found.why})")
     report.settings |= settings.describe()
     return Models(settings, residency, lora_files(options.loras), planner, sharded, ranks)
+
+
+def check_parts(settings: ModelSettings, residency: Residency, sharded: bool) -> None:
+    """Raise OptionError where ranks cannot hold whole blocks of the experts, a part of them each."""
+    why = None
+    if residency.policy != "resident" or sharded:
+        why = f"its blocks stay on the GPUs, and residency {'shard' if sharded else residency.policy!r} was chosen"
+    elif any(is_packed(part.quantization) for part in settings.parts.values()):
+        why = "weights that stay packed (GGUF) are not read in parts"
+    elif settings.all_loras:
+        why = "LoRAs are not read in parts: leave them out"
+    if why is not None:
+        raise OptionError(f"the layer pipeline does not go with this run; {why}, or use another mesh")
 
 
 def why_not_sharded(settings: ModelSettings, ranks: RankMesh | None) -> str | None:

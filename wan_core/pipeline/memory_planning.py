@@ -58,6 +58,7 @@ class MemoryPlanner:
 
     settings: ModelSettings
     options: LoadOptions
+    layers: range | None = None  # the blocks of a transformer that this rank holds; None: all
 
     def plan(self, workload: Workload | None, held: Residency | None = None) -> MemoryPlan:
         """workload: None is the task's own size. held: what an earlier plan has put on the device; that plan stays if
@@ -66,7 +67,7 @@ class MemoryPlanner:
         extra = lora_bytes(settings.attached_loras)
         beside = beside_workload(settings.found, workload, settings.per_token(), settings.dtype.itemsize)
         beside = beside_attached(beside, extra)
-        sizes = model_sizes(settings)
+        sizes = model_sizes(settings, self.layers)
         available = device_room(settings.device, options.memory_limit)
         if held is not None:
             available += held.weights_on_device()
@@ -78,12 +79,12 @@ class MemoryPlanner:
         return plan_memory(sizes, beside, available, mode, options.resident_blocks)
 
 
-def make_planner(settings: ModelSettings, options: LoadOptions) -> MemoryPlanner | None:
+def make_planner(settings: ModelSettings, options: LoadOptions, layers: range | None = None) -> MemoryPlanner | None:
     """None on a CPU, whose memory is not planned. Applies the memory limit."""
     if settings.device.type == "cuda":
         if options.memory_limit is not None:
             cap_memory(settings.device, options.memory_limit)
-        return MemoryPlanner(settings, options)
+        return MemoryPlanner(settings, options, layers)
     if options.memory_limit is not None:
         raise OptionError("a memory limit applies to a GPU, and this run is on a CPU: leave it out")
     return None
@@ -144,11 +145,13 @@ def _on_cpu(options: LoadOptions, report: Report, layers: int) -> Residency:
 OTHERS = ("text_encoder", "vae", "clip_vision")
 
 
-def model_sizes(settings: ModelSettings) -> Sizes:
-    """Of what is loaded: transformers alone have no text encoder and no VAE beside them."""
+def model_sizes(settings: ModelSettings, layers: range | None = None) -> Sizes:
+    """Of what is loaded: transformers alone have no text encoder and no VAE beside them. layers: those of a transformer
+    that are; None: all."""
     others = {name: settings.parts[name].bytes if name in settings.parts else 0 for name in OTHERS}
     stage = stage_bytes(settings.parts["text_encoder"].units, 0) if "text_encoder" in settings.parts else 0
     units, experts = settings.parts["high"].units, 1 + ("low" in settings.parts)
+    units = units if layers is None else (units[0], *(units[1 + layer] for layer in layers))
     return Sizes(units=units, experts=experts, text_stage=stage, **others)
 
 

@@ -179,6 +179,9 @@ class Pipeline:
             if models.ranks.cfg.size > 1 and job.plan.guided:
                 job = replace(job, batched=False, batched_why="each branch has ranks of its own")
                 self.report.settings["guidance_mode"] = "parallel"
+            elif models.ranks.layers.size > 1 and job.plan.guided:
+                job = replace(job, batched=False, batched_why="the branches follow each other through the layers")
+                self.report.settings["guidance_mode"] = "sequential"
         self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
         if job.plan.sparse is not None:
             check_kernel(job.plan.sparse, models.attention, models.device, models.dit_config.head_dim, job.tokens)

@@ -15,9 +15,11 @@ from wan_core.execution.report import Report, StepClock
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.parallel.guidance import SplitBranches
+from wan_core.parallel.layers import FollowingBranches
 from wan_core.parallel.mesh import RankMesh
+from wan_core.parallel.time import TimeStretch
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.denoise import Progress, denoise
+from wan_core.sampling.denoise import Progress, RunBranches, denoise
 from wan_core.sampling.pace import BlockChecks
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.solvers import History
@@ -54,7 +56,6 @@ def sample_latents(
     interrupt. on_leftover: told what another run can go on with, where noise is left over.
     """
     checks = checks or BlockChecks()
-    split = ranks is not None and ranks.cfg.size == 2
     clock, forwards = StepClock(report), 0
     history = History()
 
@@ -75,8 +76,13 @@ def sample_latents(
         nonlocal history
         history = last
 
+    stretch = TimeStretch(plan, ranks) if ranks is not None and ranks.time.size > 1 else None
+    if stretch is not None:
+        report.notes.append(f"time: {stretch.stretches.forwards} forwards in a row instead of {len(plan.steps)}")
+        checks.skip_steps(stretch.group.index)
+        noise = stretch.begin(noise)
     x = denoise(
-        plan,
+        plan if stretch is None else stretch.plan,
         ready,
         conditioning,
         noise,
@@ -85,12 +91,14 @@ def sample_latents(
         on_block=checks.after_block,
         ahead=ahead,
         relieve=relieve,
-        run_branches=SplitBranches(ranks, checks.before_exchange) if ranks is not None and split else None,
+        run_branches=branches_over(ranks, checks),
+        solver=None if stretch is None else stretch.solver,
         together=ranks is not None,
         history=History() if start is None else start.history(plan, noise.device),
         step_noise=None if start is None else start.step_noise(plan, noise.device),
         on_end=keep,
     )
+    x = x if stretch is None else stretch.finish(x)
     clock.finish()
     if plan.unskipped is not None:
         report.notes.append(
@@ -100,3 +108,10 @@ def sample_latents(
     if plan.sigmas[-1] > 0:
         on_leftover(Leftover(x, plan.sigmas[-1], plan.solver, history._replace(noise=None)))
     return finished(x, plan, vae, conditioning.known)
+
+
+def branches_over(ranks: RankMesh | None, checks: BlockChecks) -> RunBranches | None:
+    """How ranks run the guidance branches of a step; None: each runs both, or shares each forward."""
+    if ranks is not None and ranks.cfg.size == 2:
+        return SplitBranches(ranks, checks.before_exchange)
+    return FollowingBranches(ranks) if ranks is not None and ranks.layers.size > 1 else None

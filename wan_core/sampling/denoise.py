@@ -26,7 +26,7 @@ from wan_core.sampling.cache.residual import residuals
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.pace import Pace
 from wan_core.sampling.plan import Branch, Expert, Plan, Step
-from wan_core.sampling.solvers import NOISY, SOLVERS, History
+from wan_core.sampling.solvers import NOISY, SOLVERS, History, Solver
 from wan_core.sampling.sparsity.run import sparse_attention
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
@@ -80,6 +80,7 @@ def denoise(
     ahead: Callable[[Expert, Expert, int], None] | None = None,
     relieve: Callable[[Expert], bool] | None = None,
     run_branches: RunBranches | None = None,
+    solver: Solver | None = None,
     together: bool = False,
     history: History = NEW,
     step_noise: Callable[[], Tensor] | None = None,
@@ -97,6 +98,7 @@ def denoise(
     relieve(expert): memory ran out; make room and say whether there is any. The step is then run again, from the
     latents of the one before.
     run_branches: runs the guidance branches of a step (split over ranks); None: here, one after the other or batched.
+    solver: in the place of the plan's (ranks that run different steps); None: the plan's.
     together: several ranks run this with the same arguments, and all return the same latents.
     history: of the solver, from the run that this one goes on with. on_end: told the history at the end.
     step_noise: draws the noise of one step after the other, for solvers that add some.
@@ -105,7 +107,7 @@ def denoise(
     assert plan.window is None, "`cut_plan` comes before the run"
     if plan.solver in NOISY and step_noise is None and len(plan.steps) > 1:
         raise ValueError(f"solver {plan.solver} adds noise: hand in step_noise")
-    solver, x = SOLVERS[plan.solver], hold_known(noise.float(), conditioning)
+    solver, x = solver or SOLVERS[plan.solver], hold_known(noise.float(), conditioning)
     sigmas, past = (*plan.before, *plan.sigmas), len(plan.before)
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device, together)

@@ -24,6 +24,9 @@ class BlockChecks:
         """The work of a block has been launched."""
         self.check()
 
+    def skip_steps(self, steps: int) -> None:
+        """Other ranks have run so many steps before this one begins."""
+
     def before_exchange(self) -> None:
         """Ranks that split guidance are about to exchange velocities: this one runs no more blocks in this step."""
 

@@ -23,7 +23,8 @@ class LoadedExperts:
 
     def fits(self, ranks: RankMesh) -> bool:
         """Whether this mesh can share them: experts that are held in parts belong to the mesh that loaded them."""
-        return not self.models.sharded or self.mesh == ranks.mesh
+        whole = not self.models.sharded and self.mesh.layers == ranks.mesh.layers == 1
+        return whole or self.mesh == ranks.mesh
 
     def arrange(self, ranks: RankMesh) -> None:
         """Share the forwards over this mesh from now on."""

@@ -31,6 +31,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.registry import BACKENDS, resolve_attention
 from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.parallel.costs import H200, MeshChoice, choose_mesh, shares_read
+from wan_core.parallel.layers import check_layers
 from wan_core.parallel.mesh import Mesh, RankMesh
 from wan_core.parallel.sequence import check_mesh, reads_parts
 from wan_core.parallel.weights import shared_checkpoint
@@ -41,6 +42,7 @@ from wan_core.pipeline.pipeline import OnStep, Pipeline, sample_latents
 from wan_core.pipeline.resolved_request import Job, make_job
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
 from wan_core.pipeline.sources import find_experts, find_models, own_loras, recognise
+from wan_core.sampling.chords import check_chords
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
@@ -257,6 +259,9 @@ class Jobs:
             check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
         choice = self.best(dit, tokens, plan, precision, backend) if mesh is None else MeshChoice(mesh)
         check_mesh(choice.mesh, backend, tokens, plan.sparse)
+        check_layers(choice.mesh, dit, plan)
+        if choice.mesh.time > 1:
+            check_chords(plan, choice.mesh.time)
         if choice.mesh.ring > 1 and plan.sparse is not None:
             choice = replace(choice, note=ring_note(plan.sparse, backend, device, dit.head_dim, tokens))
         return choice
@@ -298,7 +303,9 @@ class Jobs:
 
     def between_blocks(self, mesh: Mesh, dit: DiTConfig) -> BetweenBlocks:
         """For one run on `mesh`: stops all ranks at the same block if the user wants that."""
-        return BetweenBlocks(self.rank, dit.num_layers // BLOCKS_BETWEEN_CHECKS if mesh.cfg > 1 else 0)
+        inside = mesh.layers == mesh.time == 1
+        per_step = dit.num_layers // BLOCKS_BETWEEN_CHECKS if mesh.cfg > 1 and inside else 0
+        return BetweenBlocks(self.rank, per_step, inside=inside)
 
     def on_step(self, between: BetweenBlocks, preview: bool = False) -> OnStep:
         """For `sample_latents`, on every rank: says how far it is, and stops all ranks if the user wants that.

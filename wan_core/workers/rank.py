@@ -151,18 +151,23 @@ class BetweenBlocks(BlockChecks):
     They agree as often all the same, because an agreement takes all ranks: the rest before they exchange velocities.
     """
 
-    def __init__(self, rank: Rank, per_step: int) -> None:
-        """per_step: agreements in a step where guidance is split, 0 where all ranks run the same blocks."""
+    def __init__(self, rank: Rank, per_step: int, inside: bool = True) -> None:
+        """per_step: agreements in a step where guidance is split, 0 where all ranks run the same blocks. inside: False
+        where ranks run different blocks or steps at a time: they agree at the end of a step alone."""
         super().__init__()
-        self.rank, self.per_step = rank, per_step
+        self.rank, self.per_step, self.inside = rank, per_step, inside
         self.blocks = self.agreed = 0  # in this step
 
     def after_block(self) -> None:
         """Raise Interrupted on all ranks if the program stopped the request."""
         self.blocks += 1
-        if self.blocks % BLOCKS_BETWEEN_CHECKS == 0:
+        if self.inside and self.blocks % BLOCKS_BETWEEN_CHECKS == 0:
             self.agreed += 1
             self.rank.raise_if_interrupted()
+
+    def skip_steps(self, steps: int) -> None:
+        for _ in range(steps):
+            self.end_step()
 
     def before_exchange(self) -> None:
         while self.agreed < self.per_step:

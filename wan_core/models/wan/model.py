@@ -48,6 +48,7 @@ class WanModel(nn.Module):
         )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(config.dim, 6 * config.dim))
         self.blocks = cast("list[Block]", nn.ModuleList(Block(config) for _ in range(config.num_layers)))
+        self.layers = range(config.num_layers)  # those that run here; other ranks may have the others
         self.head = Head(config)
         self.runners = RunnerChain()
         self._rope: tuple[tuple[tuple[int, int, int], torch.device], Tensor] | None = None
@@ -108,7 +109,7 @@ class WanModel(nn.Module):
         """The loop over the blocks, innermost in the chain of runners: tokens [B, L, C] after all of them."""
         tokens, weights, after_block = inputs.tokens, self.runners.weights, inputs.info.after_block
         weights.begin_run()
-        for layer in range(len(self.blocks)):
+        for layer in self.layers:
             weights.enter(layer)
             tokens = self.run_block(layer, tokens, inputs)
             weights.leave(layer)
@@ -133,10 +134,11 @@ class WanModel(nn.Module):
         return self.embed_patches(x, grid)
 
     def prepare_text(self, context: Tensor, image: Tensor | None = None) -> PreparedText:
-        """Text rows [B, S, text_dim] -> keys and values of every block. image: CLIP features of the image, for models
-        that take them."""
+        """Text rows [B, S, text_dim] -> keys and values of every block that runs here. image: CLIP features of the
+        image, for models that take them."""
         embedded = self.embed_text(context, image)
-        return PreparedText(tuple(self._keys_values(layer, embedded) for layer in range(len(self.blocks))))
+        here = self.layers
+        return PreparedText(tuple(self._keys_values(i, embedded) if i in here else () for i in range(len(self.blocks))))
 
     def embed_text(self, context: Tensor, image: Tensor | None) -> Tensor:
         """[B, S, text_dim] -> [B, text_len, C]. Zero-padded before the embedding, and the padding is attended to, as in

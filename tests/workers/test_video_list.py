@@ -1,0 +1,235 @@
+"""Lists of videos: shared out over makers, claimed against other programs, made again where a rank is lost, and never
+twice. `tools/video_list.py` does the same with 64 videos on four ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.launched import ranks_below, wait_until
+from wan_core.cli import main
+from wan_core.config import OptionError, Request, claims
+from wan_core.config.claims import SharedClaims
+from wan_core.config.outputs import Outputs, claim_of
+from wan_core.workers.launcher import WorkerError
+from wan_core.workers.video_list import ATTEMPTS, LOSSES, ListedVideo, VideoList, make_all
+
+TINY = ["generate", "--model", "tiny", "--size", "32x32", "--frames", "5", "--steps", "1"]
+
+
+def write_list(folder: Path, *lines: Any) -> Path:
+    path = folder / "list.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------- who makes what
+
+
+class Losing:
+    """A maker that loses some videos, at its first tries or always, and refuses others."""
+
+    def __init__(self, name: str, losses: dict[int, int], refuses: set[int], made: Counter[int]) -> None:
+        self.name, self.losses, self.refuses, self.made = name, losses, refuses, made
+
+    def make(self, video: ListedVideo) -> None:
+        time.sleep(0)  # others may go first
+        if video.line in self.refuses:
+            raise OptionError("refused")
+        if self.losses.get(video.line, 0) > 0:
+            self.losses[video.line] -= 1
+            raise WorkerError("lost")
+        video.out.write_text(video.key)
+        self.made[video.line] += 1
+
+
+@settings(max_examples=30)
+@given(
+    count=st.integers(1, 9),
+    makers=st.integers(1, 4),
+    losses=st.lists(st.dictionaries(st.integers(1, 9), st.integers(1, 3), max_size=4), min_size=4, max_size=4),
+    refuses=st.sets(st.integers(1, 9), max_size=2),
+    there=st.sets(st.integers(1, 9), max_size=3),
+)
+def test_each_video_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    count: int,
+    makers: int,
+    losses: list[dict[int, int]],
+    refuses: set[int],
+    there: set[int],
+) -> None:
+    """Whatever is lost, each video is made once or given up for a reason; those of others are left as they are."""
+    folder, made = tmp_path_factory.mktemp("list"), Counter[int]()
+    videos = [ListedVideo(i, Request(prompt="x"), folder / f"{i}.mp4", str(i)) for i in range(1, count + 1)]
+    for video in videos:
+        if video.line in there:
+            video.out.write_text("another's")
+    working = [Losing(f"maker {i}", dict(losses[i]), refuses, made) for i in range(makers)]
+    with SharedClaims() as held:
+        names = [maker.name for maker in working]
+        outcome = make_all(VideoList(videos, names, held, lambda v: v.out.exists()), working, lambda: None)
+    assert all(number == 1 for number in made.values())
+    assert sorted(outcome.made) == sorted(made)
+    ended = sorted([*outcome.made, *outcome.elsewhere, *outcome.failed])
+    assert ended == [video.line for video in videos], "each has one end"
+    assert set(outcome.elsewhere) == there & set(range(1, count + 1))
+    for line, why in outcome.failed.items():
+        lost = sum(wanted.get(line, 0) for wanted in losses[:makers])
+        assert why == ("refused" if line in refuses else why) and (line in refuses or lost >= ATTEMPTS or "left" in why)
+    assert not list(folder.glob(".*")), "no claim is left"
+
+
+def test_a_lost_video_goes_to_another_maker(tmp_path: Path) -> None:
+    """One that loses all it is given stops after some, and every video is made by the other."""
+    made = Counter[int]()
+    videos = [ListedVideo(i, Request(prompt="x"), tmp_path / f"{i}.mp4", str(i)) for i in range(1, 13)]
+    broken = Losing("broken", dict.fromkeys(range(1, 13), 99), set(), made)
+    sound = Losing("sound", {}, set(), made)
+    told: list[str] = []
+    with SharedClaims() as held:
+        listed = VideoList(videos, ["broken", "sound"], held, lambda v: v.out.exists(), told.append)
+        outcome = make_all(listed, [broken, sound], lambda: None)
+    assert sorted(outcome.made) == list(range(1, 13)) and not outcome.failed
+    assert sum("broken lost it" in words for words in told) <= LOSSES
+
+
+# ---------------------------------------------------------------------------------------------------- other programs
+
+
+def test_claims_of_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim that is renewed is left alone, one that no longer is goes; one of another command stays for ever."""
+    monkeypatch.setattr(claims, "RENEW_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "SILENT_SECONDS", 0.4)
+    path, theirs = tmp_path / "x.mp4", "ffffffff-1-ffffffff"
+    claim = claim_of(path)
+    with SharedClaims() as held:
+        claim.write_text(f"{theirs}\n{claims.RENEWED}")
+        end = time.monotonic() + 0.9
+        while time.monotonic() < end:
+            os.utime(claim)
+            assert not held.take(path)
+            time.sleep(0.02)
+        wait_until(lambda: held.take(path), 5, "the silent claim stays")
+        held.release(path)
+        claim.write_text(theirs)
+        end = time.monotonic() + 0.9
+        while time.monotonic() < end:
+            assert not held.take(path)
+            time.sleep(0.1)
+
+
+def test_claims_hold_against_a_single_run(tmp_path: Path) -> None:
+    path = tmp_path / "x.mp4"
+    with SharedClaims() as held, SharedClaims() as other:
+        assert held.take(path) and not other.take(path)
+        with Outputs({}) as outputs:
+            assert outputs.add("--out", path) == tmp_path / "x-1.mp4"
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------------- the file
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("[1]", "line 2 of .*no JSON object"),
+        ("{", "line 2 of .*no JSON object"),
+        ({"seed": 1}, "line 2 of .*'prompt' is missing"),
+        ({"prompt": "x", "stepz": 3}, "line 2 of .*'stepz' is not known; allowed are .*steps"),
+        ('{"prompt": "x", "seed": 1, "seed": 2}', "line 2 of .*'seed' is there twice"),
+        ({"prompt": "x", "seed": True}, "line 2 of .*'seed' is true; write a text or a number"),
+        ({"prompt": "x", "frames": 6}, "line 2 of .*6 frames given"),
+        ({"prompt": "x", "frames": 5.5}, "line 2 of .*--frames: invalid int"),
+        ({"prompt": "x", "size": "big"}, "line 2 of .*'big' is not a size"),
+        ({"prompt": "x", "out": "x.avi"}, "line 2 of .*only MP4"),
+        ({"prompt": "x", "out": "o-0001.mp4"}, "line 2 of .*written by line 1 too"),
+        ({"prompt": "x", "out": "nowhere/x.mp4"}, "nowhere.*Create the folder"),
+        ({"prompt": "x", "image": "none.png"}, "line 2 of .*none.png"),
+    ],
+)
+def test_refused_before_work(
+    line: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_list(tmp_path, {"prompt": "a red circle"}, line)
+    assert main([*TINY, "--prompts", str(path), "--out", "o.mp4"]) == 2
+    assert re.search(words, capfd.readouterr().err, re.DOTALL)
+    assert [found.name for found in tmp_path.iterdir()] == ["list.jsonl"]
+
+
+@pytest.mark.parametrize("option", [["--overwrite"], ["--sheet", "x.png"], ["--report", "r.json"], ["--rdzv", "h:1"]])
+def test_options_that_a_list_does_not_take(
+    option: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = write_list(tmp_path, {"prompt": "a red circle"})
+    assert main([*TINY, "--prompts", str(path), "--gpus", "cpu", *option]) == 2
+    assert f"{option[0]} does not go with --prompts" in capfd.readouterr().err
+
+
+def test_run_again_makes_what_is_missing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In this process: finished videos stay as they are, and one that is another's is never replaced."""
+    lines = [{"prompt": "a red circle", "seed": seed} for seed in range(3)]
+    command = [*TINY, "--prompts", str(write_list(tmp_path, *lines)), "--out", str(tmp_path / "o.mp4")]
+    assert main(command) == 0
+    first = {path.name: path.read_bytes() for path in sorted(tmp_path.glob("o-*"))}
+    assert list(first) == [f"o-000{i}.{kind}" for i in (1, 2, 3) for kind in ("mp4", "report.json")]
+    assert json.loads(first["o-0002.report.json"])["settings"]["seed"] == 1
+    for name in ("o-0002.mp4", "o-0002.report.json"):
+        (tmp_path / name).unlink()
+    capfd.readouterr()
+    assert main(command) == 0
+    told = capfd.readouterr()
+    assert "2 of 3 videos are there already" in told.err and "videos: 1 made, 2 were there before" in told.out
+    again = {path.name: path.read_bytes() for path in sorted(tmp_path.glob("o-*"))}
+    assert {n: b for n, b in again.items() if n != "o-0002.report.json"} == {
+        n: b for n, b in first.items() if n != "o-0002.report.json"
+    }
+    assert main(command) == 0
+    write_list(tmp_path, *lines[:2], {"prompt": "a blue square"})
+    assert main(command) == 2
+    assert "o-0003.mp4 exists and was not made by this line" in capfd.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------- on ranks
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
+def test_a_rank_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two makers of a rank each, one killed midway: all videos are there, none twice, with the bytes of one rank."""
+    count = 6
+    lines = [{"prompt": "a red circle", "seed": seed, "frames": 17, "size": "64x64"} for seed in range(count)]
+    path, here = write_list(tmp_path, *lines), os.getpid()
+    made: dict[str, dict[str, bytes]] = {}
+    killed: list[int] = []
+
+    def kill() -> None:
+        wait_until(lambda: len(list((tmp_path / "two").glob("*.mp4"))) >= 2, 60, "nothing is made")
+        killed.append(ranks_below(here)[-1])
+        os.kill(killed[0], signal.SIGKILL)
+
+    for name, devices in (("one", "cpu"), ("two", "cpu,cpu")):
+        (tmp_path / name).mkdir()
+        thread = threading.Thread(target=kill if name == "two" else lambda: None)
+        thread.start()
+        command = [*TINY, "--prompts", str(path), "--gpus", devices, "--out", str(tmp_path / name / "o.mp4")]
+        assert main(command) == 0
+        thread.join()
+        made[name] = {p.name: p.read_bytes() for p in (tmp_path / name).iterdir() if p.suffix == ".mp4"}
+        assert len(list((tmp_path / name).iterdir())) == 2 * count, "videos and reports, and no hidden file"
+    assert killed and "lost it and it will be made again" in capfd.readouterr().err
+    assert len(made["one"]) == count and made["two"] == made["one"]

@@ -1,0 +1,140 @@
+"""The file of `generate --prompts`: one video in a line, as a JSON object of command-line options."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from wan_core.cli.generate import request_of
+from wan_core.cli.options import add_request_options
+from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config.outputs import check_place, folded
+from wan_core.media.mp4 import check_video_name
+from wan_core.media.video import read_metadata
+from wan_core.workers.video_list import ListedVideo
+
+MOST_VIDEOS = 100_000
+KEY = "list_entry"  # in the metadata of a finished video
+SAME_RESULT = ("device", "residency", "resident_blocks", "memory_limit", "host_memory_limit")  # options of loading
+
+
+class LineParser(argparse.ArgumentParser):
+    """Raises OptionError where argparse would end the program."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(message)
+
+
+def read_list(path: Path, options: argparse.Namespace, loaded: LoadOptions) -> list[ListedVideo]:
+    """The videos of a file, each line checked. Options of the command line hold for every line that does not name
+    them. Raises OptionError."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise OptionError(f"cannot read the list {path}: {getattr(fault, 'strerror', None) or fault}") from fault
+    parser = _line_parser(options)
+    videos: list[ListedVideo] = []
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            videos.append(_video(number, _fields(text), parser, options.out, loaded))
+        except OptionError as fault:
+            raise OptionError(f"line {number} of {path}: {fault}") from fault
+    if not 1 <= len(videos) <= MOST_VIDEOS:
+        raise OptionError(f"{len(videos)} videos in {path}; allowed are 1 to {MOST_VIDEOS}, one JSON object a line")
+    _check_names(path, videos)
+    return videos
+
+
+def _line_parser(options: argparse.Namespace) -> argparse.ArgumentParser:
+    """Knows the options of one video, with those of the command line as defaults."""
+    parser = LineParser(add_help=False, allow_abbrev=False)
+    add_request_options(parser, prompt=False)
+    parser.add_argument("--out", type=Path)
+    known = {action.dest for action in parser._actions} - {"prompt", "out"}
+    parser.set_defaults(**{name: value for name, value in vars(options).items() if name in known})
+    return parser
+
+
+def _fields(text: str) -> Mapping[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise OptionError(f"field {twice[0]!r} is there twice")
+        return dict(pairs)
+
+    try:
+        found = json.loads(text, object_pairs_hook=once)
+    except OptionError:
+        raise
+    except (ValueError, RecursionError) as fault:
+        raise OptionError(f"no JSON object: {fault}") from fault
+    if not isinstance(found, dict):
+        raise OptionError('no JSON object; write {"prompt": "...", "seed": 1}')
+    return found
+
+
+def _video(
+    line: int, found: Mapping[str, Any], parser: argparse.ArgumentParser, out: Path, loaded: LoadOptions
+) -> ListedVideo:
+    known = {action.dest: action.option_strings[0] for action in parser._actions}
+    words = []
+    for name, value in found.items():
+        if name not in known:
+            raise OptionError(f"field {name!r} is not known; allowed are {', '.join(sorted(known))}")
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise OptionError(f"field {name!r} is {json.dumps(value)[:60]}; write a text or a number")
+        words.append(f"{known[name]}={value}")  # with =, so that a text may begin with a dash
+    given = parser.parse_args(words)
+    if not (given.prompt or "").strip():
+        raise OptionError("field 'prompt' is missing or empty")
+    request = request_of(given)
+    name = out.with_name(f"{out.stem}-{line:04}{out.suffix}") if given.out is None else given.out
+    check_video_name(name)
+    return ListedVideo(line, request, name, key_of(request, loaded))
+
+
+def key_of(request: Request, loaded: LoadOptions) -> str:
+    """Equal where the same video is asked for."""
+    models = {name: value for name, value in asdict(loaded).items() if name not in SAME_RESULT}
+    text = json.dumps([asdict(request), models], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def report_of(video: ListedVideo) -> Path:
+    return video.out.with_suffix(".report.json")
+
+
+def is_finished(video: ListedVideo) -> bool:
+    """Whether the file is there and holds this video. Raises OptionError where another has its name."""
+    if not video.out.exists():
+        return False
+    if read_metadata(video.out).get(KEY) != video.key:
+        raise OptionError(
+            f"{video.out} exists and was not made by this line: choose another name in the field 'out', or delete it"
+        )
+    return True
+
+
+def _check_names(path: Path, videos: list[ListedVideo]) -> None:
+    """Raise OptionError where two lines write one file, or a file cannot be written or is another video."""
+    taken: dict[str, int] = {}
+    for folder in {video.out.parent for video in videos}:
+        check_place(folder / ".wancore-list")
+    for video in videos:
+        try:
+            other = taken.setdefault(folded(video.out), video.line)
+            if other != video.line:
+                raise OptionError(f"{video.out} is written by line {other} too: choose another name in the field 'out'")
+            report = report_of(video)
+            if not is_finished(video) and report.exists():
+                raise OptionError(f"{report} exists and its video does not: delete it, or choose another 'out'")
+        except OptionError as fault:
+            raise OptionError(f"line {video.line} of {path}: {fault}") from fault

@@ -1,0 +1,163 @@
+"""`generate --prompts FILE.jsonl`: many videos, on one device, on several GPUs, or on several hosts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from wan_core.cli.workers import devices_of, worker_options
+from wan_core.config import LoadOptions, OptionError
+
+if TYPE_CHECKING:
+    from wan_core.execution.report import Report
+    from wan_core.pipeline.pipeline import Pipeline, WriteVideo
+    from wan_core.workers.launcher import Workers
+    from wan_core.workers.options import WorkerOptions
+    from wan_core.workers.video_list import ListedVideo, Maker, Outcome
+
+NOT_WITH_A_LIST = {
+    "save_latents": "a list keeps no latents",
+    "sheet": "a list makes no sheets",
+    "report": "each video of a list has a report beside it",
+    "overwrite": "a list never replaces files: delete those that are to be made again",
+    "rdzv": "start the same command on every host, in a folder that all of them share",
+}
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """Returns 1 if a video could not be made."""
+    import torch
+
+    from wan_core.cli.generate import load_options_of
+    from wan_core.cli.prompt_file import is_finished, read_list
+    from wan_core.pipeline.pipeline import check_request
+    from wan_core.pipeline.settings import choose_device
+    from wan_core.workers.video_list import Outcome
+
+    for name, advice in NOT_WITH_A_LIST.items():
+        if getattr(options, name):
+            raise OptionError(f"--{name.replace('_', '-')} does not go with --prompts: {advice}")
+    loaded = load_options_of(options)
+    groups = list_groups(options)
+    videos = read_list(options.prompts, options, loaded)
+    left = [video for video in videos if not is_finished(video)]
+    device = choose_device(options.device) if groups is None else torch.device(groups[0].devices[0])
+    for video in left:
+        try:
+            check_request(loaded, video.request, device)
+        except OptionError as fault:
+            raise OptionError(f"line {video.line} of {options.prompts}: {fault}") from fault
+    if len(left) < len(videos):
+        tell(f"{len(videos) - len(left)} of {len(videos)} videos are there already and are not made again")
+    outcome = make_left(left, groups, loaded) if left else Outcome()
+    return say(outcome, len(videos) - len(left))
+
+
+def make_left(left: Sequence[ListedVideo], groups: Sequence[WorkerOptions] | None, loaded: LoadOptions) -> Outcome:
+    """Make the videos that are not there. The ranks of all groups end with it."""
+    from wan_core.cli.prompt_file import is_finished
+    from wan_core.config.claims import SharedClaims
+    from wan_core.workers.launcher import Workers
+    from wan_core.workers.video_list import VideoList, make_all
+
+    with ExitStack() as stack:
+        running = [stack.enter_context(Workers(group)) for group in groups or ()]
+        makers: list[Maker] = [
+            MakerOnRanks(f"group {number} ({', '.join(workers.options.devices)})", loaded, workers)
+            for number, workers in enumerate(running, 1)
+        ]
+        makers = makers or [MakerHere(loaded)]
+        claims = stack.enter_context(SharedClaims())
+        listed = VideoList(left, [maker.name for maker in makers], claims, is_finished, tell)
+        return make_all(listed, makers, lambda: [workers.kill() for workers in running])
+
+
+def tell(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def say(outcome: Outcome, before: int) -> int:
+    """Print what became of the list. Returns the exit code."""
+    parts = [f"{len(outcome.made)} made", f"{before} were there before"]
+    parts += [f"{len(outcome.elsewhere)} made by other programs"] * bool(outcome.elsewhere)
+    parts += [f"{len(outcome.failed)} not made"] * bool(outcome.failed)
+    print(f"videos: {', '.join(parts)}")
+    if outcome.failed:
+        lines = ", ".join(map(str, sorted(outcome.failed)))
+        tell(f"wan_core generate: not made are lines {lines}; the same command tries them again")
+    return int(bool(outcome.failed))
+
+
+def list_groups(options: argparse.Namespace) -> list[WorkerOptions] | None:
+    """The devices of each maker: one, or as many as the mesh needs. None without --gpus. Raises OptionError."""
+    if options.gpus is None:
+        worker_options(options)  # refuses options of several GPUs
+        return None
+    from wan_core.parallel.mesh import Mesh
+
+    devices, mesh = devices_of(options), options.mesh.strip().lower()
+    size = 1 if mesh == "auto" else Mesh.parse(mesh).size
+    if len(devices) % size:
+        raise OptionError(
+            f"mesh {mesh} needs {size} GPUs for each video, and {len(devices)} are given: give a multiple of {size}"
+        )
+    given = [devices[first : first + size] for first in range(0, len(devices), size)]
+    one = worker_options(argparse.Namespace(**{**vars(options), "gpus": ",".join(given[0])}))
+    assert one is not None
+    return [replace(one, devices=group) for group in given]
+
+
+class MakerHere:
+    """Makes videos in this process; models stay loaded while they fit the next video."""
+
+    def __init__(self, loaded: LoadOptions) -> None:
+        self.name, self.loaded = "this process", loaded
+        self.pipe: tuple[Any, Pipeline] | None = None
+
+    def make(self, video: ListedVideo) -> None:
+        from wan_core.pipeline.pipeline import Pipeline
+        from wan_core.pipeline.sources import own_loras
+
+        request = video.request
+        image = bool(request.image or request.last_image)
+        spec = own_loras(self.loaded, request.preset, image=image), image
+        if self.pipe is None or self.pipe[0] != spec:
+            self.pipe = None  # gone before the next is loaded
+            self.pipe = spec, Pipeline.load(self.loaded, request=request)
+        pipe = self.pipe[1]
+        write_with_report(video, lambda write: pipe.generate(request, write=write).report)
+
+
+class MakerOnRanks:
+    """Makes videos with worker processes of its own."""
+
+    def __init__(self, name: str, loaded: LoadOptions, workers: Workers) -> None:
+        self.name, self.loaded, self.workers = name, loaded, workers
+
+    def make(self, video: ListedVideo) -> None:
+        from wan_core.workers.client import generate
+
+        def run(write: WriteVideo) -> Report:
+            return generate(self.workers, self.loaded, video.request, write=write).report
+
+        write_with_report(video, run)
+
+
+def write_with_report(video: ListedVideo, run: Callable[[WriteVideo], Report]) -> None:
+    """Have `run` make the video, and write its report beside it. Raises OptionError where a file of that name came
+    meanwhile."""
+    from wan_core.cli.prompt_file import KEY, report_of
+    from wan_core.media.mp4 import write_mp4
+    from wan_core.pipeline.pipeline import metadata
+
+    def write(frames: Iterator[Any], /, *, fps: int, settings: Mapping[str, Any]) -> None:
+        if os.path.lexists(video.out):
+            raise OptionError(f"{video.out} came while this video was made, and is not replaced")
+        write_mp4(video.out, frames, fps=fps, metadata={**metadata(settings), KEY: video.key})
+
+    run(write).save(report_of(video))
