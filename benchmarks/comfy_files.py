@@ -50,23 +50,28 @@ def write_experts(
     models: Path, task: str, device: torch.device, layers: int | None, precisions: Iterable[str] = ("fp8_scaled",)
 ) -> None:
     """Both experts in every precision, from the same random numbers."""
+    for expert in EXPERTS:
+        write_expert(models, task, expert, device, layers, precisions)
+        make_room(device)
+
+
+def write_expert(
+    models: Path, task: str, expert: str, device: torch.device, layers: int | None, precisions: Iterable[str]
+) -> None:
     folder = models / "diffusion_models"
     folder.mkdir(parents=True, exist_ok=True)
-    config = RANDOM[f"{task}-A14B"][0]
+    config = plain_config(task)
     config = replace(config, num_layers=layers or config.num_layers)
-    for seed, expert in enumerate(EXPERTS):
-        missing = {p: path for p in precisions if not (path := folder / expert_file(task, expert, p, layers)).exists()}
-        if not missing:
-            continue
-        module = random_module(config, device=device, dtype=torch.bfloat16, seed=seed)
-        assert isinstance(module, WanModel)
-        values = {name: value.detach() for name, value in module.named_parameters()}
-        if "fp16" in missing:
-            write_safetensors(values, missing["fp16"], metadata_of(module))
-        if "fp8_scaled" in missing:
-            write_safetensors(as_fp8(values, quantized_names(config)), missing["fp8_scaled"], metadata_of(module))
-        del module, values
-        make_room(device)
+    missing = {p: path for p in precisions if not (path := folder / expert_file(task, expert, p, layers)).exists()}
+    if not missing:
+        return
+    module = random_module(config, device=device, dtype=torch.bfloat16, seed=EXPERTS.index(expert))
+    assert isinstance(module, WanModel)
+    values = {name: value.detach() for name, value in module.named_parameters()}
+    if "fp16" in missing:
+        write_safetensors(values, missing["fp16"], metadata_of(module))
+    if "fp8_scaled" in missing:
+        write_safetensors(as_fp8(values, quantized_names(config)), missing["fp8_scaled"], metadata_of(module))
 
 
 def write_loras(models: Path, task: str, device: torch.device) -> None:
@@ -95,8 +100,6 @@ def write_text_encoder(models: Path, device: torch.device) -> None:
     tensors[TOKENIZER] = proto
     assert isinstance(module, UMT5Encoder)
     write_safetensors(tensors, path, metadata_of(TextEncoder(module, Tokenizer(proto.numpy().tobytes()))))
-    del module, values, tensors
-    make_room(device)
 
 
 _MODULES = {"token_embedding.weight": "shared.weight", "norm.weight": "encoder.final_layer_norm.weight"}

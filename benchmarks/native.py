@@ -7,6 +7,8 @@ steps    eight steps without guidance, four by each expert: sampler seconds of e
          `--runs` (2) with new seeds after two steps that are not counted; `error` of final latents against native
 guided   40 steps with guidance 3.5. The native side runs 4 of them (`--steps`), and its time is scaled; the accelerated
          sides run all, with FP8, sparse attention and step caching
+templates  Animate-2, S2V and VACE by ComfyUI's official templates: see `native_templates`. The templates are those of
+         ComfyUI's Python, or in the folder `templates` of --scratch
 
 seconds   of the two samplers; ratio: seconds of the native side over this one's
 """
@@ -26,8 +28,10 @@ from benchmarks.cases import parse_size
 from benchmarks.comfy_graphs import Job, accelerated_graph
 from benchmarks.everyday import NATIVE, NATIVE_KITCHEN, Files, Server, Side, saved_latents, server_files
 from benchmarks.measure import relative_error
+from benchmarks.native_templates import template_rows, templates_of
 from benchmarks.options import NATIVE_PARTS
 from benchmarks.rows import Row, guarded
+from wan_core.config import OptionError
 
 LAYERS = 8
 SIDES = (
@@ -51,19 +55,29 @@ def native_rows(
 ) -> Iterator[Row]:
     """Rows of the suite. Raises OptionError where there is no ComfyUI."""
     layers = options.layers or LAYERS
+    if unknown := set(options.setup or ()) - {side.name for side in SIDES}:
+        raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(side.name for side in SIDES)}")
     details |= {"layers": layers}
     with server_files(options.scratch, options.checkout) as (checkout, base):
         files = Files(base / "models", device)
         for size in sizes:
             width, height, frames = parse_size(size)
             job = Job("t2v", width, height, frames, four_steps=False, layers=layers, denoise_only=True)
-            files.write(job)
-            with Server(checkout, base, device) as server:
-                for part in options.setting or NATIVE_PARTS:
-                    yield from PARTS[part](server, job, options)
+            wanted = options.setting or NATIVE_PARTS
+            if set(wanted) & set(PARTS):
+                files.write(job)
+                with Server(checkout, base, device) as server:
+                    for part in wanted:
+                        if part in PARTS:
+                            yield from PARTS[part](server, job, options)
+            if "templates" in wanted:
+                folder = templates_of(options.scratch)
+                few = layers if device.type == "cuda" else None
+                yield from template_rows(checkout, folder, (width, height, frames), few, device)
 
 
 def step_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
+    sides = [side for side in SIDES if not options.setup or side.name in options.setup]
     jobs = [replace(job, steps=8, cfg=1.0, seed=seed) for seed in range(1, 1 + (options.runs or 2))]
     jobs = [replace(jobs[0], steps=2), *jobs]
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -71,7 +85,7 @@ def step_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator
     failed: dict[str, Row] = {}
     for job in jobs:
         exact: torch.Tensor | None = None
-        for side in SIDES:
+        for side in sides:
             if side.name in failed:
                 continue
             row = guarded(side.name, job.size, None, lambda s=side, j=job: sampled(server, s, j))
@@ -82,7 +96,7 @@ def step_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator
             exact = latents if exact is None else exact
             errors[side.name] = relative_error(latents, exact)
             seconds[side.name].append(row["seconds"])
-    for side in SIDES:
+    for side in sides:
         row = failed.get(side.name) or measured(side, job, seconds, errors)
         yield row | {"name": f"eight steps: {side.name}"}
 

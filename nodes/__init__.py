@@ -7,6 +7,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from . import host
 from .accelerate import WanCoreAccelerate
+from .animate import WanCoreAnimate, WanCoreAnimate2
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
@@ -51,6 +52,8 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreFromModel,
     WanCoreNAG,
     WanCoreDecodeToVideo,
+    WanCoreAnimate,
+    WanCoreAnimate2,
 ]
 
 

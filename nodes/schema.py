@@ -36,6 +36,8 @@ ALIASES = {
     "WanCoreLauncher": ("multi gpu", "xdit", "ulysses", "parallel", "distributed"),
     "WanCoreAccelerate": ("wan fast", "sage", "sage attention", "sageattention", "flash attention", "patch sage"),
     "WanCoreNativePlan": ("wan schedule", "steps preview", "ksampler plan", "teacache", "magcache"),
+    "WanCoreAnimate": ("wan animate", "pose video", "character replacement", "wan animate to video"),
+    "WanCoreAnimate2": ("wan animate 2", "motion transfer", "driving video", "wan animate2 to video"),
     "WanCoreFromModel": ("wan bridge", "model to wancore", "convert model", "block swap", "wan fast"),
 }  # fmt: skip
 

@@ -92,7 +92,7 @@ class WanCoreDecodeToVideo(io.ComfyNode):
                 io.Combo.Input(
                     "encoder",
                     options=list(ENCODERS),
-                    default="as Save Video",
+                    default="frame threads",
                     tooltip="'as Save Video': the same settings (crf 23, medium). 'frame threads': the same quality, "
                     "on more CPU cores. 'fast': preset veryfast, larger files of the same quality.",
                 ),

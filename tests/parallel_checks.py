@@ -6,6 +6,7 @@ import functools
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.exchanges import exchanges
+from tests import control_references
 from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_inputs, draw_weights
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.random import random_module
@@ -268,6 +270,38 @@ def driven_forward(mesh: str, family: str, **changed) -> tuple[float, float]:
     free = model(x, time, context, image=given["image"])
     optimize(model, attend=attend, ranks=ranks_of(mesh))
     return relative(model(x, time, context, **given), whole), relative(free, whole)
+
+
+@torch.no_grad()
+def controlled_forward(mesh: str, name: str, frames: int, rows: int, columns: int) -> tuple[float, float]:
+    """As `driven_forward`, of a tiny model of VACE or Fun."""
+    config = control_references.CONFIGS[name]
+    model = load_dit(draw_weights(config), metadata={"num_heads": config.num_heads})
+    given = control_references.draw_inputs(config, (1, frames, rows, columns))
+    x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    attend = BACKENDS["math"].load()
+    whole = optimize(model, attend=attend)(x, time, context, **given)
+    free = model(x, time, context, **{"image": given["image"]} if "image" in given else {})
+    optimize(model, attend=attend, ranks=ranks_of(mesh))
+    return relative(model(x, time, context, **given), whole), relative(free, whole)
+
+
+@torch.no_grad()
+def sharded_vace(mesh: str, path: str) -> tuple[float, list[str]]:
+    """Of a VACE file whose weights are sharded: the difference to the whole model, and matrices that are not."""
+    from torch.distributed.tensor import DTensor
+
+    model, whole = load_sharded_dit(Path(path), ranks_of(mesh), torch.float32), load_dit(Path(path))
+    given = control_references.draw_inputs(whole.config, (1, 2, 3, 2))
+    given["control"] = control_references.contexts(given["control"])
+    x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    kept = [
+        name
+        for name, parameter in model.named_parameters()
+        if "blocks." in name and parameter.ndim == 2 and not isinstance(parameter, DTensor)
+    ]
+    optimize(model, attend=BACKENDS["math"].load(), ranks=ranks_of(mesh))
+    return relative(model(x, time, context, **given), whole(x, time, context, **given)), kept
 
 
 def sharded_weights(mesh: str) -> tuple[int, list[str]]:

@@ -203,3 +203,21 @@ def test_full_size_parameter_count():
     shapes = expected_shapes(ANIMATE_14B)
     assert len(shapes) == 1427
     assert round(sum(torch.Size(shape).numel() for shape in shapes.values()) / 1e9, 2) == 17.27
+
+
+def test_any_damage_to_what_is_its_own_is_refused(weights):
+    changes = {"shorter": lambda v: v[:0], "longer": lambda v: torch.cat([v, v]), "an axis more": lambda v: v[None]}
+    for name in (name for name in weights if not name.startswith("blocks.")):
+        for change in changes.values():
+            with pytest.raises(CheckpointError):
+                detect(weights | {name: change(weights[name])}, "dit")
+
+
+def test_a_part_that_diffusers_splits_may_not_be_missing():
+    state = diffusers_model(TINY).state_dict()
+    for gone in ("face_adapter.0.to_v.weight", "face_adapter.0.to_k.bias", "motion_encoder.conv_in.act_fn.bias"):
+        with pytest.raises(CheckpointError, match=r"missing|unexpected"):
+            wan_core.load_dit({name: value for name, value in state.items() if name != gone})
+    wrong = state | {"face_adapter.0.to_v.weight": state["face_adapter.0.to_v.weight"][:-1]}
+    with pytest.raises(CheckpointError, match=r"to_k|to_v|linear1_kv"):
+        wan_core.load_dit(wrong)

@@ -19,14 +19,17 @@ from wan_core.config import OptionError
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.families.animate2 import attention
+from wan_core.models.wan.families.animate2 import model as animate2_model
 from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention, Recording, spans
 from wan_core.models.wan.families.animate2.config import Animate2Config
+from wan_core.models.wan.families.animate2.kept import HostLayers
 from wan_core.models.wan.families.animate2.model import Animate2Model
 from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.attention.sdpa import SDPA
+from wan_core.sampling.presets import preset_plan
 
 NAMED = {"config": '{"transformer": {"model_type": "animate2", "num_heads": 2}}'}
 GRID = (1, 4, 2, 3)
@@ -200,6 +203,25 @@ def test_every_input_counts(model):
     assert distance(run(model, given, log_scale=-1.3), whole) > 1e-3
 
 
+@pytest.mark.parametrize("videos", [1, 2])
+def test_kept_in_host_memory_it_is_the_same(model, monkeypatch, videos):
+    """A layer's keys and values arrive while the one before computes; two places serve all layers."""
+    given = draw_inputs(ANIMATE2, (videos, *GRID[1:]))
+    there = run(model, given)
+    monkeypatch.setattr(animate2_model, "fits", lambda *_: False)
+    assert torch.equal(run(model, given), there)
+    x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    with torch.no_grad():
+        prepared = model.prepare_text(context, **given)
+        assert isinstance(prepared.own.layers, HostLayers)
+        for _ in range(2):  # steps
+            assert torch.equal(model(x, timestep, prepared), there)
+        for row in range(videos):
+            here = slice(row, row + 1)
+            found = model(x[here], timestep[here], prepared.rows(row, row + 1))
+            assert distance(found, there[here]) <= 1e-5
+
+
 def test_only_the_unconditional_forward_leaves_its_block_out():
     config = Animate2Config(**{**vars(ANIMATE2), "num_layers": 4, "unconditional_skips": 2})
     model = Animate2Model(config).eval()
@@ -221,7 +243,7 @@ def test_branches_share_the_driving_video(model):
     both = torch.cat([given["context"], other["context"]])
     with torch.no_grad():
         prepared = model.prepare_text(both, **(shared | {"image": given["image"].expand(2, -1, -1)}))
-        assert len(prepared.own.layers[0][0]) == 1
+        assert prepared.own.layers.videos == 1
         together = model(given["x"].repeat(2, 1, 1, 1, 1), given["timestep"].repeat(2), prepared)
         for row, context in enumerate((given["context"], other["context"])):
             expected = run(model, given, context=context)[0]
@@ -291,17 +313,18 @@ def test_scaled_fp8_files_load(weights):
         assert (found[name] - value).abs().max() <= 0.07 * value.abs().max()
 
 
-def test_what_nothing_tells_from_image_to_video_is_asked_for(weights, tmp_path):
+@pytest.mark.parametrize("name", ["wan_animate_2_14B_bf16", "wan_animate2", "Wan-Animate-2"])
+def test_what_nothing_tells_from_image_to_video_is_asked_for(weights, tmp_path, name):
     """Without metadata, tensors are those of Wan 2.1 image-to-video. A name that says otherwise is no proof."""
     heads = {"num_heads": 2}
     assert wan_core.load_dit(weights, metadata=heads).family == "wan"
-    path = tmp_path / "wan_animate_2_14B_bf16.safetensors"
+    path = tmp_path / f"{name}.safetensors"
     save_file(weights, path, {"num_heads": "2"})
     with pytest.raises(CheckpointError, match=r"families wan and animate2.*family='animate2'.*--task animate2-14B"):
         wan_core.load_dit(path)
     assert wan_core.load_dit(path, family="animate2").family == "animate2"
     assert wan_core.load_dit(path, family="wan").family == "wan"
-    with pytest.raises(OptionError, match="family 'animate3' is not known; use one of: animate, animate2, wan"):
+    with pytest.raises(OptionError, match=r"family 'animate3' is not known; use one of: animate, animate2, .*wan"):
         wan_core.load_dit(path, family="animate3")
 
 
@@ -323,5 +346,6 @@ def test_other_models_are_not_taken_for_it(weights):
 def test_the_name_tells_distilled_weights(name, task):
     choice = choose_task(ANIMATE2, Clues(Path(name)))
     assert choice.task.name == task and "distilled" in choice.why
+    assert len(preset_plan(files=[Path(name)], task=task).steps) == choice.task.steps  # and not a preset's
     with pytest.raises(OptionError, match="one transformer"):
         choose_task(ANIMATE2, Clues(Path(name), alone=False))

@@ -18,7 +18,10 @@ from wan_core.config import SparseOptions
 from wan_core.execution.optimize import optimize
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.animate.config import ANIMATE_14B
+from wan_core.models.wan.families.animate.model import AnimateModel
+from wan_core.models.wan.families.animate2 import model as animate2_model
 from wan_core.models.wan.families.animate2.config import ANIMATE2_14B
+from wan_core.models.wan.families.animate2.model import Animate2Model
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
@@ -72,6 +75,45 @@ def test_sparse_attention_that_reads_everything_is_dense(family, attention):
         with in_tiles(model, tiles):
             found = model(x, timestep, prepared, ForwardInfo(sparsity=sparsity))
         assert (found - dense).norm() / dense.norm() < limit
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", WIDE)
+def test_replayed_it_is_the_same(family):
+    """As CUDA graphs, both branches together, of which one leaves a block out."""
+    config = WIDE[family]
+    if family == "animate2":
+        config = replace(config, unconditional_skips=1)
+    given = {name: value.to(CUDA) for name, value in draw_inputs(config, GRID).items()}
+    x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    x, timestep, context = (torch.cat([one, one]) for one in (x, timestep, context))
+    given["image"] = torch.cat([given["image"]] * 2)
+    branches = {"unconditional": [False, True]} if family == "animate2" else {}
+    model = AnimateModel(config) if family == "animate" else Animate2Model(config)
+    model.load_state_dict(draw_weights(config))
+    optimize(
+        model.to(CUDA, torch.bfloat16).requires_grad_(False), attend=resolve_attention("auto", CUDA, torch.bfloat16)[1]
+    )
+    prepared = model.prepare_text(context, **given, **branches)
+    first = model(x, timestep, prepared)
+    for _ in range(4):
+        assert torch.equal(model(x, timestep, prepared), first)
+
+
+@torch.no_grad()
+def test_from_host_memory_it_is_the_same(monkeypatch):
+    """Keys and values of the driving video that are copied while the layer before computes."""
+    config = WIDE["animate2"]
+    given = {name: value.to(CUDA) for name, value in draw_inputs(config, (1, 5, 24, 24)).items()}
+    x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    model = wan_core.load_dit(draw_weights(config), family="animate2", device=CUDA, dtype=torch.bfloat16)
+    there = model(x, timestep, model.prepare_text(context, **given))
+    monkeypatch.setattr(animate2_model, "fits", lambda *_: False)
+    prepared = model.prepare_text(context, **given)
+    for _ in range(20):
+        assert torch.equal(model(x, timestep, prepared), there)
+    del prepared
+    assert torch.equal(model(x, timestep, model.prepare_text(context, **given)), there)
 
 
 def seconds(run, times: int = 3) -> float:

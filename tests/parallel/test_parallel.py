@@ -20,6 +20,7 @@ import parallel_checks
 import parallel_loading
 import parallel_ranks
 from parallel_ranks import Ranks
+from safetensors.torch import save_file
 
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import write_safetensors
@@ -80,6 +81,16 @@ def test_driven_families_equal_one_rank(ranks, mesh, family):
     changed = {"log_scale": -1.3} if family == "animate2" else {}
     for error, counts in ranks.ask("driven_forward", mesh=mesh, family=family, **changed):
         assert error < ROUNDING and counts > 1e-2
+
+
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "1x2x2"])
+@pytest.mark.parametrize("name", ["vace", "fun-control", "fun-control 2.1", "camera"])
+def test_controlled_families_equal_one_rank(ranks, mesh, name):
+    """Control videos and cameras find the tokens of each rank, and one rank begins with the reference."""
+    for frames, rows, columns in ((4, 3, 2), (1, 3, 3), (2, 1, 5)):
+        asked = {"mesh": mesh, "name": name, "frames": frames, "rows": rows, "columns": columns}
+        for error, counts in ranks.ask("controlled_forward", **asked):
+            assert error < ROUNDING and counts > 1e-2
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -274,6 +285,15 @@ def test_experts_in_parts(ranks, alone):
     assert [changed for _, changed in answers] == [[]] * 3
     blocks = sum(value.numel() * 4 for value in load_dit(TINY / "t2v_high.safetensors").blocks.state_dict().values())
     assert sum(held for held, _ in answers) == blocks and max(held for held, _ in answers) < 0.4 * blocks
+
+
+def test_weights_of_vace_blocks_are_sharded_too(ranks, tmp_path):
+    path = tmp_path / "vace.safetensors"
+    save_file(
+        parallel_checks.draw_weights(parallel_checks.control_references.CONFIGS["vace"]), path, {"num_heads": "2"}
+    )
+    for error, kept in ranks.ask("sharded_vace", mesh="1x1x2", path=str(path)):
+        assert error < ROUNDING and kept == []
 
 
 @pytest.mark.parametrize("in_order", [True, False])

@@ -40,7 +40,7 @@ def everyday(scaled: bool) -> dict[str, PartToLoad]:
         return Part("a file", config, torch.bfloat16, count, lambda *_: None, path=FILE, **more)  # type: ignore
 
     matrices = I2V_A14B.block_matrices * I2V_A14B.num_layers
-    expert = part(I2V_A14B, DIT, scaled=True, fp8_parameters=matrices) if scaled else part(I2V_A14B, DIT)
+    expert = part(I2V_A14B, DIT, scaled=True, quantized_parameters=matrices) if scaled else part(I2V_A14B, DIT)
     table = UMT5_XXL.vocab_size * UMT5_XXL.dim
     size = PackedSize("fp8", TEXT - table, TEXT - table) if scaled else None
     text = part(UMT5_XXL, TEXT, scaled=scaled, packed=size)

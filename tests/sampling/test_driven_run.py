@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,9 +11,12 @@ import torch
 
 import wan_core
 from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_inputs, draw_weights
+from tests.int8_files import HOLD, described, encoded
+from wan_core.checkpoint.save import write_safetensors
 from wan_core.config import SkipOptions, TaylorSeerOptions
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.optimize import optimize
+from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.attention.sdpa import SDPA
 from wan_core.sampling.cache.skipping import skip_forwards
@@ -22,7 +27,7 @@ from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 
 CPU = torch.device("cpu")
 CONFIGS = {"animate": TINY_ANIMATE, "animate2": ANIMATE2}
-GRID = (1, 3, 4, 5)
+GRID = (1, 3, 2, 10)  # so wide that tiles hold tokens of several frames
 
 
 @pytest.fixture(params=CONFIGS)
@@ -79,7 +84,7 @@ def test_what_differs_between_branches_counts(family):
     model = made(family)
     if family == "animate2":
         model.config = replace(model.config, unconditional_skips=1)
-    plan, noise = plan_for(family), torch.randn(1, 16, GRID[1], 8, 10)
+    plan, noise = plan_for(family), torch.randn(1, 16, GRID[1], 2 * GRID[2], 2 * GRID[3])
     with torch.no_grad():
         given = conditioned(family)
         one, other = (denoise(plan, lambda _: model, c, noise) for c in (given, replace(given, uncond_inputs={})))
@@ -132,3 +137,30 @@ def test_sparse_attention_reads_less(family):
     found = run(model, family, sparsify(plan, parse_sparse("0.9/0/0:ramp0")))
     assert 1e-5 < difference(found, whole) < 0.3
     assert torch.equal(run(model, family, plan), whole)  # nothing stays behind
+
+
+@pytest.mark.parametrize("layout", ["comfyui", "official"])
+def test_int8_files_run_as_they_are_stored(family, layout, tmp_path):
+    """As the official templates name them: rotated INT8 matrices, in memory and in products."""
+    config = replace(CONFIGS[family], dim=64, ffn_dim=64, num_layers=5)
+    weights, state = draw_weights(config), {}
+    level = "block." if (family, layout) == ("animate2", "official") else ""
+    for name, value in weights.items():
+        stem, _, kind = re.sub(r"^(blocks\.\d+\.)", rf"\1{level}", name).rpartition(".")
+        if kind == "weight" and name.rpartition(".")[0] in quantized_names(config):
+            state |= {f"{stem}.{part}": tensor for part, tensor in encoded("rotated 64", value).items()}
+            text = json.dumps(described("rotated 64")).encode()
+            state[f"{stem}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
+        else:
+            state[f"{stem}.{kind}"] = value
+    claimed = {"config": '{"transformer": {"model_type": "animate2"}}'} if family == "animate2" and not level else {}
+    write_safetensors(state, tmp_path / "m.safetensors", {"num_heads": "2", **claimed})
+    given = draw_inputs(config, GRID)
+    found = {}
+    for held in (None, HOLD):
+        model = wan_core.load_dit(tmp_path / "m.safetensors", dtype=torch.float32, quantization=held)
+        assert model.family == family
+        inputs = {name: value for name, value in given.items() if name not in ("x", "timestep", "context")}
+        with torch.no_grad():
+            found[held] = model(given["x"], given["timestep"], given["context"], **inputs)
+    assert 0 < difference(found[HOLD], found[None]) < 0.05

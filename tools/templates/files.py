@@ -1,7 +1,7 @@
-"""Run by ComfyUI's Python: tiny Wan models of ComfyUI's own classes with random weights, saved in the layout that its
-loaders recognise.
+"""Run by ComfyUI's Python: Wan models of ComfyUI's own classes with random weights, saved in the layout that its
+loaders recognise: tiny ones in float32, or of the real width with some of the layers in bfloat16.
 
-    python tools/templates/files.py COMFYUI_PATH JSON        {"file": "kind of model", ...}
+    python tools/templates/files.py COMFYUI_PATH JSON [LAYERS]       {"file": "kind of model", ...}
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 # What ComfyUI reads from a file: the width (heads of 128), the layers. It takes the rest for granted.
 SMALL = {"dim": 256, "ffn_dim": 128, "num_heads": 2, "num_layers": 2}
+FULL = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40}
 # Kind -> the name of ComfyUI's class, and what makes it this variant.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "t2v": ("WAN21_T2V", {"in_dim": 16}),
@@ -27,15 +28,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def transformer(kind: str, seed: int) -> dict[str, Any]:
+def transformer(kind: str, seed: int, layers: int | None) -> dict[str, Any]:
+    """layers: of the real width; None: a tiny model of two."""
     import comfy.supported_models
     import torch
 
     name, changed = KINDS[kind]
     config = getattr(comfy.supported_models, name)
-    made = config({**config.unet_config, **SMALL, **changed})
-    made.set_inference_dtype(torch.float32, None)
-    return _drawn(made.get_model({}).diffusion_model, seed)
+    sizes = SMALL if layers is None else {**FULL, "num_layers": layers}
+    if layers is not None and kind == "vace":
+        changed = {**changed, "vace_layers": max(1, layers // 5)}
+    made = config({**config.unet_config, **sizes, **changed})
+    made.set_inference_dtype(torch.float32 if layers is None else torch.bfloat16, None)
+    device = None if layers is None or not torch.cuda.is_available() else torch.device("cuda")
+    return _drawn(made.get_model({}, device=device).diffusion_model, seed)
 
 
 def vae() -> dict[str, Any]:
@@ -45,36 +51,42 @@ def vae() -> dict[str, Any]:
     return _drawn(WanVAE(dim=8, z_dim=16, temperal_downsample=[False, True, True]), 1)
 
 
-def lora(seed: int) -> dict[str, Any]:
+def lora(seed: int, dim: int) -> dict[str, Any]:
     """For the queries of the first block, which every kind has."""
     import torch
 
     draw, name = torch.Generator().manual_seed(seed), "diffusion_model.blocks.0.self_attn.q"
-    down, up = (torch.randn(*shape, generator=draw) * 0.05 for shape in ((4, 256), (256, 4)))
+    down, up = (torch.randn(*shape, generator=draw) * 0.05 for shape in ((4, dim), (dim, 4)))
     return {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": torch.tensor(4.0)}
 
 
 def _drawn(module: Any, seed: int) -> dict[str, Any]:
     import torch
 
-    draw = torch.Generator().manual_seed(seed)
+    generators = {}
     with torch.no_grad():
         for name, tensor in module.named_parameters():
+            if tensor.device not in generators:
+                generators[tensor.device] = torch.Generator(tensor.device).manual_seed(seed)
+            draw = generators[tensor.device]
             torch.nn.init.normal_(tensor, std=tensor[0].numel() ** -0.5 if tensor.ndim > 1 else 0.02, generator=draw)
             if ("norm" in name and name.endswith("weight")) or name.endswith("gamma"):
                 tensor.add_(1)
     return {name: value.contiguous() for name, value in module.state_dict().items()}
 
 
-def main(checkout: str, wanted: dict[str, str]) -> None:
+def main(checkout: str, wanted: dict[str, str], layers: int | None) -> None:
     sys.path[:] = [checkout, *(path for path in sys.path if Path(path or ".").resolve() != Path(__file__).parent)]
-    importlib.import_module("comfy.cli_args").args.cpu = True
+    importlib.import_module("comfy.cli_args").args.cpu = layers is None
     import torch
     from safetensors.torch import save_file
 
     with torch.inference_mode(False):
         for seed, (path, kind) in enumerate(wanted.items()):
-            made = vae() if kind == "vae" else lora(seed) if kind == "lora" else transformer(kind, seed)
+            if kind == "lora":
+                made = lora(seed, (SMALL if layers is None else FULL)["dim"])
+            else:
+                made = vae() if kind == "vae" else transformer(kind, seed, layers)
             # Nothing in the tensors tells Animate-2 from image-to-video: its file says it.
             told = {"config": json.dumps({"transformer": {"model_type": "animate2"}})} if kind == "animate2" else None
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -82,4 +94,4 @@ def main(checkout: str, wanted: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ STAND_INS = {
     "AudioEncoderEncode": "StandInAudio",
     "SAM3_Detect": "StandInMask",
 }
+EXACT = {"attention": "auto", "sparse": "off"}
 KEPT = {"StandInText": ("text",), "StandInVision": ("image",), "StandInMask": ("image",)}  # inputs that they have too
 
 
@@ -72,8 +73,19 @@ def templates_folder(python: str) -> Path | None:
     return Path(found.stdout.strip()) / "templates" if found.returncode == 0 else None
 
 
-def reduced(graph: Graph) -> Graph:
-    """The graph with stand-ins, two steps and a small size; only what samplers need."""
+@dataclass(frozen=True)
+class Scale:
+    """How large a template runs. size: of every node that has one, None as the template says. steps: of every sampler,
+    None likewise. frames: of videos that are given. layers: None for tiny models, or how many of the real width."""
+
+    size: Mapping[str, int] | None = field(default_factory=lambda: dict(SMALL))
+    steps: int | None = 2
+    frames: int = 9
+    layers: int | None = None
+
+
+def reduced(graph: Graph, scale: Scale) -> Graph:
+    """The graph with stand-ins, in the size and steps of `scale`; only what samplers need."""
     made = deepcopy(graph)
     for one in made.values():
         kind, inputs = one["class_type"], one["inputs"]
@@ -82,13 +94,17 @@ def reduced(graph: Graph) -> Graph:
             one["inputs"] = {name: inputs[name] for name in KEPT.get(STAND_INS[kind], ())}
         elif kind in ("LoadImage", "GetVideoComponents"):
             one["class_type"] = "StandInPictures"
-            one["inputs"] = {"name": str(inputs.get("image", "video")), "frames": 1 if kind == "LoadImage" else 9}
+            one["inputs"] = {
+                "name": str(inputs.get("image", "video")),
+                "frames": 1 if kind == "LoadImage" else scale.frames,
+            }
         elif kind == "LoraLoader":  # its CLIP goes to text encoders alone
             one["class_type"] = "LoraLoaderModelOnly"
             one["inputs"] = {name: inputs[name] for name in ("model", "lora_name", "strength_model")}
         else:
-            inputs |= {name: value for name, value in SMALL.items() if name in inputs and _has_size(kind)}
-            _two_steps(kind, inputs)
+            inputs |= {name: value for name, value in (scale.size or {}).items() if name in inputs and _has_size(kind)}
+            if scale.steps is not None:
+                _fewer_steps(kind, inputs, scale.steps)
     return made
 
 
@@ -96,24 +112,25 @@ def _has_size(kind: str) -> bool:
     return kind.startswith(("Wan", "Empty", "Resize"))
 
 
-def _two_steps(kind: str, inputs: dict[str, Any]) -> None:
+def _fewer_steps(kind: str, inputs: dict[str, Any], steps: int) -> None:
     if "steps" in inputs and (kind in SAMPLERS or kind == "BasicScheduler"):
-        inputs["steps"] = 2
-    if kind == "KSamplerAdvanced":  # the first of two ends after one step
+        inputs["steps"] = steps
+    if kind == "KSamplerAdvanced":  # the first of two ends after half of them
         first = inputs["add_noise"] == "enable"
-        inputs |= {"start_at_step": 0 if first else 1, "end_at_step": 1 if first else 10000}
+        inputs |= {"start_at_step": 0 if first else steps // 2, "end_at_step": steps // 2 if first else 10000}
 
 
-def observed(graph: Graph, run: str, *, accelerated: bool) -> Graph:
-    """What the samplers need, each sampler's latents kept as `<run>-<sampler>.pt`."""
+def observed(graph: Graph, run: str, accelerate: Mapping[str, Any] | None = None) -> Graph:
+    """What the samplers need, each sampler's latents kept as `<run>-<sampler>.pt`. accelerate: inputs of WanCore
+    Accelerate in front of each."""
     made = deepcopy(graph)
     for name, one in graph.items():
         if one["class_type"] not in SAMPLERS:
             continue
         source = one["inputs"]["model"]
-        if accelerated:
+        if accelerate is not None:
             added = f"accelerate {source[0]} {source[1]}"
-            choices = {"model": source, "attention": "auto", "sparse": "off"}
+            choices = {"model": source, **accelerate}
             made[added] = {"class_type": "WanCoreAccelerate", "inputs": choices}
             made[name]["inputs"]["model"] = [added, 0]
         made[f"keep {name}"] = {
@@ -147,27 +164,34 @@ def files_of(graph: Graph, kind: str, models: Path) -> dict[str, str]:
 
 
 class Templates:
-    """A ComfyUI with stand-ins, and tiny files as templates ask for them."""
+    """A ComfyUI with stand-ins, and files as templates ask for them."""
 
-    def __init__(self, checkout: Path, base: Path) -> None:
-        """Raises FileNotFoundError where its Python has no templates."""
+    def __init__(
+        self, checkout: Path, base: Path, scale: Scale | None = None, folder: Path | None = None, **server: Any
+    ) -> None:
+        """folder: of the templates; None: where its Python has them. server: more arguments of `ComfyUI`. Raises
+        FileNotFoundError where there are no templates."""
         self.checkout, self.python = checkout, python_of(checkout)
-        folder = templates_folder(self.python)
+        self.scale, folder = scale or Scale(), folder or templates_folder(self.python)
         if folder is None:
             raise FileNotFoundError(f"{self.python} has no comfyui-workflow-templates-json: pip install it")
         self.folder, self.base = folder, make_base(base, {"stand_ins": (HERE / "stand_ins.py").read_text()})
-        self.server = ComfyUI(checkout, base)
+        self.server = ComfyUI(checkout, base, **server)
         self.info: Mapping[str, Any] = self.server.get("/object_info")
+
+    def graph(self, template: str) -> Graph:
+        """The template as it runs, and its files written."""
+        workflow = json.loads((self.folder / f"{template}.json").read_text(encoding="utf-8"))
+        graph = reduced(expand(workflow, self.info), self.scale)
+        self._write(files_of(observed(graph, ""), TEMPLATES[template], self.base / "models"))
+        return graph
 
     def run(self, template: str) -> Result:
         """Raises AssertionError where it does not run."""
-        workflow = json.loads((self.folder / f"{template}.json").read_text(encoding="utf-8"))
-        graph = reduced(expand(workflow, self.info))
-        graph = observed(graph, "plain", accelerated=False)
-        self._write(files_of(graph, TEMPLATES[template], self.base / "models"))
+        graph = observed(self.graph(template), "plain")
         words: list[str] = []
         for run in ("plain", "fast"):
-            given = graph if run == "plain" else observed(_without_keeping(graph), run, accelerated=True)
+            given = graph if run == "plain" else observed(_without_keeping(graph), run, EXACT)
             begin = len(self.server.log())
             done = self.server.run(given)
             assert done.ok, f"{template}: {done.status}"
@@ -191,6 +215,7 @@ class Templates:
     def _write(self, files: dict[str, str]) -> None:
         shutil.rmtree(self.base / "models", ignore_errors=True)
         command = [self.python, str(HERE / "files.py"), str(self.checkout), json.dumps(files)]
+        command += [] if self.scale.layers is None else [str(self.scale.layers)]
         subprocess.run(command, check=True, capture_output=True, cwd=self.checkout)
 
     def stop(self) -> None:

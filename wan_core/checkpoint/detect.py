@@ -139,7 +139,7 @@ def _refuse_ambiguous(names: Collection[str], found: str, checkpoint: Checkpoint
             raise CheckpointError(
                 f"its tensors fit the families {found} and {family.name}, its name says {family.name}, and its "
                 f"metadata does not say which: name the family, load_dit(..., family={family.name!r}), or a task of "
-                f"it, --task {family.tasks[0].name}"
+                f"it, --task {family.tasks[0].name}; in ComfyUI, use a file that has its metadata"
             )
 
 

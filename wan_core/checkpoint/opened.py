@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,6 +130,11 @@ class Checkpoint:
             self.places if tensors is None else places,
             self.readers,
         )
+
+    def with_metadata(self, said: Mapping[str, Any]) -> Checkpoint:
+        """This checkpoint with more metadata; what is no string is written as JSON, as headers have it."""
+        added = {key: value if isinstance(value, str) else json.dumps(value) for key, value in said.items()}
+        return self.replaced(metadata={**self.metadata, **added})
 
     def close(self) -> None:
         """Read no more. The file stays mapped until the last tensor read from it is freed."""

@@ -22,7 +22,7 @@ def _table(*rows: tuple[str, str]) -> tuple[Foreign, ...]:
 
 _NOT_YET = "not supported yet by this version. Use the bf16 or the fp8_scaled file of the same model"
 
-_UNSUPPORTED = "which is not supported; T2V and I2V of Wan 2.1 and 2.2, TI2V and Animate are"
+_UNSUPPORTED = "which is not supported; T2V and I2V of Wan 2.1 and 2.2, TI2V, Animate, VACE and Fun are"
 
 EXTENDED = _table(
     (
@@ -46,12 +46,8 @@ EXTENDED = _table(
         f"a Wan transformer with an audio branch (MultiTalk, InfiniteTalk), {_UNSUPPORTED}",
     ),
     (
-        r"(^|\.)vace_(blocks|patch_embedding)\.",
-        f"a Wan VACE transformer, {_UNSUPPORTED}",
-    ),
-    (
-        r"(^|\.)(ref_conv|control_adapter|img_in_ref)\.",
-        f"a Wan Fun transformer (control or camera), {_UNSUPPORTED}",
+        r"(^|\.)img_in_ref\.",
+        f"a Wan Fun transformer of another kind, {_UNSUPPORTED}",
     ),
     (
         r"(^|\.)(img_emb\.emb_pos|condition_embedder\.image_embedder\.pos_embed)$",

@@ -43,7 +43,7 @@ def inspect(path: Path) -> dict[str, Any]:
         with open_checkpoint(path) as checkpoint:
             found |= {"tensors": len(checkpoint.tensors), "gib": gib(checkpoint), "precision": precisions(checkpoint)}
             found |= _lora(checkpoint) if is_lora(checkpoint.tensors) else _model(checkpoint, path)
-            found |= _from_metadata_and_name(checkpoint.metadata, path)
+            found |= _from_metadata_and_name(checkpoint.metadata, path, found)
     except UserError as fault:
         found["problems"].append(str(fault))
     return found
@@ -81,7 +81,7 @@ def _model(checkpoint: Any, path: Path) -> dict[str, Any]:
         if path.parent.resolve() == TINY.resolve():
             found["family"] = "the embedded model"
         else:
-            found["family"] = _task_words(config, Clues(path, checkpoint.metadata))
+            found |= _task_words(config, Clues(path, checkpoint.metadata))
         found["shape"] = {
             name: getattr(config, name) for name in ("num_layers", "dim", "ffn_dim", "num_heads", "in_channels")
         }
@@ -94,15 +94,16 @@ def _model(checkpoint: Any, path: Path) -> dict[str, Any]:
     return found
 
 
-def _task_words(config: Any, clues: Any) -> str:
-    """`Wan 2.2 t2v-A14B`, and what decided it where tensors do not."""
+def _task_words(config: Any, clues: Any) -> dict[str, Any]:
+    """`family`: Wan 2.2 t2v-A14B, and what decided it where tensors do not. `distilled`: of tasks that are."""
     from wan_core.models.wan.families import choose_task
 
     try:
         task, why = choose_task(config, clues)
     except OptionError:
-        return f"a Wan transformer of {config.in_channels} input channels, of no known task"
-    return f"{task.release} {task.name}" + (f" ({why})" if why else "")
+        return {"family": f"a Wan transformer of {config.in_channels} input channels, of no known task"}
+    steps = {"distilled": f"for {task.steps} steps"} if task.distilled else {}
+    return {"family": f"{task.release} {task.name}" + (f" ({why})" if why else ""), **steps}
 
 
 def _lora(checkpoint: Any) -> dict[str, Any]:
@@ -155,8 +156,9 @@ def _families() -> Mapping[str, Any]:
     }
 
 
-def _from_metadata_and_name(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """Expert and number of distilled steps, as the file's metadata or name gives them, and the metadata itself."""
+def _from_metadata_and_name(metadata: Mapping[str, str], path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Expert and number of distilled steps, as the file's metadata or name gives them where they are not `known`, and
+    the metadata itself."""
     from wan_core.config import LoraOptions
     from wan_core.pipeline.loras import expert_of
     from wan_core.sampling.presets import distilled_steps
@@ -166,7 +168,7 @@ def _from_metadata_and_name(metadata: Mapping[str, str], path: Path) -> dict[str
     if expert is not None:
         found["expert"] = f"{expert} (from its {'metadata' if metadata.get('expert') == expert else 'name'})"
     steps = distilled_steps(path) if path.is_file() else None
-    if steps is not None:
+    if steps is not None and "distilled" not in known:
         found["distilled"] = f"for {steps} steps"
     if metadata:
         found["metadata"] = {key: value[:200] for key, value in list(metadata.items())[:40]}

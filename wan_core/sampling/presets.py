@@ -124,7 +124,8 @@ def preset_plan(
     """
     if sigmas is not None and shift is not None:
         raise OptionError(f"shift {shift:g} given, and sigmas, which have a shift already: leave the shift out")
-    settings, reason = find_preset(preset, files)
+    own = preset == "auto" and find_task(task).distilled
+    settings, reason = find_preset(preset, () if own else files)
     if settings is None:
         return make_plan(
             task=task, steps=steps, shift=shift, boundary=boundary, guidance_high=guidance_high,

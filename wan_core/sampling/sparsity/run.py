@@ -53,7 +53,7 @@ class SparseTiles:
         image: bool = False,
         observe: Observer | None = None,
     ) -> None:
-        self.options, self.grid, self.image, self.observe = options, grid, image, observe
+        self.options, self.image, self.observe = options, image, observe
         self.attentions = [block.self_attn for block in model.blocks]
         self.around = [attention.attend for attention in self.attentions]
         self.dense = [attend.local for attend in self.around]
@@ -93,7 +93,7 @@ class SparseTiles:
             self.computed.append(info.step)
         self.install(self.observe is not None or info.sparsity > 0)
         frames_apart = inputs.modulation.shape[1] > 1
-        tiles = make_tiles(self.grid, self.block, tokens.device, frames_apart=frames_apart, image=self.image)
+        tiles = make_tiles(inputs.grid, self.block, tokens.device, frames_apart=frames_apart, image=self.image)
         sparse = SparseForward(
             kernel=self.kernel,
             dense=self.dense,

@@ -91,12 +91,14 @@ class SparseForward:
         return out.to(q.dtype) * values.scale.to(q.dtype), total
 
     def _read(self, layer: int, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Pooled | None]:
-        """What the kernel gives for plain numbers, its log-sum-exp, and the means of what it did not read."""
+        """What the kernel gives for plain numbers, its log-sum-exp, and the means that `finish` has yet to add."""
         block = self.block
         pools = pool(q, block)[0], *pool(k, block)
         route = self.route(layer, rule, *pools)
-        out, lse = self.kernel.load()(q, k, v, route, block)
-        return out, lse, Pooled(pools[1], pool(v, block)[0], route.kept(self.tiles.blocks)) if self.pooled else None
+        pooled = Pooled(pools[1], pool(v, block)[0], route.kept(self.tiles.blocks)) if self.pooled else None
+        if self.kernel.means:
+            return *self.kernel.load()(q, k, v, route, block, pooled), None
+        return *self.kernel.load()(q, k, v, route, block), pooled
 
     def attend_fp8(self, call: AttentionCall, q: Fp8, k: Fp8, v: Fp8) -> Tensor:
         """FP8 [B, L, H, D] in units of v's scale."""

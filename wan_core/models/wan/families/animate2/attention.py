@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from wan_core.config.checks import OptionError
+from wan_core.models.wan.families.animate2.kept import to_host
 from wan_core.ops.attention.merge import merge, merge_lse
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring
 
@@ -25,13 +26,17 @@ AT_ONCE = 8192  # tokens of driven frames that are merged at a time
 
 @dataclass(frozen=True)
 class Recording:
-    """`AttentionCall.own` of the pass over the driving video: keeps the keys and values of every layer."""
+    """`AttentionCall.own` of the pass over the driving video: keeps the keys and values of every layer, values times
+    `factor`, on the host if that is said."""
 
+    on_host: bool = False
+    factor: float = 1.0
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k, v [B, M, H, D] of one layer."""
-        self.layers[layer] = k.contiguous(), v.contiguous()
+        pair = k.contiguous(), (v if self.factor == 1.0 else v * self.factor).contiguous()
+        self.layers[layer] = (to_host(pair[0]), to_host(pair[1])) if self.on_host else pair
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention, Recording, finite_scale
-from wan_core.models.wan.families.animate2.config import Animate2Config
+from wan_core.models.wan.families.animate2.config import Animate2Config, prepared_bytes
+from wan_core.models.wan.families.animate2.kept import DeviceLayers, HostLayers, fits
 from wan_core.models.wan.families.wan.image_model import ImageWanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.rope import rope_table
@@ -33,28 +34,31 @@ DRIVING_TIMESTEP = 1.0
 class Driving:
     """What drives the videos of a batch.
 
-    layers: keys and values [B or 1, M, H, D] of every block; empty: nothing drives them. grid: frames, rows, columns of
-    the driving tokens. unconditional: of each video; one value stands for all.
+    layers: keys and values [B or 1, M, H, D] of every block; None: nothing drives them. grid: frames, rows, columns of
+    the driving tokens. unconditional: of each video; one value stands for all. stays: the same on the device, bool
+    [B, 1, 1], where videos differ: nothing may be copied there while a graph is captured.
     """
 
-    layers: Sequence[tuple[Tensor, Tensor]] = ()
+    layers: DeviceLayers | HostLayers | None = None
     grid: tuple[int, int, int] = (0, 0, 0)
     log_scale: float = 0.0
     reference_strength: float = 1.0
     unconditional: tuple[bool, ...] = (False,)
     videos: int = 1
+    stays: Tensor | None = None
 
     def rows(self, start: int, stop: int) -> Driving:
         """Those of the videos start..stop of the batch. Fewer driving videos than videos serve several branches."""
         layers = self.layers
-        if layers and len(layers[0][0]) == self.videos:
-            layers = [(k[start:stop], v[start:stop]) for k, v in layers]
+        if layers is not None and layers.videos == self.videos:
+            layers = layers.rows(start, stop)
         few = self.unconditional if len(self.unconditional) == 1 else self.unconditional[start:stop]
-        return replace(self, layers=layers, unconditional=few, videos=stop - start)
+        stays = None if self.stays is None else self.stays[start:stop]
+        return replace(self, layers=layers, unconditional=few, videos=stop - start, stays=stays)
 
     def at(self, layer: int, frame: int) -> Driven:
         """What attention of a layer reads."""
-        keys, values = self.layers[layer] if self.layers else (None, None)
+        keys, values = (None, None) if self.layers is None else self.layers.at(layer)
         return Driven(frame, keys, values, self.log_scale, self.reference_strength)
 
 
@@ -113,37 +117,45 @@ class Animate2Model(ImageWanModel):
         without = (unconditional,) if isinstance(unconditional, bool) else tuple(unconditional)
         if len(without) not in (1, videos):
             raise ValueError(f"unconditional for {len(without)} videos given, and text for {videos}")
-        driving = Driving((), (0, 0, 0), finite_scale(log_scale), reference_strength, without, videos)
+        stays = None
+        if len(without) > 1:
+            stays = torch.tensor(without, device=self.patch_embedding.weight.device)[:, None, None]
+        driving = Driving(None, (0, 0, 0), finite_scale(log_scale), reference_strength, without, videos, stays)
         if pose is not None:
             assert image is not None  # or `embed_text` would have raised
             text = context if pose_context is None else pose_context
             seen = image if pose_image is None else pose_image
             pose, text, seen = same_rows(videos, pose, text, seen)
             own = pose_context is not None or pose_image is not None
-            layers, grid = self.drive(pose, super().prepare_text(text, seen) if own else prepared)
-            if pose_strength != 1.0:
-                layers = [(k, v * pose_strength) for k, v in layers]
+            text = super().prepare_text(text, seen) if own else prepared
+            layers, grid = self.drive(pose, text, pose_strength)
             driving = replace(driving, layers=layers, grid=grid)
         return prepared._replace(own=driving)
 
-    def drive(self, pose: Tensor, text: PreparedText) -> tuple[list[tuple[Tensor, Tensor]], tuple[int, int, int]]:
-        """The pass over driving videos [B, 36, T, Y, X]: keys and values [B, M, H, D] of every block, and the grid."""
+    def drive(
+        self, pose: Tensor, text: PreparedText, strength: float
+    ) -> tuple[DeviceLayers | HostLayers, tuple[int, int, int]]:
+        """The pass over driving videos [B, 36, T, Y, X]: keys and values [B, M, H, D] of every block, values times
+        `strength`, and the grid."""
         weight = self.patch_embedding.weight
         pose = pose.to(weight.device)
         grid = self.token_grid(pose)
         _, modulation = self.embed_time(torch.full((len(pose),), DRIVING_TIMESTEP, device=weight.device))
         # One frame later, because the video begins with the reference, and to the right of the video.
         rope = rope_table(grid, self.config.rope_axes, weight.device, start=(1, 0, grid[2]))
-        recorded = Recorded()
-        own = text._replace(own=recorded)
-        inputs = BlockInputs(self.embed_patches(pose, grid), modulation, rope, own, SINGLE_FORWARD, grid)
+        tokens = self.embed_patches(pose, grid)
+        ahead = prepared_bytes(self.config, (len(pose), 0, pose.shape[2] + 1, *pose.shape[3:]), tokens.element_size())
+        room = fits(ahead, tokens.shape[0] * (tokens.shape[1] + grid[1] * grid[2]), tokens.shape[2], weight.device)
+        recorded = Recorded(on_host=not room, factor=strength)
+        inputs = BlockInputs(tokens, modulation, rope, text._replace(own=recorded), SINGLE_FORWARD, grid)
         self.runners(inputs, self.run_blocks, {Place.SCALES, Place.SHARDS})
-        return [recorded.layers[layer] for layer in range(len(self.blocks))], grid
+        layers = [recorded.layers[layer] for layer in range(len(self.blocks))]
+        return DeviceLayers(layers) if room else HostLayers(layers, weight.device), grid
 
     def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
         driving = text.own
         assert isinstance(driving, Driving), "text was prepared by a model of another family"
-        if driving.layers and driving.grid != (grid[0] - 1, *grid[1:]):
+        if driving.layers is not None and driving.grid != (grid[0] - 1, *grid[1:]):
             patch = self.config.patch_size
             given = [size * side for size, side in zip(driving.grid, patch, strict=True)]
             raise ValueError(
@@ -163,9 +175,9 @@ class Animate2Model(ImageWanModel):
         own = driving.at(layer, inputs.grid[1] * inputs.grid[2])
         if not any(skipped):
             return super().run_block(layer, tokens, inputs, own)
-        stay = torch.tensor(skipped, device=tokens.device)[:, None, None]
+        assert driving.stays is not None
         before = tokens.clone()
-        return torch.where(stay, before, super().run_block(layer, tokens, inputs, own))
+        return torch.where(driving.stays, before, super().run_block(layer, tokens, inputs, own))
 
 
 def same_rows(videos: int, *given: Tensor) -> list[Tensor]:

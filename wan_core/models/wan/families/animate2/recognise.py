@@ -16,7 +16,7 @@ from wan_core.models.wan.families.shapes import transformer_settings
 from wan_core.models.wan.families.wan.recognise import read_config as read_wan_config
 
 METADATA = {"config": json.dumps({"transformer": {"model_type": "animate2"}})}  # as of ComfyUI's files
-NAMED = re.compile(r"animate[ _.-]?2(?![.\d])", re.IGNORECASE)
+NAMED = re.compile(r"animate[ _.-]?2(?!\.?\d)", re.IGNORECASE)
 _DISTILLED = re.compile(r"distill", re.IGNORECASE)
 
 

@@ -13,9 +13,9 @@ from wan_core.models.wan.families.family import Task
 
 BASE = Task(
     name="animate2-14B", family="animate2", release="Wan 2.2", in_channels=36, image="channels", image_dim=1280,
-         driven_by="WanAnimate2ToVideo",
+    driven_by="WanAnimate2ToVideo",
     vae=VAE_21, full_size=ANIMATE2_14B, two_experts=False, boundary=0.0, shift=5.0, steps=40,
     guidance_high=3.0, guidance_low=3.0, width=1280, height=720, frames=81, fps=24,
 )  # fmt: skip
-DISTILLED = replace(BASE, name="animate2-14B-distilled", steps=10, guidance_high=1.0, guidance_low=1.0)
+DISTILLED = replace(BASE, name="animate2-14B-distilled", distilled=True, steps=10, guidance_high=1.0, guidance_low=1.0)
 TASKS = (BASE, DISTILLED)
