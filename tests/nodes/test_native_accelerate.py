@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.comfyui import QUIET, find_comfyui, python_of
+from tests.comfyui import QUIET, find_newer_comfyui, python_of
 
 pytestmark = pytest.mark.comfy
 SCRIPT = Path(__file__).with_name("native_models.py")
@@ -39,7 +39,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    checkout = find_comfyui()
+    checkout = find_newer_comfyui()
     command = [python_of(checkout), str(SCRIPT), str(checkout), CHECKS]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **QUIET}, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.comfyui import QUIET, find_comfyui, python_of
+from tests.comfyui import QUIET, find_newer_comfyui, python_of
 
 pytestmark = pytest.mark.comfy
 CHECKS = (
@@ -20,7 +20,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
-    checkout, script = find_comfyui(), Path(__file__).with_name("native_caches.py")
+    checkout, script = find_newer_comfyui(), Path(__file__).with_name("native_caches.py")
     command = [python_of(checkout), str(script), str(checkout)]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **QUIET}, timeout=600)
     assert ran.returncode == 0, ran.stderr[-4000:]

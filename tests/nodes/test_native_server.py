@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.comfyui import ComfyUI, Graph, Run, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, Run, find_newer_comfyui, make_base
 from tests.nodes.test_nodes_comfy import CAPTION, TINY, node
 from wan_core.checkpoint.random import random_module
 from wan_core.models.wan.config import DiTConfig
@@ -39,7 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def comfy(base: Path) -> Iterator[ComfyUI]:
-    server = ComfyUI(find_comfyui(), base)
+    server = ComfyUI(find_newer_comfyui(), base)
     yield server
     server.stop()
 
@@ -103,7 +103,7 @@ def test_prompts_in_a_row_equal_fresh_servers(base: Path, comfy: ComfyUI) -> Non
     prompts = [graph(SPARSE, seed=3, length=9), graph(EXACT, seed=4), graph(SPARSE, seed=5)]
     row = [latents(comfy, comfy.run(prompt)) for prompt in prompts]
     comfy.stop()
-    fresh = ComfyUI(find_comfyui(), base)
+    fresh = ComfyUI(find_newer_comfyui(), base)
     try:
         for prompt, expected in zip(reversed(prompts), reversed(row), strict=True):
             assert torch.equal(latents(fresh, fresh.run(prompt)), expected)

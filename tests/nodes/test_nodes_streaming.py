@@ -119,11 +119,11 @@ def with_loras(model: Any, strength: float) -> Any:
     return replace(model, loras={name: tuple(wanted) for name, wanted in found.items()})
 
 
-def latents(model: Any, on_step: Any = None, relieve: Any = None) -> torch.Tensor:
+def latents(model: Any, on_step: Any = None, relieve: Any = None, steps: int = 2) -> torch.Tensor:
     rows = [draw_noise(n, (1, 5, model.experts.dit.text_dim)) for n in (1, 2)]
     report = Report(CPU)
     return sample_latents(
-        make_plan(task="t2v-tiny", steps=4),
+        make_plan(task="t2v-tiny", steps=steps),
         lambda expert: model.acquire(expert, 100, report),
         Conditioning(cond=rows[0], uncond=rows[1]),
         draw_noise(7, SHAPE),
@@ -189,7 +189,7 @@ def test_an_expert_that_streams_hands_its_memory_over(nodes: SimpleNamespace, st
     assert stage.kept and stage.held == stage_bytes([unit.layout.nbytes for unit in low.units], stage.resident)
     of_low = [unit for unit, weights in copied if weights is low]
     assert sorted(set(of_low)) == sorted(stage.kept) and len(of_low) == 2 * len(stage.kept)
-    at_change = next(i for i, step in enumerate(make_plan(task="t2v-tiny", steps=4).steps) if step.expert == "low")
+    at_change = next(i for i, step in enumerate(make_plan(task="t2v-tiny", steps=2).steps) if step.expert == "low")
     assert len(of_low) - sum(weights is low for _, weights in copied[: marks[at_change - 1]]) == 2  # the rest alone
 
 
@@ -205,7 +205,7 @@ def test_what_is_evicted_holds_no_device_memory(nodes: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNamespace, mode: str) -> None:
-    exact = latents(with_loras(socket(nodes, "resident", mode), 1.0))
+    exact = latents(with_loras(socket(nodes, "resident", mode), 1.0), steps=4)
     model = with_loras(socket(nodes, "auto", mode), 1.0)
     words: list[str | None] = []
 
@@ -223,7 +223,7 @@ def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNa
 
             handle = module.blocks[1].register_forward_pre_hook(fail)
 
-    assert torch.equal(latents(model, fail_once, relieve), exact)
+    assert torch.equal(latents(model, fail_once, relieve, steps=4), exact)
     assert words and "stay, the others stream" in str(words[0])
     attached = sum(map(is_attached, dict(model.held["low"].model.content.named_buffers())))
     assert (attached > 0) == (mode == "attach")

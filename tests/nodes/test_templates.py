@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.comfyui import find_comfyui
+from tests.comfyui import find_newer_comfyui
 from tools.templates.expand import expand
 from tools.templates.run import TEMPLATES, Templates
 
@@ -19,9 +19,7 @@ EXPECTED = {one["template"]: one for one in json.loads(RESULTS.read_text(encodin
 
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Templates]:
-    checkout = find_comfyui()
-    if not (checkout / "comfy" / "ldm" / "wan" / "model_animate2.py").is_file():
-        pytest.skip("the templates are those of ComfyUI 0.33 and newer")
+    checkout = find_newer_comfyui()
     try:
         made = Templates(checkout, tmp_path_factory.mktemp("comfyui"))
     except FileNotFoundError as fault:
