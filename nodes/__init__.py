@@ -7,6 +7,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from . import host
 from .accelerate import WanCoreAccelerate
+from .animate import WanCoreAnimate, WanCoreAnimate2
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
@@ -14,6 +15,7 @@ from .from_model import WanCoreFromModel
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
+from .motion_positions import WanCoreMotionPositions
 from .nag import WanCoreNAG
 from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
@@ -51,6 +53,9 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreFromModel,
     WanCoreNAG,
     WanCoreDecodeToVideo,
+    WanCoreAnimate,
+    WanCoreAnimate2,
+    WanCoreMotionPositions,
 ]
 
 

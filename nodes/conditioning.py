@@ -246,7 +246,7 @@ class WanCoreImageToVideo(io.ComfyNode):
         values = {"concat_latent_image": known, "concat_mask": frame_mask(unknown, known)}
         if clip_vision_output is not None:
             values["clip_vision_output"] = clip_vision_output
-        return io.NodeOutput(_with(positive, values), _with(negative, values), {"samples": latents})
+        return io.NodeOutput(with_values(positive, values), with_values(negative, values), {"samples": latents})
 
 
 def _frames(image: Tensor | None, size: tuple[int, int]) -> Tensor | None:
@@ -257,7 +257,7 @@ def _frames(image: Tensor | None, size: tuple[int, int]) -> Tensor | None:
     return pixels_to_video(torch.stack([torch.from_numpy(one) for one in pixels]))
 
 
-def _with(conditioning: CONDITIONING, values: dict[str, Any]) -> CONDITIONING:
+def with_values(conditioning: CONDITIONING, values: dict[str, Any]) -> CONDITIONING:
     return [[rows, {**extras, **values}] for rows, extras in conditioning]
 
 

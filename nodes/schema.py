@@ -21,6 +21,7 @@ ALIASES = {
     "WanCoreSampler": ("wan fast", "wan sampler", "ksampler", "wan 2.2", "lightning", "4 steps", "speed"),
     "WanCorePlanPreview": ("wan sigmas", "wan schedule", "steps preview"),
     "WanCoreVAEDecode": ("wan decode", "vae decode tiled"),
+    "WanCoreDecodeToVideo": ("wan decode", "vae decode", "create video", "h264", "save video"),
     "WanCoreVAEEncode": ("wan encode", "vae encode"),
     "WanCoreReport": ("wan timing", "benchmark", "vram"),
     "WanCoreMagCache": ("magcache", "mag cache", "teacache", "easycache", "wan fast", "step caching", "cache"),
@@ -32,8 +33,12 @@ ALIASES = {
     "WanCoreLoRA": ("wan lora", "lora loader", "lora stack", "lightx2v"),
     "WanCoreSparseAttention": ("sparse attention", "radial attention", "sage", "wan fast", "sla"),
     "WanCoreNAG": ("nag", "normalized attention guidance", "negative prompt", "cfg 1"),
+    "WanCoreMotionPositions": ("wan s2v", "sound to video", "speech to video"),
     "WanCoreLauncher": ("multi gpu", "xdit", "ulysses", "parallel", "distributed"),
     "WanCoreAccelerate": ("wan fast", "sage", "sage attention", "sageattention", "flash attention", "patch sage"),
+    "WanCoreNativePlan": ("wan schedule", "steps preview", "ksampler plan", "teacache", "magcache"),
+    "WanCoreAnimate": ("wan animate", "pose video", "character replacement", "wan animate to video"),
+    "WanCoreAnimate2": ("wan animate 2", "motion transfer", "driving video", "wan animate2 to video"),
     "WanCoreFromModel": ("wan bridge", "model to wancore", "convert model", "block swap", "wan fast"),
 }  # fmt: skip
 

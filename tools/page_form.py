@@ -30,7 +30,7 @@ FOOTER = 24  # where Nodes 2.0 writes the name of a node's pack
 Schema = dict[str, Any]
 
 
-SPELLED = {"wan21": "Wan 2.1", "wan22": "Wan 2.2", "5b": "5B", "gpu": "GPU"}
+SPELLED = {"wan21": "Wan 2.1", "wan22": "Wan 2.2", "5b": "5B", "14b": "14B", "gpu": "GPU"}
 
 
 def title_of(name: str) -> str:

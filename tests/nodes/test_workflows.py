@@ -35,6 +35,7 @@ WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 HEADLESS = (WORKFLOWS.parent / "docs" / "headless.md").read_text(encoding="utf-8")
 NAMES = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
 TEMPLATES = [name for name in NAMES if name.startswith("wan22_")]  # run in test_nodes_templates.py
+DRIVEN = ["wan22_animate_14b", "wan22_animate_2"]  # their nodes run in test_nodes_animate.py
 NEED_FILES = ["image_to_video_wan21", *TEMPLATES]  # the first runs in test_nodes_wan21.py
 EMBEDDED = [name for name in NAMES if name not in NEED_FILES]
 SCHEMAS = read_schemas()
@@ -174,11 +175,14 @@ def test_a_note_says_which_files_go_where_and_the_video_is_saved(name: str) -> N
     page = page_form(name)
     notes = " ".join(node["widgets_values"][0] for node in page["nodes"] if node["type"] == NOTE)
     assert "embedded" in notes
-    one = {"image_to_video_wan21": "clip_vision", "wan22_5b": "ti2v_5B"}.get(name, "high_noise")
+    one = {"wan22_5b": "ti2v_5B", **dict.fromkeys([*DRIVEN, "image_to_video_wan21"], "clip_vision")}.get(
+        name, "high_noise"
+    )
     needed = ["diffusion_models", "text_encoders", "vae", "umt5", one]
     assert name == "embedded_demo" or all(folder in notes for folder in needed)
     saved = [node for node in page["nodes"] if node["type"] == "SaveVideo"]
-    assert saved and sum(node["type"] == "CreateVideo" for node in page["nodes"]) == len(saved)
+    made = [node for node in page["nodes"] if node["type"] in ("CreateVideo", "WanCoreDecodeToVideo")]
+    assert saved and len(made) == len(saved)
 
 
 def test_mistakes_in_a_description_are_told() -> None:
@@ -260,7 +264,7 @@ def test_comfyuis_own_nodes_take_what_the_workflows_give_them(comfy: ComfyUI) ->
 @pytest.mark.comfy
 def test_the_template_browser_shows_them(comfy: ComfyUI) -> None:
     packs = comfy.get("/api/workflow_templates")
-    assert sorted(packs["wancore"]) == NAMES
+    assert sorted(packs["wancore"]) == sorted(title_of(name) for name in NAMES)
 
 
 @pytest.mark.comfy

@@ -66,7 +66,7 @@ def run_generate(options: argparse.Namespace) -> int:
             latents = outputs.add("--save-latents", options.save_latents)
         sheet = None if options.sheet is None else outputs.add("--sheet", options.sheet)
         report = None if options.report is None else outputs.add("--report", options.report)
-        files = GeneratedFiles(out, latents, sheet, report)
+        files = GeneratedFiles(out, latents, sheet, report, out.with_suffix(".clips"))
         return generate_files(options, load_options, request, files)
 
 
@@ -78,19 +78,24 @@ class GeneratedFiles:
     latents: Path
     sheet: Path | None
     report: Path | None
+    clips: Path  # folder for what is finished of a long video
 
 
 def generate_files(
     options: argparse.Namespace, load_options: LoadOptions, request: Request, files: GeneratedFiles
 ) -> int:
     """Make the video and write the files. Latents that were kept stay if a later phase fails."""
+    from wan_core.pipeline.kept_clips import remove_kept
+
     kept: list[Path] = []
     progress, writing = ProgressLine(), VideoWriting(files.video)
     try:
-        result = generate(options, load_options, request, progress, files.latents, kept.append, writing.write)
+        result = generate(options, load_options, request, progress, files, kept.append, writing.write)
         video = files.video if writing.fault is None else writing.elsewhere(result)
     except BaseException:
         progress.end()
+        if clips := sum(1 for _ in files.clips.glob("clip-*")):
+            print(f"{clips} finished clips are in {files.clips}: the same command goes on from them", file=sys.stderr)
         for path in kept:
             print(f"the finished latents are in {path}", file=sys.stderr)
             if not (options.model or "").startswith("random:") or options.vae is not None:
@@ -101,6 +106,10 @@ def generate_files(
     missing = [] if kept or options.save_latents is None else [f"no latents in {files.latents}"]
     if video == files.video and options.save_latents is None:
         files.latents.unlink(missing_ok=True)
+    if options.save_latents is None:
+        remove_kept(result.kept_clips)
+    elif result.kept_clips:
+        missing = [f"the latents of each clip are in {files.clips}"]
     missing += write_beside_video(result, files)
     print(result.report.text())
     print(video)
@@ -116,7 +125,7 @@ def generate(
     load_options: LoadOptions,
     request: Request,
     progress: ProgressLine,
-    latents: Path,
+    files: GeneratedFiles,
     on_kept: Callable[[Path], None],
     write: Callable[..., None],
 ) -> Any:
@@ -125,10 +134,10 @@ def generate(
 
     workers = worker_options(options)
     if workers is not None:
-        return generate_on(workers, load_options, request, progress, latents, on_kept, write)
+        return generate_on(workers, load_options, request, progress, files.latents, files.clips, on_kept, write)
     pipe = Pipeline.load(load_options, request=request)
     told = {"on_step": progress.step, "on_phase": progress.phase, "on_kept": on_kept}
-    return pipe.generate(request, keep_latents=latents, write=write, **told)
+    return pipe.generate(request, keep_latents=files.latents, keep_clips=files.clips, write=write, **told)
 
 
 class VideoWriting:

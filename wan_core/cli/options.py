@@ -49,7 +49,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--keep-blocks", type=int, default=0, metavar="N", help="do not quantise the first and last N blocks"
     )
     group.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
-    group.add_argument("--attention", default="auto", help="backend, see `doctor` (default %(default)s)")
+    group.add_argument(
+        "--attention",
+        default="auto",
+        help="backend, see `doctor`; fast: one that rounds to FP8 or INT8, where the card has one that is faster "
+        "(default %(default)s)",
+    )
     group.add_argument(
         "--compile", default="off", choices=COMPILES, help="compile one transformer block for all (default off)"
     )
@@ -141,6 +146,15 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
     group.add_argument(
         "--denoise", type=float, help="strength of video-to-video, 0 to 1: how much of the noise it gets (default 0.7)"
     )
+    group.add_argument("--reference", help="picture of who moves as in the driving videos (Animate)")
+    group.add_argument("--pose-video", help="video that is followed: drawn poses (Animate), any video (Animate-2)")
+    group.add_argument("--face-video", help="video of a face whose expression is followed (Animate)")
+    group.add_argument("--background", help="video in which the reference replaces somebody (Animate)")
+    group.add_argument("--mask", help="video that is white where that somebody is (Animate)")
+    group.add_argument(
+        "--clip-frames", type=int, metavar="N", help="make a longer video in clips of N frames (default: the family's)"
+    )
+    group.add_argument("--overlap", type=int, metavar="N", help="N of them are the last frames of the clip before")
     group.add_argument(
         "--nag",
         type=_nag,
@@ -214,6 +228,11 @@ INPUTS = (
     "image",
     "last_image",
     "from_video",
+    "reference",
+    "pose_video",
+    "face_video",
+    "background",
+    "mask",
     "latents",
     "source",
 )

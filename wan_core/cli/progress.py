@@ -25,7 +25,9 @@ class ProgressLine:
         done, total = progress.plan.number(progress.step), progress.plan.count
         per_step = 0.0 if seconds is None else seconds * len(progress.step.branches) * progress.step.cost
         speed = f"{per_step:.3f} s/step, {_clock(progress.left(seconds))} left" if seconds is not None else ""
-        line = f"step {done:>3}/{total}  {progress.step.expert}-noise expert  {speed}"
+        number, clips = progress.clip
+        clip = f"clip {number}/{clips}  " if clips > 1 else ""
+        line = f"{clip}step {done:>3}/{total}  {progress.step.expert}-noise expert  {speed}"
         print(
             f"\r{line:<78}" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True
         )

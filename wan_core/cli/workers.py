@@ -56,6 +56,7 @@ def generate_on(
     request: Request,
     progress: ProgressLine,
     latents: Path,
+    clips: Path,
     on_kept: Callable[[Path], None],
     write: WriteVideo,
 ) -> RemoteResult:
@@ -68,6 +69,6 @@ def generate_on(
 
     check_request(loaded, request, torch.device(workers.devices[0]))
     given = {"on_step": progress.step, "on_phase": progress.phase, "keep_latents": latents, "on_kept": on_kept}
-    given["write"] = write
+    given |= {"keep_clips": clips, "write": write}
     with Workers(workers) as running:
         return generate(running, loaded, request, **given)

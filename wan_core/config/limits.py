@@ -40,6 +40,8 @@ MAX_FRAME = 4096 * 2304
 """Pixels of a frame of a video that is read."""
 MAX_VIDEO = 200_000_000
 """Pixels of all frames of a video that is read: 217 frames at 1280x720."""
+MAX_DRIVING = 2_000_000_000
+"""Pixels of all frames of a video that drives a long one: 2170 frames at 1280x720."""
 MAX_FRAMES = 10_000
 """Frames of a video that is read."""
 

@@ -156,6 +156,13 @@ class Request:
     skip: SkipOptions | None = None  # step caching, guidance schedule, sparse attention; None: every forward runs
     from_video: str | None = None  # path of the video that video-to-video starts from
     denoise: float | None = None  # strength of video-to-video, 0..1; None: 0.7 with a video
+    reference: str | None = None  # path of a picture: who moves as in the driving videos
+    pose_video: str | None = None  # path of the video that is followed
+    face_video: str | None = None  # path of a video of a face whose expression is followed
+    background: str | None = None  # path of a video in which the reference replaces somebody
+    mask: str | None = None  # path of a video that is white where that somebody is
+    clip_frames: int | None = None  # a longer video is made in clips of so many frames
+    overlap: int | None = None  # so many of them are the last of the clip before
     nag: NagOptions | None = None  # the negative prompt in steps without guidance
 
     def __post_init__(self) -> None:

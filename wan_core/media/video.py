@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
+from typing import NamedTuple
 
 import av
 import numpy as np
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from wan_core.config import OptionError
-from wan_core.config.limits import MAX_FRAME, MAX_FRAMES, MAX_JSON, MAX_VIDEO
+from wan_core.config.limits import MAX_DRIVING, MAX_FRAME, MAX_FRAMES, MAX_JSON, MAX_VIDEO
 from wan_core.media.opening import open_picture, open_video
 
 STRIP = 256  # rows of a picture that are converted at once, so that the bytes of a large one never exist twice
@@ -58,6 +60,40 @@ def video_size(path: str | os.PathLike[str], most: int) -> tuple[int, int, int]:
     found now. Raises as it does."""
     frames, height, width, _ = read_video(path, max_frames=most).shape
     return width, height, frames
+
+
+class VideoFacts(NamedTuple):
+    """fps: frames per second, of all of the video."""
+
+    width: int
+    height: int
+    frames: int
+    fps: float
+
+
+def video_facts(path: str | os.PathLike[str]) -> VideoFacts:
+    """What a long video is. Decodes it once, so that damage is found now. Raises OptionError as `read_video` does."""
+    try:
+        status = os.stat(path)
+    except OSError as fault:
+        raise OptionError(f"cannot read {path} ({fault.strerror})") from fault
+    return _facts(os.fspath(path), status.st_size, status.st_mtime_ns)
+
+
+@cache
+def _facts(path: str, size: int, changed: int) -> VideoFacts:
+    count, width, height = 0, 0, 0
+    with open_video(path) as container:
+        if not container.streams.video:
+            raise OptionError(f"{path} holds no video, only other streams")
+        rate = container.streams.video[0].average_rate
+        for frame in container.decode(video=0):
+            shape = (count, height, width, 3) if count else (0, 0, 0, 0)
+            _check_amount(path, frame, count, shape, MAX_FRAME, MAX_DRIVING)
+            count, width, height = count + 1, frame.width, frame.height
+    if not count or not rate:
+        raise OptionError(f"cannot read {path} as a video (it holds no frames, or no frame rate)")
+    return VideoFacts(width, height, count, float(rate))
 
 
 def _check_amount(

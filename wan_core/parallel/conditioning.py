@@ -41,3 +41,16 @@ def counts_of_all(ranks: RankMesh | None, counts: Sequence[TokenCount] | None, p
     if ranks is not None and ranks.world.process is not None:
         dist.broadcast(numbers, text_rank(ranks), group=ranks.control)
     return [TokenCount(given, read) for given, read in numbers.tolist()]
+
+
+def kept_of_all(ranks: RankMesh | None, kept: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """float32 of `shape` that the first rank found, on every rank; None where it found none. kept: on the first."""
+    if ranks is None or ranks.world.process is None:
+        return kept
+    there = torch.tensor([kept is not None])
+    dist.broadcast(there, 0, group=ranks.control)
+    if not there.item():
+        return None
+    found = torch.empty(tuple(shape), device=ranks.device) if kept is None else kept.to(ranks.device).contiguous()
+    dist.broadcast(found, 0, group=ranks.world.process)
+    return found

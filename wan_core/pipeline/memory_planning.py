@@ -48,6 +48,7 @@ class Workload:
     @classmethod
     def of(cls, job: Job) -> Workload:
         image = job.request.image is not None or job.request.last_image is not None
+        image = image or job.media is not None
         return cls(job.latent_shape, job.plan, job.batched, image)
 
 
@@ -63,7 +64,7 @@ class MemoryPlanner:
         `workload` fits."""
         settings, options = self.settings, self.options
         extra = lora_bytes(settings.attached_loras)
-        beside = beside_workload(settings.found, workload, settings.per_token("cuda"), settings.dtype.itemsize)
+        beside = beside_workload(settings.found, workload, settings.per_token(), settings.dtype.itemsize)
         beside = beside_attached(beside, extra)
         sizes = model_sizes(settings)
         available = device_room(settings.device, options.memory_limit)

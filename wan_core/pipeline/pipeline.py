@@ -32,6 +32,7 @@ from wan_core.ops.attention.registry import resolve_attention
 from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.builder import Models, load_models
+from wan_core.pipeline.clips import ClipRun, condition, load_clip_media
 from wan_core.pipeline.images import decode_latents, encode_images, load_video, pixels_to_video
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
@@ -58,13 +59,15 @@ class WriteVideo(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """`frames` uint8 [F, H, W, 3]; `latents` un-normalised float32 [1, C, T, Y, X] on the CPU."""
+    """`frames` uint8 [F, H, W, 3]; `latents` un-normalised float32 [1, C, T, Y, X] on the CPU. `kept_clips`:
+    files that a later run of the same video would go on from; `remove_kept` removes them."""
 
     frames: np.ndarray
     latents: Tensor
     fps: int
     plan: Plan
     report: Report
+    kept_clips: tuple[Path, ...] = ()
 
 
 class Pipeline:
@@ -102,6 +105,7 @@ class Pipeline:
         on_phase: Callable[[str], None] = lambda _: None,
         on_latents: Callable[[Tensor], None] = lambda _: None,
         keep_latents: Path | None = None,
+        keep_clips: Path | None = None,
         on_kept: Callable[[Path], None] = lambda _: None,
         checks: BlockChecks | None = None,
         write: WriteVideo | None = None,
@@ -112,9 +116,13 @@ class Pipeline:
         on_job: told what will be made, after every check. on_phase: the names of phases as they begin. on_latents: told
         the finished latents, before they are decoded. on_kept: told where they were written. checks: as in
         `sample_latents`. write: is given the frames while later ones are decoded, in a thread of its own.
+        keep_clips: a folder for the latents of the finished clips of a long video; a later run of the same video goes
+        on from them. `keep_latents` and `on_latents` are not for those.
         """
         job = self.prepare(request)
         on_job(job)
+        if not job.alone:
+            return self.generate_clips(job, on_step, on_phase, checks, write, keep_clips)
         on_phase("text")
         conditioning, start = self.encode(job), self.encode_video(job)
         if self.models.compiles:
@@ -128,6 +136,22 @@ class Pipeline:
         told = None if write is None else partial(write, fps=job.fps, settings=self.report.settings)
         frames = decode_latents(self.fetch("vae", self.models.vae), latents, self.report, told)
         return Result(frames, latents.cpu(), job.fps, job.plan, self.report)
+
+    def generate_clips(
+        self,
+        job: Job,
+        on_step: OnStep | None,
+        on_phase: Callable[[str], None],
+        checks: BlockChecks | None,
+        write: WriteVideo | None,
+        keep: Path | None,
+    ) -> Result:
+        """As `generate`, clip by clip. The latents of the result are those of all clips, one after the other."""
+        run = ClipRun(self, job, keep)
+        told = None if write is None else partial(write, fps=job.fps, settings=self.report.settings)
+        latents = run.run(on_step, on_phase, checks, told)
+        kept = () if run.kept is None else tuple(run.kept.used)
+        return Result(run.frames, latents, job.fps, job.plan, self.report, kept)
 
     def keep(self, path: Path, latents: Tensor, fps: int) -> bool:
         """Write finished latents to `path`; False, and a warning, where that is not possible."""
@@ -162,7 +186,30 @@ class Pipeline:
 
     @torch.no_grad()
     def encode(self, job: Job) -> Conditioning:
-        """Text, and the image if there is one, to what the denoising loop needs."""
+        """Text, and the image if there is one, to what the denoising loop needs; of a long video, for its first
+        clip."""
+        text = self.encode_text(job)
+        if not job.alone:
+            return condition(self, job, job.clips[0], load_clip_media(self, job), None, text)
+        if job.request.image is None and job.request.last_image is None:
+            return text
+        features = self.image_features(job)
+        vae = self.fetch("vae", self.models.vae)
+        with self.report.phase("encode image"):
+            frames = self.first_frames(job)
+            first, last = frames.get("image"), frames.get("last_image")
+            inputs = family_of(job.task).image_inputs(job.task, vae, first, last, job.frames)
+        return replace(text, image_features=features, **inputs)
+
+    def first_frames(self, job: Job) -> dict[str, Tensor]:
+        """The known first and last frame [1, 3, 1, H, W] in -1..1 on the device, by field of the request."""
+        size, paths = (job.width, job.height), {"image": job.request.image, "last_image": job.request.last_image}
+        found = {field: self._image(path, size) for field, path in paths.items()}
+        return {field: frame for field, frame in found.items() if frame is not None}
+
+    @torch.no_grad()
+    def encode_text(self, job: Job) -> Conditioning:
+        """The prompts."""
         ranks, rows, counts = self.models.ranks, None, None
         negative = job.plan.reads_negative
         prompts = [job.request.prompt, job.negative_prompt] if negative else [job.request.prompt]
@@ -178,15 +225,7 @@ class Pipeline:
             rows = rows_of_all(ranks, rows)
             self.note_prompts(prompts, counts_of_all(ranks, counts, len(prompts)))
             cond, uncond = rows[:1], rows[1:] if negative else None
-        if job.request.image is None and job.request.last_image is None:
-            return Conditioning(cond=cond, uncond=uncond)
-        features = self.image_features(job)
-        vae = self.fetch("vae", self.models.vae)
-        with self.report.phase("encode image"):
-            size = (job.width, job.height)
-            first, last = (self._image(path, size) for path in (job.request.image, job.request.last_image))
-            inputs = family_of(job.task).image_inputs(job.task, vae, first, last, job.frames)
-        return Conditioning(cond=cond, uncond=uncond, image_features=features, **inputs)
+        return Conditioning(cond=cond, uncond=uncond)
 
     @torch.no_grad()
     def encode_video(self, job: Job) -> Tensor | None:
@@ -213,10 +252,14 @@ class Pipeline:
         """
         if job.task.image_dim is None:
             return None
+        frame = self._image(job.request.image or job.request.last_image)
+        assert frame is not None
+        return self.features(frame)
+
+    def features(self, frame: Tensor) -> Tensor:
+        """CLIP features [1, N, image_dim] of a frame [1, 3, 1, H, W] in -1..1."""
         encoder = self.fetch("CLIP vision encoder", self.models.clip_vision)
         with self.report.phase("encode image"):
-            frame = self._image(job.request.image or job.request.last_image)
-            assert frame is not None
             return encoder(frame[:, :, 0])
 
     def fetch(self, name: str, use: Callable[[], Module]) -> Module:
@@ -241,14 +284,16 @@ class Pipeline:
         on_step: OnStep | None = None,
         checks: BlockChecks | None = None,
         latents: Tensor | None = None,
+        clip: int = 0,
     ) -> Tensor:
-        """Un-normalised latents float32 [1, C, T, Y, X] on the device. latents: that the run starts from."""
+        """Un-normalised latents float32 [1, C, T, Y, X] on the device. latents: that the run starts from. clip: of a
+        long video."""
         models = self.models
 
         def acquire(expert: Expert) -> WanModel:
             return self.fetch(expert, lambda: models.expert(expert))
 
-        start = job.start(latents)
+        start = job.start(latents, clip)
         return sample_latents(
             job.plan,
             acquire,

@@ -15,8 +15,10 @@ from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import check_sparse
+from wan_core.models.wan.families import check_sparse, family_of
+from wan_core.models.wan.families.clips import Clip, MediaRules, check_clips, cut_clips
 from wan_core.models.wan.tasks import Task
+from wan_core.pipeline.driving import MEDIA, check_media, driven_size
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
 from wan_core.sampling.denoise import choose_batched
@@ -46,6 +48,18 @@ class Job:
     tokens: int
     batched: bool
     batched_why: str
+    clips: tuple[Clip, ...]  # that a long video is made in; one for others
+    media: MediaRules | None = None  # of a family that is driven by videos
+
+    @property
+    def alone(self) -> bool:
+        """Whether the video is made in one piece, and all of its latents are of the video."""
+        return len(self.clips) == 1 and self.media is None
+
+    def clip_shape(self, clip: Clip) -> tuple[int, int, int, int, int]:
+        """As `latent_shape`, of one clip."""
+        B, C, T, Y, X = self.latent_shape
+        return B, C, T + (clip.frames - self.clips[0].frames) // 4, Y, X
 
     def streamed(self) -> Job:
         """The same where blocks come from host memory for every forward."""
@@ -53,14 +67,16 @@ class Job:
         batched, why = choose_batched(mode, self.plan, self.tokens, streamed=few)
         return replace(self, batched=batched, batched_why=why)
 
-    def start(self, latents: Tensor | None = None) -> Start:
-        """What the run begins with. latents: un-normalised, for video-to-video."""
-        return Start(shape=self.latent_shape, seed=self.request.seed, latents=latents)
+    def start(self, latents: Tensor | None = None, clip: int = 0) -> Start:
+        """What the run of a clip begins with. latents: un-normalised, for video-to-video."""
+        *drawn, shape = (self.clip_shape(one) for one in self.clips[: clip + 1])
+        return Start(shape=shape, seed=self.request.seed, latents=latents, drawn=tuple(drawn))
 
     def settings(self) -> dict[str, Any]:
         """What reports and video files say about it."""
         request, plan = self.request, self.plan
         images = {"image": request.image, "last_image": request.last_image, "video": request.from_video}
+        images |= {field: getattr(request, field) for field in MEDIA}
         return {
             "task": plan.task,
             "prompt": request.prompt,
@@ -70,6 +86,7 @@ class Job:
             "frames": self.frames,
             "fps": self.fps,
             "tokens": self.tokens,
+            **({} if self.alone else {"clips": self.clip_words()}),
             "steps": plan.count,
             **({} if request.from_video is None else {"denoise": strength(request)}),
             "shift": plan.shift,
@@ -81,6 +98,13 @@ class Job:
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,
         }
+
+    def clip_words(self) -> str:
+        """`3 of 77 frames, 1 carried over: 3 x 20 steps`."""
+        count, carried = len(self.clips), self.clips[-1].carried
+        lengths = " and ".join(str(n) for n in dict.fromkeys(clip.frames for clip in self.clips))
+        over = f", {carried} carried over" if carried else ""
+        return f"{count} of {lengths} frames{over}: {count} x {self.plan.count} steps"
 
 
 def make_job(
@@ -123,7 +147,10 @@ def make_job(
     _check_images(request, task)
     multiple = vae.spatial_stride * dit.patch_size[1]
     width, height = given(request.width, task.width), given(request.height, task.height)
-    frames = given(request.frames, task.frames)
+    frames, fps = given(request.frames, task.frames), given(request.fps, task.fps)
+    media = family_of(task).media
+    if media is not None:
+        width, height, frames, fps = driven_size(request, task, media, multiple)
     picture = None if request.image is None else picture_size(request.image)
     if request.from_video is not None:
         columns, rows, count = video_size(request.from_video, frames)
@@ -138,8 +165,14 @@ def make_job(
     if request.width is None and picture is not None:
         fit = size_for_image if task.image == "channels" else best_size_for_image
         width, height = fit(*picture, task.width * task.height, multiple)
-    check_size(width, height, frames, multiple=multiple, temporal=vae.temporal_stride)
-    T, Y, X = (frames - 1) // vae.temporal_stride + 1, height // vae.spatial_stride, width // vae.spatial_stride
+    clips, leading = cut(request, task, frames)
+    longest = max(clip.frames for clip in clips)
+    check_size(width, height, longest, multiple=multiple, temporal=vae.temporal_stride)
+    T, Y, X = (
+        (longest - 1) // vae.temporal_stride + 1 + leading,
+        height // vae.spatial_stride,
+        width // vae.spatial_stride,
+    )
     tokens = dit.tokens(T, Y, X)
     plan = with_costs(plan, dit, tokens)
     batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
@@ -151,12 +184,33 @@ def make_job(
         width=width,
         height=height,
         frames=frames,
-        fps=given(request.fps, task.fps),
+        fps=fps,
         latent_shape=(1, vae.z_dim, T, Y, X),
         tokens=tokens,
         batched=batched,
         batched_why=why,
+        clips=clips,
+        media=media,
     )
+
+
+def cut(request: Request, task: Task, frames: int) -> tuple[tuple[Clip, ...], int]:
+    """The clips of a video of so many frames, and how many latent frames each has before its own. Raises
+    OptionError."""
+    rules = family_of(task).clips
+    if rules is None or not (rules.always or request.clip_frames is not None):
+        if request.clip_frames is not None or request.overlap is not None:
+            why = "give --clip-frames as well" if rules is not None else f"{task.name} makes a video in one piece"
+            raise OptionError(f"clips of {request.clip_frames or 'no'} frames asked for: {why}")
+        return (Clip(0, 0, frames, 0),), 0
+    clip, overlap = given(request.clip_frames, task.frames), given(request.overlap, rules.overlaps[0])
+    check_clips(rules, clip, overlap, task.name)
+    if not rules.always and (task.image == "none" or request.last_image or request.from_video):
+        raise OptionError(
+            f"--clip-frames {clip} given: the next clip begins with frames of the one before, which needs an "
+            "image-to-video model, and no --last-image or --from-video"
+        )
+    return cut_clips(rules, frames, clip, overlap), rules.leading
 
 
 def given(value: int | None, default: int) -> int:
@@ -173,11 +227,9 @@ def strength(request: Request) -> float:
 
 def _check_images(request: Request, task: Task) -> None:
     image = request.image or request.last_image
+    check_media(request, task)
     if task.driven_by:
-        raise OptionError(
-            f"{task.name} is driven by videos, which the command line and WanCore's own nodes do not take yet: use "
-            f"ComfyUI's {task.driven_by} with WanCore Sampler"
-        )
+        return
     if request.denoise is not None and request.from_video is None:
         raise OptionError(f"denoise {request.denoise:g} given without a video to start from: give --from-video as well")
     if task.image == "channels" and not image:

@@ -115,13 +115,21 @@ def best_size_for_image(width: int, height: int, area: int, multiple: int) -> tu
     return by_width if off(by_width) < off(by_height) else by_height
 
 
-def draw_noise(seed: int, shape: tuple[int, ...], batch_index: Sequence[int] | None = None) -> Tensor:
+def draw_noise(
+    seed: int,
+    shape: tuple[int, ...],
+    batch_index: Sequence[int] | None = None,
+    drawn: Sequence[tuple[int, ...]] = (),
+) -> Tensor:
     """Standard normal float32 noise on the CPU, as ComfyUI draws it, so that a seed means the same on every device.
 
     batch_index: as ComfyUI's LATENT carries it; video n of the batch gets the noise that was drawn batch_index[n]-th.
+    drawn: shapes that the seed gave before.
     """
     generator = torch.Generator().manual_seed(seed)
+    for earlier in drawn:
+        torch.randn(earlier, generator=generator)
     if batch_index is None:
         return torch.randn(shape, generator=generator, dtype=torch.float32)
-    drawn = [torch.randn((1, *shape[1:]), generator=generator) for _ in range(max(batch_index) + 1)]
-    return torch.cat([drawn[index] for index in batch_index])
+    each = [torch.randn((1, *shape[1:]), generator=generator) for _ in range(max(batch_index) + 1)]
+    return torch.cat([each[index] for index in batch_index])

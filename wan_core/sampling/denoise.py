@@ -56,10 +56,12 @@ class Progress:
     velocity: Tensor  # predicted at step.sigma
     plan: Plan
     forwards: int  # runs of all blocks in this step
+    clip: tuple[int, int] = (1, 1)  # of a long video: which one, from 1, of how many
+    later: float = 0.0  # later clips take so many forwards of this one
 
     def left(self, seconds: float) -> float:
-        """As `Plan.left`."""
-        return self.plan.left(self.step, seconds)
+        """As `Plan.left`, with the clips that follow."""
+        return self.plan.left(self.step, seconds) + seconds * self.later
 
     def preview(self) -> Tensor:
         """The video the model sees behind the remaining noise: normalised latents [B, C, T, Y, X]."""

@@ -58,7 +58,7 @@ class Leftover:
 class Start:
     """shape: of the latents, [B, C, T, Y, X]. batch_index: which videos of the seed's noise these are. add_noise: a run
     that starts from latents adds noise to them; otherwise it is in them already. leftover: exactly what `latents`
-    are rounded from."""
+    are rounded from. drawn: shapes of the noise that the seed gave before, for earlier clips of one video."""
 
     shape: tuple[int, ...]
     seed: int
@@ -66,6 +66,7 @@ class Start:
     add_noise: bool = True
     latents: Tensor | None = None
     leftover: Leftover | None = None
+    drawn: tuple[tuple[int, ...], ...] = ()
 
     def check(self, plan: Plan) -> None:
         """Raise OptionError for what cannot be the beginning of `plan`."""
@@ -98,7 +99,7 @@ class Start:
         """The noisy sample that the run begins with, float32 [B, C, T, Y, X] on `device`."""
         if self.leftover is not None and plan.from_latents:
             return self.leftover.x.to(device, torch.float32)
-        noise = draw_noise(self.seed, self.shape, self.batch_index) if self.add_noise else None
+        noise = draw_noise(self.seed, self.shape, self.batch_index, self.drawn) if self.add_noise else None
         if not plan.from_latents:
             assert noise is not None
             return noise.to(device)
@@ -117,8 +118,9 @@ class Start:
         """Noise for one step of the plan after the other. It depends on the step's place in the whole schedule, so a
         run in two parts sees what one run sees. As ComfyUI draws it on a CPU: from the seed after this one."""
         generator = torch.Generator().manual_seed((self.seed + 1) % 2**64)
-        for _ in plan.before:
-            torch.randn(self.shape, generator=generator)
+        earlier = [shape for shape in self.drawn for _ in (*plan.before, *plan.steps)]
+        for shape in (*earlier, *[self.shape] * len(plan.before)):
+            torch.randn(shape, generator=generator)
         return lambda: torch.randn(self.shape, generator=generator).to(device)
 
 

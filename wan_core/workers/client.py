@@ -36,14 +36,16 @@ class RemoteProgress:
     plan: Plan
     forwards: int
     picture: Tensor | None = None
+    clip: tuple[int, int] = (1, 1)
+    later: float = 0.0
 
     @property
     def total(self) -> int:
         return len(self.plan.steps)
 
     def left(self, seconds: float) -> float:
-        """As `Plan.left`."""
-        return self.plan.left(self.step, seconds)
+        """As of `denoise.Progress`."""
+        return self.plan.left(self.step, seconds) + seconds * self.later
 
     def preview(self) -> Tensor:
         """Normalised latents [1, C, T, Y, X]."""
@@ -63,6 +65,7 @@ class RemoteResult:
     fps: int
     plan: Plan
     report: Report
+    kept_clips: tuple[Path, ...] = ()
 
 
 def generate(
@@ -73,11 +76,12 @@ def generate(
     on_step: OnStep | None = None,
     on_phase: Callable[[str], None] = lambda _: None,
     keep_latents: Path | None = None,
+    keep_clips: Path | None = None,
     on_kept: Callable[[Path], None] = lambda _: None,
     write: WriteVideo | None = None,
 ) -> RemoteResult:
     """As `Pipeline.load` and `Pipeline.generate`, on all workers. Rank 0, on this host, writes the finished latents to
-    `keep_latents`."""
+    `keep_latents`, those of clips into `keep_clips`."""
     plan: Plan | None = None
     video = _ArrivingVideo(write)
 
@@ -97,20 +101,23 @@ def generate(
             video.put(tensors["frame"].numpy())
         elif header["name"] == "step" and on_step is not None:
             assert plan is not None
-            on_step(RemoteProgress(plan.steps[header["step"]], plan, header["forwards"]), header["seconds"])
+            place = {"clip": tuple(header["clip"]), "later": header["later"]}
+            on_step(RemoteProgress(plan.steps[header["step"]], plan, header["forwards"], **place), header["seconds"])
 
     fields = {
         "options": asdict(options),
         "request": asdict(request),
         "mesh": workers.options.mesh,
         "keep": None if keep_latents is None else str(keep_latents.absolute()),
+        "keep_clips": None if keep_clips is None else str(keep_clips.absolute()),
     }
     with video:
         found, tensors = workers.call("generate", fields, on_event=event)
         report = report_from(found["report"])
         with report.phase("write"):
             frames = video.finish()
-    return RemoteResult(frames, tensors["latents"], found["fps"], plan_from(found["plan"]), report)
+    kept = tuple(map(Path, found["kept_clips"]))
+    return RemoteResult(frames, tensors["latents"], found["fps"], plan_from(found["plan"]), report, kept)
 
 
 class _ArrivingVideo:

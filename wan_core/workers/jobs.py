@@ -132,9 +132,11 @@ class Jobs:
             on_step=self.on_step(between),
             checks=between,
             on_latents=keep,
+            keep_clips=None if header["keep_clips"] is None else Path(header["keep_clips"]),
             write=self.send_video if self.rank.rank == 0 else None,
         )
         result = {"fps": made.fps, "plan": asdict(made.plan), "report": report_data(made.report)}
+        result["kept_clips"] = list(map(str, made.kept_clips))
         return result, {"latents": made.latents}
 
     # ---------------------------------------------------------------------------------- the parts, for a graph of nodes
@@ -325,6 +327,8 @@ class Jobs:
                         "step": progress.step.index,
                         "forwards": progress.forwards,
                         "seconds": seconds,
+                        "clip": progress.clip,
+                        "later": progress.later,
                     },
                     {} if picture is None else {"preview": picture},
                 )

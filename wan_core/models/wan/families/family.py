@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.clips import ClipRules, MediaRules
 
 if TYPE_CHECKING:
     from wan_core.models.wan.model import WanModel
@@ -109,6 +110,12 @@ class Family:
     read_conditioning(task, vae, extras, latent): the fields of `Conditioning` that these keys and a LATENT give.
     why_not_sparse: why a task cannot have sparse attention; "": it can.
     prepared_bytes(dit, latents, itemsize): of what is prepared beside text, for latents [B, C, T, Y, X].
+    clips: how a long video is cut into clips; None: it is made in one.
+    media: which videos and pictures drive it; None: none do.
+    clip_inputs(task, vae, seen, media, clip): the fields of `Conditioning` of one clip. media: pixels of the clip by
+    field of the request, [1, 3, F, H, W] in -1..1 (F is 1 for pictures), and `carried`, the last frames of the clip
+    before. seen: CLIP features by field, where the task needs them: of `media.seen`, or of what the clip begins with,
+    `image`.
     branch_keys: of `conditioning_keys`, those that the negative prompt may have other values of.
     """
 
@@ -128,6 +135,9 @@ class Family:
     prepared_bytes: Callable[[DiTConfig, tuple[int, ...], int], int] = lambda *_: 0
     constants: re.Pattern[str] | None = None
     assembled: Callable[[Shapes], Mapping[str, Assembled]] = lambda _: {}
+    clips: ClipRules | None = None
+    media: MediaRules | None = None
+    clip_inputs: Callable[..., Inputs] | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     claims: Callable[[Mapping[str, str]], bool] = lambda _: False
     named: re.Pattern[str] | None = None

@@ -8,7 +8,7 @@
 | `recognise` | from shapes to an architecture and its task |
 | `model` | the transformer (torch) |
 | `motion_encoder`, `face` | what it knows of the face (torch) |
-| `inputs` | what ComfyUI's CONDITIONING is to the transformer (torch) |
+| `inputs` | what ComfyUI's CONDITIONING, or the media of a clip, are to the transformer (torch) |
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from wan_core.models.wan.families.animate.keys import (
 )
 from wan_core.models.wan.families.animate.recognise import choose, read_config
 from wan_core.models.wan.families.animate.tasks import TASKS
+from wan_core.models.wan.families.clips import ClipRules, MediaRules
 from wan_core.models.wan.families.family import Family, Inputs
 from wan_core.models.wan.families.wan.keys import diffusers_modules
 
@@ -62,4 +63,12 @@ ANIMATE = Family(
     ),
     read_conditioning=_inputs("read_conditioning"),
     branch_keys=frozenset({"face_video_pixels"}),
+    clips=ClipRules(overlaps=(1, 5), always=True, leading=1),
+    media=MediaRules(
+        needs=("reference", "pose_video"),
+        takes=("face_video", "background", "mask"),
+        together=("background", "mask"),
+        size_of="pose_video",
+    ),
+    clip_inputs=_inputs("clip_inputs"),
 )

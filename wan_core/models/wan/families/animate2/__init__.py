@@ -9,7 +9,7 @@ image-to-video in shape.
 | `recognise` | from shapes and metadata to an architecture and its task |
 | `model` | the transformer: a pass over the driving video, then over the video that is made (torch) |
 | `attention` | attention of a frame to all frames and to its driving frame (torch) |
-| `inputs` | what ComfyUI's CONDITIONING is to the transformer (torch) |
+| `inputs` | what ComfyUI's CONDITIONING, or the media of a clip, are to the transformer (torch) |
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.animate2.config import prepared_bytes
+from wan_core.models.wan.families.animate2.config import padded_frames, prepared_bytes
 from wan_core.models.wan.families.animate2.keys import (
     comfyui_names,
     diffusers_names,
@@ -28,6 +28,7 @@ from wan_core.models.wan.families.animate2.keys import (
 )
 from wan_core.models.wan.families.animate2.recognise import METADATA, NAMED, choose, claims, read_config, why_not_sparse
 from wan_core.models.wan.families.animate2.tasks import TASKS
+from wan_core.models.wan.families.clips import ClipRules, MediaRules
 from wan_core.models.wan.families.family import Family, Inputs
 from wan_core.models.wan.families.wan.keys import diffusers_modules
 
@@ -74,4 +75,14 @@ ANIMATE2 = Family(
         }
     ),
     read_conditioning=_inputs("read_conditioning"),
+    clips=ClipRules(overlaps=(1,), always=True, leading=1, padded=padded_frames),
+    media=MediaRules(
+        needs=("reference", "pose_video"),
+        size_of="reference",
+        resampled=True,
+        cropped=True,
+        by_area=True,
+        seen=("reference", "pose_video"),
+    ),
+    clip_inputs=_inputs("clip_inputs"),
 )

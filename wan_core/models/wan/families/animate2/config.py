@@ -30,3 +30,10 @@ def prepared_bytes(dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> i
     reference."""
     B, _, T, Y, X = latents
     return 2 * dit.num_layers * B * dit.tokens(T - 1, Y, X) * dit.dim * itemsize
+
+
+def padded_frames(frames: int, clip: int, overlap: int) -> int:
+    """Frames of a video padded so that the last clip is not too short, if it is one. Source: `_padding_length` of
+    LightX2V's Animate-2."""
+    rest = (frames - overlap) % (clip - overlap)
+    return frames + (28 - rest if rest < 28 else 4 - rest % 4)

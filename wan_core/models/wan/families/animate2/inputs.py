@@ -1,4 +1,4 @@
-"""What ComfyUI's CONDITIONING is to the transformer of Animate-2.
+"""What ComfyUI's CONDITIONING, or the media of a clip, are to the transformer of Animate-2.
 
 Legend: B batch, T/Y/X latent frames, rows, columns.
 """
@@ -15,11 +15,13 @@ from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.animate.inputs import reference_and_clip
 from wan_core.models.wan.families.animate2.config import DISTILLED_LOG_SCALE
 from wan_core.models.wan.families.animate2.tasks import DISTILLED
+from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.wan.inputs import join_image, read_features
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
-from wan_core.models.wan.families.wan.inputs import read_features
 
 
 def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
@@ -33,8 +35,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     negative prompt leaves a block out.
     """
     found = read_image_conditioning(task, vae, extras, latent)
-    inputs: dict[str, Any] = {"unconditional": False}
-    inputs["log_scale"] = DISTILLED_LOG_SCALE if task.name == DISTILLED.name else 0.0
+    inputs = {"unconditional": False, "log_scale": log_scale(task)}
     for name in ("pose_strength", "reference_strength"):
         inputs[name] = 1.0 if extras.get(name) is None else float(extras[name])
     if extras.get("pose_video_latent") is not None:
@@ -44,6 +45,29 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     if extras.get("cross_attn_pose") is not None:
         inputs["pose_context"] = extras["cross_attn_pose"]
     return {**found, "inputs": inputs, "uncond_inputs": {"unconditional": True}}
+
+
+def clip_inputs(
+    task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
+) -> Inputs:
+    """The fields of `Conditioning` that the media of a clip give. Source: LightX2V's Animate-2."""
+    latents = vae.normalise(vae.encode(media["pose_video"]))
+    inputs = {
+        "unconditional": False,
+        "log_scale": log_scale(task),
+        "pose": torch.cat([latents, torch.ones_like(latents[:, :4]), latents], 1),
+        "pose_image": seen["pose_video"],
+    }
+    return {
+        "concat": join_image(*reference_and_clip(vae.encode, media, clip, vae.config), vae.config),
+        "image_features": seen["reference"],
+        "inputs": inputs,
+        "uncond_inputs": {"unconditional": True},
+    }
+
+
+def log_scale(task: Task) -> float:
+    return DISTILLED_LOG_SCALE if task.name == DISTILLED.name else 0.0
 
 
 def driving_channels(pose: Tensor, samples: Tensor, vae: VAEConfig) -> Tensor:

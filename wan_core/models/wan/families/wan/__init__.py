@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.clips import ClipRules
 from wan_core.models.wan.families.family import Family, Inputs
 from wan_core.models.wan.families.wan.keys import diffusers_modules, diffusers_names, official_names, parameter_names
 from wan_core.models.wan.families.wan.recognise import choose, read_config
@@ -52,4 +53,6 @@ WAN = Family(
     image_inputs=_inputs("image_inputs"),
     conditioning_keys=frozenset({"concat_latent_image", "concat_mask", "clip_vision_output"}),
     read_conditioning=_inputs("read_conditioning"),
+    clips=ClipRules(overlaps=(1, 5, 9, 13)),
+    clip_inputs=_inputs("clip_inputs"),
 )

@@ -18,6 +18,7 @@ from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
 
 
@@ -106,13 +107,26 @@ def known_frames(first: Tensor | None, last: Tensor | None, frames: int) -> tupl
     return video, unknown
 
 
+def clip_inputs(
+    task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
+) -> Inputs:
+    """The fields of `Conditioning` of one clip of a long video: it begins with the image, or with the last frames of
+    the clip before."""
+    first, last = media.get("carried", media.get("image")), media.get("last_image")
+    return {**image_inputs(task, vae, first, last, clip.frames), "image_features": seen.get("image")}
+
+
 def frame_mask(unknown: Tensor, latents: Tensor) -> Tensor:
     """Which video frames are unknown, [F], as a mask [1, 4, T, Y, X] for their latents.
 
     A latent frame holds four video frames, so it has four mask channels (the first, alone, repeats).
     """
-    mask = torch.cat([unknown[:1].repeat(4), unknown[1:]]).view(-1, 4).T  # [4, T]
-    return mask[None, :, :, None, None].to(latents).expand(-1, -1, -1, *latents.shape[-2:])
+    return mask_channels(unknown[:, None, None].expand(-1, *latents.shape[-2:])).to(latents)
+
+
+def mask_channels(frames: Tensor) -> Tensor:
+    """A mask of video frames [F, Y, X] as that of their latents [1, 4, T, Y, X]."""
+    return torch.cat([frames[:1].expand(4, -1, -1), frames[1:]]).unflatten(0, (-1, 4)).transpose(0, 1)[None]
 
 
 def join_image(latents: Tensor, unknown: Tensor, config: VAEConfig) -> Tensor:

@@ -1,0 +1,241 @@
+"""What drives Animate and Animate-2: pictures of the reference, the motion, the face and the background."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from comfy_api.latest import io
+from torch import Tensor
+
+from wan_core.config import OptionError
+from wan_core.models.vae.config import VAE_21
+from wan_core.models.wan.families import FAMILIES
+from wan_core.models.wan.families.animate.config import ANIMATE_14B
+from wan_core.models.wan.families.animate.inputs import comfy_extras
+from wan_core.models.wan.families.clips import Clip, check_clips
+from wan_core.pipeline.driving import images_of
+from wan_core.pipeline.images import video_to_pixels
+from wan_core.sampling.conditioning import empty_latents
+
+from . import host
+from .conditioning import check_widgets, with_values
+from .schema import newer
+from .sockets import CONDITIONING
+
+MAX_SIDE, MAX_FRAMES = 8192, 401
+FACE = (ANIMATE_14B.face_size, ANIMATE_14B.face_size)
+PREVIOUS = (
+    "All frames that were made so far, where a long video goes on: the clip begins with the last of them, and the "
+    "driving pictures are read from there."
+)
+
+
+def shared_inputs(frames: int, motion: str) -> list[Any]:
+    """The required inputs. frames: of a clip, as the model was trained. motion: what the driving pictures are."""
+    return [
+        io.Conditioning.Input("positive", tooltip="The encoded prompt."),
+        io.Conditioning.Input("negative", tooltip="The encoded negative prompt; it counts where guidance is not 1."),
+        io.Vae.Input("vae", tooltip="The Wan 2.1 VAE: WanCore's or ComfyUI's own."),
+        io.Int.Input("width", default=832, min=16, max=MAX_SIDE, step=16, tooltip="Pixels; a multiple of 16."),
+        io.Int.Input("height", default=480, min=16, max=MAX_SIDE, step=16, tooltip="Pixels; a multiple of 16."),
+        io.Int.Input(
+            "frames",
+            default=frames,
+            min=5,
+            max=MAX_FRAMES,
+            step=4,
+            tooltip=f"Of this clip, a multiple of 4 plus 1. The model was trained on {frames}.",
+        ),
+        io.Image.Input("reference_image", tooltip="Who moves. Fitted into the size, with black bars."),
+        io.Image.Input(
+            "pose_video",
+            tooltip=f"{motion} Fitted into the size; a video that is too short is played to and fro.",
+        ),
+    ]
+
+
+def outputs() -> list[Any]:
+    return [
+        io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
+        io.Conditioning.Output("negative_out", display_name="negative", tooltip="For the sampler."),
+        io.Latent.Output("latent", display_name="latent", tooltip="For the sampler. The reference is its first frame."),
+        io.Int.Output(
+            "trim_latent",
+            display_name="trim_latent",
+            tooltip="Latent frames of the reference before the video: for TrimVideoLatent, before decoding.",
+        ),
+        io.Int.Output(
+            "trim_image",
+            display_name="trim_image",
+            tooltip="Frames that the clip has from previous_frames: remove so many first frames after decoding.",
+        ),
+    ]
+
+
+def clip_of(family: str, frames: int, previous: Tensor | None, overlap: int) -> Clip:
+    """Raises OptionError."""
+    rules = FAMILIES[family].clips
+    assert rules is not None
+    check_clips(rules, frames, overlap, FAMILIES[family].tasks[0].name)
+    carried = 0 if previous is None else min(overlap, len(previous))
+    return Clip(0, 0 if previous is None else len(previous) - carried, frames, carried)
+
+
+def conditioned(
+    family: str, vae: Any, size: tuple[int, int], clip: Clip, pictures: dict[str, Tensor | None]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The keys of CONDITIONING that pictures of these fields give, and the empty LATENT."""
+    rules = FAMILIES[family].media
+    assert rules is not None
+    own = {"reference": Clip(0, 0, 1, 0), "carried": Clip(0, 0, clip.carried, 0)}
+    media = {
+        field: images_of(images, FACE if field == "face_video" else size, own.get(field, clip), by_area=rules.by_area)
+        for field, images in pictures.items()
+        if images is not None
+    }
+    extras = comfy_extras(lambda video: vae.encode(video_to_pixels(video)), media, clip, VAE_21)
+    latents = empty_latents(VAE_21, *size, clip.frames)
+    latents = torch.cat([latents[:, :, :1], latents], 2)  # the reference before the clip
+    return extras, {"samples": host.to_intermediate(latents)}
+
+
+def tail(previous: Tensor | None, clip: Clip) -> Tensor | None:
+    return previous[-clip.carried :] if previous is not None and clip.carried else None
+
+
+class WanCoreAnimate(io.ComfyNode):
+    """Inputs of Wan2.2-Animate-14B."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreAnimate",
+            display_name="WanCore Animate",
+            category="WanCore",
+            **newer("WanCoreAnimate"),
+            description="What drives Wan2.2-Animate-14B: a picture moves as drawn poses and a face do, alone or in the "
+            "place of a person in a video. Made as the reference implementation makes it.",
+            inputs=[
+                *shared_inputs(77, "Drawn poses (skeletons)."),
+                io.Image.Input("face_video", optional=True, tooltip="A face whose expression is followed, cut out."),
+                io.Image.Input(
+                    "background_video", optional=True, tooltip="A video in which the reference replaces a person."
+                ),
+                io.Mask.Input("character_mask", optional=True, tooltip="Where that person is, for each frame."),
+                io.ClipVisionOutput.Input(
+                    "clip_vision_output",
+                    optional=True,
+                    tooltip="What CLIPVisionEncode (clip_vision_h, crop none) sees in the reference image.",
+                ),
+                io.Image.Input("previous_frames", optional=True, tooltip=PREVIOUS),
+                io.Int.Input(
+                    "overlap",
+                    default=1,
+                    min=1,
+                    max=5,
+                    step=4,
+                    optional=True,
+                    tooltip="How many of previous_frames the clip begins with: 1 or 5.",
+                ),
+            ],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
+        return check_widgets(VAE_21, width, height, frames)
+
+    @classmethod
+    def execute(
+        cls,
+        positive: CONDITIONING,
+        negative: CONDITIONING,
+        vae: Any,
+        width: int,
+        height: int,
+        frames: int,
+        reference_image: Tensor,
+        pose_video: Tensor,
+        face_video: Tensor | None = None,
+        background_video: Tensor | None = None,
+        character_mask: Tensor | None = None,
+        clip_vision_output: Any = None,
+        previous_frames: Tensor | None = None,
+        overlap: int = 1,
+    ) -> io.NodeOutput:
+        if (background_video is None) != (character_mask is None):
+            raise OptionError("only one of background_video and character_mask is connected: connect both, or neither")
+        clip = clip_of("animate", frames, previous_frames, overlap)
+        pictures = {"reference": reference_image, "pose_video": pose_video, "face_video": face_video}
+        pictures |= {"background": background_video, "mask": character_mask, "carried": tail(previous_frames, clip)}
+        extras, latent = conditioned("animate", vae, (width, height), clip, pictures)
+        if clip_vision_output is not None:
+            extras["clip_vision_output"] = clip_vision_output
+        without = extras
+        if face_video is not None:
+            without = {**extras, "face_video_pixels": torch.full_like(extras["face_video_pixels"], -1)}
+        both = with_values(positive, extras), with_values(negative, without)
+        return io.NodeOutput(*both, latent, 1, clip.carried)
+
+
+class WanCoreAnimate2(io.ComfyNode):
+    """Inputs of Wan-Animate-2."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreAnimate2",
+            display_name="WanCore Animate 2",
+            category="WanCore",
+            **newer("WanCoreAnimate2"),
+            description="What drives Wan-Animate-2: a picture moves as somebody in a video does. Made as the reference "
+            "implementation makes it.",
+            inputs=[
+                *shared_inputs(81, "Any video of somebody, at 24 frames per second."),
+                io.ClipVisionOutput.Input(
+                    "clip_vision_output",
+                    optional=True,
+                    tooltip="What CLIPVisionEncode (clip_vision_h, crop none) sees in the reference image.",
+                ),
+                io.ClipVisionOutput.Input(
+                    "clip_vision_output_pose",
+                    optional=True,
+                    tooltip="The same of the driving video's first frame; without it, that of the reference is used.",
+                ),
+                io.Conditioning.Input(
+                    "positive_pose", optional=True, tooltip="A prompt for the driving video; without it, `positive`."
+                ),
+                io.Image.Input("previous_frames", optional=True, tooltip=PREVIOUS),
+            ],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
+        return check_widgets(VAE_21, width, height, frames)
+
+    @classmethod
+    def execute(
+        cls,
+        positive: CONDITIONING,
+        negative: CONDITIONING,
+        vae: Any,
+        width: int,
+        height: int,
+        frames: int,
+        reference_image: Tensor,
+        pose_video: Tensor,
+        clip_vision_output: Any = None,
+        clip_vision_output_pose: Any = None,
+        positive_pose: CONDITIONING | None = None,
+        previous_frames: Tensor | None = None,
+    ) -> io.NodeOutput:
+        clip = clip_of("animate2", frames, previous_frames, 1)
+        pictures = {"reference": reference_image, "pose_video": pose_video, "carried": tail(previous_frames, clip)}
+        extras, latent = conditioned("animate2", vae, (width, height), clip, pictures)
+        own = {"clip_vision_output": clip_vision_output, "clip_vision_output_pose": clip_vision_output_pose}
+        own["cross_attn_pose"] = (positive_pose or positive)[0][0]
+        extras |= {key: value for key, value in own.items() if value is not None}
+        both = with_values(positive, extras), with_values(negative, extras)
+        return io.NodeOutput(*both, latent, 1, clip.carried)

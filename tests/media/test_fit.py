@@ -1,0 +1,45 @@
+"""Pictures fitted with black bars, against the numbers that OpenCV 5.0.0 gives and against plain sums."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from wan_core.media.fit import averaged, fit_with_bars, fitted_box, interpolated
+
+LARGER = [[0, 15, 31, 48, 63], [53, 67, 84, 101, 115], [116, 130, 147, 164, 178], [168, 183, 199, 216, 231]]
+SMALLER = [[24, 52, 80], [150, 178, 206]]
+
+
+def drawn(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def test_interpolation_equals_opencvs() -> None:
+    """`cv2.resize(picture, (5, 4), interpolation=cv2.INTER_LINEAR)[..., 0]`, and smaller."""
+    picture = np.arange(3 * 4 * 3, dtype=np.uint8).reshape(3, 4, 3) * 7
+    assert interpolated(picture, (5, 4))[..., 0].tolist() == LARGER
+    assert interpolated(picture, (3, 2))[..., 0].tolist() == SMALLER
+
+
+@pytest.mark.parametrize(("size", "wanted"), [((16, 16), (8, 4)), ((30, 20), (7, 9)), ((9, 7), (9, 7))])
+def test_averages_are_sums_over_areas(size: tuple[int, int], wanted: tuple[int, int]) -> None:
+    """Every pixel repeated, so that areas fall on whole ones."""
+    (width, height), (columns, rows) = size, wanted
+    picture = drawn(height, width)
+    fine = picture.repeat(rows, 0).repeat(columns, 1).reshape(rows, height, columns, width, 3).mean((1, 3))
+    assert np.abs(averaged(picture, wanted) - fine).max() <= 0.5 + 1e-9
+
+
+@pytest.mark.parametrize("by_area", [False, True])
+@pytest.mark.parametrize("size", [(20, 40), (40, 20), (64, 64), (7, 64)])
+def test_what_is_not_the_picture_is_black(size: tuple[int, int], by_area: bool) -> None:
+    picture = drawn(32, 24) // 2 + 100
+    left, top, width, height = fitted_box((24, 32), size)
+    found = fit_with_bars(picture, size, by_area=by_area)
+    assert found.shape == (size[1], size[0], 3)
+    inner = np.zeros(found.shape, bool)
+    inner[top : top + height, left : left + width] = True
+    assert (found[inner] >= 99).all() and not found[~inner].any()
+    assert abs(width / height - 24 / 32) < 0.1 and (width == size[0] or height == size[1])
+    assert fit_with_bars(picture, (24, 32), by_area=by_area) is picture

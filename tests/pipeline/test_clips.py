@@ -1,0 +1,407 @@
+"""Long videos in clips: the loop against references written out here, restarts, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+import wan_core.pipeline.clips as clips_module
+from tests.animate_references import SMALL, draw_weights
+from tests.pipeline.test_wan21 import VISION, huggingface_names
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.cli import main
+from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.media.mp4 import write_mp4
+from wan_core.media.video import read_video, video_facts
+from wan_core.models.wan.families import FAMILIES
+from wan_core.models.wan.families.animate.config import AnimateConfig
+from wan_core.models.wan.families.animate.inputs import comfy_extras
+from wan_core.models.wan.families.animate2.config import Animate2Config
+from wan_core.models.wan.families.clips import bounced, cut_clips
+from wan_core.pipeline.kept_clips import remove_kept
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.denoise import denoise
+
+TEXT = {"text_dim": 64, "num_heads": 2, "num_layers": 2}
+CONFIGS = {
+    "animate": AnimateConfig(
+        **{**SMALL, **TEXT, "dim": 64}, motion_channels=(4, 6, 8), motion_features=12, motion_directions=5,
+        face_hidden=16,
+    ),
+    "animate2": Animate2Config(**{**SMALL, **TEXT, "dim": 64}),
+}  # fmt: skip
+WIDTH, HEIGHT = 48, 32
+
+
+def drawn(frames: int, height: int, width: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("driven")
+    for family, config in CONFIGS.items():
+        metadata = {"num_heads": "2", **FAMILIES[family].metadata}
+        save_file(draw_weights(config), folder / f"{family}.safetensors", metadata)
+    vision = random_module(VISION, device="cpu", dtype=torch.float32, seed=2)
+    write_safetensors(huggingface_names(vision.state_dict()), folder / "clip_vision_h.safetensors", {})
+    Image.fromarray(drawn(1, 40, 30, 0)[0]).save(folder / "reference.png")
+    for name, seed, fps in (("pose", 1, 24), ("background", 2, 24), ("mask", 3, 24)):
+        write_mp4(folder / f"{name}.mp4", drawn(21, HEIGHT, WIDTH, seed), fps=fps)
+    write_mp4(folder / "face.mp4", drawn(19, 16, 16, 4), fps=24)
+    return folder
+
+
+def loaded(folder: Path, family: str) -> Pipeline:
+    parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
+    clip = str(folder / "clip_vision_h.safetensors")
+    high = str(folder / f"{family}.safetensors")
+    return Pipeline.load(LoadOptions(high=high, clip_vision=clip, device="cpu", **parts))
+
+
+def request(folder: Path, family: str, *, replaced: bool = False, **changed: object) -> Request:
+    media = {"reference": folder / "reference.png", "pose_video": folder / "pose.mp4"}
+    if family == "animate":
+        media["face_video"] = folder / "face.mp4"
+    if replaced:
+        media |= {"background": folder / "background.mp4", "mask": folder / "mask.mp4"}
+    given = {"prompt": "a red circle", "steps": 2, "seed": 3, "clip_frames": 9, "width": WIDTH, "height": HEIGHT}
+    given |= {"guidance_high": 1.5, "guidance_low": 1.5, "frames": 20}
+    return Request(**{**given, **{name: str(path) for name, path in media.items()}, **changed})
+
+
+# ------------------------------------------------------------------------------------------------- the reference loop
+
+
+def in_pixels(frames: np.ndarray) -> Tensor:
+    return torch.from_numpy(frames.astype(np.float64) / 127.5 - 1).float().permute(3, 0, 1, 2)[None]
+
+
+def to_and_fro(frames: np.ndarray, length: int) -> np.ndarray:
+    """As `inputs_padding` of Wan2.2/wan/animate.py counts."""
+    found, index, step = [], 0, 1
+    while len(found) < length:
+        found.append(frames[index])
+        if not 0 <= index + step < len(frames):
+            step = -step
+        index += step
+    return np.stack(found)
+
+
+def mask_of(known: Tensor) -> Tensor:
+    """[F, Y, X] -> [1, 4, T, Y, X], frame by frame."""
+    T = (len(known) - 1) // 4 + 1
+    found = torch.zeros(1, 4, T, *known.shape[1:])
+    for latent in range(T):
+        for channel in range(4):
+            found[0, channel, latent] = known[0 if latent == 0 else 4 * latent - 3 + channel]
+    return found
+
+
+def reference_loop(pipe: Pipeline, given: Request, reference: np.ndarray, videos: dict[str, np.ndarray]) -> np.ndarray:
+    """The official loops, written out: Animate with refert_num, Animate-2 with one frame of overlap. videos are as long
+    as all clips together. Returns frames [F, H, W, 3] in 0..255, not rounded."""
+    two, overlap, F = pipe.models.task.family == "animate2", given.overlap or 1, given.clip_frames
+    assert F is not None
+    vae, vision, job = pipe.models.vae(), pipe.models.clip_vision(), pipe.prepare(given)
+    model = pipe.models.expert("high")
+    text = pipe.encode_text(job)
+    generator = torch.Generator().manual_seed(given.seed)
+    picture, found, start, last = in_pixels(reference), [], 0, None
+    Y, X = HEIGHT // 8, WIDTH // 8
+    total = len(videos["pose"])
+    while start + overlap < total:
+        stop = min(start + F, total)
+        clip = {name: in_pixels(video[start:stop]) for name, video in videos.items()}
+        length, T = stop - start, (stop - start - 1) // 4 + 1
+        noise = torch.randn(1, 16, T + 1, Y, X, generator=generator)
+        seen, known = torch.zeros(1, 3, length, HEIGHT, WIDTH), torch.zeros(length, Y, X)
+        if "mask" in clip:
+            seen = clip["background"].clone()
+            person = (clip["mask"][0, :1] + 1) / 2
+            known = 1 - torch.nn.functional.interpolate(person.transpose(0, 1), size=(Y, X), mode="nearest")[:, 0]
+        if last is not None:
+            seen[:, :, :overlap], known[:overlap] = last, 1
+        first = torch.cat([torch.ones(1, 4, 1, Y, X), vae.normalise(vae.encode(picture))], 1)
+        rest = torch.cat([mask_of(known), vae.normalise(vae.encode(seen))], 1)
+        pose = vae.normalise(vae.encode(clip["pose"]))
+        if two:
+            inputs = {"pose": torch.cat([pose, torch.ones_like(pose[:, :4]), pose], 1), "unconditional": False}
+            inputs |= {"pose_image": vision(clip["pose"][:, :, 0]), "log_scale": 0.0}
+            without = {"unconditional": True}
+        else:
+            inputs = {"pose": pose, "face": clip["face"]}
+            without = {"face": torch.full_like(clip["face"], -1)}
+        conditioning = Conditioning(
+            cond=text.cond, uncond=text.uncond, concat=torch.cat([first, rest], 2),
+            image_features=vision(picture[:, :, 0]), inputs=inputs, uncond_inputs=without,
+        )  # fmt: skip
+        made = denoise(job.plan, lambda _: model, conditioning, noise)
+        frames = vae.decode(vae.denormalise(made)[:, :, 1:]).float()
+        last = frames[:, :, -overlap:]
+        found.append(frames if start == 0 else frames[:, :, overlap:])
+        start += length - overlap
+    whole = torch.cat(found, 2)[0, :, : given.frames].permute(1, 2, 3, 0)
+    return ((whole + 1) * 127.5).numpy()
+
+
+@pytest.mark.parametrize(
+    ("family", "overlap", "replaced"),
+    [("animate", 1, False), ("animate", 5, True), ("animate", 5, False), ("animate2", 1, False)],
+)
+@torch.no_grad()
+def test_clips_equal_the_reference_loop(folder: Path, family: str, overlap: int, replaced: bool) -> None:
+    """Media that need no fitting: everything has the size of the video."""
+    pipe, picture = loaded(folder, family), drawn(1, HEIGHT, WIDTH, 9)
+    Image.fromarray(picture[0]).save(folder / "same.png")
+    given = request(folder, family, replaced=replaced, overlap=overlap, reference=str(folder / "same.png"))
+    if family == "animate2":  # 20 frames are padded to 29; a clip of nothing but padding is not made
+        padded = 29
+    else:
+        padded = overlap + -(-(20 - overlap) // (9 - overlap)) * (9 - overlap)
+    names = ["pose", *["face"] * (family == "animate"), *["background", "mask"] * replaced]
+    videos = {name: to_and_fro(read_video(folder / f"{name}.mp4"), padded) for name in names}
+    result = pipe.generate(given)
+    expected = reference_loop(pipe, given, picture, videos)
+    assert len(pipe.prepare(given).clips) == (4 if overlap == 5 else 3)
+    assert result.frames.shape == (20, HEIGHT, WIDTH, 3)
+    assert np.abs(result.frames - expected).max() <= 0.5 + 0.05  # rounded to whole numbers
+
+
+# ------------------------------------------------------------------------------------------------------ image to video
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("overlap", [1, 5])
+def test_image_to_video_goes_on_from_its_last_frames(folder: Path, overlap: int) -> None:
+    """Clip 2 of the embedded model equals its own image-to-video from the last frames of clip 1."""
+    pipe = Pipeline.load(LoadOptions(model="tiny", task="i2v-tiny", device="cpu"))
+    given = Request(
+        prompt="a red circle", image=str(folder / "reference.png"), steps=2, width=WIDTH, height=HEIGHT, seed=1
+    )
+    long = replace(given, frames=13, clip_frames=9, overlap=overlap)
+    found = pipe.generate(long)
+    first = pipe.generate(replace(given, frames=9))
+    assert np.array_equal(found.frames[:9], first.frames)
+    vae, job = pipe.models.vae(), pipe.prepare(long)
+    tail = vae.decode(first.latents).float()[:, :, -overlap:]
+    video, known = torch.zeros(1, 3, 9, HEIGHT, WIDTH), torch.zeros(9, HEIGHT // 8, WIDTH // 8)
+    video[:, :, :overlap], known[:overlap] = tail, 1
+    concat = torch.cat([mask_of(known), vae.normalise(vae.encode(video))], 1)
+    latents = pipe.sample(job, replace(pipe.encode_text(job), concat=concat), clip=1)
+    second = (vae.decode(latents)[0, :, overlap : overlap + 4].permute(1, 2, 3, 0).float() + 1) * 127.5
+    assert np.abs(found.frames[9:] - second.numpy()).max() <= 0.55
+
+
+def test_what_cannot_be_cut_is_refused(folder: Path) -> None:
+    pipe = Pipeline.load(LoadOptions(model="tiny", task="t2v-tiny", device="cpu"))
+    given = Request(prompt="a red circle", steps=2, width=WIDTH, height=HEIGHT, frames=13)
+    for changed, words in (
+        ({"clip_frames": 9}, "needs an image-to-video model"),
+        ({"overlap": 1}, "give --clip-frames as well"),
+        ({"pose_video": "x.mp4"}, "does not take --pose-video"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            pipe.prepare(replace(given, **changed))
+    pipe = loaded(folder, "animate")
+    given = request(folder, "animate")
+    for changed, words in (
+        ({"clip_frames": 10}, "4n \\+ 1 frames"),
+        ({"overlap": 3}, "begin with 1 or 5 frames"),
+        ({"overlap": 5, "clip_frames": 5}, "more than the overlap"),
+        ({"reference": None}, "give --reference"),
+        ({"mask": "x.mp4"}, "only one of --background and --mask"),
+        ({"image": "x.png"}, "takes no --image"),
+        ({"frames": 22}, "has 21 frames"),
+        ({"pose_video": str(folder / "reference.png")}, "cannot read"),
+        ({"face_video": str(folder / "none.mp4")}, "none.mp4"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            pipe.prepare(replace(given, **changed))
+    with pytest.raises(OptionError, match="does not take --face-video"):
+        loaded(folder, "animate2").prepare(given)
+
+
+@pytest.mark.parametrize("overlap", [1, 5])
+def test_clips_cover_every_frame_once(overlap: int) -> None:
+    for family in ("animate", "animate2", "wan"):
+        rules = FAMILIES[family].clips
+        assert rules is not None
+        for frames in range(1, 200):
+            clips = cut_clips(rules, frames, 33, overlap)
+            new = [n for clip in clips for n in range(clip.first + clip.carried, clip.last)]
+            assert new == list(range(len(new))) and len(new) >= frames
+            assert clips[-1].first + clips[-1].carried < frames  # none is all padding
+            assert all(clip.frames % 4 == 1 and clip.frames <= 33 for clip in clips)
+
+
+def test_a_video_played_to_and_fro() -> None:
+    for length in (1, 2, 3, 7):
+        expected = to_and_fro(np.arange(length), 30) if length > 1 else np.zeros(30)
+        assert [bounced(n, length) for n in range(30)] == list(expected)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@torch.no_grad()
+def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, family: str) -> None:
+    """ComfyUI's keys, made of the media of the second clip, and read again."""
+    pipe, given = loaded(folder, family), request(folder, family, replaced=family == "animate")
+    job = pipe.prepare(given)
+    clip, media = job.clips[1], clips_module.load_clip_media(pipe, job)
+    assert media is not None
+    pixels = {**media.of(clip), "carried": torch.rand(1, 3, 1, HEIGHT, WIDTH) * 2 - 1}
+    expected = clips_module.condition(pipe, job, clip, media, pixels["carried"], pipe.encode_text(job))
+    vae = pipe.models.vae()
+    extras = comfy_extras(vae.encode, pixels, clip, vae.config)
+    seen = SimpleNamespace(penultimate_hidden_states=expected.image_features)
+    latent = {"samples": torch.zeros(job.clip_shape(clip))}
+    found = FAMILIES[family].read_conditioning(job.task, vae.config, {**extras, "clip_vision_output": seen}, latent)
+    torch.testing.assert_close(found["concat"], expected.concat)
+    for name in {"pose", "face"} & set(expected.inputs):
+        torch.testing.assert_close(found["inputs"][name], expected.inputs[name])
+
+
+# ------------------------------------------------------------------------------------------------------------- restart
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_after(pipe: Pipeline, given: Request, clips: int, kept: Path) -> None:
+    """Run until the first step of the clip after so many."""
+
+    def on_step(progress, seconds):
+        if progress.clip[0] > clips:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        pipe.generate(given, keep_clips=kept, on_step=on_step)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_interrupted_run_goes_on_after_its_last_clip(folder: Path, tmp_path: Path, family: str) -> None:
+    given, kept = request(folder, family), tmp_path / "x.clips"
+    whole = loaded(folder, family).generate(given)
+    stop_after(loaded(folder, family), given, 2, kept)
+    assert len(list(kept.iterdir())) == 2
+    ran = []
+    pipe = loaded(folder, family)
+    again = pipe.generate(given, keep_clips=kept, on_step=lambda progress, _: ran.append(progress.clip))
+    assert set(ran) == {(3, 3)}
+    assert np.array_equal(again.frames, whole.frames) and torch.equal(again.latents, whole.latents)
+    assert sum("was finished by an earlier run" in note for note in again.report.notes) == 2
+    remove_kept(again.kept_clips)
+    assert not kept.exists()
+
+
+def test_damaged_and_foreign_clips_are_left_alone(folder: Path, tmp_path: Path) -> None:
+    given, kept = request(folder, "animate"), tmp_path / "x.clips"
+    whole = loaded(folder, "animate").generate(given)
+    pipe = loaded(folder, "animate")
+    stop_after(pipe, given, 2, kept)
+    stop_after(pipe, replace(given, seed=4), 1, kept)  # another video's clip beside them
+    first, second = sorted(kept.glob("clip-001*")), next(kept.glob("clip-002*"))
+    assert len(first) == 2
+    [other] = [path for path in first if path.name.split("-")[2] != second.name.split("-")[2]]
+    third = kept / second.name.replace("clip-002", "clip-003")
+    third.write_bytes(other.read_bytes())  # another video's, under the name of this one's third clip
+    second.write_bytes(second.read_bytes()[:-40])
+    mine = kept / "mine.txt"
+    mine.write_text("x")
+    before = {path: path.read_bytes() for path in (*first, second, third, mine)}
+    found = pipe.generate(given, keep_clips=kept)
+    assert np.array_equal(found.frames, whole.frames)
+    remove_kept(found.kept_clips)
+    notes = "\n".join(found.report.notes)
+    assert "is of another video" in notes
+    assert "cannot be used and is made again" in notes and "1 kept clips of other videos" in notes
+    used = [path for path in first if not path.exists()]
+    assert len(used) == 1  # this run's own first clip
+    assert all(path.read_bytes() == text for path, text in before.items() if path not in used)
+
+
+def test_another_models_clips_are_not_used(folder: Path, tmp_path: Path) -> None:
+    """Files of the same name and size, changed since: the weights, or a driving video."""
+    given, pipe = request(folder, "animate"), loaded(folder, "animate")
+    job = pipe.prepare(given)
+    key = clips_module.run_key(pipe, job)
+    assert clips_module.run_key(pipe, pipe.prepare(given)) == key
+    for changed in ({"seed": 5}, {"prompt": "a"}, {"overlap": 5}, {"steps": 3}, {"frames": 19}):
+        assert clips_module.run_key(pipe, pipe.prepare(replace(given, **changed))) != key
+    other = tmp_path / "pose.mp4"
+    write_mp4(other, drawn(21, HEIGHT, WIDTH, 11), fps=24)
+    assert clips_module.run_key(pipe, pipe.prepare(replace(given, pose_video=str(other)))) != key
+    path = folder / "animate.safetensors"
+    path.touch()
+    assert clips_module.run_key(pipe, pipe.prepare(given)) != key
+
+
+def test_a_full_disk_is_no_error(folder: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "x.clips"
+    blocked.write_text("a file of the user's")
+    found = loaded(folder, "animate").generate(request(folder, "animate"), keep_clips=blocked)
+    assert any("could not be kept" in note for note in found.report.notes)
+    assert blocked.read_text() == "a file of the user's" and len(found.frames) == 20
+
+
+def test_progress_counts_all_clips(folder: Path) -> None:
+    told = []
+    pipe = loaded(folder, "animate")
+    given = request(folder, "animate")
+    pipe.generate(given, on_step=lambda progress, _: told.append((progress.clip, progress.left(1.0))))
+    assert [clip for clip, _ in told] == [(n, 3) for n in (1, 2, 3) for _ in range(2)]
+    assert [left for _, left in told] == [10.0, 8.0, 6.0, 4.0, 2.0, 0.0]  # two branches a step
+    assert pipe.report.settings["clips"] == "3 of 9 frames, 1 carried over: 3 x 2 steps"
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+
+
+def arguments(folder: Path, family: str, out: Path, *more: str) -> list[str]:
+    parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
+    given = {"--high": folder / f"{family}.safetensors", "--text-encoder": parts["text_encoder"]}
+    given |= {"--vae": parts["vae"], "--clip-vision": folder / "clip_vision_h.safetensors", "--out": out}
+    given |= {"--reference": folder / "reference.png", "--pose-video": folder / "pose.mp4", "--prompt": "a red circle"}
+    flags = [str(word) for pair in given.items() for word in pair]
+    return ["generate", *flags, "--steps", "1", "--guidance", "1", "--clip-frames", "9", "--size", "48x32", *more]
+
+
+def test_the_command_line_goes_on_from_kept_clips(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(clips_module.ClipRun, "note_kept", interrupted)
+    out, more = tmp_path / "x.mp4", ("--face-video", str(folder / "face.mp4"), "--device", "cpu")
+    assert main(arguments(folder, "animate", out, *more)) == 130
+    out.unlink(missing_ok=True)
+    assert "3 finished clips are in" in (told := capsys.readouterr().err) and "clip 2/3  step   1/1" in told
+    monkeypatch.undo()
+    assert main(arguments(folder, "animate", out, *more)) == 0
+    assert "clip 3 was finished by an earlier run" in capsys.readouterr().out
+    assert read_video(out).shape == (21, 32, 48, 3) and video_facts(out).fps == 24
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.mp4"]
+
+
+def interrupted(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_animate2_on_the_command_line(folder: Path, tmp_path: Path) -> None:
+    """A tall picture: the bars beside it are cut off."""
+    out = tmp_path / "x.mp4"
+    assert main(arguments(folder, "animate2", out, "--device", "cpu", "--frames", "13")) == 0
+    assert read_video(out).shape == (13, 32, 24, 3)
+
+
+def test_an_input_is_never_an_output(folder: Path, capsys) -> None:
+    assert main([*arguments(folder, "animate", folder / "pose.mp4", "--device", "cpu"), "--overwrite"]) == 2
+    assert "--out would replace" in capsys.readouterr().err

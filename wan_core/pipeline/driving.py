@@ -1,0 +1,167 @@
+"""Videos and pictures that drive a family: their sizes before anything is loaded, and their pixels clip by clip.
+
+Legend: F/H/W video frames, height, width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wan_core.config import OptionError, Request
+from wan_core.config.limits import MAX_DRIVING
+from wan_core.media.fit import Box, fit_with_bars, fitted_box
+from wan_core.media.video import load_image, picture_size, read_video, video_facts
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.clips import Clip, MediaRules, bounced
+from wan_core.models.wan.tasks import Task
+from wan_core.pipeline.images import pixels_to_video
+
+PICTURES = ("reference",)
+VIDEOS = ("pose_video", "face_video", "background", "mask")
+MEDIA = (*PICTURES, *VIDEOS)
+
+
+class DrivenSize(NamedTuple):
+    """Of a video as its media have it."""
+
+    width: int
+    height: int
+    frames: int
+    fps: int
+
+
+def option(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def check_media(request: Request, task: Task) -> None:
+    """Raise OptionError for media that the task does not take, and where some are missing."""
+    rules = family_of(task).media
+    given = [field for field in MEDIA if getattr(request, field) is not None]
+    takes = () if rules is None else (*rules.needs, *rules.takes)
+    if unknown := [option(field) for field in given if field not in takes]:
+        raise OptionError(f"{task.name} does not take {', '.join(unknown)}: leave it out, or load a model that does")
+    if rules is None:
+        return
+    if missing := [option(field) for field in rules.needs if field not in given]:
+        raise OptionError(f"{task.name} makes a picture of somebody move as in a video: give {' and '.join(missing)}")
+    if rules.together and len({field in given for field in rules.together}) > 1:
+        raise OptionError(f"only one of {' and '.join(map(option, rules.together))} given: give both, or neither")
+    for field in ("image", "last_image", "from_video", "denoise"):
+        if getattr(request, field) is not None:
+            raise OptionError(f"{task.name} takes no {option(field)}: its picture is --reference")
+
+
+def driven_size(request: Request, task: Task, rules: MediaRules, multiple: int) -> DrivenSize:
+    """What the video is where the request leaves it open. Raises OptionError for media that cannot be read."""
+    assert request.pose_video is not None and request.reference is not None
+    video, picture = video_facts(request.pose_video), picture_size(request.reference)
+    for field in VIDEOS:
+        if (path := getattr(request, field)) is not None:
+            video_facts(path)
+    fps = task.fps if rules.resampled else min(240, max(1, round(video.fps)))
+    fps = fps if request.fps is None else request.fps
+    frames = len(frame_indices(request.pose_video, fps if rules.resampled else None))
+    if request.frames is not None and request.frames > frames:
+        raise OptionError(f"{request.pose_video} has {frames} frames, and {request.frames} are asked for: use fewer")
+    frames = frames if request.frames is None else request.frames
+    if frames < 1:
+        raise OptionError(f"{frames} frames given; a video has at least 1")
+    if request.width is not None and request.height is not None:
+        return DrivenSize(request.width, request.height, frames, fps)
+    if rules.size_of == "pose_video":
+        width, height = (max(multiple, side // multiple * multiple) for side in video[:2])
+    else:
+        width, height = size_of_area(picture, task.width * task.height, multiple)
+    return DrivenSize(width, height, frames, fps)
+
+
+def size_of_area(picture: tuple[int, int], area: int, multiple: int) -> tuple[int, int]:
+    """(width, height) of about `area` pixels with the aspect of a picture, rounded down. Source: LightX2V."""
+    height = sqrt(area / (picture[0] / picture[1]))
+    width = area / height
+    return max(multiple, int(width // multiple) * multiple), max(multiple, int(height // multiple) * multiple)
+
+
+def frame_indices(path: str, fps: int | None) -> NDArray[np.int64]:
+    """Which frames of a video are read: the nearest at `fps` frames per second, or for None all."""
+    facts = video_facts(path)
+    if fps is None:
+        return np.arange(facts.frames)
+    times = np.arange(max(1, int(facts.frames / facts.fps * fps))) / fps
+    return np.round(times * facts.fps).astype(np.int64).clip(0, facts.frames - 1)
+
+
+@dataclass(frozen=True)
+class Media:
+    """Fitted pixels by field of the request: uint8 [F, H, W, 3], F 1 for pictures. crop: what of a frame is shown."""
+
+    pixels: Mapping[str, NDArray[np.uint8]]
+    crop: Box
+
+    def of(self, clip: Clip) -> dict[str, Tensor]:
+        """[1, 3, F, H, W] in -1..1, float32, of a clip. Videos that are too short are played to and fro."""
+        return {
+            field: as_video(pixels if field in PICTURES else pixels[_places(clip, len(pixels))])
+            for field, pixels in self.pixels.items()
+        }
+
+
+def _places(clip: Clip, length: int) -> list[int]:
+    return [bounced(index, length) for index in range(clip.first, clip.last)]
+
+
+def as_video(pixels: NDArray[np.uint8]) -> Tensor:
+    """uint8 [F, H, W, 3] -> [1, 3, F, H, W] in -1..1."""
+    return torch.from_numpy(pixels).permute(3, 0, 1, 2)[None] / 127.5 - 1
+
+
+def load_media(
+    request: Request, task: Task, dit: DiTConfig, size: tuple[int, int], fps: int, frames: int
+) -> Media | None:
+    """The media of `request`, fitted to `size` (width, height); None where the family has none. frames: at most so
+    many of a video. Raises OptionError."""
+    rules = family_of(task).media
+    if rules is None:
+        return None
+    assert request.reference is not None
+    picture = np.rint(load_image(request.reference) * 255).astype(np.uint8)
+    found = {"reference": fit_with_bars(picture, size, by_area=rules.by_area)[None]}
+    for field in VIDEOS:
+        path = getattr(request, field)
+        if path is None:
+            continue
+        side = getattr(dit, "face_size", None) if field == "face_video" else None
+        chosen = frame_indices(path, fps if rules.resampled else None)[:frames]
+        video = read_video(path, max_frames=int(chosen.max()) + 1, max_pixels=MAX_DRIVING)
+        wanted = size if side is None else (side, side)
+        fitted = np.empty((len(chosen), wanted[1], wanted[0], 3), np.uint8)
+        for place, index in enumerate(chosen):
+            fitted[place] = fit_with_bars(video[index], wanted, by_area=rules.by_area)
+        found[field] = fitted
+    return Media(found, shown(picture_size(request.reference), size) if rules.cropped else Box(0, 0, *size))
+
+
+def images_of(images: Tensor, size: tuple[int, int], clip: Clip, *, by_area: bool) -> Tensor:
+    """As `Media.of`, of pictures [F, H, W, 3] in 0..1, as on ComfyUI's IMAGE socket, or a MASK [F, H, W]."""
+    images = (images[..., None].expand(-1, -1, -1, 3) if images.ndim == 3 else images[..., :3]).cpu().float()
+    places = _places(clip, len(images))
+    if tuple(images.shape[2:0:-1]) == size:
+        return pixels_to_video(images[places])
+    whole = (images.clamp(0, 1) * 255).round().to(torch.uint8).numpy()
+    return as_video(np.stack([fit_with_bars(whole[place], size, by_area=by_area) for place in places]))
+
+
+def shown(picture: tuple[int, int], size: tuple[int, int]) -> Box:
+    """Where a fitted picture is, both sides even, as H.264 needs them."""
+    left, top, width, height = fitted_box(picture, size)
+    return Box(left, top, max(2, width // 2 * 2), max(2, height // 2 * 2))
