@@ -46,11 +46,16 @@ from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY
+from wan_core.sampling.cache.curves import Curve
 from wan_core.sampling.cache.residual import Program, ResidualCache
+from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.chords import BEGINNINGS
-from wan_core.sampling.plan import make_plan
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.denoise import denoise
+from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.solvers import History
 from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
+from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 
 CPU = torch.device("cpu")
 CAPTION = "a red circle moving right on a blue background"
@@ -320,6 +325,34 @@ def controlled_forward(mesh: str, name: str, frames: int, rows: int, columns: in
     free = model(x, time, context, **{"image": given["image"]} if "image" in given else {})
     optimize(model, attend=attend, ranks=ranks_of(mesh))
     return relative(model(x, time, context, **given), whole), relative(free, whole)
+
+
+@torch.no_grad()
+def controlled_run(mesh: str, name: str, how: str) -> tuple[float, float]:
+    """Of a run of VACE or Fun with MagCache or sparse steps: the difference of sharded and whole, and to full."""
+    config = control_references.CONFIGS[name]
+    model = load_dit(draw_weights(config), metadata={"num_heads": config.num_heads})
+    given = control_references.draw_inputs(config, (1, 3, 4, 5))
+    x, _, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    conditioning = Conditioning(
+        cond=context, uncond=context.flip(1), concat=x[:, 16:] if config.in_channels > 16 else None, inputs=given
+    )
+    plan = make_plan(task="t2v-14B", steps=10, guidance_high=2.0, guidance_low=2.0)
+    curve = Curve(
+        task=plan.task, source="flat", high_steps=10, shift=plan.shift, boundary=0.0, solver=plan.solver, samples=None,
+        cond=(1.0,) * 10, uncond=(1.0,) * 10,
+    )  # fmt: skip
+    skip = SkipOptions(magcache=MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2))
+    changed = leave_out(plan, skip, curve) if how == "magcache" else sparsify(plan, parse_sparse("0.9/0/0:ramp0"))
+
+    def run(walked: Plan) -> Tensor:
+        return denoise(walked, lambda _: model, conditioning, x[:, :16])
+
+    attend = BACKENDS["math"].load()
+    optimize(model, attend=attend)
+    full, whole = run(plan), run(changed)
+    optimize(model, attend=attend, ranks=ranks_of(mesh))
+    return relative(run(changed), whole), relative(full, whole)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from tests.animate_references import DATA, draw_weights
 from tests.control_references import CONFIGS, GRIDS, OWN, contexts, draw_inputs
 from wan_core.checkpoint import CheckpointError
 from wan_core.checkpoint.detect import expected_shapes
+from wan_core.checkpoint.lora.names import Finder
 from wan_core.config import OptionError
 from wan_core.models.wan.families import choose_task
 from wan_core.models.wan.families.family import Clues
@@ -177,6 +178,20 @@ def test_official_comfyui_and_scaled_files_load(name, tmp_path):
     save_file(state, path, told)
     found = wan_core.load_dit(path, dtype=torch.float32).state_dict()
     assert all((found[key] - value).abs().max() <= 0.07 * value.abs().max() for key, value in weights.items())
+
+
+def test_loras_of_either_layout_find_vace_blocks():
+    """Those of text-to-video change its blocks, as in ComfyUI, and none of VACE's."""
+    finder = Finder(list(draw_weights(CONFIGS["vace"])))
+    for given, ours in {
+        "diffusion_model.vace_blocks.1.self_attn.q": "vace_blocks.1.self_attn.q",
+        "transformer.vace_blocks.0.proj_in": "vace_blocks.0.before_proj",
+        "transformer.vace_blocks.1.attn2.to_out.0": "vace_blocks.1.cross_attn.o",
+        "lora_unet_vace_blocks_1_ffn_0": "vace_blocks.1.ffn.0",
+        "diffusion_model.blocks.3.self_attn.q": "blocks.3.self_attn.q",
+        "transformer.blocks.1.attn1.to_q": "blocks.1.self_attn.q",
+    }.items():
+        assert finder.module(given) == ours
 
 
 @pytest.mark.parametrize(

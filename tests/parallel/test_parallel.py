@@ -325,6 +325,13 @@ def test_experts_in_parts(ranks, alone):
     assert sum(held for held, _ in answers) == blocks and max(held for held, _ in answers) < 0.4 * blocks
 
 
+@pytest.mark.parametrize("how", ["magcache", "sparse"])
+@pytest.mark.parametrize("name", ["vace", "fun-control", "camera"])
+def test_controlled_runs_that_skip_equal_one_rank(ranks, name, how):
+    for error, counts in ranks.ask("controlled_run", mesh="1x1x2", name=name, how=how):
+        assert error < ROUNDING and counts > 1e-4
+
+
 def test_weights_of_vace_blocks_are_sharded_too(ranks, tmp_path):
     path = tmp_path / "vace.safetensors"
     save_file(

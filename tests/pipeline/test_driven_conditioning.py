@@ -102,7 +102,7 @@ def test_what_they_cannot_do_is_refused(experts):
 
 
 def test_the_command_line_says_that_they_need_videos():
-    for name in ("animate-14B", "animate2-14B"):
+    for name in ("vace-14B", "fun-control-A14B", "camera-A14B"):
         options = LoadOptions(model=f"random:{name}:1", device="cpu")
         with pytest.raises(OptionError, match=f"{name} is driven by videos"):
             check_request(options, Request(prompt="x"), torch.device("cpu"))

@@ -50,6 +50,11 @@ def check_media(request: Request, task: Task) -> None:
     takes = () if rules is None else (*rules.needs, *rules.takes)
     if unknown := [option(field) for field in given if field not in takes]:
         raise OptionError(f"{task.name} does not take {', '.join(unknown)}: leave it out, or load a model that does")
+    if rules is None and task.driven_by:
+        raise OptionError(
+            f"{task.name} is driven by videos that the command line and WanCore's own nodes do not take yet: use "
+            f"ComfyUI's {task.driven_by} with WanCore Sampler"
+        )
     if rules is None:
         return
     if missing := [option(field) for field in rules.needs if field not in given]:
