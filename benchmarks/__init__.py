@@ -13,6 +13,7 @@
 | caches | `caches` | steps that a cache skips, and whether a plan's estimate comes true |
 | sparse | `sparse` | sparse attention by its parts, and whole videos with it |
 | startup | `startup` | loading both experts; a cold process up to its first step; prompts after it |
+| attention | `attention` | every dense attention kernel on one layer; `--setting tune`: tiles of our own |
 | streaming | `streaming` | blocks that stream on emulated smaller cards |
 | profile | `profiling` | one forward by class of kernel |
 | parallel | `parallel` | several GPUs |

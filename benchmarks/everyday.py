@@ -14,6 +14,9 @@ errors   final latents of 8 of 40 blocks against ComfyUI's own nodes on bf16 wei
 
 Rows, by name: "native ..." are ComfyUI's own nodes, "ours ..." this pack's.
 
+Rows of `cold` also have the time in seconds after POST of every line that the server logged (log) and of every progress
+of the samplers (progress). --profile FILE: one more cold run of each, with samples of what the server's threads did.
+
 seconds   from POST to the end of the prompt, the median; spread: the slowest less the fastest
 nodes     of the median run: seconds by loaders, text, image, samplers, decode, save
 ratio     seconds of the fastest native row over this one's; error: relative, of the latents
@@ -25,7 +28,7 @@ import argparse
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +37,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import server_times
 from benchmarks.cases import parse_size
 from benchmarks.comfy_files import EXPERTS, write_expert, write_image, write_loras, write_text_encoder, write_vae
 from benchmarks.comfy_graphs import Job, accelerated_graph, native_graph, our_graph, with_defaults
@@ -41,6 +45,7 @@ from benchmarks.comfyui import ComfyUI, Graph, Run, make_base
 from benchmarks.measure import make_room, relative_error
 from benchmarks.options import EVERYDAY_PARTS
 from benchmarks.rows import Row, guarded
+from benchmarks.server_times import PROFILE, TIMES, profile_text, said
 from wan_core.config import OptionError
 
 ERROR_LAYERS = 8
@@ -130,7 +135,7 @@ def server_files(scratch: Path | None, checkout: Path | None) -> Iterator[tuple[
     if scratch is not None and not scratch.is_dir():
         raise OptionError(f"--scratch {scratch} is no folder: make it, or leave it out")
     with tempfile.TemporaryDirectory(prefix="wancore-everyday-", dir=scratch) as temporary:
-        base = make_base(Path(temporary))
+        base = make_base(Path(temporary), {"server_times": Path(server_times.__file__).read_text()})
         if scratch is not None:
             (base / "models").rmdir()
             (scratch / "models").mkdir(exist_ok=True)
@@ -170,11 +175,11 @@ class Files:
 
 
 class Server:
-    """A ComfyUI server that measures prompts. Use as a context: it ends with it."""
+    """A ComfyUI server that measures prompts. Use as a context: it ends with it. more: of its environment."""
 
-    def __init__(self, checkout: Path, base: Path, device: torch.device) -> None:
+    def __init__(self, checkout: Path, base: Path, device: torch.device, more: Mapping[str, str] | None = None) -> None:
         page = ["--front-end-root", str(base / "page")]
-        environment = {"PYTHONUNBUFFERED": "1"}
+        environment = {"PYTHONUNBUFFERED": "1", **(more or {})}
         cpu = device.type == "cpu"
         self.comfyui = ComfyUI(checkout, base, environment, page, cpu=cpu, patience=PATIENCE)
         self.base, self.kinds = base, self.comfyui.get("/object_info")
@@ -288,11 +293,35 @@ def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, option
         if peers and "seconds" in row:
             row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": "the fastest native row"}
         yield row | {"name": f"cold: {name}"}
+    if options.profile is not None:
+        options.profile.write_text("")
+        for side in sides:
+            name = f"cold, profiled: {side.name}"
+            yield guarded(
+                name, job.size, None, lambda s=side: profiled(checkout, base, device, s, job, options.profile)
+            )
 
 
-def cold(checkout: Path, base: Path, device: torch.device, side: Side, run: int, job: Job) -> Row:
-    with Server(checkout, base, device) as server:
-        return server.run(side.graph(replace(job, seed=run)))[0]
+def cold(
+    checkout: Path,
+    base: Path,
+    device: torch.device,
+    side: Side,
+    run: int,
+    job: Job,
+    more: Mapping[str, str] | None = None,
+) -> Row:
+    with Server(checkout, base, device, {TIMES: str(base), **(more or {})}) as server:
+        row, made = server.run(side.graph(replace(job, seed=run)))
+    steps = [event["at"] - made.begin for event in made.events if event["type"] == "progress"]
+    return row | {"progress": [round(at, 3) for at in steps], "log": said(base, made.begin)}
+
+
+def profiled(checkout: Path, base: Path, device: torch.device, side: Side, job: Job, file: Path) -> Row:
+    row = cold(checkout, base, device, side, 0, job, {PROFILE: "1"})
+    with file.open("a") as text:
+        text.write(f"{side.name}\n{profile_text(base)}\n")
+    return row
 
 
 def error_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:

@@ -47,6 +47,11 @@ SUITES: dict[str, Suite] = {
         ("kernels", "native", "magcache:balanced+sparse:balanced", "magcache:fast+sparse:fast", "sparse:0.875/0@4"),
         takes=("setting", "setup", "layers", "precision", "runs", "steps"),
     ),
+    "attention": Suite(
+        "every dense attention kernel on one layer: time, and error on several kinds of data; tiles of our own",
+        ("1280x720x81", "832x480x81"),
+        takes=("setting", "runs"),
+    ),
     "profile": Suite(
         "the kernels of one forward by class",
         ("1280x720x81",),
@@ -75,7 +80,7 @@ SUITES: dict[str, Suite] = {
     "everyday": Suite(
         "ComfyUI's own image-to-video template in a real server, with its nodes and with ours",
         ("640x640x81",),
-        takes=("setting", "setup", "layers", "runs", "steps", "scratch", "checkout"),
+        takes=("setting", "setup", "layers", "runs", "steps", "scratch", "checkout", "profile"),
     ),
     "native": Suite(
         "ComfyUI's own models in a real server, as they are and with our node for native models",
@@ -112,6 +117,7 @@ SUITES: dict[str, Suite] = {
     ),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
+ATTENTION_PARTS = ("kernels", "tune")
 EVERYDAY_PARTS = ("on", "other", "off", "cold", "errors")
 NATIVE_PARTS = ("steps", "guided", "templates")
 STARTUP_PARTS = ("load", "cold", "ready")
@@ -157,7 +163,9 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder for files that a suite writes and removes again (default: the system's); startup writes 57 GB",
     )
-    parser.add_argument("--profile", type=Path, help="text file for what took long in a cold process (suite startup)")
+    parser.add_argument(
+        "--profile", type=Path, help="text file for what took long in a cold process (suites startup, everyday)"
+    )
     parser.add_argument(
         "--checkout",
         type=Path,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.flops import Flops
+from wan_core.ops.cards import has_fp8
 from wan_core.ops.kernels.formats import FP8
 
 SIDE, CPU_SIDE = 8192, 512
@@ -28,7 +29,7 @@ def measure_peaks(device: torch.device) -> dict[str, float]:
     a, b = (torch.randn(side, side, device=device, generator=generator).bfloat16() for _ in range(2))
     operations = 2 * side**3
     peaks = {"bf16_tflops": operations / seconds_of(lambda: a @ b, device) / 1e12}
-    if cuda and torch.cuda.get_device_capability(device) >= (8, 9):
+    if has_fp8(device):
         one = torch.ones((), device=device)
         x, w = a.to(FP8), b.to(FP8)  # [M, K] by rows and [K, N] by columns
 

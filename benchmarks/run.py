@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.attention import attention_rows
 from benchmarks.caches import caches_rows
 from benchmarks.cases import parse_size
 from benchmarks.compare import compare_rows
@@ -20,6 +21,7 @@ from benchmarks.generation import generation_rows
 from benchmarks.gguf import gguf_rows
 from benchmarks.native import native_rows
 from benchmarks.options import (
+    ATTENTION_PARTS,
     CPU_SIZE,
     EVERYDAY_PARTS,
     NATIVE_PARTS,
@@ -59,6 +61,7 @@ MEASURES: dict[str, Rows] = {
     "switch": switch_rows,
     "caches": caches_rows,
     "sparse": sparse_rows,
+    "attention": attention_rows,
     "profile": profile_rows,
     "startup": startup_rows,
     "streaming": streaming_rows,
@@ -76,6 +79,7 @@ MEASURES: dict[str, Rows] = {
 }
 
 PARTS = {
+    "attention": ATTENTION_PARTS,
     "everyday": EVERYDAY_PARTS,
     "native": NATIVE_PARTS,
     "parallel": PARALLEL_PARTS,

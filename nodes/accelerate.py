@@ -9,7 +9,7 @@ from comfy_api.latest import io, ui
 from torch import Tensor
 
 from wan_core.config import OptionError, SkipOptions, SparseOptions
-from wan_core.ops.attention.registry import BACKENDS, resolve_attention
+from wan_core.ops.attention.registry import BACKENDS, CHOSEN, resolve_attention
 from wan_core.sampling.cache.magcache import PRESETS as CACHES
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.native.attention import COMFYUI
@@ -44,11 +44,11 @@ class WanCoreAccelerate(io.ComfyNode):
                 io.Model.Input("model", tooltip="A Wan model from any loader, with or without LoRAs."),
                 io.Combo.Input(
                     "attention",
-                    options=["auto", COMFYUI, *BACKENDS],
+                    options=[*CHOSEN, COMFYUI, *BACKENDS],
                     default="auto",
                     tooltip="The kernel of self-attention. 'auto' takes the fastest that runs here and changes no "
                     "numbers but for rounding; FP8 and int8 kernels ('cudnn-fp8', 'te-fp8', 'int8', 'sage') only by "
-                    "name. 'comfyui' leaves dense attention to ComfyUI.",
+                    "name, or by 'fast', which takes the card's first. 'comfyui' leaves dense attention to ComfyUI.",
                 ),
                 io.Combo.Input(
                     "sparse",

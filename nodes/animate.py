@@ -59,9 +59,7 @@ def outputs() -> list[Any]:
     return [
         io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
         io.Conditioning.Output("negative_out", display_name="negative", tooltip="For the sampler."),
-        io.Latent.Output(
-            "latent", display_name="latent", tooltip="For the sampler. The reference is its first frame."
-        ),
+        io.Latent.Output("latent", display_name="latent", tooltip="For the sampler. The reference is its first frame."),
         io.Int.Output(
             "trim_latent",
             display_name="trim_latent",

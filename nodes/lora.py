@@ -98,7 +98,7 @@ class WanCoreLoRA(io.ComfyNode):
         return fingerprint(*_files(high, low).values())
 
     @classmethod
-    def execute(
+    async def execute(
         cls,
         model: ModelSocket,
         high: str,
@@ -108,6 +108,7 @@ class WanCoreLoRA(io.ComfyNode):
         lora_stack: object = None,
         lora_stack_low: object = None,
     ) -> io.NodeOutput:
+        """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
         files, two = _files(high, low), model.experts.low is not None
         if not two and low not in (SAME, NONE):
             raise OptionError(f"{low} is given for the low-noise expert, and this model has one transformer only")

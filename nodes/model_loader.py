@@ -23,7 +23,7 @@ from wan_core.execution.memory.residency import Residency
 from wan_core.media.preview import TINY as TINY_MAP
 from wan_core.media.preview import RGBMap, map_of_channels
 from wan_core.models.wan.config import DiTConfig
-from wan_core.ops.attention.registry import BACKENDS, resolve_attention
+from wan_core.ops.attention.registry import BACKENDS, CHOSEN, resolve_attention
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.pipeline.builder import finish
 from wan_core.pipeline.settings import (
@@ -100,7 +100,7 @@ class WanCoreModelLoader(io.ComfyNode):
         return fingerprint(*_paths(high, low)) if high is not None else []
 
     @classmethod
-    def execute(
+    async def execute(
         cls,
         high: str,
         low: str,
@@ -112,6 +112,7 @@ class WanCoreModelLoader(io.ComfyNode):
         workers: WorkersSocket | None = None,
         lora_mode: str = "auto",
     ) -> io.NodeOutput:
+        """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
         device = host.device() if workers is None else workers.device
         if residency == "shard" and workers is None:
             raise OptionError("residency 'shard' is for several GPUs: connect a WanCore Launcher, or choose another")
@@ -140,7 +141,10 @@ def hold(settings: ModelSettings) -> dict[Expert, host.Held]:
     finished = partial(finish, settings=settings, device=host.device())
     streaming = Residency(host.device(), "stream")
     names = {"high": "high-noise expert", "low": "low-noise expert"} if "low" in found.of else {"high": "transformer"}
-    held = {expert: host.Held(name, settings.parts[expert], finished, streaming) for expert, name in names.items()}
+    held = {
+        expert: host.Held(name, settings.parts[expert], finished, streaming, order)
+        for order, (expert, name) in enumerate(names.items(), start=1)  # after the text encoder and the VAE
+    }
     return {"high": held["high"], "low": held.get("low", held["high"])}
 
 
@@ -193,11 +197,11 @@ def run_inputs() -> list[Any]:
         ),
         io.Combo.Input(
             "attention",
-            options=["auto", *BACKENDS],
+            options=[*CHOSEN, *BACKENDS],
             default="auto",
             tooltip="The attention kernel. 'auto' takes the fastest that runs here and changes no numbers; FP8 "
-            "and int8 kernels ('cudnn-fp8', 'te-fp8', 'int8', 'sage') only by name. One that cannot run is refused, "
-            "never replaced silently.",
+            "and int8 kernels ('cudnn-fp8', 'te-fp8', 'int8', 'sage') only by name, or by 'fast', which takes the "
+            "card's first. One that cannot run is refused, never replaced silently.",
         ),
         io.Combo.Input(
             "residency",

@@ -16,6 +16,7 @@ from wan_core.sampling.sparsity.schedule import with_costs
 
 from . import host
 from .pictures import as_image, shown
+from .schema import newer
 
 
 class WanCoreNativePlan(io.ComfyNode):
@@ -27,6 +28,7 @@ class WanCoreNativePlan(io.ComfyNode):
             node_id="WanCoreNativePlan",
             display_name="WanCore Plan for KSampler",
             category="WanCore",
+            **newer("WanCoreNativePlan"),
             description="Shows the steps of ComfyUI's own samplers with WanCore Accelerate: which are skipped, which "
             "read sparsely, and the estimated time. Connect the models as they go to the samplers. Nothing is loaded.",
             inputs=[

@@ -29,7 +29,6 @@ from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.models.wan.model import WanModel
-from wan_core.ops.kernels import fused
 from wan_core.pipeline.host_planning import host_room, plan_host
 from wan_core.pipeline.images import (
     Made,
@@ -137,11 +136,9 @@ class ModelSocket:
 
     def memory(self, tokens: int) -> int:
         """Activations of a forward of so many tokens in bytes, attached LoRAs included."""
-        # Without fused kernels it takes what torch does.
-        kind = "cuda" if fused.why_not(host.device()) is None else "cpu"
         attached = [n for n in self.settings.parts if self.held[n].part.lora_mode == "attach"]
         loras = lora_bytes(one for name in attached for one in self.loras.get(name, ()))
-        return forward_bytes(self.experts.dit, tokens, self.settings.per_token(kind)) + loras
+        return forward_bytes(self.experts.dit, tokens, self.settings.per_token()) + loras
 
     def resident_blocks(self, memory: int) -> int | None:
         """How many blocks stay on the device where the others stream, with `memory` bytes beside them. None where none

@@ -68,7 +68,8 @@ class WanCoreTextEncoderLoader(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, text_encoder: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
+    async def execute(cls, text_encoder: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
+        """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
         part = cls._part(text_encoder)
         device = host.device() if workers is None else workers.device
         dtype = compute_dtype(precision, device)

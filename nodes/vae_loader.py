@@ -63,7 +63,8 @@ class WanCoreVAELoader(io.ComfyNode):
         return fingerprint(locate("vae", vae, embedded("vae"))) if vae is not None else []
 
     @classmethod
-    def execute(cls, vae: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
+    async def execute(cls, vae: str, precision: str, workers: WorkersSocket | None = None) -> io.NodeOutput:
+        """`async`, as of every loader: ComfyUI runs such nodes first, and weights are read while others work."""
         part = cls._part(vae)
         dtype = compute_dtype(precision, host.device() if workers is None else workers.device)
         held, words = host.Held("VAE", PartToLoad(part, dtype), _optimized), words_of(part, name_of(dtype))

@@ -80,6 +80,7 @@ class WanCoreDecodeToVideo(io.ComfyNode):
             node_id="WanCoreDecodeToVideo",
             display_name="WanCore Decode to Video",
             category="WanCore",
+            **newer("WanCoreDecodeToVideo"),
             description="Decodes a few frames at a time and encodes them as H.264 while the next ones are decoded. "
             "Save Video stores the result without encoding it again.",
             inputs=[
@@ -97,6 +98,7 @@ class WanCoreDecodeToVideo(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "tiling",
+                    **ADVANCED,
                     options=["auto", "always"],
                     default="auto",
                     tooltip="'auto': the whole picture, or tiles if it does not fit into memory. 'always': tiles.",

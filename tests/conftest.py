@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch loads OpenMP, which reads them once; processes that tests start inherit them. Threads that wait for work
@@ -36,8 +38,19 @@ if not torch.cuda.is_available():
     os.environ.update(CHEAP_COMPILER | {name: os.environ[name] for name in CHEAP_COMPILER if name in os.environ})
 
 
+HIDDEN = Path(__file__).parent / "without_triton"  # a package `triton` that cannot be imported
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-triton", action="store_true", help="run as where Triton is not installed")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Small tensors lose time on many threads, and under xdist each process has one core."""
+    if config.getoption("--without-triton"):
+        sys.modules["triton"] = None  # type: ignore[assignment] # here
+        paths = [str(HIDDEN), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # and in processes that tests start
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 
@@ -55,6 +68,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+COMPILES = ("torch compiles for GPUs with Triton", "working triton installation")  # ours, and torch's own
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Without Triton a test that compiles for a GPU is skipped where torch or we refuse; others must pass."""
+    try:
+        return (yield)
+    except (RuntimeError, ValueError) as fault:
+        words = next((words for words in COMPILES if words in str(fault)), None)
+        if words is None or not item.config.getoption("--without-triton") or not torch.cuda.is_available():
+            raise
+        pytest.skip(words)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

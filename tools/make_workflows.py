@@ -30,6 +30,7 @@ from tools.workflow_parts import (
     STEP,
     WIDE,
     add_decode,
+    add_decoded_video,
     add_drawing,
     add_loaders,
     add_note,
@@ -66,8 +67,7 @@ def text_to_video(flow: Workflow) -> None:
     flow.column("Sampling", 2 * STEP, WIDE)
     sampler = add_sampler(flow, model["model"], text["positive"], text["negative"], size["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW)
-    decode = add_decode(flow, vae, sampler)
-    add_video(flow, decode["image"], "WanCore/text_to_video")
+    add_decoded_video(flow, vae, sampler, "WanCore/text_to_video")
 
 
 def image_to_video(flow: Workflow) -> None:
@@ -88,8 +88,7 @@ def image_to_video(flow: Workflow) -> None:
     flow.column("Sampling", 2 * STEP, WIDE)
     sampler = add_sampler(flow, model["model"], known["positive"], known["negative"], known["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW)
-    decode = add_decode(flow, vae, sampler)
-    add_video(flow, decode["image"], "WanCore/image_to_video")
+    add_decoded_video(flow, vae, sampler, "WanCore/image_to_video")
 
 
 def image_to_video_wan21(flow: Workflow) -> None:
@@ -116,8 +115,7 @@ def image_to_video_wan21(flow: Workflow) -> None:
     flow.column("Sampling", 2 * STEP, WIDE)
     sampler = add_sampler(flow, model["model"], known["positive"], known["negative"], known["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW)
-    decode = add_decode(flow, vae, sampler)
-    add_video(flow, decode["image"], "WanCore/image_to_video_wan21", fps=16.0)
+    add_decoded_video(flow, vae, sampler, "WanCore/image_to_video_wan21", fps=16.0)
 
 
 def embedded_demo(flow: Workflow) -> None:
@@ -152,8 +150,7 @@ def embedded_demo(flow: Workflow) -> None:
     flow.column("Sampling", 2 * STEP, WIDE, y=below)
     again = add_sampler(flow, second["model"], known["positive"], known["negative"], known["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW, y=below)
-    decode_again = add_decode(flow, vae, again)
-    add_video(flow, decode_again["image"], "WanCore/demo_image")
+    decode_again = add_decoded_video(flow, vae, again, "WanCore/demo_image")
     flow.column("Its report", 3 * STEP + NARROW + 60, WIDE, y=below)
     flow.add("WanCoreReport", report=decode_again["report"], space=300)
 
@@ -249,8 +246,7 @@ def four_steps(flow: Workflow) -> None:
     flow.column("Sampling", 2 * STEP, WIDE)
     sampler = add_sampler(flow, lora["model"], text["positive"], text["negative"], size["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW)
-    decode = add_decode(flow, vae, sampler)
-    add_video(flow, decode["image"], "WanCore/four_steps")
+    add_decoded_video(flow, vae, sampler, "WanCore/four_steps")
     flow.column("The steps", 3 * STEP + NARROW + 60, WIDE)
     flow.add("WanCorePlanPreview", model=lora["model"], space=310)
 
@@ -276,8 +272,7 @@ def video_to_video(flow: Workflow) -> None:
         flow, model["model"], again["positive"], again["negative"], encoded["latent"], seed=2, denoise=0.6
     )
     flow.column("Its video", 3 * STEP, NARROW, y=below)
-    made = add_decode(flow, vae, second)
-    add_video(flow, made["image"], "WanCore/after")
+    add_decoded_video(flow, vae, second, "WanCore/after")
 
 
 def multi_gpu(flow: Workflow) -> None:
@@ -291,8 +286,7 @@ def multi_gpu(flow: Workflow) -> None:
     flow.column("Sampling", 2 * STEP, WIDE)
     sampler = add_sampler(flow, model["model"], text["positive"], text["negative"], size["latent"], seed=1)
     flow.column("Video", 3 * STEP, NARROW)
-    decode = add_decode(flow, vae, sampler)
-    add_video(flow, decode["image"], "WanCore/multi_gpu")
+    decode = add_decoded_video(flow, vae, sampler, "WanCore/multi_gpu")
     flow.column("What each part took", 3 * STEP + NARROW + 60, WIDE)
     flow.add("WanCoreReport", report=decode["report"], space=300)
 

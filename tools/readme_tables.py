@@ -8,6 +8,7 @@ A table stands between `<!-- bench:NAME -->` and `<!-- /bench -->`. NAME is a su
 `benchmarks/results/<suite>-<device>-<yyyymmdd>.json` and holds
 {"suite", "command", "commit", "device", "versions": {library: version}, "rows": [{"name", "seconds", ...}]}.
 Columns that no row fills are left out; a key of a row that this file does not know becomes a column of its own.
+The table `cards` is no measurement: it is the choice by card of `wan_core.pipeline.card_choice`.
 """
 
 from __future__ import annotations
@@ -105,6 +106,22 @@ CHOSEN = {
 REASONS = ("why_not", "failed")  # in a row that was not measured
 PEAKS = {"bf16_tflops": "bf16 {} TFLOP/s", "fp8_tflops": "FP8 {} TFLOP/s", "copy_tb_s": "copy {} TB/s"}
 
+CARDS = "cards"  # the table of `wan_core.pipeline.card_choice`, of no measurement
+EXAMPLES = (  # names, compute capability, GiB
+    ("RTX 2080 Ti", (7, 5), 11),
+    ("RTX 3060", (8, 6), 12),
+    ("RTX 3090, A10", (8, 6), 24),
+    ("A100", (8, 0), 80),
+    ("RTX 4060 Ti, 4080", (8, 9), 16),
+    ("RTX 4090, L4", (8, 9), 24),
+    ("L40S, RTX 6000", (8, 9), 48),
+    ("H100", (9, 0), 80),
+    ("H200", (9, 0), 141),
+    ("B200", (10, 0), 180),
+    ("RTX 5080", (12, 0), 16),
+    ("RTX 5090", (12, 0), 32),
+)
+
 Result = dict[str, Any]
 
 
@@ -176,6 +193,24 @@ def table(result: Result) -> str:
     return "\n".join(lines)
 
 
+def cards_table() -> str:
+    """The Markdown of `wan_core.pipeline.card_choice` for cards as people have them, all optional libraries there."""
+    sys.path.insert(0, str(ROOT))  # not there where this file is run as a script
+    from wan_core.ops.cards import AMPERE, card_of
+    from wan_core.pipeline.card_choice import card_choices
+
+    lines = ["| card | GiB | precision | attention `auto` | `fast` | residency |", "|---|---:|---|---|---|---|"]
+    for names, capability, gib in EXAMPLES:
+        card = card_of(capability)
+        found = card_choices(capability, gib, lambda kind, _, c=capability: kind != "kernels" or c >= AMPERE)
+        precision, attention, residency = (one.value for one in found[:3])
+        exact = attention.removeprefix("auto (").removesuffix(")")
+        lines.append(
+            f"| {card.name}: {names} | {gib} | `{precision}` | `{exact}` | `{card.rounding[0]}` | {residency} |"
+        )
+    return "\n".join([*lines, ""])
+
+
 def with_reason(row: Result, columns: list[str]) -> Result:
     """A row that has a reason in place of numbers says it where the first of them would stand."""
     reason = next((row[key] for key in REASONS if key in row), None)
@@ -190,7 +225,7 @@ def rewrite(text: str, results: Path) -> tuple[str, list[str]]:
     changed = []
 
     def replace(match: re.Match[str]) -> str:
-        body = table(newest_result(match["name"], results))
+        body = cards_table() if match["name"] == CARDS else table(newest_result(match["name"], results))
         if body != match["body"]:
             changed.append(match["name"])
         return match["open"] + body + match["close"]

@@ -8,7 +8,7 @@ with or without the four-step LoRAs; the sampler's preset `template` follows it.
 from __future__ import annotations
 
 from tools.page_form import Node, Output, Workflow
-from tools.workflow_parts import NARROW, STEP, WIDE, add_decode, add_note, add_sampler, add_video
+from tools.workflow_parts import NARROW, STEP, WIDE, add_decoded_video, add_note, add_sampler
 
 SIZE = {"width": 640, "height": 640, "frames": 81}
 TEXT_ENCODER, VAE = "umt5_xxl_fp8_e4m3fn_scaled.safetensors", "wan_2.1_vae.safetensors"
@@ -133,5 +133,4 @@ def _sample_and_save(
     flow.column("Sampling", 3 * STEP, WIDE)
     sampler = add_sampler(flow, model, **given, seed=1, **numbers)
     flow.column("Video", 4 * STEP, NARROW)
-    decode = add_decode(flow, vae, sampler)
-    add_video(flow, decode["image"], f"WanCore/{flow.name}", fps=fps)
+    add_decoded_video(flow, vae, sampler, f"WanCore/{flow.name}", fps=fps)

@@ -48,7 +48,19 @@ def add_decode(flow: Workflow, vae: Node, sampler: Node) -> Node:
 
 def add_video(flow: Workflow, images: Output, prefix: str, fps: float = FPS) -> None:
     video = flow.add("CreateVideo", images=images, fps=fps, space=24)  # newer ones have a widget more
-    flow.add("SaveVideo", video=video["VIDEO"], filename_prefix=prefix, space=290)
+    _save(flow, video["VIDEO"], prefix)
+
+
+def add_decoded_video(flow: Workflow, vae: Node, sampler: Node, prefix: str, fps: float = FPS) -> Node:
+    """Where no other node takes the frames: they are encoded while later ones are decoded."""
+    latent = {"latent": sampler["latent"], "report": sampler["report"]}
+    decode = flow.add("WanCoreDecodeToVideo", vae=vae["vae"], **latent, fps=fps, space=40)
+    _save(flow, decode["video"], prefix)
+    return decode
+
+
+def _save(flow: Workflow, video: Output, prefix: str) -> None:
+    flow.add("SaveVideo", video=video, filename_prefix=prefix, space=290)
 
 
 def add_drawing(flow: Workflow, colour: str, background: str, left: int, top: int, side: int = 32) -> Node:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -44,13 +45,17 @@ class Background:
 
     def wait(self, name: Any) -> None:
         """Until work of this name has ended, if it was begun."""
-        if name in self.threads:
+        if name in self.threads and self.threads[name].is_alive():
+            begin = time.perf_counter()
             self.threads[name].join()
+            log.info("WanCore waited %.2f s for %s", time.perf_counter() - begin, name)
 
     def _run(self, name: Any, work: Callable[[], object]) -> None:
         with self.one_at_a_time:
+            begin = time.perf_counter()
             try:
                 work()
+                log.info("WanCore prepared %s in %.2f s", name, time.perf_counter() - begin)
             except FAULTS as fault:
                 log.info("WanCore could not prepare %s before it is needed: %s", name, fault)
 

@@ -56,12 +56,13 @@ class Held(ModelPatcher):
         part: PartToLoad,
         finish: Callable[[nn.Module], nn.Module] = lambda module: module,
         residency: Residency | None = None,
+        order: int = 0,
     ) -> None:
         """finish: applied to the module after every load. residency: of a transformer or a text encoder, holds its
         weights while its blocks stream; both experts share one, so that one hands its device memory over to the
-        other."""
+        other. order: in which models are read ahead, as of `Ahead`."""
         super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=part.bytes)
-        self.name, self.part, self.finish, self.residency = name, part, finish, residency
+        self.name, self.part, self.finish, self.residency, self.order = name, part, finish, residency, order
         self.resident_blocks: int | None = None  # where blocks stream; None: it is loaded as a whole
         self.copies: bool | None = None  # where blocks stream: whether weights are pinned; False: they stay in the file
         self.loras: tuple[Wanted, ...] = ()  # of a transformer: those to sum in when it is read next
@@ -181,7 +182,7 @@ class Held(ModelPatcher):
         begin, source = time.perf_counter(), self.part.part.source
         if self.begin_ahead:
             read = partial(_read_ahead, self.part, self.loras, self.load_device, self.finish)
-            self.ahead = Ahead(self.name, read)
+            self.ahead = Ahead(self.name, self.order, read)
             log.info("WanCore reads the %s (%s) ahead", self.name, source)
         else:
             self.model.content = self._load()

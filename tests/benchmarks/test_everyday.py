@@ -123,9 +123,14 @@ def test_our_sides_in_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(comfy_files, "UMT5_XXL", TINY_TEXT)
     monkeypatch.setattr(everyday, "SIDES", (everyday.OURS,))
     monkeypatch.setattr(everyday, "ACCELERATED", ())
-    options = argparse.Namespace(setting=["on"], scratch=None, checkout=find_comfyui(), layers=2, runs=1)
-    options.setup, options.steps = None, None
+    options = argparse.Namespace(setting=["on", "cold"], scratch=None, checkout=find_comfyui(), layers=2, runs=1)
+    options.setup, options.steps, options.profile = ["ours, auto"], None, tmp_path / "profile.txt"
     rows = list(everyday_rows("", ["64x64x5"], torch.device("cpu"), options, {}))
-    assert [row["name"] for row in rows] == ["on, new seed: ours, auto"]
-    assert all(row["nodes"]["samplers"] > 0 and row["nodes"]["save"] > 0 for row in rows)
+    names = ["on, new seed: ours, auto", "cold: ours, auto", "cold, profiled: ours, auto"]
+    assert [row["name"] for row in rows] == names
+    for row in rows[1:]:
+        when = {message.split(" in ")[0]: at for at, message in row["log"]}
+        assert 0 < when["got prompt"] < when["WanCore encoded the text"] < row["progress"][0] < row["seconds"]
+    assert "execution.py:execute" in options.profile.read_text()
+    assert all(row["nodes"]["samplers"] > 0 and row["nodes"]["decode"] > 0 for row in rows)
     assert "loaders" not in rows[0]["nodes"]  # the second prompt of a server finds its models loaded

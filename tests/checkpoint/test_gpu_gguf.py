@@ -48,6 +48,8 @@ def test_the_kernel_gives_the_references_numbers(name, dtype, rows, blocks):
 
 
 def test_the_kernel_runs_here():
+    if (reason := fused.why_not(CUDA)) is not None:
+        pytest.skip(reason)
     from wan_core.ops.kernels import gguf_triton
 
     assert fused.triton_runs(CUDA)

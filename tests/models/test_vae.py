@@ -21,6 +21,7 @@ from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
 from wan_core.models.vae.layers import CausalConv3d, Chunk
 from wan_core.models.vae.tiling import TileSpec, axis_weights, plan_tiles, tile_starts
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.pipeline.builder import load_vae_only
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
@@ -145,6 +146,17 @@ def test_frames_that_stand_still_are_encoded_once(config: VAEConfig, chunk: int,
         expected = vae.encode(video, chunk=chunk)
     assert torch.equal(found, expected)
     assert count.frames == 61 and skipped <= 61 - (end - begin) + 12 + 8 * chunk
+
+
+def test_pictures_that_stand_still_give_the_same_bits() -> None:
+    """Pictures are stored channels last, and the CPU's convolutions are others for them."""
+    vae, _ = load_vae_only("tiny", None, "cpu", "fp32")
+    pictures = torch.zeros(1, 17, 96, 96, 3)
+    pictures[:, 0] = torch.rand(96, 96, 3, generator=torch.Generator().manual_seed(0))
+    found = vae.encode(pictures.movedim(-1, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wan_core.models.vae.vae._still_since", lambda video: list(range(video.shape[2])))
+        assert torch.equal(found, vae.encode(pictures.movedim(-1, 1)))
 
 
 class Counted:

@@ -110,6 +110,7 @@ def test_reading_ahead(comfy: ComfyUI, expected: dict[str, np.ndarray]) -> None:
     log = said(comfy, since)
     assert log.count("reads the high-noise expert") == log.count("reads the VAE") == 1
     assert "WanCore loaded" not in log and "could not" not in log
+    assert log.index("reads the low-noise expert") < log.index("WanCore encoded the text")  # loaders run first
     freed(comfy)
     assert np.array_equal(video(comfy, with_lora()), expected["lora"])
 

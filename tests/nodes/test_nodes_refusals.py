@@ -61,16 +61,16 @@ def test_a_video_on_the_latent_input(comfy: ComfyUI) -> None:
     assert "`latent` holds a video" in refused(comfy.run(made), "second")
 
 
-def test_strengths_and_several_first_frames(comfy: ComfyUI) -> None:
+def test_strengths_and_more_first_frames_than_frames(comfy: ComfyUI) -> None:
     made = small()
     made["weaker"] = node("ConditioningSetAreaStrength", conditioning=["text", 0], strength=0.5)
     made["sampler"]["inputs"]["positive"] = ["weaker", 0]
     assert "`positive` carries strength" in refused(comfy.run(made))
     made = image_to_video()
     made["model"]["inputs"] |= {"high": TINY_I2V, "low": TINY_I2V}
-    made["three"] = node("RepeatImageBatch", image=["picture", 0], amount=3)
-    made["size"]["inputs"]["first_image"] = ["three", 0]
-    assert "3 pictures given as first_image" in refused(comfy.run(made), "size")
+    made["many"] = node("RepeatImageBatch", image=["picture", 0], amount=18)
+    made["size"]["inputs"]["first_image"] = ["many", 0]
+    assert "18 known frames given for a video of 17" in refused(comfy.run(made), "size")
 
 
 def test_swapped_experts_and_weights_are_said_on_the_node(comfy: ComfyUI) -> None:

@@ -7,8 +7,9 @@ import torch
 
 from wan_core.cli import doctor
 from wan_core.ops.attention.fp8 import Fp8Attention, reference_lse
-from wan_core.ops.attention.registry import BACKENDS, AttentionError, auto_choice, capability, resolve_attention
+from wan_core.ops.attention.registry import BACKENDS, AttentionError, auto_choice, resolve_attention
 from wan_core.ops.attention.sdpa import math_lse, math_reference
+from wan_core.ops.cards import capability
 from wan_core.ops.kernels.formats import FP8, Quantized
 
 pytestmark = pytest.mark.gpu

@@ -40,6 +40,10 @@ def kernel(request):
     return found
 
 
+def allowed(kernel) -> float:
+    return 0.12 if kernel.fp8 else 0.04 if kernel.name == "triton-int8" else 0.01
+
+
 def qkv(tokens: int, heads: int = 3, dim: int = 128) -> list[torch.Tensor]:
     generator = torch.Generator(CUDA).manual_seed(0)
     return [
@@ -103,8 +107,8 @@ def test_kernel_is_attention_under_a_mask(kernel, grid):
             assert (less + taken - expected_lse).abs().max() < 0.1
         else:
             out, lse = kernel.load()(q, k, v, chosen, 128)
-            assert relative(out, expected) < 0.01
-            assert (lse[..., :tokens] - expected_lse).abs().max() < 0.02
+            assert relative(out, expected) < allowed(kernel)
+            assert (lse[..., :tokens] - expected_lse).abs().max() < 2 * allowed(kernel)
         assert out.isfinite().all()
 
 
@@ -115,7 +119,7 @@ def test_reading_every_block_is_dense_attention(kernel, grid):
     poison()
     found = attention(kernel, tiles, Rule(1.0), q, k, v, pooled=True)
     exact = math_reference(q.float(), k.float(), v.float())
-    assert relative(found, exact) < (0.12 if kernel.fp8 else 0.01)
+    assert relative(found, exact) < allowed(kernel)
 
 
 @pytest.mark.parametrize("pooled", [False, True])
@@ -130,7 +134,7 @@ def test_what_is_chosen_is_read_and_the_rest_stands_in(kernel, grid, pooled):
     state = SparseForward(KERNELS["math"], [], there, [Rule(0.4)], pooled=pooled)
     expected = SparseAttention()(*hosts, AttentionCall(0, state))
     # FP8 may rank two blocks of random numbers the other way round: few rows differ by more than rounding.
-    assert relative(found.cpu(), expected) < (0.35 if kernel.fp8 else 0.06)
+    assert relative(found.cpu(), expected) < (0.35 if kernel.fp8 else 0.05 + allowed(kernel))
 
 
 def test_passes_match_plain_torch():
@@ -260,4 +264,4 @@ def test_what_was_chosen_is_read_part_by_part(kernel, keep, pooled):
         pools = Pooled(*means, kept[:, :, rows], sizes) if pooled else None
         found.append(blocked.finish(out, lse, mine, 128, pooled=pools))
     assert nothing > 0 or keep > 0.1
-    assert relative(torch.cat(found, 1), exact) < 0.015
+    assert relative(torch.cat(found, 1), exact) < 0.005 + allowed(kernel)

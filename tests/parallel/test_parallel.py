@@ -14,12 +14,16 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given as over
+from hypothesis import settings
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks import their checks by these names, and so must we
 import parallel_checks
 import parallel_loading
 import parallel_ranks
 from parallel_ranks import Ranks
+from safetensors.torch import save_file
 
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import write_safetensors
@@ -74,12 +78,42 @@ def equal_on_all(answers, wanted) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "1x2x2"])
-@pytest.mark.parametrize("family", ["animate", "animate2"])
+@pytest.mark.parametrize("family", ["animate", "animate2", "s2v"])
 def test_driven_families_equal_one_rank(ranks, mesh, family):
-    """24 tokens of 4 frames. Shards end inside of frames, and 2 heads are split."""
+    """24 tokens of 4 frames; of S2V 60 of 3, and 48 beside the video's. Shards end inside of frames, and 2 heads are
+    split."""
     changed = {"log_scale": -1.3} if family == "animate2" else {}
     for error, counts in ranks.ask("driven_forward", mesh=mesh, family=family, **changed):
         assert error < ROUNDING and counts > 1e-2
+
+
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "1x2x2"])
+@pytest.mark.parametrize("name", ["vace", "fun-control", "fun-control 2.1", "camera"])
+def test_controlled_families_equal_one_rank(ranks, mesh, name):
+    """Control videos and cameras find the tokens of each rank, and one rank begins with the reference."""
+    for frames, rows, columns in ((4, 3, 2), (1, 3, 3), (2, 1, 5)):
+        asked = {"mesh": mesh, "name": name, "frames": frames, "rows": rows, "columns": columns}
+        for error, counts in ranks.ask("controlled_forward", **asked):
+            assert error < ROUNDING and counts > 1e-2
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@over(
+    mesh=st.sampled_from(["1x1x2", "1x2x1"]),
+    grid=st.tuples(st.just(1), st.integers(1, 3), st.integers(4, 9), st.integers(4, 9)),
+    motion=st.booleans(),
+)
+def test_any_grid_of_s2v_equals_one_rank(ranks, mesh, grid, motion):
+    """Groups of modulation whose lengths share a large divisor, or none."""
+    changed = {} if motion else {"motion": None}
+    for error, counts in ranks.ask("driven_forward", mesh=mesh, family="s2v", grid=grid, **changed):
+        assert error < ROUNDING and counts > 1e-2
+
+
+@pytest.mark.parametrize("mesh", ["1x1x2", "2x1x2"])
+def test_sparse_attention_of_tokens_beside_the_video_equals_one_rank(ranks, mesh):
+    for error, counts in ranks.ask("sparse_sound", mesh=mesh):
+        assert error < ROUNDING and counts > 1e-4
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -274,6 +308,15 @@ def test_experts_in_parts(ranks, alone):
     assert [changed for _, changed in answers] == [[]] * 3
     blocks = sum(value.numel() * 4 for value in load_dit(TINY / "t2v_high.safetensors").blocks.state_dict().values())
     assert sum(held for held, _ in answers) == blocks and max(held for held, _ in answers) < 0.4 * blocks
+
+
+def test_weights_of_vace_blocks_are_sharded_too(ranks, tmp_path):
+    path = tmp_path / "vace.safetensors"
+    save_file(
+        parallel_checks.draw_weights(parallel_checks.control_references.CONFIGS["vace"]), path, {"num_heads": "2"}
+    )
+    for error, kept in ranks.ask("sharded_vace", mesh="1x1x2", path=str(path)):
+        assert error < ROUNDING and kept == []
 
 
 @pytest.mark.parametrize("in_order", [True, False])

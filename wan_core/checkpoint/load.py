@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from wan_core.checkpoint.detect import Detected, detect, empty_module
 from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.find_tokenizer import find_tokenizer
+from wan_core.checkpoint.kept_packed import int8_names, is_read_ahead, kept_packed
 from wan_core.checkpoint.layouts import Kind
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.opened import Checkpoint
@@ -33,9 +34,8 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.kernels.formats import FP8, Quantized, spread_scale
-from wan_core.ops.kernels.integer_weights import integer_format
 from wan_core.ops.quant.int8 import Int8Linear
-from wan_core.ops.quant.packed import Packed, PackedLinear, holds_tables, put_packed
+from wan_core.ops.quant.packed import Packed, PackedLinear, put_packed
 from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
 
 LOADABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -136,10 +136,10 @@ def _filled(
     to = _Target(torch.device(device), work, dtype, out)
     if quantization is not None and issubclass(quantization.kind, PackedLinear):
         changed = frozenset() if loras is None else loras.changes.keys()
-        packed = _kept_packed(checkpoint, found, module, quantization, changed)
+        packed = kept_packed(checkpoint, found, module, quantization, changed)
         put_packed(module, packed.items(), out, quantization.device)
         # LoRAs are summed into these, and what is INT8 in the file becomes INT8 again.
-        names = frozenset(_int8_names(checkpoint, found, module, quantization)) - packed.keys()
+        names = frozenset(int8_names(checkpoint, found, module, quantization)) - packed.keys()
         swap_linears(module, Int8Linear, names, out)
         encoding = Quantization(Int8Linear, quantization.device) if names else None
         conversion = _Conversion(checkpoint, found, to, encoding, names, packed)
@@ -245,7 +245,7 @@ class _Conversion:
             names = {ours: theirs for ours, theirs in self.found.names.items() if ours in only}
             yield from replace(self, found=replace(self.found, names=names)).read(loras)
             return
-        with open_feed(self.checkpoint, _order(self.checkpoint, self.found, self.packed), self.to.work) as feed:
+        with open_feed(self.checkpoint, _order(self), self.to.work) as feed:
             stored = _values(self, feed.read)
             if loras is not None:
                 stored = loras.apply(stored, self.quantized, self.found.names)
@@ -263,7 +263,11 @@ def _values(how: _Conversion, read: Callable[[str], Tensor]) -> Iterator[tuple[s
     for ours, theirs in found.names.items():
         module = ours.rpartition(".")[0]
         if ours.endswith(".weight") and module in how.packed:
-            yield ours, how.packed[module]
+            packed = how.packed[module]
+            if is_read_ahead(packed, to.device, to.work):
+                parts = {"weight": read(theirs), "weight_scale": read(found.scales[ours]).float()}
+                packed = packed._replace(parts=parts)
+            yield ours, packed
             continue
         if checkpoint.tensors[theirs].packing is not None:
             yield ours, checkpoint.read_packed(theirs)
@@ -280,12 +284,14 @@ def _values(how: _Conversion, read: Callable[[str], Tensor]) -> Iterator[tuple[s
         yield ours, _moved(stored, to.work, stored.dtype if keep else to.main)
 
 
-def _order(checkpoint: Checkpoint, found: Detected, packed: Mapping[str, Packed]) -> list[str]:
+def _order(how: _Conversion) -> list[str]:
     """Names in the file, as `_values` asks for them."""
+    checkpoint, found = how.checkpoint, how.found
     names: list[str] = []
     for ours, theirs in found.names.items():
-        kept = ours.endswith(".weight") and ours.rpartition(".")[0] in packed
-        if not kept and checkpoint.tensors[theirs].packing is None:
+        packed = how.packed.get(ours.rpartition(".")[0]) if ours.endswith(".weight") else None
+        fed = packed is None or is_read_ahead(packed, how.to.device, how.to.work)
+        if fed and checkpoint.tensors[theirs].packing is None:
             names += [theirs] if ours not in found.scales else [theirs, found.scales[ours]]
     return names
 
@@ -310,36 +316,6 @@ def _widened(values: Iterator[tuple[str, Any]], how: _Conversion) -> Iterator[tu
             dtype = torch.float32 if exact or encoded else to.main  # what is encoded is rounded once
             numbers = value.to(to.work).dequantize(dtype) if isinstance(value, Packed) else value.to(dtype)
             yield ours, numbers if encoded else numbers.to(to.device)
-
-
-def _kept_packed(
-    checkpoint: Checkpoint, found: Detected, module: nn.Module, quantization: Quantization, changed: Collection[str]
-) -> dict[str, Packed]:
-    """Module name -> its weight as the file packs it, FP8 with scales among others; not those that are `changed`."""
-    kept: dict[str, Packed] = {}
-    for name in sorted(packable(module, found.config, quantization)):
-        ours = f"{name}.weight"
-        theirs = found.names[ours]
-        info = checkpoint.tensors[theirs]
-        table = isinstance(module.get_submodule(name), nn.Embedding) and not holds_tables(info.packing)
-        if ours in changed or table:
-            continue
-        if info.packing is not None:
-            kept[name] = checkpoint.read_packed(theirs)
-        elif ours in found.scales:
-            parts = {"weight": checkpoint.read(theirs), "weight_scale": checkpoint.read(found.scales[ours]).float()}
-            kept[name] = Packed("fp8", info.shape, parts)
-    return kept
-
-
-def _int8_names(
-    checkpoint: Checkpoint, found: Detected, module: nn.Module, quantization: Quantization
-) -> Iterator[str]:
-    """Linears that may stay packed, and are stored in INT8."""
-    for name in packable(module, found.config, quantization):
-        fmt = integer_format(checkpoint.tensors[found.names[f"{name}.weight"]].packing or "")
-        if fmt is not None and fmt.name == "int8_tensorwise" and isinstance(module.get_submodule(name), nn.Linear):
-            yield name
 
 
 def _encoded_names(checkpoint: Checkpoint, found: Detected, quantization: Quantization | None) -> frozenset[str]:
@@ -387,11 +363,3 @@ def _moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     if tensor.dtype.itemsize < dtype.itemsize:
         return tensor.to(device).to(dtype)
     return tensor.to(dtype).to(device)
-
-
-def packable(model: nn.Module, config: object, quantization: Quantization) -> set[str]:
-    """Names of the modules that may stay packed: the linears that would be quantised of a transformer, all linears and
-    the embedding table of a text encoder."""
-    if isinstance(config, DiTConfig):
-        return set(quantized_names(config, quantization.keep_blocks))
-    return {name for name, m in model.named_modules() if isinstance(m, nn.Linear) or name == "token_embedding"}

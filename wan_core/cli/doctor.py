@@ -19,8 +19,9 @@ from wan_core.execution.report import GIB
 from wan_core.models.text.tokenizer import why_too_old
 from wan_core.ops.attention.library import IMPORT_FAULTS
 from wan_core.ops.attention.protocol import Attention
-from wan_core.ops.attention.registry import BACKENDS, auto_choice, capability
+from wan_core.ops.attention.registry import BACKENDS, auto_choice
 from wan_core.ops.attention.sdpa import math_lse, math_reference
+from wan_core.ops.cards import capability, has_fp8
 from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.kernels.microscaling import encode_mxfp8, encode_nvfp4
@@ -30,6 +31,7 @@ from wan_core.ops.quant.packed import FORMATS as PACKED_FORMATS
 from wan_core.ops.quant.packed import MICROSCALED
 from wan_core.ops.quant.schemes import SCHEMES
 from wan_core.ops.quant.transformer_engine import DelayedState
+from wan_core.pipeline.card_choice import Choice, choice_lines, choices_on
 from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import TINY
 
@@ -57,13 +59,14 @@ WIDTH = 256  # rows and columns of the matrix that tests an FP8 linear: two bloc
 
 
 def examine(device: str = "auto") -> dict[str, Any]:
-    """All findings as plain data: {"system", "libraries", "attention", "auto", "precisions", "packed", "kernels",
-    "video", "compile cache", "embedded model"}. Raises OptionError for a device that does not exist."""
+    """All findings as plain data: {"system", "libraries", "card", "attention", "auto", "precisions", "packed",
+    "kernels", "video", "compile cache", "embedded model"}. Raises OptionError for a device that does not exist."""
     resolved = choose_device(device)
     return {
         "system": _system(resolved),
         "libraries": {name: _library(name) for name in LIBRARIES},
         "attention": {name: _backend(name, resolved) for name in BACKENDS},
+        "card": _card(resolved),
         "auto": auto_choice(capability(resolved), _dtype(resolved), HEAD_DIM),
         "precisions": {name: _precision(name, resolved) for name in SCHEMES},
         "packed": {
@@ -91,9 +94,15 @@ def _system(device: torch.device) -> dict[str, Any]:
             "capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            "fp8": (properties.major, properties.minor) >= (8, 9),
+            "fp8": has_fp8(device),
         }
     return found
+
+
+def _card(device: torch.device) -> dict[str, Any] | None:
+    """The choices of `card_choices` for this card; None where there is no NVIDIA GPU."""
+    choices = choices_on(device)
+    return {one.what: {"value": one.value, "why": one.why} for one in choices} if choices else None
 
 
 def _library(name: str) -> dict[str, Any]:
@@ -119,7 +128,7 @@ def _backend(name: str, device: torch.device) -> dict[str, Any]:
         attend = backend.load()
         found["error"] = self_test(attend, device)
         found["lse_error"] = lse_self_test(attend, device) if backend.gives_lse else None
-    except IMPORT_FAULTS as fault:  # a broken library is a finding, not an error of the doctor
+    except _kernel_faults(device) as fault:  # a broken library is a finding, not an error of the doctor
         return found | {"usable": False, "why_not": _failure(fault)}
     allowed = TOLERANCE if backend.exact else ROUNDED
     for name, error in (("relative error", found["error"]), ("log-sum-exp error", found["lse_error"])):
@@ -260,6 +269,8 @@ def text(findings: dict[str, Any]) -> str:
         lines.append(
             f"  {name:<22} {state:<16} {library['for']}" + (f" ({library['note']})" if library["note"] else "")
         )
+    if (card := findings["card"]) is not None:
+        lines += choice_lines([Choice(what, **one) for what, one in card.items()])
     lines.append(f"attention backends (auto: {findings['auto']})")
     for name, backend in findings["attention"].items():
         has_lse = backend["usable"] and backend["lse_error"] is not None
@@ -271,7 +282,8 @@ def text(findings: dict[str, Any]) -> str:
     lines += ["packed weights", f"  GGUF                   usable  [{', '.join(FORMATS)}]"]
     for name, matmul in findings["packed"]["products"].items():
         lines.append(f"  {name:<22} usable, dequantised for each matmul; direct matmul: {packed_state(matmul)}")
-    lines.append(f"fused kernels            {_state(findings['kernels'])}")
+    without = "" if findings["kernels"]["usable"] else f"; {fused.WITHOUT}"
+    lines.append(f"fused kernels            {_state(findings['kernels'])}{without}")
     video, assets = findings["video"], findings["embedded model"]
     lines.append(f"video                    {'H.264 through PyAV' if video['h264'] else video['why_not']}")
     kept = findings["compile cache"]

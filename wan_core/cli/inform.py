@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from wan_core.cli.options import outputs_of, plan_numbers, window_of
@@ -75,12 +74,10 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     Returns 1 if the models do not fit."""
     import torch
 
-    from wan_core.execution.memory.planning import Sizes, device_room, factor, limited, plan_memory, unit_bytes
-    from wan_core.execution.memory.streaming import stage_bytes
-    from wan_core.pipeline.memory_planning import Workload, beside_workload
-    from wan_core.pipeline.resolved_request import make_job
-    from wan_core.pipeline.settings import PartToLoad, compute_dtype
-    from wan_core.pipeline.sources import find_models
+    from wan_core.execution.memory.planning import device_room, limited, plan_memory
+    from wan_core.ops.kernels import fused
+    from wan_core.pipeline.card_choice import choice_lines, choices_on
+    from wan_core.pipeline.task_memory import task_memory
 
     cuda = torch.device("cuda", 0)
     if options.memory_limit is None and not torch.cuda.is_available():
@@ -95,7 +92,6 @@ def run_memory_plan(options: argparse.Namespace) -> int:
         resident_blocks=options.resident_blocks,
         memory_limit=options.memory_limit,
     )
-    models = find_models(load_options, image=options.image or options.task.startswith("i2v"))
     width, height = options.size or (None, None)
     request = Request(
         prompt="",
@@ -105,23 +101,14 @@ def run_memory_plan(options: argparse.Namespace) -> int:
         skip=skip_options(options),
         **plan_numbers(options),
     )
-    task = replace(models.task, image="none")  # without an image file: its size alone matters
-    job = make_job(request, task, models.dit, models.vae)
-    dtype, vae_dtype = compute_dtype(options.precision, cuda), compute_dtype("auto", cuda)
-    sizes = Sizes(
-        units=unit_bytes(models.dit, dtype.itemsize, options.precision in QUANTIZED),
-        experts=1 + ("low" in models.of),
-        text_encoder=models.of["text_encoder"].bytes(dtype),
-        text_stage=stage_bytes(PartToLoad(models.of["text_encoder"], dtype).units, 0),
-        vae=models.of["vae"].bytes(vae_dtype),
-        clip_vision=models.of["clip_vision"].bytes(dtype) if "clip_vision" in models.of else 0,
-    )
-    given = {"itemsize": dtype.itemsize, "compile": options.compile, "precision": options.precision}
-    per_token = factor(models.dit, device="cuda", **given)
-    beside = beside_workload(models, Workload.of(job), per_token, dtype.itemsize)
+    image = bool(options.image) or options.task.startswith("i2v")
+    kernels = not torch.cuda.is_available() or fused.why_not(cuda) is None  # another machine is taken to have them
+    sizes, beside = task_memory(load_options, request, image=image, fused=kernels)
     here = device_room(cuda) if options.memory_limit is None else limited(options.memory_limit)
     plan = plan_memory(sizes, beside, here, options.residency, options.resident_blocks)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
+    if not options.json and torch.cuda.is_available() and (choices := choices_on(cuda, options.memory_limit)):
+        print("\n".join(choice_lines(choices)))
     return 0 if plan.fits else 1
 
 

@@ -49,7 +49,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--keep-blocks", type=int, default=0, metavar="N", help="do not quantise the first and last N blocks"
     )
     group.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
-    group.add_argument("--attention", default="auto", help="backend, see `doctor` (default %(default)s)")
+    group.add_argument(
+        "--attention",
+        default="auto",
+        help="backend, see `doctor`; fast: one that rounds to FP8 or INT8, where the card has one that is faster "
+        "(default %(default)s)",
+    )
     group.add_argument(
         "--compile", default="off", choices=COMPILES, help="compile one transformer block for all (default off)"
     )

@@ -80,7 +80,7 @@ class GuidanceOptions:
         check_range("guidance every", self.every, 1, 50, "1 runs the unconditional branch at every guided step")
 
 
-SPARSE_KERNELS = ("auto", "cudnn-fp8", "cudnn", "flex", "math")
+SPARSE_KERNELS = ("auto", "cudnn-fp8", "cudnn", "flex", "math", "triton", "triton-int8")
 SPARSE_SCORES = ("mean", "spread")
 
 

@@ -20,6 +20,7 @@ from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.load import read_values
 from wan_core.checkpoint.opened import Checkpoint
 from wan_core.config import OptionError
+from wan_core.models.wan.layers import Block
 from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import RankMesh
 
@@ -78,11 +79,13 @@ def shard_blocks(model: WanModel, ranks: RankMesh) -> None:
 
     assert ranks.sequence.process is not None
     mesh: Any = DeviceMesh.from_group(ranks.sequence.process, ranks.device.type)
-    for block in model.blocks:
+    names = [name for layer in range(len(model.blocks)) for name in model.config.modules_of(layer)]
+    blocks = [cast(Block, model.get_submodule(name)) for name in names]
+    for block in blocks:
         fully_shard(block, mesh=mesh)
         attention = block.cross_attn
         attention.kv = GatheredText(block, attention)  # pyright: ignore[reportAttributeAccessIssue]
-    inside = {id(parameter) for block in model.blocks for parameter in block.parameters()}
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
     fully_shard(model, mesh=mesh, ignored_params=outside)  # the root module prefetches the next block
 

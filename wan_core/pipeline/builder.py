@@ -32,6 +32,7 @@ from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.tasks import Task
+from wan_core.ops.kernels import fused
 from wan_core.parallel.conditioning import text_rank
 from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
@@ -168,6 +169,8 @@ def load_models(
         residency.add(name, finish(model, settings, device, graphs=graphs, ranks=ranks), copy=waits.copies(name))
         del model
     report.notes += residency.notes
+    if settings.device.type == "cuda" and (reason := fused.why_not(settings.device)) is not None:
+        report.notes.append(f"fused kernels: {reason}. {fused.WITHOUT}")
     for note in (*found.notes, *notes_of(settings.loras)):
         report.notes.append(note)
         if ranks is None or ranks.rank == 0:

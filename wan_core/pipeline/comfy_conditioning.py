@@ -134,6 +134,8 @@ def check_same(key: str, values: Sequence[Any], where: str, missing: bool = Fals
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (one.shape == other.shape and bool(torch.equal(one, other.to(one))))
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
     if isinstance(one, bool | int | float | str) and isinstance(other, bool | int | float | str):
         return one == other
     return one is other

@@ -64,7 +64,7 @@ class MemoryPlanner:
         `workload` fits."""
         settings, options = self.settings, self.options
         extra = lora_bytes(settings.attached_loras)
-        beside = beside_workload(settings.found, workload, settings.per_token("cuda"), settings.dtype.itemsize)
+        beside = beside_workload(settings.found, workload, settings.per_token(), settings.dtype.itemsize)
         beside = beside_attached(beside, extra)
         sizes = model_sizes(settings)
         available = device_room(settings.device, options.memory_limit)

@@ -23,6 +23,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.registry import resolve_attention
+from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.kernels.integer_weights import integer_format
 from wan_core.ops.quant import int8
@@ -119,9 +120,11 @@ class ModelSettings:
             one for name, several in self.loras.items() if self.parts[name].lora_mode == "attach" for one in several
         ]
 
-    def per_token(self, kind: str) -> float:
-        """Bytes of activations over 2 L C, as `planning.factor`. kind: "cuda" or "cpu"."""
+    def per_token(self) -> float:
+        """Bytes of activations over 2 L C, as `planning.factor`. Without fused kernels a GPU takes what plain torch
+        does."""
         config, itemsize = self.found.dit, self.dtype.itemsize
+        kind = "cuda" if fused.why_not(self.device) is None else "cpu"
         return factor(config, itemsize=itemsize, device=kind, compile=self.compile, precision=self.precision)
 
     def describe(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from wan_core.ops.quant.lora import is_attached
 ALIGNMENT = 256  # bytes: what torch's own allocations have, and more than any kernel asks for
 THREADS = 8
 # What a prompt's keys and values need of a block. It stands first in the block's unit, and can be copied by itself.
-_TEXT = re.compile(r"blocks\.\d+\.cross_attn\.(k|v|norm_k)(_img)?\.")
+_TEXT = re.compile(r"(vace_)?blocks\.\d+\.cross_attn\.(k|v|norm_k)(_img)?\.")
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,9 @@ class HostWeights:
         assert not any(tensor.is_inference() for tensor in named.values()), "weights made in inference mode stay there"
         groups: list[list[str]] = [list(named)]
         if isinstance(model, WanModel | TextEncoder):
-            blocks, prefix = (model.blocks, "") if isinstance(model, WanModel) else (model.encoder.blocks, "encoder.")
-            prefixes = [f"{prefix}blocks.{i}." for i in range(len(blocks))]
-            groups = [[n for n in named if not n.startswith(f"{prefix}blocks.")]]
-            groups += [[n for n in named if n.startswith(prefix)] for prefix in prefixes]
+            blocks = [[n for n in named if n.startswith(prefixes)] for prefixes in block_prefixes(model)]
+            inside = {name for block in blocks for name in block}
+            groups = [[n for n in named if n not in inside], *blocks]
         self.units = [Unit(names, [named[n] for n in names]) for names in groups]
         here = (torch.cuda.current_device() if device is None else device) if lock else None
 
@@ -159,6 +158,14 @@ class HostWeights:
         """Point every tensor to the host."""
         for unit in self.units:
             unit.bind(None)
+
+
+def block_prefixes(model: WanModel | TextEncoder) -> list[tuple[str, ...]]:
+    """How the names of each block's tensors begin."""
+    if isinstance(model, WanModel):
+        modules = [model.config.modules_of(layer) for layer in range(len(model.blocks))]
+        return [tuple(f"{name}." for name in names) for names in modules]
+    return [(f"encoder.blocks.{i}.",) for i in range(len(model.encoder.blocks))]
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

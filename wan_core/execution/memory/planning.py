@@ -9,13 +9,14 @@ Legend: L tokens of one forward, C channels of the transformer, GiB 1024^3 bytes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from wan_core.checkpoint.detect import empty_module
+from wan_core.checkpoint.detect import expected_shapes
 from wan_core.config import OptionError
 from wan_core.execution.memory.residency import Policy
 from wan_core.execution.memory.streaming import SLOTS, stage_bytes
@@ -155,17 +156,14 @@ class MemoryPlan:
 def unit_bytes(config: DiTConfig, itemsize: int, quantized: bool, keep_blocks: int = 0) -> tuple[int, ...]:
     """Of a transformer's units: the rest, then every block. Of quantised matrices, scales are one for an output
     channel."""
-    one = replace(config, num_layers=1)
-    model = empty_module(one)
-    everything, block = (
-        sum(p.numel() for n, p in model.named_parameters() if n.startswith(start)) for start in ("", "blocks.")
-    )
-    shapes = [model.get_parameter(f"{name}.weight").shape for name in quantized_names(one)]
-    matrices, channels = sum(n * k for n, k in shapes), sum(n for n, _ in shapes)
-    plain, encoded = block * itemsize, matrices + (block - matrices) * itemsize + 4 * channels
-    inner = range(keep_blocks, config.num_layers - keep_blocks)
-    blocks = (encoded if quantized and i in inner else plain for i in range(config.num_layers))
-    return (everything - block) * itemsize, *blocks
+    units = {module: layer + 1 for layer in range(config.num_layers) for module in config.modules_of(layer)}
+    encoded = {f"{name}.weight" for name in quantized_names(config, keep_blocks)} if quantized else set()
+    found = [0] * (config.num_layers + 1)
+    for name, shape in expected_shapes(config).items():
+        numbers = math.prod(shape)
+        size = numbers + 4 * shape[0] if name in encoded else numbers * itemsize
+        found[units.get(".".join(name.split(".")[:2]), 0)] += size
+    return tuple(found)
 
 
 def factor(config: DiTConfig, *, itemsize: int, device: str, compile: str, precision: str) -> float:

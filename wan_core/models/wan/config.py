@@ -44,6 +44,11 @@ class DiTConfig:
         pt, py, px = self.patch_size
         return (frames // pt) * (rows // py) * (columns // px)
 
+    def modules_of(self, layer: int) -> tuple[str, ...]:
+        """Names of the blocks that run with block `layer`: itself, then those that a family has beside it. Their
+        weights travel as one."""
+        return (f"blocks.{layer}",)
+
     @property
     def context_len(self) -> int:
         """Tokens that cross-attention attends to."""

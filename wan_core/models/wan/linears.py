@@ -17,4 +17,5 @@ def quantized_names(config: DiTConfig, keep_blocks: int = 0) -> frozenset[str]:
     inner = range(keep_blocks, config.num_layers - keep_blocks)
     attention = [f"{kind}.{part}" for kind in ("self_attn", "cross_attn") for part in "qkvo"]
     attention += [] if config.image_dim is None else ["cross_attn.k_img", "cross_attn.v_img"]
-    return frozenset(f"blocks.{i}.{name}" for i in inner for name in (*attention, "ffn.0", "ffn.2"))
+    blocks = [block for i in inner for block in config.modules_of(i)]
+    return frozenset(f"{block}.{name}" for block in blocks for name in (*attention, "ffn.0", "ffn.2"))

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan_core.ops.cards import TURING, capability, card_of
 from wan_core.ops.custom_ops import operator
 from wan_core.ops.kernels.formats import Quantized
 from wan_core.ops.kernels.integer_weights import (
@@ -40,7 +41,7 @@ def why_not_multiply(device: torch.device) -> str | None:
     """Why `device` cannot multiply INT8, whichever way; None if it can."""
     if device.type == "cpu":
         return None
-    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device) < (7, 5):
+    if (capability(device) or (0, 0)) < TURING:
         return "needs an NVIDIA GPU of compute capability 7.5 (Turing) or newer; others dequantise for each matmul"
     return None
 
@@ -65,18 +66,18 @@ def _not_installed() -> str | None:
 
 def as_fp8(device: torch.device) -> tuple[bool, str]:
     """Whether weights stored in INT8 run better on `device` encoded as FP8, and why that or as stored."""
-    if device.type != "cuda" or torch.version.cuda is None:
+    if (found := capability(device)) is None:
         return False, "INT8 as stored, in plain torch"
     if (reason := why_not_multiply(device)) is not None:
         return False, f"INT8 products: {reason}"
-    capability = torch.cuda.get_device_capability(device)
-    if capability == (9, 0):
-        return True, "stored in INT8; FP8 products are faster on Hopper"
-    if (reason := why_not_kitchen(device)) is None:
-        return False, "INT8 as stored, by comfy-kitchen"
-    if capability >= (8, 9):
+    reason = why_not_kitchen(device)
+    card = card_of(found)
+    way = next(way for way in card.int8 if way != "kitchen" or reason is None)
+    if way == "fp8" and "kitchen" not in card.int8:
+        return True, f"stored in INT8; FP8 products are faster on {card.name}"
+    if way == "fp8":
         return True, f"stored in INT8, encoded as FP8: INT8 {reason}"
-    return False, f"INT8 as stored: {reason}"
+    return False, f"INT8 as stored{', by comfy-kitchen' if reason is None else f': {reason}'}"
 
 
 def _order(parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from wan_core.ops.cards import BLACKWELL, capability
 from wan_core.ops.custom_ops import operator
 from wan_core.ops.kernels import microscaling
 from wan_core.ops.kernels.formats import FP8, FP8_MAX
@@ -33,7 +34,7 @@ def unpack(weight: Tensor, scales: Tensor, scale: Tensor | None, fmt: str, dtype
 
 def why_not_multiply(device: torch.device) -> str | None:
     """Why `device` cannot multiply NVFP4 and MXFP8 weights directly; None if it can."""
-    if device.type != "cuda" or torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] < 10:
+    if (capability(device) or (0, 0)) < BLACKWELL:
         return "needs Blackwell (compute capability 10.0); other GPUs dequantise weights for each matmul"
     if find_spec("comfy_kitchen") is None:
         return "needs comfy-kitchen (pip install comfy-kitchen); without it weights are dequantised for each matmul"

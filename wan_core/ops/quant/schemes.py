@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from wan_core.config import QUANTIZED, OptionError
+from wan_core.ops.cards import ADA, FP8_SINCE, capability
 from wan_core.ops.quant import int8
 from wan_core.ops.quant.linear import QuantLinear
 
@@ -51,9 +52,9 @@ def multiplies_fp8(device: torch.device) -> str | None:
     """Why torch cannot multiply FP8 on `device`. A CPU can, by way of float32."""
     if device.type == "cpu":
         return None
-    if torch.version.cuda is None:
+    if (found := capability(device)) is None:
         return "needs an NVIDIA GPU"
-    if torch.cuda.get_device_capability(device) < (8, 9):
+    if found < FP8_SINCE:
         return (
             f"{torch.cuda.get_device_name(device)} has no FP8 units (they come with compute capability 8.9, Ada): use "
             "fp8-weights, which halves the memory and computes in bf16"
@@ -62,7 +63,7 @@ def multiplies_fp8(device: torch.device) -> str | None:
 
 
 def _rows_why_not(device: torch.device) -> str | None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (8, 9) and _cuda() < (12, 9):
+    if capability(device) == ADA and _cuda() < (12, 9):
         return "on Ada a scale for every row needs CUDA 12.9: use fp8-tensor"
     return multiplies_fp8(device)
 

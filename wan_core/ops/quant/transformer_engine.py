@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from wan_core.ops.attention.library import IMPORT_FAULTS, Library, load_torchs_cudnn
+from wan_core.ops.cards import FP8_SINCE, HOPPER, capability
 from wan_core.ops.custom_ops import operator
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Quantized
 from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8TensorLinear, padded
@@ -42,18 +43,17 @@ _LIBRARY = Library(
 def why_not(device: torch.device, name: str = "te-current") -> str | None:
     """Why the recipe `name` (te-delayed, te-current, te-block) does not run on `device`, and what to do; None where it
     does. The first call on a fitting GPU imports the library, which takes seconds."""
-    if device.type != "cuda" or torch.version.cuda is None:
+    if (found := capability(device)) is None:
         return "Transformer Engine needs an NVIDIA GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
+    if found < FP8_SINCE:
         return (
             f"FP8 units come with compute capability 8.9 (Ada), and {torch.cuda.get_device_name(device)} has "
-            f"{capability[0]}.{capability[1]}: use fp8-weights, which halves the memory and computes in bf16"
+            f"{found[0]}.{found[1]}: use fp8-weights, which halves the memory and computes in bf16"
         )
     if name == "te-block":
-        if capability[0] != 9:  # Blackwell emulates them in MXFP8, with other weights: scales that are powers of two
+        if found[0] != HOPPER[0]:  # Blackwell emulates them in MXFP8, with other weights: scales that are powers of two
             return "scales for blocks of 128 need Hopper (compute capability 9.0): use te-current"
-        if tuple(map(int, torch.version.cuda.split("."))) < (12, 9):
+        if tuple(map(int, str(torch.version.cuda).split("."))) < (12, 9):
             return f"scales for blocks need CUDA 12.9, and this torch has {torch.version.cuda}: use te-current"
     return missing()
 

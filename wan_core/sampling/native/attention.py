@@ -16,7 +16,8 @@ from torch import Tensor
 
 from wan_core.config import SparseOptions
 from wan_core.ops.attention.protocol import Attention
-from wan_core.ops.attention.registry import BACKENDS, auto_choice, capability
+from wan_core.ops.attention.registry import BACKENDS, CHOSEN, auto_choice
+from wan_core.ops.cards import capability
 from wan_core.sampling.native.run import FORWARD, NativeForward
 from wan_core.sampling.native.sparse import NativeSparse
 
@@ -38,8 +39,8 @@ class NativeAttention:
         keeps: Sequence[float] | None = None,
         earlier: Override | None = None,
     ) -> None:
-        """attention: a backend's name, auto, or COMFYUI. keeps: calibrated shares of the key blocks, by layer. earlier:
-        the override that was set before."""
+        """attention: a backend's name, auto, fast, or COMFYUI. keeps: calibrated shares of the key blocks, by layer.
+        earlier: the override that was set before."""
         self.attention, self.earlier = attention, earlier
         self.sparse = None if sparse is None or not sparse.sparsity else NativeSparse(sparse, keeps)
         self._backends: dict[tuple[torch.device, torch.dtype, int], tuple[str, Attention] | str] = {}
@@ -92,8 +93,8 @@ class NativeAttention:
         key = q.device, q.dtype, q.shape[-1]
         if key not in self._backends:
             name = self.attention
-            if name == "auto":
-                name = auto_choice(capability(q.device), q.dtype, q.shape[-1])
+            if name in CHOSEN:
+                name = auto_choice(capability(q.device), q.dtype, q.shape[-1], rounding=name == "fast")
             reason = BACKENDS[name].why_not(*key)
             self._backends[key] = (
                 (name, BACKENDS[name].load()) if reason is None else f"self-attention ({name} {reason})"

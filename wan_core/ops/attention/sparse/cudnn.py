@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.attention.sparse.routing import Route
+from wan_core.ops.cards import BLACKWELL, capability
 from wan_core.ops.kernels.block_layout import Blocked
 
 BLOCK = 128
@@ -28,7 +29,7 @@ def sparse_bf16(q: Tensor, k: Tensor, v: Tensor, route: Route, block: int) -> tu
     )
 
     counts = route.counts
-    if counts is None and torch.cuda.get_device_capability(q.device)[0] >= 10:
+    if counts is None and (capability(q.device) or (0, 0)) >= BLACKWELL:
         # Blackwell's kernel wants an even number where it is the same for all rows.
         counts = torch.full(route.blocks.shape[:-1], route.blocks.shape[-1], dtype=torch.int32, device=q.device)
     # Rows must begin at multiples of 16 bytes, which a view into a fused projection's output need not.

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from wan_core.ops.attention.library import Library
-from wan_core.ops.attention.registry import AMPERE, HALF, HOPPER, AttentionError, Implementation, Needs, imported
-from wan_core.ops.attention.sparse.routing import Route
+from wan_core.ops.attention.registry import HALF, AttentionError, Implementation, Needs, imported
+from wan_core.ops.cards import AMPERE, HOPPER, capability, card_of
+from wan_core.ops.kernels import fused
 
-Run = Callable[[Any, Any, Any, Route, int], tuple[Tensor, Tensor]]
-"""(q, k, v [B, L, H, D], route, block) -> [B, L, H, D] and its log-sum-exp, float32 [B, H, L]."""
+log = logging.getLogger(__name__)
+Run = Callable[..., tuple[Tensor, Tensor]]
+"""(q, k, v [B, L, H, D], route, block) -> [B, L, H, D] and its log-sum-exp, float32 [B, H, L]. With `means` also
+(..., pooled)."""
 
 BLOCK = 128  # of every kernel
 SMALL = 4096  # tokens below which there is nothing to gain, and blocks are made smaller, in plain torch
@@ -30,11 +34,13 @@ CUDNN_SPARSE = Library(
 @dataclass(frozen=True)
 class SparseKernel(Implementation):
     """fp8: takes q, k and v as `Quantized`, laid out by heads in whole blocks, and its output goes through `finish`.
-    any_block: takes blocks of any length; else 128. counts: rows may keep different numbers."""
+    any_block: takes blocks of any length; else 128. counts: rows may keep different numbers. means: takes a `Pooled`
+    too, what replaces blocks that are not read, and adds it in the same pass."""
 
     fp8: bool = False
     any_block: bool = False
     counts: bool = True
+    means: bool = False
 
 
 def _function(name: str) -> Callable[[], Run]:
@@ -54,12 +60,15 @@ KERNELS: dict[str, SparseKernel] = {
         SparseKernel("cudnn", "cuDNN frontend, bf16, blocks of 128", _function("cudnn.sparse_bf16"),
                      Needs(HOPPER, 12, HALF, (64, 128)), CUDNN_SPARSE.why_not),
         SparseKernel("flex", "torch's FlexAttention, blocks of 128", _function("flex.sparse_flex"),
-                     Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128))),
+                     Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton),
+        SparseKernel("triton", "our own kernel, bf16, blocks of 128", _function("one_pass.sparse_triton"),
+                     Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton, means=True),
+        SparseKernel("triton-int8", "the same with q and k in int8", _function("one_pass.sparse_triton_int8"),
+                     Needs(AMPERE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, means=True),
         SparseKernel("math", "the formula, blocks of any length: for tests and small videos",
                      _function("reference.sparse_reference"), any_block=True),
     )
 }  # fmt: skip
-AUTO = ("cudnn", "flex", "math")
 
 
 def resolve_kernel(
@@ -71,8 +80,12 @@ def resolve_kernel(
     parts of a ring. Raises AttentionError for one that is not known or cannot run.
     """
     if name == "auto":
-        names = ("math",) if tokens < SMALL else ("cudnn-fp8", *AUTO) if fp8 and not counts else AUTO
-        return next(k for k in map(KERNELS.__getitem__, names) if k.why_not(device, dtype, head_dim) is None)
+        names = () if tokens < SMALL else card_of(capability(device)).sparse
+        fits = (k for k in map(KERNELS.__getitem__, names) if not k.fp8 or (fp8 and not counts))
+        found = next((k for k in fits if k.why_not(device, dtype, head_dim) is None), KERNELS["math"])
+        if names and found.name == "math":
+            _say_slow(device, KERNELS["flex"].why_not(device, dtype, head_dim))
+        return found
     if name not in KERNELS:
         raise AttentionError(f"sparse kernel {name!r} is not known; use one of: auto, {', '.join(KERNELS)}")
     kernel = KERNELS[name]
@@ -87,6 +100,14 @@ def resolve_kernel(
     if reason is not None:
         raise AttentionError(f"sparse kernel {name!r} cannot run on {device}: {reason}")
     return kernel
+
+
+@functools.cache
+def _say_slow(device: torch.device, reason: str | None) -> None:
+    """Once."""
+    log.warning(
+        "sparse attention: no kernel runs on %s (%s); plain torch is slower than dense attention", device, reason
+    )
 
 
 def block_length(kernel: SparseKernel, tokens: int) -> int:

@@ -1,0 +1,47 @@
+"""Suite `attention`: a row for every backend, errors on every kind of data, and tiles by name."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.attention import attention_rows, checked_data, normal
+from benchmarks.run import check_options
+from wan_core.config import OptionError
+from wan_core.ops.attention.registry import BACKENDS
+
+CPU = torch.device("cpu")
+
+
+def rows(*setting: str) -> list[dict[str, Any]]:
+    options = argparse.Namespace(setting=list(setting) or None, runs=1)
+    return list(attention_rows("tiny", ["32x32x5"], CPU, options, {}))
+
+
+def test_every_backend_has_a_row_with_its_errors_or_a_reason():
+    found = {row["name"]: row for row in rows()}
+    assert found.keys() == {*BACKENDS, "flex"} - {"math", "math-fp8"}
+    sdpa = found.pop("sdpa")
+    assert sdpa["ratio"] == 1 and sdpa["seconds"] > 0
+    assert all(sdpa[kind] < 1e-5 for kind in ("error", "offset", "outliers", "sinks", "structured"))
+    assert all("NVIDIA GPU" in row["why_not"] for row in found.values())
+
+
+def test_tiles_are_rows_of_both_kinds():
+    found = [row["name"] for row in rows("tune")]
+    assert len(found) == len(set(found)) > 20 and {name.partition(",")[0] for name in found} == {"bf16", "int8"}
+    options = argparse.Namespace(size=None, setting=["tiles"], setup=None, suite="attention")
+    with pytest.raises(OptionError, match="has kernels, tune"):
+        check_options(options)
+
+
+def test_data_is_what_its_name_says():
+    data = {name: some[:2] for name, some in checked_data(normal(64, 5, 64, torch.float32, CPU)).items()}
+    q, k = data["error"]
+    assert q.shape[2] == 4 and data["offset"][1].mean() - k.mean() == pytest.approx(2, abs=1e-4)
+    assert data["outliers"][0][..., :4].std() > 8 * q[..., :4].std()
+    shares = ((data["sinks"][0][0, :, 0] @ data["sinks"][1][0, :, 0].mT) / 8).softmax(-1).mean(0)
+    assert shares[:4].mean() > 2 * shares[4:].mean()

@@ -1,0 +1,153 @@
+"""Our own attention kernel in Triton's interpreter, which takes no bf16 products: fp16 here, bf16 in test_gpu_*.py. Its
+tiles, and how sparse attention hands it the means."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ops.test_attention import qkv, relative
+from wan_core.ops.attention.fp8 import key_mean
+from wan_core.ops.attention.one_pass import int8_reference
+from wan_core.ops.attention.protocol import AttentionCall
+from wan_core.ops.attention.sdpa import math_lse
+from wan_core.ops.attention.sparse import kernels
+from wan_core.ops.attention.sparse.forward import SparseForward
+from wan_core.ops.attention.sparse.kernels import KERNELS, SparseKernel
+from wan_core.ops.attention.sparse.reference import sparse_reference
+from wan_core.ops.attention.sparse.routing import Rule
+from wan_core.ops.attention.sparse.tiles import make_tiles
+from wan_core.ops.cards import CARDS
+from wan_core.ops.kernels.attention_tiles import CANDIDATES, SHARED, TILES, candidates, tile_for
+from wan_core.ops.kernels.blocked import final_lse, finish
+
+ROOT = Path(__file__).parents[2]
+DENSE = """
+import torch
+from wan_core.ops.attention.fp8 import key_mean
+from wan_core.ops.attention.one_pass import int8_reference, triton, triton_int8
+from wan_core.ops.attention.sdpa import math_lse
+from wan_core.ops.kernels.attention_tiles import Tile
+from wan_core.ops.kernels.triton_attention import attention
+
+generator = torch.Generator().manual_seed(0)
+def draw(*shape): return torch.randn(shape, generator=generator)
+def relative(found, expected): return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+for L, S, H, D in ((77, 53, 2, 64), (20, 96, 3, 128), (130, 1, 1, 32), (1, 200, 2, 64), (64, 64, 1, 128)):
+    one = draw(2, max(L, S), 3, H, D)
+    q, k, v = (one[:, :n, i].half() for i, n in enumerate((L, S, S)))  # views of one tensor
+    k = k + (1 if S > 1 else 0)
+    q, k, v = q * 2, k.half(), v
+    out, lse = math_lse(q.float(), k.float(), v.float())
+    for tile in (Tile(16, 16, 4, 2), Tile(64, 32, 4, 2), None):
+        found = attention(q, k, v, tile=tile)
+        assert found[0].is_contiguous() and found[0].dtype == q.dtype
+        assert relative(found[0], out) < 1e-3 and (found[1] - lse).abs().max() < 1e-3, (L, S, tile)
+        found, expected = attention(q, k, v, centre=key_mean(k), tile=tile), int8_reference(q, k, v)
+        errors = relative(found[0], expected[0]), float((found[1] - expected[1]).abs().max())
+        assert max(errors) < 2e-3, (L, S, tile, errors)
+    if S > 1:
+        assert relative(triton(q, k, v)[0], out) < 1e-3 < relative(triton_int8(q, k, v)[0], out) < 0.05
+print("all close")
+"""
+SPARSE = """
+import torch
+from tests.ops.test_one_pass import draw_route, expected_sparse, relative
+from wan_core.ops.attention.sparse.one_pass import sparse_triton, sparse_triton_int8
+
+for tokens, block, mass in ((150, 32, None), (128, 32, 0.6), (97, 16, 0.5)):
+    q, k, v, route, pooled = draw_route(tokens, block, mass)
+    for means in (None, pooled):
+        out, lse = expected_sparse(q, k, v, route, block, means)
+        for kernel, allowed in ((sparse_triton, 2e-3), (sparse_triton_int8, 0.05)):
+            found = kernel(q, k, v, route, block, means)
+            assert relative(found[0], out) < allowed and (found[1] - lse).abs().max() < 3 * allowed, (tokens, kernel)
+print("all close")
+"""
+
+
+def draw_route(tokens: int, block: int, mass: float | None):
+    """q, k, v fp16 [1, L, 2, 64], a route over them, and means."""
+    from wan_core.ops.attention.sparse.routing import route
+    from wan_core.ops.kernels.block_layout import Pooled
+    from wan_core.ops.kernels.blocked import pool
+
+    q, k, v = (x.half() for x in qkv(tokens, tokens, 2, 64))
+    k = k + 0.5
+    blocks = -(-tokens // block)
+    chosen = route(q, k, block, Rule(0.5, mass), torch.eye(blocks, dtype=torch.bool))
+    return q, k, v, chosen, Pooled(pool(k, block)[0], pool(v, block)[0], chosen.kept(blocks))
+
+
+def expected_sparse(q, k, v, route, block, pooled):
+    out, lse = sparse_reference(q.float(), k.float(), v.float(), route, block)
+    q = q.float()
+    return finish(out, lse, q, block, pooled=pooled), final_lse(lse, q, block, pooled=pooled)
+
+
+def interpreted(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: pip install triton")
+@pytest.mark.parametrize("code", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_the_kernel_is_the_reference(code):
+    done = interpreted(code)
+    assert done.returncode == 0 and "all close" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("offset", "allowed"), [(0.0, 0.015), (20.0, 0.015)])
+def test_int8_is_close_whatever_the_keys_mean_is(offset, allowed):
+    q, k, v = qkv(200, 300, 3, 64)
+    out, lse = int8_reference(q, k + offset, v)
+    expected = math_lse(q, k + offset, v)
+    assert 1e-4 < relative(out, expected[0]) < allowed
+    assert (lse - expected[1]).abs().max() < 0.03
+    assert key_mean(k).shape == (1, 1, 3, 64)
+
+
+def test_every_card_has_tiles_that_fit():
+    assert TILES.keys() == SHARED.keys()
+    for since, kinds in TILES.items():
+        for kind, tile in kinds.items():
+            assert tile in candidates(since, 128, kind), f"{since}: {tile} takes more shared memory than there is"
+    for card in CARDS[1:]:
+        assert tile_for(card.since, "bf16") in CANDIDATES and tile_for(None, "int8") in CANDIDATES
+    assert tile_for((8, 9), "bf16") == TILES[(8, 6)]["bf16"] != TILES[(8, 0)]["bf16"]
+    assert len(candidates((8, 6), 128, "bf16")) < len(candidates((9, 0), 128, "bf16"))
+    assert all(128 % tile.queries == 128 % tile.keys == 0 for tile in CANDIDATES)
+
+
+@pytest.mark.parametrize("keep", [0.25, 1.0])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_kernel_that_adds_the_means_itself_gives_what_finish_gives(keep, pooled):
+    """Through `SparseForward`, with the formula in the kernel's place."""
+    q, k, v = qkv(144, 144, 2, 16)
+    tiles = make_tiles((4, 6, 6), 8, torch.device("cpu"))
+
+    def one_pass(q, k, v, route, block, pooled=None):
+        return expected_sparse(q, k, v, route, block, pooled)
+
+    found = []
+    for kernel in (
+        KERNELS["math"],
+        SparseKernel("one pass", "", lambda: one_pass, any_block=True, means=True),
+    ):
+        state = SparseForward(kernel, [], tiles, [Rule(keep)], pooled=pooled)
+        out, lse = state.attend_lse(AttentionCall(0), q, k, v)
+        assert torch.equal(out, state.attend(AttentionCall(0), q, k, v))
+        found.append((out, lse))
+    assert torch.allclose(found[0][0], found[1][0], atol=1e-6) and torch.allclose(found[0][1], found[1][1], atol=1e-5)
+
+
+def test_sparse_attention_knows_them_by_name():
+    for name in ("triton", "triton-int8"):
+        assert KERNELS[name].means and kernels.expected_block(name, 80_000) == 128

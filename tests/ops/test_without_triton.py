@@ -1,0 +1,99 @@
+"""Where Triton is not installed (Windows as it comes): what is said, and that nothing needs it.
+
+`pytest --without-triton` runs any tests so, also on a GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from wan_core.cli import doctor
+from wan_core.ops.attention.sparse import kernels
+from wan_core.ops.attention.sparse.kernels import KERNELS, resolve_kernel
+from wan_core.ops.kernels import fused
+
+TESTS = Path(__file__).parents[1]
+CUDA = torch.device("cuda", 0)
+HALF = torch.bfloat16
+
+
+@pytest.fixture
+def hidden(monkeypatch):
+    """An RTX 3090 without Triton."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (8, 6))
+    monkeypatch.setattr(fused._Choice, "devices", {})
+    monkeypatch.setattr(fused._Choice, "fp8", {})
+
+
+def test_it_is_said_once_what_that_costs_and_how_to_get_it(hidden, caplog):
+    for _ in range(2):
+        assert fused.why_not(CUDA) == f"Triton is not installed: {fused.GET_TRITON}"
+    assert [record.message for record in caplog.records] == [f"fused kernels: {fused.why_not(CUDA)}. {fused.WITHOUT}"]
+    assert "triton-windows" in fused.GET_TRITON and "memory" in fused.WITHOUT
+    assert not fused.triton_runs(CUDA)
+
+
+def test_the_doctor_says_it():
+    found = doctor.examine("cpu")
+    assert not found["kernels"]["usable"] and fused.WITHOUT in doctor.text(found)
+
+
+def test_a_broken_triton_is_not_a_missing_one(monkeypatch, tmp_path):
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text("raise OSError('no libcuda')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    reason = fused.missing_triton()
+    assert reason is not None and "cannot be imported (no libcuda)" in reason and fused.GET_TRITON in reason
+
+
+def test_sparse_attention_says_that_it_is_slow(hidden, caplog):
+    """FlexAttention compiles with Triton: `auto` must not take it, and says what runs in its place."""
+    kernels._say_slow.cache_clear()
+    caplog.set_level(logging.WARNING)
+    reason = KERNELS["flex"].why_not(CUDA, HALF, 128)
+    assert reason is not None and "Triton" in reason
+    for _ in range(2):
+        assert resolve_kernel("auto", CUDA, HALF, 128, 75_600, fp8=False).name == "math"
+    assert len(caplog.records) == 1 and "slower than dense" in caplog.text and "triton-windows" in caplog.text
+    assert resolve_kernel("auto", torch.device("cpu"), HALF, 128, 75_600, fp8=False).name == "math"
+    assert len(caplog.records) == 1, "a CPU expects no kernel"
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that `path` imports when it is itself imported, not inside functions."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(f"{node.module}.{one.name}" for one in node.names)}
+    return found
+
+
+def test_only_kernels_import_it_and_nothing_imports_them():
+    """What imports them stands inside a function, behind `runs_kernel` or `triton_runs`."""
+    by_file = {path: imported(path) for path in (TESTS.parent / "wan_core").rglob("*.py")}
+    own = {path for path, names in by_file.items() if any(name.split(".")[0] == "triton" for name in names)}
+    assert len(own) >= 5
+    modules = {f"wan_core.ops.kernels.{path.stem}" for path in own} | {"wan_core.ops.kernels.triton_ops"}
+    for path, names in by_file.items():
+        assert path in own or not names & modules, f"{path} needs Triton to be imported"
+
+
+def test_hidden_from_other_processes_too():
+    paths = [str(TESTS / "without_triton"), str(TESTS.parent), *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    code = "from wan_core.ops.kernels import fused; print(fused.missing_triton())"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "Triton is not installed" in done.stdout, done.stderr[-2000:]

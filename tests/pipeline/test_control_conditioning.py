@@ -1,0 +1,113 @@
+"""What ComfyUI's nodes for VACE and Fun give -> what the transformers take, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.animate_references import draw_weights
+from tests.control_references import CONFIGS
+from wan_core.config import OptionError
+from wan_core.models.vae.config import VAE_21
+from wan_core.models.vae.statistics import normalise
+from wan_core.models.wan.families import check_keys, family_of
+from wan_core.models.wan.tasks import find_task, image_task
+from wan_core.pipeline.comfy_conditioning import join
+from wan_core.pipeline.sources import find_experts
+from wan_core.sampling.plan import make_plan
+
+T, Y, X = 3, 4, 6
+LATENT = {"samples": torch.zeros(1, 16, T, Y, X)}
+SEEN = SimpleNamespace(penultimate_hidden_states=torch.full((1, 257, 1280), 0.5))
+VACE = {"vace_frames": [torch.ones(1, 32, T, Y, X)], "vace_mask": [torch.ones(1, 64, T, Y, X)], "vace_strength": [0.5]}
+CONTROL = {
+    "concat_latent_image": torch.ones(1, 32, T, Y, X), "concat_mask": torch.zeros(1, 4, T, Y, X),
+    "concat_mask_index": 16,
+}  # fmt: skip
+CAMERA = {"concat_latent_image": torch.ones(1, 16, T, Y, X), "concat_mask": torch.zeros(1, 4, T, Y, X)}
+
+
+def read(task: str, extras: dict[str, Any], latent: dict[str, Any] = LATENT) -> dict[str, Any]:
+    found = find_task(task)
+    check_keys(family_of(found), "positive", extras)
+    return family_of(found).read_conditioning(found, VAE_21, extras, latent)
+
+
+def test_vace_reads_every_control_video():
+    found = read("vace-14B", {key: value * 3 for key, value in VACE.items()})["inputs"]
+    assert found["control"].shape == (1, 3, 96, T, Y, X) and found["control_scale"].tolist() == [0.5] * 3
+    raw = normalise(torch.ones(1, 16, T, Y, X), VAE_21)
+    assert torch.allclose(found["control"][:, 2, :16], raw) and torch.allclose(found["control"][:, 0, 16:32], raw)
+    nothing = read("vace-A14B", {})["inputs"]["control"]
+    assert torch.equal(nothing[:, 0, 32:], torch.ones(1, 64, T, Y, X))
+    assert torch.allclose(nothing[:, 0, :16], normalise(torch.zeros(1, 16, T, Y, X), VAE_21))
+
+
+def test_control_camera_and_inpaint_read_their_channels():
+    reference = torch.full((1, 16, 1, Y, X), 2.0)
+    found = read("fun-control-A14B", {**CONTROL, "reference_latents": [reference]})
+    assert found["concat"].shape == (1, 36, T, Y, X) and (found["concat"][:, 16:20] == 1).all()  # known, after control
+    assert torch.equal(found["inputs"]["reference"], normalise(reference, VAE_21)[:, :, 0])
+    older = read("fun-control-14B", {"concat_latent_image": CONTROL["concat_latent_image"], "clip_vision_output": SEEN})
+    assert older["concat"].shape == (1, 32, T, Y, X) and older["image_features"].shape == (1, 257, 1280)
+    rays = torch.ones(1, 24, T, 8 * Y, 8 * X)
+    assert read("camera-A14B", {**CAMERA, "camera_conditions": rays})["inputs"]["camera"] is rays
+    assert read("camera-A14B", {})["concat"].shape == (1, 20, T, Y, X)
+    assert read("camera-14B", {**CAMERA, "clip_vision_output": SEEN})["concat"].shape == (1, 16, T, Y, X)
+
+
+@pytest.mark.parametrize(
+    ("task", "extras", "message"),
+    [
+        ("vace-14B", {**VACE, "vace_frames": [torch.ones(1, 32, T + 1, Y, X)]}, "reference picture in all of them"),
+        ("vace-14B", {**VACE, "vace_mask": [torch.ones(1, 64, T, Y, X + 1)]}, "a mask of"),
+        ("vace-14B", {**VACE, "vace_strength": [1.0, 1.0]}, "1 control videos, 1 masks and 2 strengths"),
+        ("vace-14B", {**VACE, "concat_latent_image": torch.ones(1, 16, T, Y, X)}, "carries concat_latent_image"),
+        ("fun-control-A14B", {}, "connect Wan22FunControlToVideo"),
+        ("fun-control-A14B", {**CONTROL, "concat_mask_index": None}, "not the node of Wan 2.1"),
+        ("fun-control-A14B", {**CONTROL, "concat_latent_image": torch.ones(1, 16, T, Y, X)}, "latents of"),
+        ("fun-control-A14B", {**CONTROL, "reference_latents": [torch.ones(1, 16, 1, Y, X)] * 2}, "takes one"),
+        ("fun-control-A14B", {**CONTROL, "reference_latents": [torch.ones(1, 16, 1, Y, X + 2)]}, "latents of"),
+        ("fun-control-14B", {"concat_latent_image": CONTROL["concat_latent_image"]}, "needs CLIP features"),
+        ("camera-A14B", {"camera_conditions": torch.ones(1, 24, T, 8 * Y, 8)}, "WanCameraEmbedding the size"),
+        ("camera-A14B", {"vace_frames": []}, "carries vace_frames"),
+        ("t2v-A14B", VACE, "carries vace_frames, vace_mask, vace_strength"),
+        ("i2v-A14B", {**CAMERA, "camera_conditions": torch.ones(1)}, "carries camera_conditions"),
+    ],
+)
+def test_what_does_not_fit_is_refused(task, extras, message):
+    with pytest.raises(OptionError, match=message):
+        read(task, extras)
+
+
+@pytest.mark.parametrize("task", ["vace-14B", "fun-control-A14B", "camera-A14B"])
+def test_known_frames_as_latents_are_refused(task):
+    mask = torch.ones(1, 1, T, Y, X)
+    mask[:, :, 0] = 0
+    extras = CONTROL if task.startswith("fun") else {}
+    with pytest.raises(OptionError, match="takes no known frame as latents"):
+        read(task, extras, {**LATENT, "noise_mask": mask})
+
+
+def test_lists_of_both_prompts_are_compared_by_what_they_hold(tmp_path):
+    """ComfyUI's nodes make a list for each of `positive` and `negative`."""
+    path = tmp_path / "wan_vace.safetensors"
+    save_file(draw_weights(CONFIGS["vace"]), path, {"num_heads": "2"})
+    experts, plan = find_experts(path), make_plan(task="vace-14B", steps=2)
+    rows = torch.zeros(1, 5, 24)
+    positive, negative = ([[rows, {key: list(value) for key, value in VACE.items()}]] for _ in range(2))
+    found = join(positive, negative, LATENT, experts, plan).conditioning.inputs
+    assert found["control"].shape == (1, 1, 96, T, Y, X)
+    for other in ([0.25], [0.5, 0.5]):
+        negative[0][1]["vace_strength"] = other
+        with pytest.raises(OptionError, match="different values of vace_strength"):
+            join(positive, negative, LATENT, replace(experts), plan)
+
+
+def test_these_tasks_are_not_taken_for_image_to_video():
+    assert image_task(16).name == "i2v-A14B"

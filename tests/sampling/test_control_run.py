@@ -1,0 +1,191 @@
+"""VACE and Fun through the denoising loop, with everything that makes it fast: each equals the plain run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wan_core
+from tests.animate_references import draw_weights
+from tests.control_references import CONFIGS, OWN, contexts, draw_inputs
+from wan_core.config import SkipOptions, TaylorSeerOptions
+from wan_core.execution.memory.host_weights import ALIGNMENT, HostWeights
+from wan_core.execution.memory.planning import beside_weights, unit_bytes
+from wan_core.execution.memory.residency import Residency
+from wan_core.execution.optimize import optimize
+from wan_core.models.vae.config import VAE_21
+from wan_core.models.wan.config import T2V_A14B, DiTConfig
+from wan_core.models.wan.families.fun.config import CAMERA_A14B, CONTROL_A14B, fields_of
+from wan_core.models.wan.families.vace.config import VACE_14B
+from wan_core.models.wan.linears import quantized_names
+from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import ForwardInfo
+from wan_core.ops.attention.sdpa import SDPA
+from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.denoise import denoise
+from wan_core.sampling.plan import Plan, make_plan
+from wan_core.sampling.sparsity.run import SparseTiles, in_tiles
+from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
+
+CPU = torch.device("cpu")
+GRID = (3, 4, 5)
+
+
+@pytest.fixture(params=CONFIGS)
+def name(request) -> str:
+    return request.param
+
+
+def made(name: str, seed: int = 0) -> WanModel:
+    return optimize(wan_core.load_dit(draw_weights(CONFIGS[name], seed), {"num_heads": 2}), attend=SDPA)
+
+
+def conditioned(name: str, videos: int = 1, grid: tuple[int, int, int] = GRID) -> Conditioning:
+    config = CONFIGS[name]
+    drawn, own = draw_inputs(config, (videos, *grid)), OWN[config.family]
+    inputs = {own: drawn[own]}
+    if own == "control":
+        inputs = {own: contexts(drawn[own]), "control_scale": torch.tensor([0.8, 0.6])}
+    return Conditioning(
+        cond=drawn["context"][:1],
+        uncond=drawn["context"][:1].flip(1),
+        concat=drawn["x"][:, 16:] if config.in_channels > 16 else None,
+        image_features=drawn.get("image"),
+        inputs=inputs,
+    )
+
+
+def plan_for(**options) -> Plan:
+    return make_plan(task="t2v-14B", **{"steps": 4, "guidance_high": 2.0, "guidance_low": 2.0, **options})
+
+
+def run(
+    models: WanModel | dict[str, WanModel],
+    name: str,
+    plan: Plan | None = None,
+    videos: int = 1,
+    grid: tuple[int, int, int] = GRID,
+    **options,
+) -> torch.Tensor:
+    T, Y, X = grid
+    noise = torch.randn(videos, 16, T, 2 * Y, 2 * X, generator=torch.Generator().manual_seed(2))
+    acquire = models.__getitem__ if isinstance(models, dict) else lambda _: models
+    with torch.no_grad():
+        given = conditioned(name, videos, grid)
+        return denoise(plan_for() if plan is None else plan, acquire, given, noise, **options)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_branches_together_equal_one_after_the_other(name):
+    model = made(name)
+    for videos in (1, 2):
+        alone = run(model, name, videos=videos)
+        assert difference(run(model, name, videos=videos, batched=True), alone) < 1e-4
+
+
+def test_two_experts_each_prepare_their_own(name):
+    """As the experts of A14B do: neither sees what the other made of the control."""
+    experts = {"high": made(name), "low": made(name, 7)}
+    plan = make_plan(task="t2v-A14B", steps=4, guidance_high=2.0, guidance_low=2.0)
+    assert len(plan.phases) == 2
+    found = run(experts, name, plan)
+    assert all(difference(run(model, name, plan), found) > 1e-3 for model in experts.values())
+    assert torch.equal(run(experts, name, plan), found)
+
+
+def test_step_caching_changes_the_video_a_little(name):
+    model, plan = made(name), plan_for(steps=10)
+    skip = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2))
+    cached = skip_forwards(plan, skip, None, None)
+    assert any(step.skipped for step in cached.steps)
+    whole = run(model, name, plan)
+    assert 1e-6 < difference(run(model, name, cached), whole) < 0.5
+    assert torch.equal(run(model, name, plan), whole)  # nothing stays behind
+
+
+@pytest.mark.parametrize("resident", [0, 1])
+def test_streamed_blocks_give_the_same_bits(name, resident):
+    exact = run(made(name), name)
+    residency = Residency(CPU, "stream", resident_blocks=resident)
+    residency.add("high", made(name))
+    for _ in range(2):  # the second video finds what the first left
+        assert torch.equal(run(residency.use("high"), name), exact)
+
+
+@given(
+    name=st.sampled_from(list(CONFIGS)),
+    kind=st.sampled_from(["0.0001/0/0", "0.9/1/0", "0.9/0/9"]),
+    grid=st.tuples(st.integers(2, 4), st.integers(2, 5), st.integers(2, 5)),
+)
+@settings(max_examples=15, deadline=None)
+def test_the_order_of_tiles_changes_nothing(name, kind, grid):
+    """Control videos and cameras find their tokens in the order of the tiles, and the reference stays in front. Every
+    block is read: because all are chosen, in dense steps of a sparse phase, in dense layers of a sparse step."""
+    model, plan = made(name), plan_for(steps=3)
+    everything = sparsify(plan, parse_sparse(f"{kind}:ramp0"))
+    assert everything.sparse is not None
+    assert difference(run(model, name, everything, grid=grid), run(model, name, plan, grid=grid)) < 1e-4
+
+
+def test_sparse_attention_reads_less(name):
+    model, plan = made(name), plan_for()
+    whole = run(model, name, plan)
+    found = run(model, name, sparsify(plan, parse_sparse("0.9/0/0:ramp0")))
+    assert 1e-5 < difference(found, whole) < 0.3
+    assert torch.equal(run(model, name, plan), whole)  # nothing stays behind
+
+
+def test_vace_blocks_choose_for_themselves():
+    """Each of 4 blocks, and each of 2 VACE blocks for each of 2 control videos, keeps a choice of its own."""
+    model, drawn = made("vace"), draw_inputs(CONFIGS["vace"], (1, *GRID))
+    options = sparsify(plan_for(), parse_sparse("0.9/0/0:ramp0")).sparse
+    assert options is not None
+    with torch.no_grad(), in_tiles(model, SparseTiles(model, replace(options, reuse=2), None, GRID)) as tiles:
+        control = contexts(drawn["control"])
+        model(drawn["x"], drawn["timestep"], drawn["context"], ForwardInfo(sparsity=0.9), control=control)
+    assert len(tiles.routes) == 4 + 2 * 2
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_vace_blocks_stream_with_the_block_beside_them():
+    model = made("vace")
+    weights = HostWeights(model, lock=False)
+    wanted = unit_bytes(model.config, 4, False)
+    for unit, nbytes in zip(weights.units, wanted, strict=True):
+        assert 0 <= unit.layout.nbytes - nbytes < ALIGNMENT * len(unit.tensors)
+    assert wanted[1] > wanted[3] > 1.8 * wanted[2]  # with a VACE block, and the first one's projection; without
+    assert not any(name.startswith("vace_blocks") for name in names_of_rest(weights))
+
+
+def names_of_rest(weights: HostWeights) -> list[str]:
+    kept = {id(tensor) for tensor in weights.units[0].tensors}
+    return [name for name, tensor in weights.model.named_parameters() if id(tensor) in kept]
+
+
+def test_vace_blocks_are_quantised():
+    names = quantized_names(VACE_14B)
+    assert len(names) == 48 * 10 and len(quantized_names(VACE_14B, keep_blocks=1)) == 45 * 10
+    whole, encoded = (sum(unit_bytes(VACE_14B, 2, quantized)) for quantized in (False, True))
+    assert abs((whole - encoded) - 40 * VACE_14B.block_matrices) < 1e-3 * whole
+    assert whole - sum(unit_bytes(T2V_A14B, 2, False)) > 8 * 2 * T2V_A14B.block_matrices
+
+
+@pytest.mark.parametrize("config", [VACE_14B, CONTROL_A14B, CAMERA_A14B])
+def test_the_memory_plan_counts_what_is_prepared(config):
+    """Text of the VACE blocks, the control video and its chain; tokens of the camera; a frame of the reference."""
+    latents = (1, 16, 21, 60, 104)
+    prompts, without = (
+        beside_weights(one, VAE_21, latents, per_token=5.0).prompts for one in (config, DiTConfig(**fields_of(config)))
+    )
+    tokens = 2 * config.dim * {VACE_14B: 2 * 32760, CONTROL_A14B: 1560, CAMERA_A14B: 32760}[config]
+    assert tokens <= prompts - without < 2**31

@@ -1,0 +1,94 @@
+"""What ComfyUI's CONDITIONING is to the transformers of Fun.
+
+Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wan_core.config.checks import OptionError
+from wan_core.models.vae.config import VAEConfig
+from wan_core.models.vae.statistics import normalise
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.family import Inputs, Task
+from wan_core.models.wan.families.wan.inputs import join_image, known_first, read_features
+
+Extras = Mapping[str, Any]
+
+
+def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor | None, frames: int) -> Inputs:
+    raise OptionError(f"{task.name} is driven by videos, not by a first frame alone")
+
+
+def read_control(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> Inputs:
+    """The fields of `Conditioning` that ComfyUI's Wan22FunControlToVideo gives, and for Wan 2.1 WanFunControlToVideo.
+    Raises OptionError."""
+    samples, image = latent["samples"], extras.get("concat_latent_image")
+    if image is None:
+        raise OptionError(f"{task.name} follows a control video: connect {task.driven_by}")
+    check_size(image, 2 * vae.z_dim, samples)
+    control, start = image.split(vae.z_dim, 1)
+    if task.in_channels == 3 * vae.z_dim:
+        known = normalise(start, vae)
+    else:
+        if extras.get("concat_mask_index") != vae.z_dim or extras.get("concat_mask") is None:
+            raise OptionError(f"{task.name} takes a mask of what is known after the control video: connect "
+                              f"{task.driven_by}, not the node of Wan 2.1")  # fmt: skip
+        known = join_image(start, extras["concat_mask"], vae)
+    found = {"concat": torch.cat([normalise(control, vae), known], 1), **shared(task, vae, extras, latent)}
+    references = extras.get("reference_latents")
+    if not references:
+        return found
+    if len(references) > 1:
+        raise OptionError(f"{len(references)} reference pictures given; {task.name} takes one")
+    check_size(references[0], vae.z_dim, samples[:, :, : references[0].shape[2]])
+    return {**found, "inputs": {"reference": normalise(references[0][:, :, 0], vae)}}
+
+
+def read_camera(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> Inputs:
+    """The fields of `Conditioning` that ComfyUI's WanCameraImageToVideo gives. Without a start the channels beside the
+    noise are zeros, as ComfyUI samples it. Raises OptionError."""
+    samples, image = latent["samples"], extras.get("concat_latent_image")
+    beside = task.in_channels - vae.z_dim
+    if image is None:
+        concat = torch.zeros_like(samples[:1, :1]).repeat(1, beside, 1, 1, 1)
+    else:
+        check_size(image, vae.z_dim, samples)
+        mask = extras.get("concat_mask")
+        mask = torch.ones_like(image[:, :1]) if mask is None else mask
+        concat = normalise(image, vae) if beside == vae.z_dim else join_image(image, mask, vae)
+    found = {"concat": concat, **shared(task, vae, extras, latent)}
+    camera = extras.get("camera_conditions")
+    if camera is None:
+        return found
+    wanted = samples.shape[2], *(vae.spatial_stride * size for size in samples.shape[3:])
+    if camera.ndim != 5 or camera.shape[2:] != wanted:
+        raise OptionError(
+            f"a camera of {list(camera.shape)} given for latents of {list(samples.shape)}: its frames, height and "
+            f"width must be {list(wanted)}. Give WanCameraEmbedding the size and length of the video"
+        )
+    return {**found, "inputs": {"camera": camera.float()}}
+
+
+def shared(task: Task, vae: VAEConfig, extras: Extras, latent: Extras) -> Inputs:
+    """CLIP features, where the task needs them. Raises OptionError for known frames as latents."""
+    if "noise_mask" in latent and known_first(latent["samples"], latent["noise_mask"], vae) is not None:
+        raise OptionError(f"{task.name} takes no known frame as latents: connect {task.driven_by}")
+    if task.image_dim is None:
+        return {}
+    return {"image_features": read_features(task, extras.get("clip_vision_output"))}
+
+
+def check_size(given: Tensor, channels: int, samples: Tensor) -> None:
+    """Raise OptionError unless `given` are latents [1 or B, channels, T, Y, X] of the size of `samples`."""
+    wanted = channels, *samples.shape[2:]
+    if given.ndim != 5 or given.shape[1:] != wanted or len(given) not in (1, len(samples)):
+        raise OptionError(
+            f"latents of {list(given.shape)} given beside a video of {list(samples.shape)}; needed are [1 or batch, "
+            f"{', '.join(map(str, wanted))}]: connect the LATENT of the node that made them"
+        )

@@ -1,0 +1,208 @@
+"""The transformers of Fun: image-to-video with a reference picture, or with the path of a camera.
+
+Legend: B batch, L tokens, C channels, T/Y/X latent frames, rows, columns.
+Source: VideoX-Fun/videox_fun/models/wan_transformer3d.py, wan_camera_adapter.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.fun.config import UNSHUFFLED, FunCameraConfig, FunControlConfig
+from wan_core.models.wan.families.wan.image_model import ImageWanModel
+from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.runners import SINGLE_FORWARD, ForwardInfo
+
+
+class OwnTokens(NamedTuple):
+    """tokens: [B or 1, L, C] of the reference picture or of the camera, or None. grid: what they are of. videos: of the
+    batch. Fewer rows serve several branches of the same videos, one serves all."""
+
+    tokens: Tensor | None
+    grid: tuple[int, int, int]
+    videos: int
+
+    def rows(self, start: int, stop: int) -> OwnTokens:
+        """Those of the videos start..stop of the batch."""
+        tokens = self.tokens
+        return OwnTokens(
+            tokens[start:stop] if tokens is not None and len(tokens) == self.videos else tokens,
+            self.grid,
+            stop - start,
+        )
+
+    def for_all(self, videos: int) -> Tensor:
+        """[videos or 1, L, C]."""
+        assert self.tokens is not None
+        rows = len(self.tokens)
+        return self.tokens if rows in (1, videos) else self.tokens.repeat(videos // rows, 1, 1)
+
+
+def own_tokens(text: PreparedText) -> OwnTokens:
+    assert isinstance(text.own, OwnTokens), "text was prepared by a model of another family"
+    return text.own
+
+
+def check_rows(given: Tensor, shape: Sequence[int | str], videos: int, name: str) -> None:
+    """Raise ValueError unless `given` has rows for so many videos, and axes of the sizes in `shape`."""
+    fits = given.ndim == 1 + len(shape) and len(given) > 0 and videos % len(given) == 0
+    if not fits or any(isinstance(n, int) and n != m for n, m in zip(shape, given.shape[1:], strict=True)):
+        wanted = ", ".join(map(str, shape))
+        raise ValueError(f"a {name} of {list(given.shape)} given for {videos} videos; needed is [1 or batch, {wanted}]")
+
+
+def check_grid(own: OwnTokens, grid: tuple[int, int, int], patch: Sequence[int], name: str) -> None:
+    if own.grid != grid:
+        given, wanted = ([n * side for n, side in zip(g, patch, strict=True)] for g in (own.grid, grid))
+        raise ValueError(f"a {name} for latents of {given} given, for latents of {wanted}: they must have one size")
+
+
+# -------------------------------------------------------------------------------------------------------------- control
+
+
+class FunControlModel(WanModel):
+    """A `WanModel` that takes latents of a `reference` picture: tokens of a frame in front of the video."""
+
+    input_names: ClassVar[tuple[str, ...]] = ("reference",)
+    config: FunControlConfig
+
+    def __init__(self, config: FunControlConfig) -> None:
+        super().__init__(config)
+        self.ref_conv = nn.Conv2d(config.reference_channels, config.dim, config.patch_size[1:], config.patch_size[1:])
+
+    def prepare_text(
+        self, context: Tensor, image: Tensor | None = None, reference: Tensor | None = None
+    ) -> PreparedText:
+        """Text rows [B, S, text_dim] -> keys and values of every block, and the tokens of the reference.
+
+        image: CLIP features [B, N, image_dim], for models that take them. reference: normalised latents [1 or B, 16, Y,
+        X]; None: no frame stands in front. Raises ValueError.
+        """
+        prepared, own = super().prepare_text(context, image), OwnTokens(None, (0, 0, 0), len(context))
+        if reference is not None:
+            check_rows(reference, (self.config.reference_channels, "rows", "columns"), len(context), "reference")
+            weight = self.ref_conv.weight
+            tokens = self.ref_conv(reference.to(weight.device, weight.dtype))
+            own = OwnTokens(tokens.flatten(2).transpose(1, 2), (1, *tokens.shape[2:]), len(context))
+        return prepared._replace(own=own)
+
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        context: Tensor | Sequence[Tensor] | PreparedText,
+        info: ForwardInfo = SINGLE_FORWARD,
+        **inputs: Any,
+    ) -> Tensor:
+        """As of the base class. With a reference the video has a frame more, in front; it is cut off at the end."""
+        referred = own_tokens(context).tokens if isinstance(context, PreparedText) else inputs.get("reference")
+        if referred is None:
+            return super().forward(x, timestep, context, info, **inputs)
+        if timestep.ndim > 1:
+            raise ValueError("a timestep for each frame given; this model takes one for each video")
+        longer = F.pad(x, (0, 0, 0, 0, 1, 0))
+        return super().forward(longer, timestep, context, info, **inputs)[:, :, 1:]
+
+    def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
+        tokens, own = super().embed(x, grid, text), own_tokens(text)
+        if own.tokens is not None:
+            check_grid(own, (1, *grid[1:]), self.config.patch_size, "reference")
+            tokens[:, : own.tokens.shape[1]] = own.for_all(len(tokens))
+        return tokens
+
+
+class ImageFunControlModel(FunControlModel, ImageWanModel):
+    """As of Wan 2.1, which attends to CLIP features of an `image` too."""
+
+    input_names: ClassVar[tuple[str, ...]] = ("image", "reference")
+
+
+# --------------------------------------------------------------------------------------------------------------- camera
+
+
+class ResidualBlock(nn.Module):
+    """x [N, C, Y, X] plus two convolutions of it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(dim, dim, 3, padding=1)
+        self.conv2 = nn.Conv2d(dim, dim, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv2(F.relu(self.conv1(x)))
+
+
+class CameraAdapter(nn.Module):
+    """Rays of a camera [N, 24, 8 Y, 8 X] -> [N, C, Y / 2, X / 2]."""
+
+    def __init__(self, config: FunCameraConfig) -> None:
+        super().__init__()
+        patch = config.patch_size[1:]
+        self.conv = nn.Conv2d(config.camera_channels * UNSHUFFLED**2, config.dim, patch, patch)
+        self.residual_blocks = nn.Sequential(*(ResidualBlock(config.dim) for _ in range(config.residual_blocks)))
+
+    def forward(self, rays: Tensor) -> Tensor:
+        return self.residual_blocks(self.conv(F.pixel_unshuffle(rays, UNSHUFFLED)))
+
+
+class FunCameraModel(WanModel):
+    """A `WanModel` that takes the path of a `camera`, which is added to the tokens of the video."""
+
+    input_names: ClassVar[tuple[str, ...]] = ("camera",)
+    config: FunCameraConfig
+
+    def __init__(self, config: FunCameraConfig) -> None:
+        super().__init__(config)
+        self.control_adapter = CameraAdapter(config)
+
+    def prepare_text(self, context: Tensor, image: Tensor | None = None, camera: Tensor | None = None) -> PreparedText:
+        """Text rows [B, S, text_dim] -> keys and values of every block, and the tokens of the camera.
+
+        image: CLIP features [B, N, image_dim], for models that take them. camera: rays [1 or B, 24, T, 8 Y, 8 X]; None:
+        the path of the camera is free. Raises ValueError.
+        """
+        prepared, own = super().prepare_text(context, image), OwnTokens(None, (0, 0, 0), len(context))
+        if camera is not None:
+            self.check_camera(camera, len(context))
+            weight = self.control_adapter.conv.weight
+            rays = camera.to(weight.device, weight.dtype)
+            frames = [self.control_adapter(frame) for frame in rays.unbind(2)]  # one at a time: little memory
+            tokens = torch.cat([frame.flatten(2).transpose(1, 2) for frame in frames], 1)
+            own = OwnTokens(tokens, (len(frames), *frames[0].shape[2:]), len(context))
+        return prepared._replace(own=own)
+
+    def check_camera(self, camera: Tensor, videos: int) -> None:
+        check_rows(camera, (self.config.camera_channels, "frames", "height", "width"), videos, "camera")
+        sides = [UNSHUFFLED * side for side in self.config.patch_size[1:]]
+        if camera.shape[3] % sides[0] or camera.shape[4] % sides[1]:
+            raise ValueError(
+                f"a camera of {list(camera.shape)} given; its sizes must be multiples of {sides[0]} pixels"
+            )
+
+    def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
+        tokens, own = super().embed(x, grid, text), own_tokens(text)
+        if own.tokens is not None:
+            check_grid(own, grid, self.config.patch_size, "camera")
+            tokens += own.for_all(len(tokens))
+        return tokens
+
+
+class ImageFunCameraModel(FunCameraModel, ImageWanModel):
+    """As of Wan 2.1, which attends to CLIP features of an `image` too."""
+
+    input_names: ClassVar[tuple[str, ...]] = ("image", "camera")
+
+
+def control_class(config: DiTConfig) -> type[WanModel]:
+    return FunControlModel if config.image_dim is None else ImageFunControlModel
+
+
+def camera_class(config: DiTConfig) -> type[WanModel]:
+    return FunCameraModel if config.image_dim is None else ImageFunCameraModel

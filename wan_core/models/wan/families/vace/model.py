@@ -1,0 +1,178 @@
+"""The transformer of VACE: text-to-video with blocks of its own, which see a control video.
+
+A VACE block runs with every fifth block. The blocks form a chain: the first one starts from the control video and the
+noisy video, each adds what it found to the tokens of the video. Several control videos each have a chain.
+
+Legend: B batch, N control videos, L tokens, C channels, T/Y/X latent frames, rows, columns.
+Source: VACE/vace/models/wan/modules/model.py; ComfyUI's VaceWanModel for several control videos.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wan_core.models.wan.families.vace.config import VaceConfig
+from wan_core.models.wan.layers import Block
+from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.runners import BlockInputs
+from wan_core.ops.attention.protocol import AttentionCall, SparseState
+from wan_core.ops.attention.sparse.forward import SparseForward
+from wan_core.ops.quant.linear import Linear
+
+
+@dataclass(frozen=True)
+class Control:
+    """The control videos of a batch.
+
+    patches: [B or 1, N, L, channels of a patch]; fewer rows serve several branches of the same videos. None: nothing
+    controls the video. scale: float32 [N]. grid: token frames, rows, columns. chains: of the forward that runs: tokens
+    [B, L, C] of every chain, as its last block left them.
+    """
+
+    patches: Tensor | None
+    scale: Tensor
+    grid: tuple[int, int, int]
+    videos: int
+    chains: list[Tensor] = field(default_factory=list)
+
+    def rows(self, start: int, stop: int) -> Control:
+        """Those of the videos start..stop of the batch."""
+        patches = self.patches
+        if patches is not None and len(patches) == self.videos:
+            patches = patches[start:stop]
+        return replace(self, patches=patches, videos=stop - start)
+
+
+class VaceBlock(Block):
+    """A block of a chain. The first one also has `before_proj`, for the control video."""
+
+    def __init__(self, config: VaceConfig, first: bool) -> None:
+        super().__init__(config)
+        self.before_proj = Linear(config.dim, config.dim) if first else None
+        self.after_proj = Linear(config.dim, config.dim)
+
+    def forward(self, x: Tensor, *given: Any, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As of the base class, x [B, L, C] of a chain -> the chain, and what it adds to the video. start: tokens of
+        the noisy video; x are then those of the control video, [B or fewer, L, C]."""
+        if start is not None:
+            assert self.before_proj is not None
+            added = self.before_proj(x)
+            rows = 1 if len(added) == 1 else len(start) // len(added)
+            x = start + added.repeat(rows, 1, 1)
+        x = super().forward(x, *given)
+        return x, self.after_proj(x)
+
+
+class VaceModel(WanModel):
+    """A `WanModel` that takes a `control` video."""
+
+    input_names: ClassVar[tuple[str, ...]] = ("control", "control_scale")
+    config: VaceConfig
+
+    def __init__(self, config: VaceConfig) -> None:
+        super().__init__(config)
+        blocks = nn.ModuleList(VaceBlock(config, first=n == 0) for n in range(config.vace_blocks))
+        self.vace_blocks = cast("list[VaceBlock]", blocks)
+        self.vace_patch_embedding = nn.Conv3d(config.vace_channels, config.dim, config.patch_size, config.patch_size)
+
+    def prepare_text(
+        self,
+        context: Tensor,
+        image: Tensor | None = None,
+        control: Tensor | None = None,
+        control_scale: float | Sequence[float] | Tensor = 1.0,
+    ) -> PreparedText:
+        """Text rows [B, S, text_dim] -> keys and values of every block and then of every VACE block, and the control.
+
+        control: [1 or B, 96, T, Y, X]: normalised latents of what stays and of what changes, and the mask; or several
+        such videos, [1 or B, N, 96, T, Y, X]. None: the VACE blocks do not run. control_scale: how much each counts, a
+        number for all or one for each. Raises ValueError.
+        """
+        embedded = self.embed_text(context, image)
+        found = [self._keys_values(layer, embedded) for layer in range(len(self.blocks))]
+        weights = self.runners.weights
+        for n, block in enumerate(self.vace_blocks):
+            weights.enter(n * self.config.vace_every, text=True)
+            found.append(block.cross_attn.kv(embedded))
+            weights.leave(n * self.config.vace_every)
+        return PreparedText(tuple(found), self.prepare_control(control, control_scale, len(context)))
+
+    def prepare_control(self, control: Tensor | None, scale: float | Sequence[float] | Tensor, videos: int) -> Control:
+        weight, (pt, py, px) = self.vace_patch_embedding.weight, self.config.patch_size
+        scales = torch.as_tensor(scale, dtype=torch.float32, device=weight.device).reshape(-1)
+        if control is None:
+            return Control(None, scales, (0, 0, 0), videos)
+        control = control[:, None] if control.ndim == 5 else control
+        if control.ndim != 6 or control.shape[2] != self.config.vace_channels or videos % len(control):
+            raise ValueError(
+                f"a control video of {list(control.shape)} given for {videos} videos; this model takes [1 or batch, "
+                f"{self.config.vace_channels}, frames, rows, columns], or several of them along a second axis"
+            )
+        if len(scales) not in (1, control.shape[1]):
+            raise ValueError(f"{len(scales)} control scales given, and {control.shape[1]} control videos")
+        T, Y, X = (size // side for size, side in zip(control.shape[3:], (pt, py, px), strict=True))
+        patches = control.to(weight.device, weight.dtype).unflatten(5, (X, px)).unflatten(4, (Y, py))
+        patches = patches.unflatten(3, (T, pt)).permute(0, 1, 3, 5, 7, 2, 4, 6, 8).flatten(5).flatten(2, 4)
+        return Control(patches, scales.expand(control.shape[1]), (T, Y, X), videos)
+
+    def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
+        control = control_of(text)
+        if control.patches is not None and control.grid != grid:
+            given = [size * side for size, side in zip(control.grid, self.config.patch_size, strict=True)]
+            raise ValueError(
+                f"a control video of {given[0]} x {given[1]} x {given[2]} latents given, for a video of "
+                f"{x.shape[2]} x {x.shape[3]} x {x.shape[4]}: they must have one size, reference frames included"
+            )
+        return super().embed(x, grid, text)
+
+    def run_blocks(self, inputs: BlockInputs) -> Tensor:
+        own = replace(control_of(inputs.text), chains=[])
+        return super().run_blocks(replace(inputs, text=inputs.text._replace(own=own)))
+
+    def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:
+        control = control_of(inputs.text)
+        if control.patches is None or layer % self.config.vace_every:
+            return super().run_block(layer, tokens, inputs, own)
+        start = tokens if layer == 0 else None
+        if start is not None:
+            control.chains[:] = self.embed_control(control.patches, inputs.order)
+        number = layer // self.config.vace_every
+        block = self.vace_blocks[number]
+        # What was chosen for the block beside it.
+        block.self_attn.attend, block.parts = self.blocks[layer].self_attn.attend, self.blocks[layer].parts
+        kv, added = inputs.text.keys_values[len(self.blocks) + number], []
+        for n, chain in enumerate(control.chains):
+            call = AttentionCall(layer, apart(inputs.sparse, f"VACE {n}"), inputs.lengths, own)
+            chain, hint = block(chain, inputs.modulation, inputs.rope, kv, call, start=start)
+            control.chains[n] = chain
+            added.append(hint.mul_(control.scale[n]))
+        tokens = super().run_block(layer, tokens, inputs, own)  # last: it may overwrite what the chains start from
+        for hint in added:
+            tokens.add_(hint)
+        return tokens
+
+    def embed_control(self, patches: Tensor, order: Tensor | None) -> list[Tensor]:
+        """Tokens [B or fewer, L, C] of each control video. order: which tokens of the video are wanted."""
+        conv = self.vace_patch_embedding
+        some = patches if order is None else patches[:, :, order]
+        return [F.linear(one, conv.weight.flatten(1), conv.bias) for one in some.unbind(1)]
+
+
+def apart(sparse: SparseState | None, name: str) -> SparseState | None:
+    """What attention beside a block reads: by the rule of its layer, with a choice of blocks of its own."""
+    if sparse is None:
+        return None
+    assert isinstance(sparse, SparseForward)
+    return replace(sparse, branches=(sparse.branches, name))
+
+
+def control_of(text: PreparedText) -> Control:
+    assert isinstance(text.own, Control), "text was prepared by a model of another family"
+    return text.own

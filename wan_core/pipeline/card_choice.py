@@ -1,0 +1,123 @@
+"""The right choice by card: precision, attention, residency and cache, each with its reason.
+
+`card_choices` is the one function: `doctor` and `plan --memory` print it for the card that is there and for what runs
+there, and `tools/readme_tables.py` writes README's table with it. Names come from `wan_core.ops.cards`, which `auto`
+reads too. What depends on memory is the memory plan of a Wan 2.2 A14B pair at 1280x720 and 81 frames.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from wan_core.config import LoadOptions, Request
+from wan_core.execution.memory.planning import Beside, MemoryPlan, Sizes, limited, plan_memory
+from wan_core.execution.report import GIB
+from wan_core.ops.attention.registry import BACKENDS, auto_choice
+from wan_core.ops.cards import Capability, capability, card_of, name_of
+from wan_core.ops.kernels import fused
+from wan_core.ops.quant.int8 import why_not_kitchen
+from wan_core.ops.quant.schemes import SCHEMES
+from wan_core.pipeline.task_memory import task_memory
+from wan_core.sampling.cache.arguments import parse_setting
+
+TASK, HEAD_DIM = "t2v-A14B", 128
+CACHE = "magcache:balanced"
+Runs = Callable[[str, str], bool]
+"""(kind, name) -> whether it runs: kind is "attention", "precision" or "kernels" (name "fused")."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    what: str
+    value: str
+    why: str
+
+
+def card_choices(found: Capability, gib: float, runs: Runs) -> tuple[Choice, ...]:
+    """For a card of this compute capability with so many GiB. Raises OptionError for less memory than CUDA takes."""
+    kernels = runs("kernels", "fused")
+    precision = _precision(found, gib, runs)
+    plan = _plan(precision.value, gib, kernels)
+    return precision, _attention(found, runs), _residency(plan, gib), _cache(precision.value, plan, gib, kernels)
+
+
+def runs_on(device: torch.device) -> Runs:
+    """What runs on `device`, from what each kernel says of itself. INT8 without comfy-kitchen runs too slowly to be
+    chosen."""
+
+    def runs(kind: str, name: str) -> bool:
+        if kind == "attention":
+            return BACKENDS[name].why_not(device, torch.bfloat16, HEAD_DIM) is None
+        if kind == "kernels":
+            return fused.why_not(device) is None
+        return SCHEMES[name].why_not(device) is None and (name != "int8" or why_not_kitchen(device) is None)
+
+    return runs
+
+
+def choices_on(device: torch.device, gib: float | None = None) -> tuple[Choice, ...]:
+    """For the card that is there, or one like it with `gib` GiB; none for a device that is no NVIDIA GPU."""
+    found = capability(device)
+    if found is None:
+        return ()
+    gib = torch.cuda.get_device_properties(device).total_memory / GIB if gib is None else gib
+    return card_choices(found, gib, runs_on(device))
+
+
+def choice_lines(choices: Sequence[Choice]) -> list[str]:
+    """For people."""
+    lines = [f"  {one.what:<22} {one.value}, because {one.why}" for one in choices]
+    return ["on this card, for Wan 2.2 A14B at 1280x720 and 81 frames", *lines]
+
+
+def _precision(found: Capability, gib: float, runs: Runs) -> Choice:
+    card = card_of(found)
+    name = next((name for name in card.precision if runs("precision", name)), None)
+    if name is not None:
+        units = "INT8" if name == "int8" else "FP8"
+        why = f"{name_of(found)} has {units} units, weights take half the memory; {card.measured}"
+        return Choice("precision", name, why)
+    missing = f"{' and '.join(card.precision)} cannot run" if card.precision else f"{card.name} has no faster one"
+    if _plan("bf16", gib, runs("kernels", "fused")).policy != "stream":
+        return Choice("precision", "checkpoint", f"{missing}; bf16 fits")
+    return Choice("precision", "fp8-weights", f"{missing}; weights take half the memory, products are in bf16")
+
+
+def _attention(found: Capability, runs: Runs) -> Choice:
+    card = card_of(found)
+    name = auto_choice(found, torch.bfloat16, HEAD_DIM, lambda name: runs("attention", name))
+    why = f"the fastest exact one that runs; {card.measured}"
+    fast = auto_choice(found, torch.bfloat16, HEAD_DIM, lambda name: runs("attention", name), rounding=True)
+    if fast != name:
+        why += f". `fast` takes {fast}, which rounds"
+    return Choice("attention", f"auto ({name})", why)
+
+
+def _residency(plan: MemoryPlan, gib: float) -> Choice:
+    takes = f"of {gib:.0f} GiB the largest phase takes {plan.peak / GIB:.1f}"
+    if not plan.fits:
+        return Choice("residency", "does not fit", f"{takes}: make a smaller video")
+    blocks = f", {plan.resident_blocks} of {plan.blocks} blocks stay" if plan.policy == "stream" else ""
+    return Choice("residency", f"{plan.policy}{blocks}", takes)
+
+
+def _cache(precision: str, plain: MemoryPlan, gib: float, kernels: bool) -> Choice:
+    with_cache = _residency(_plan(precision, gib, kernels, cached=True), gib).value
+    same = with_cache == _residency(plain, gib).value
+    effect = "which fits beside the rest" if same else f"with which residency is: {with_cache}"
+    return Choice("cache", "none", f"a cache changes results, so only by name: {CACHE}, {effect}")
+
+
+def _plan(precision: str, gib: float, kernels: bool, cached: bool = False) -> MemoryPlan:
+    return plan_memory(*_needs("bf16" if precision == "checkpoint" else precision, kernels, cached), limited(gib))
+
+
+@functools.cache
+def _needs(precision: str, kernels: bool, cached: bool) -> tuple[Sizes, Beside]:
+    options = LoadOptions(model=f"random:{TASK}", precision=precision)
+    skip = parse_setting(CACHE) if cached else None
+    return task_memory(options, Request(prompt="", skip=skip), fused=kernels)

@@ -1,0 +1,40 @@
+"""What a task takes of a card's memory at full size, from architectures alone, before there are files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from wan_core.config import QUANTIZED, LoadOptions, Request
+from wan_core.execution.memory.planning import Beside, Sizes, factor, unit_bytes
+from wan_core.execution.memory.streaming import stage_bytes
+from wan_core.pipeline.memory_planning import Workload, beside_workload
+from wan_core.pipeline.resolved_request import make_job
+from wan_core.pipeline.settings import PartToLoad, compute_dtype
+from wan_core.pipeline.sources import find_models
+
+
+def task_memory(
+    options: LoadOptions, request: Request, *, image: bool = False, fused: bool = True
+) -> tuple[Sizes, Beside]:
+    """Of the models that `options` names, and of making `request` with them on a GPU. image: a first frame is given.
+    fused: the fused kernels run; plain torch takes more."""
+    models = find_models(options, image=image)
+    task = replace(models.task, image="none")  # without an image file: its size alone matters
+    job = make_job(request, task, models.dit, models.vae)
+    cuda = torch.device("cuda")
+    dtype, vae_dtype = compute_dtype(options.precision, cuda), compute_dtype("auto", cuda)
+    sizes = Sizes(
+        units=unit_bytes(models.dit, dtype.itemsize, options.precision in QUANTIZED),
+        experts=1 + ("low" in models.of),
+        text_encoder=models.of["text_encoder"].bytes(dtype),
+        text_stage=stage_bytes(PartToLoad(models.of["text_encoder"], dtype).units, 0),
+        vae=models.of["vae"].bytes(vae_dtype),
+        clip_vision=models.of["clip_vision"].bytes(dtype) if "clip_vision" in models.of else 0,
+    )
+    kind = "cuda" if fused else "cpu"
+    per_token = factor(
+        models.dit, itemsize=dtype.itemsize, device=kind, compile=options.compile, precision=options.precision
+    )
+    return sizes, beside_workload(models, Workload.of(job), per_token, dtype.itemsize)
