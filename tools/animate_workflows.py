@@ -15,9 +15,7 @@ LORA = "lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors"
 
 def wan22_animate_14b(flow: Workflow) -> None:
     add_note(flow)
-    files = {"high": "Wan2_2-Animate-14B_fp8_scaled_e4m3fn_KJ_v2.safetensors", "low": "none"}
-    model, clip, vae, picture, seen = _beginning(flow, files)
-    fast = flow.add("WanCoreLoRA", model=model["model"], high=LORA)
+    model, clip, vae, picture, seen = _beginning(flow, "Wan2_2-Animate-14B_fp8_scaled_e4m3fn_KJ_v2.safetensors")
     flow.column("Drawn poses, face", 2 * STEP, WIDE)
     poses, face = (_video(flow, title) for title in ("Pose video", "Face video"))
     flow.column("What to show", 3 * STEP, WIDE)
@@ -34,14 +32,12 @@ def wan22_animate_14b(flow: Workflow) -> None:
         face_video=face["images"],
         clip_vision_output=seen,
     )
-    _ending(flow, fast["model"], driven, vae, poses["fps"], steps=6, shift=8.0, guidance_high=1.0, solver="euler")
+    _ending(flow, model["model"], driven, vae, poses["fps"], steps=6, shift=8.0, guidance_high=1.0, solver="euler")
 
 
 def wan22_animate_2(flow: Workflow) -> None:
     add_note(flow)
-    files = {"high": "wan_animate_2_int8_convrot.safetensors", "low": "none"}
-    model, clip, vae, picture, seen = _beginning(flow, files)
-    fast = flow.add("WanCoreLoRA", model=model["model"], high=LORA)
+    model, clip, vae, picture, seen = _beginning(flow, "wan_animate_2_int8_convrot.safetensors")
     flow.column("Motion", 2 * STEP, WIDE)
     motion = _video(flow, "Driving video")
     flow.column("What to show", 3 * STEP, WIDE)
@@ -63,20 +59,21 @@ def wan22_animate_2(flow: Workflow) -> None:
         pose_video=motion["images"],
         clip_vision_output=seen,
     )
-    _ending(flow, fast["model"], driven, vae, motion["fps"], steps=6, shift=5.0, guidance_high=1.0, solver="lcm")
+    _ending(flow, model["model"], driven, vae, motion["fps"], steps=6, shift=5.0, guidance_high=1.0, solver="lcm")
 
 
-def _beginning(flow: Workflow, files: dict[str, str]) -> tuple[Node, Node, Node, Node, Output]:
-    """Model, text encoder, VAE, reference picture, and what CLIP sees in it."""
+def _beginning(flow: Workflow, file: str) -> tuple[Node, Node, Node, Node, Output]:
+    """The model with its LoRA, text encoder, VAE, reference picture, and what CLIP sees in it."""
     flow.column("Models", 0, WIDE)
-    model = flow.add("WanCoreModelLoader", **files, space=180)
+    model = flow.add("WanCoreModelLoader", high=file, low="none", space=180)
     clip = flow.add("WanCoreTextEncoderLoader", text_encoder=TEXT_ENCODER, space=60)
     vae = flow.add("WanCoreVAELoader", vae=VAE, space=60)
+    fast = flow.add("WanCoreLoRA", model=model["model"], high=LORA, space=100)
     flow.column("Reference", STEP, WIDE)
     picture = flow.add("LoadImage", title="Reference image", image="example.png", space=330)
     vision = flow.add("CLIPVisionLoader", clip_name="clip_vision_h.safetensors")
     seen = flow.add("CLIPVisionEncode", clip_vision=vision["CLIP_VISION"], image=picture["IMAGE"], crop="none")
-    return model, clip, vae, picture, seen["CLIP_VISION_OUTPUT"]
+    return fast, clip, vae, picture, seen["CLIP_VISION_OUTPUT"]
 
 
 def _video(flow: Workflow, title: str) -> Node:

@@ -1,0 +1,145 @@
+"""WanCore Animate and WanCore Animate 2 in a running ComfyUI, with files of random weights: a clip is what the command
+line makes of the same media, and goes on from frames that were made."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests.animate_references import draw_weights
+from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.nodes.test_nodes_comfy import node
+from tests.nodes.test_nodes_wan21 import write_vision
+from tests.nodes.test_workflows import api_form
+from tests.pipeline.test_clips import CONFIGS, HEIGHT, WIDTH, drawn
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.config import LoadOptions, Request
+from wan_core.media.mp4 import write_mp4
+from wan_core.models.wan.families import FAMILIES
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+KINDS = {"animate": "WanCoreAnimate", "animate2": "WanCoreAnimate2"}
+WORKFLOWS = {"animate": "wan22_animate_14b", "animate2": "wan22_animate_2"}
+PROMPTS = {"positive": "a red circle", "negative": "blue"}
+SIZE = {"width": WIDTH, "height": HEIGHT, "frames": 9}
+PLAN = {"steps": 2, "seed": 3, "guidance_high": 1.5, "guidance_low": 1.5, "shift": 5.0, "solver": "euler"}
+
+
+def smooth(height: int, width: int) -> np.ndarray:
+    """A picture that resizing changes little."""
+    few = Image.fromarray(drawn(1, 3, 4, 0)[0])
+    return np.asarray(few.resize((width, height), Image.Resampling.BICUBIC))
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    base = make_base(tmp_path_factory.mktemp("comfyui"))
+    for folder in ("diffusion_models", "text_encoders", "vae", "clip_vision"):
+        (base / "models" / folder).mkdir()
+    for family, config in CONFIGS.items():
+        metadata = {"num_heads": "2", **FAMILIES[family].metadata}
+        save_file(draw_weights(config), base / "models" / "diffusion_models" / f"{family}.safetensors", metadata)
+    shutil.copy(TINY / "text_encoder.safetensors", base / "models" / "text_encoders" / "umt5.safetensors")
+    vae = load_file(TINY / "vae.safetensors")
+    write_safetensors(vae, base / "models" / "vae" / "vae.safetensors", {"format": "pt"})
+    write_vision(base / "models" / "clip_vision" / "clip_vision_h.safetensors")
+    Image.fromarray(smooth(HEIGHT, WIDTH)).save(base / "input" / "reference.png")
+    poses = np.stack([np.roll(smooth(HEIGHT, WIDTH), 2 * n, axis=1) for n in range(9)])
+    write_mp4(base / "input" / "pose.mp4", poses, fps=24)
+    server = ComfyUI(find_comfyui(), base)
+    yield server
+    server.stop()
+
+
+def graph_of(family: str, **more: Any) -> Graph:
+    """The shared workflow, smaller, without its LoRA and its face, with the latents kept and the frames written."""
+    graph, named = api_form(WORKFLOWS[family]), {}
+    for key, one in graph.items():
+        named.setdefault(one["class_type"], key)
+    kind = KINDS[family]
+    graph[named["WanCoreModelLoader"]]["inputs"]["high"] = f"{family}.safetensors"
+    graph[named["WanCoreTextEncoderLoader"]]["inputs"]["text_encoder"] = "umt5.safetensors"
+    graph[named["WanCoreVAELoader"]]["inputs"]["vae"] = "vae.safetensors"
+    graph[named["LoadImage"]]["inputs"]["image"] = "reference.png"
+    graph[named["LoadVideo"]]["inputs"]["file"] = "pose.mp4"
+    graph[named["WanCoreTextEncode"]]["inputs"] |= PROMPTS
+    graph[named[kind]]["inputs"] |= {**SIZE, **more}
+    graph[named["WanCoreSampler"]]["inputs"] |= {**PLAN, "model": [named["WanCoreModelLoader"], 0]}
+    if "face_video" in graph[named[kind]]["inputs"]:
+        face = graph[named[kind]]["inputs"].pop("face_video")[0]
+        del graph[graph[face]["inputs"]["video"][0]], graph[face]
+    del graph[named["WanCoreLoRA"]]
+    graph["kept"] = node("SaveLatent", samples=[named["WanCoreSampler"], 0], filename_prefix="kept")
+    graph["pictures"] = node("SaveImage", images=[named["WanCoreVAEDecode"], 0], filename_prefix="frame")
+    return graph
+
+
+def of_kind(graph: Graph, kind: str) -> str:
+    return next(key for key, one in graph.items() if one["class_type"] == kind)
+
+
+def made(comfy: ComfyUI, graph: Graph) -> tuple[torch.Tensor, int]:
+    """The latents, and how many frames were decoded of them."""
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    [saved] = run.outputs["kept"]["latents"]
+    path = comfy.base / saved["type"] / saved["subfolder"] / saved["filename"]
+    return load_file(path)["latent_tensor"], len(run.outputs["pictures"]["images"])
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_clip_is_the_command_lines(comfy: ComfyUI, family: str) -> None:
+    """Its picture needs no fitting. CLIP's features differ a little: ComfyUI resizes for it with antialiasing."""
+    graph = graph_of(family)
+    if family == "animate2":
+        video, vision = (of_kind(graph, kind) for kind in ("GetVideoComponents", "CLIPVisionLoader"))
+        graph["first"] = node("ImageFromBatch", image=[video, 0], batch_index=0, length=1)
+        graph["seen"] = node("CLIPVisionEncode", clip_vision=[vision, 0], image=["first", 0], crop="none")
+        graph[of_kind(graph, KINDS[family])]["inputs"]["clip_vision_output_pose"] = ["seen", 0]
+    latents, frames = made(comfy, graph)
+    assert latents.shape == (1, 16, 4, HEIGHT // 8, WIDTH // 8) and frames == 9
+    models = comfy.base / "models"
+    files = {"text_encoder": "text_encoders/umt5", "vae": "vae/vae", "clip_vision": "clip_vision/clip_vision_h"}
+    files["high"] = f"diffusion_models/{family}"
+    options = {name: str(models / f"{path}.safetensors") for name, path in files.items()}
+    media = {"reference": str(comfy.base / "input/reference.png"), "pose_video": str(comfy.base / "input/pose.mp4")}
+    given = {"prompt": PROMPTS["positive"], "negative_prompt": PROMPTS["negative"], "clip_frames": 9, **SIZE, **PLAN}
+    found = Pipeline.load(LoadOptions(device="cpu", **options)).generate(Request(**media, **given)).latents
+    assert float((found[:, :, :4] - latents).norm() / latents.norm()) < 0.05
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_clip_goes_on_from_frames_that_were_made(comfy: ComfyUI, family: str) -> None:
+    first, _ = made(comfy, graph_of(family))
+    graph, again = graph_of(family), graph_of(family)
+    decode = of_kind(graph, "WanCoreVAEDecode")
+    for key in (of_kind(again, kind) for kind in (KINDS[family], "WanCoreSampler", "TrimVideoLatent")):
+        graph[f"second-{key}"] = again[key]
+    own = {name for name in graph if name.startswith("second-")}
+    for key in own:
+        links = graph[key]["inputs"]
+        links |= {
+            n: [f"second-{v[0]}", v[1]] for n, v in links.items() if isinstance(v, list) and f"second-{v[0]}" in own
+        }
+    driven = f"second-{of_kind(again, KINDS[family])}"
+    graph[driven]["inputs"]["previous_frames"] = [decode, 0]
+    graph["count"] = node("PreviewAny", source=[driven, 4])
+    graph["kept"]["inputs"]["samples"] = [f"second-{of_kind(again, 'WanCoreSampler')}", 0]
+    second, _ = made(comfy, graph)
+    assert second.shape == first.shape and not torch.allclose(second, first, atol=1e-2)
+
+
+def test_a_background_without_a_mask_is_refused(comfy: ComfyUI) -> None:
+    run = comfy.run(
+        graph_of("animate", background_video=[of_kind(api_form(WORKFLOWS["animate"]), "GetVideoComponents"), 0])
+    )
+    assert not run.ok and "background_video and character_mask" in str(run.status)
