@@ -15,6 +15,7 @@ from .from_model import WanCoreFromModel
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
 from .model_loader import WanCoreModelLoader
+from .motion_positions import WanCoreMotionPositions
 from .nag import WanCoreNAG
 from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
@@ -54,6 +55,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreDecodeToVideo,
     WanCoreAnimate,
     WanCoreAnimate2,
+    WanCoreMotionPositions,
 ]
 
 

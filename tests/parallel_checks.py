@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.exchanges import exchanges
 from tests import control_references
 from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_inputs, draw_weights
+from tests.s2v_references import S2V
+from tests.s2v_references import draw_inputs as draw_sound
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.random import random_module
 from wan_core.config import GuidanceOptions, LoadOptions, MagCacheOptions, Request, SkipOptions, SparseOptions
@@ -258,16 +260,17 @@ def fp8_forward(mesh: str) -> tuple[float, float, float]:
 
 
 @torch.no_grad()
-def driven_forward(mesh: str, family: str, **changed) -> tuple[float, float]:
+def driven_forward(mesh: str, family: str, grid: tuple[int, ...] = (1, 3, 4, 5), **changed) -> tuple[float, float]:
     """Of one forward of a family that is driven by a video: the difference of sharded and whole, and how much driving
-    counts."""
-    config = ANIMATE2 if family == "animate2" else TINY_ANIMATE
+    counts. grid: of S2V."""
+    config = {"animate": TINY_ANIMATE, "animate2": ANIMATE2, "s2v": S2V}[family]
     model = load_dit(draw_weights(config), family=family, metadata={"num_heads": config.num_heads})
-    given = draw_inputs(config, (1, 4, 3, 2)) | changed
+    given = draw_inputs(config, (1, 4, 3, 2)) if config is not S2V else draw_sound(config, grid)
+    given |= changed
     x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
     attend = BACKENDS["math"].load()
     whole = optimize(model, attend=attend)(x, time, context, **given)
-    free = model(x, time, context, image=given["image"])
+    free = model(x, time, context, **({} if config is S2V else {"image": given["image"]}))
     optimize(model, attend=attend, ranks=ranks_of(mesh))
     return relative(model(x, time, context, **given), whole), relative(free, whole)
 
@@ -302,6 +305,22 @@ def sharded_vace(mesh: str, path: str) -> tuple[float, list[str]]:
     ]
     optimize(model, attend=BACKENDS["math"].load(), ranks=ranks_of(mesh))
     return relative(model(x, time, context, **given), whole(x, time, context, **given)), kept
+
+
+@torch.no_grad()
+def sparse_sound(mesh: str) -> tuple[float, float]:
+    """Of one sparse forward of S2V: the difference of sharded and whole, and of sparse and dense."""
+    model = load_dit(draw_weights(S2V), metadata={"num_heads": S2V.num_heads})
+    given = draw_sound(S2V, (1, 3, 8, 9))
+    x, time, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    attend, found = BACKENDS["math"].load(), []
+    dense = optimize(model, attend=attend)(x, time, context, **given)
+    for ranks in (None, ranks_of(mesh)):
+        optimize(model, attend=attend, ranks=ranks)
+        tiles = SparseTiles(model, SparseOptions(sparsity=0.7, kernel="math"), None, (3, 8, 9))
+        with in_tiles(model, tiles):
+            found.append(model(x, time, context, info=ForwardInfo(sparsity=0.7), **given))
+    return relative(found[1], found[0]), relative(found[0], dense)
 
 
 def sharded_weights(mesh: str) -> tuple[int, list[str]]:

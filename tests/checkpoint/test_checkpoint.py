@@ -517,7 +517,7 @@ def test_absurd_numbers_are_refused_before_anything_is_built() -> None:
     [
         (["blocks.0.self_attn.q.weight_scale_2"], "scaled"),
         (["face_adapter.fuser_blocks.0.linear1_q.weight"], "animate"),
-        (["casual_audio_encoder.weights"], "S2V"),
+        (["zip_motion_out.1.weight"], "S2V"),
         (["vace_blocks.0.after_proj.weight"], "vace"),
         (["img_emb.emb_pos", "blocks.0.cross_attn.k_img.weight"], "first-and-last-frame"),
         (["control_adapter.conv.weight"], "camera"),

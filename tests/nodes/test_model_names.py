@@ -6,6 +6,7 @@ this test, as ComfyUI does it: it lists what it finds, and follows links.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import sys
@@ -101,8 +102,8 @@ def loaders(nodes: SimpleNamespace) -> dict[str, Callable[[Any], object]]:
     return {
         "high": lambda name: model.validate_inputs(name, tiny),
         "low": lambda name: model.validate_inputs(tiny, name),
-        "run high": lambda name: model.execute(name, tiny, "checkpoint", "auto", "auto"),
-        "run low": lambda name: model.execute(tiny, name, "checkpoint", "auto", "auto"),
+        "run high": lambda name: asyncio.run(model.execute(name, tiny, "checkpoint", "auto", "auto")),
+        "run low": lambda name: asyncio.run(model.execute(tiny, name, "checkpoint", "auto", "auto")),
         "stamp": lambda name: model.fingerprint_inputs(name, tiny),
         "text": lambda name: text._part(name),
         "text stamp": lambda name: text.fingerprint_inputs(name),

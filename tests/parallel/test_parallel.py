@@ -14,6 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given as over
+from hypothesis import settings
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks import their checks by these names, and so must we
 import parallel_checks
@@ -75,9 +78,10 @@ def equal_on_all(answers, wanted) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "1x2x2"])
-@pytest.mark.parametrize("family", ["animate", "animate2"])
+@pytest.mark.parametrize("family", ["animate", "animate2", "s2v"])
 def test_driven_families_equal_one_rank(ranks, mesh, family):
-    """24 tokens of 4 frames. Shards end inside of frames, and 2 heads are split."""
+    """24 tokens of 4 frames; of S2V 60 of 3, and 48 beside the video's. Shards end inside of frames, and 2 heads are
+    split."""
     changed = {"log_scale": -1.3} if family == "animate2" else {}
     for error, counts in ranks.ask("driven_forward", mesh=mesh, family=family, **changed):
         assert error < ROUNDING and counts > 1e-2
@@ -91,6 +95,25 @@ def test_controlled_families_equal_one_rank(ranks, mesh, name):
         asked = {"mesh": mesh, "name": name, "frames": frames, "rows": rows, "columns": columns}
         for error, counts in ranks.ask("controlled_forward", **asked):
             assert error < ROUNDING and counts > 1e-2
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@over(
+    mesh=st.sampled_from(["1x1x2", "1x2x1"]),
+    grid=st.tuples(st.just(1), st.integers(1, 3), st.integers(4, 9), st.integers(4, 9)),
+    motion=st.booleans(),
+)
+def test_any_grid_of_s2v_equals_one_rank(ranks, mesh, grid, motion):
+    """Groups of modulation whose lengths share a large divisor, or none."""
+    changed = {} if motion else {"motion": None}
+    for error, counts in ranks.ask("driven_forward", mesh=mesh, family="s2v", grid=grid, **changed):
+        assert error < ROUNDING and counts > 1e-2
+
+
+@pytest.mark.parametrize("mesh", ["1x1x2", "2x1x2"])
+def test_sparse_attention_of_tokens_beside_the_video_equals_one_rank(ranks, mesh):
+    for error, counts in ranks.ask("sparse_sound", mesh=mesh):
+        assert error < ROUNDING and counts > 1e-4
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -22,7 +22,7 @@ def _table(*rows: tuple[str, str]) -> tuple[Foreign, ...]:
 
 _NOT_YET = "not supported yet by this version. Use the bf16 or the fp8_scaled file of the same model"
 
-_UNSUPPORTED = "which is not supported; T2V and I2V of Wan 2.1 and 2.2, TI2V, Animate, VACE and Fun are"
+_UNSUPPORTED = "which is not supported; T2V and I2V of Wan 2.1 and 2.2, TI2V, Animate, S2V, VACE and Fun are"
 
 EXTENDED = _table(
     (
@@ -38,8 +38,8 @@ EXTENDED = _table(
         f"a checkpoint with quantised weights, {_NOT_YET}",
     ),
     (
-        r"(^|\.)(casual_audio_encoder|audio_injector|trainable_cond_mask|frame_packer|cond_encoder|zip_motion_out)(\.|$)",
-        f"a Wan S2V transformer (speech to video), {_UNSUPPORTED}",
+        r"(^|\.)(zip_motion_out|motioner)(\.|$)",
+        f"a Wan S2V transformer with another motion encoder than the released one, {_UNSUPPORTED}",
     ),
     (
         r"(^|\.)(audio_proj|audio_cross_attn|norm_x|audio_encoder)\.",

@@ -81,8 +81,19 @@ class WanModel(nn.Module):
         text = context if isinstance(context, PreparedText) else self.prepare_text(context, **inputs)
         grid = self.token_grid(x)
         time, modulation = self.embed_time(timestep)
-        blocks = BlockInputs(self.embed(x, grid, text), modulation, self.rope(grid, x.device), text, info, grid)
-        return self.unpatchify(self.head(self.runners(blocks, self.run_blocks), time), grid)
+        tokens = self.runners(self.block_inputs(x, modulation, text, info, grid), self.run_blocks)
+        return self.unpatchify(self.head(self.video_tokens(tokens, grid), time), grid)
+
+    def block_inputs(
+        self, x: Tensor, modulation: Tensor, text: PreparedText, info: ForwardInfo, grid: tuple[int, int, int]
+    ) -> BlockInputs:
+        """What the blocks get. A family with tokens beside the video's puts them behind it, with the rows of the
+        rotation table and of the modulation that are theirs."""
+        return BlockInputs(self.embed(x, grid, text), modulation, self.rope(grid, x.device), text, info, grid)
+
+    def video_tokens(self, tokens: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """The video's of the tokens [B, L, C] after all blocks."""
+        return tokens
 
     def check_inputs(self, inputs: dict[str, Any], *, prepared: bool) -> None:
         """Raise ValueError for an input that this model does not take, or that comes beside prepared text."""

@@ -100,10 +100,8 @@ def _attention_kernel(
     [B, H, r], with SPARSE. mean_keys and mean_values bf16 [B, H, n, D], sizes [n] in log2, kept uint8 [B, H, r, n],
     with POOLED. PARTIAL: the keys do not fill tiles, or blocks."""
     part, head, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads = tl.num_programs(1)
-    group = (sample * heads + head).to(tl.int64)
-    rows = part * M + tl.arange(0, M)
-    columns = tl.arange(0, D)
+    heads, group = tl.num_programs(1), (sample * tl.num_programs(1) + head).to(tl.int64)
+    rows, columns = part * M + tl.arange(0, M), tl.arange(0, D)
     inside = rows < queries
     q_at = q + sample.to(tl.int64) * q_sample + head.to(tl.int64) * q_head
     query = tl.load(q_at + rows.to(tl.int64)[:, None] * q_token + columns[None, :], mask=inside[:, None], other=0.0)
@@ -122,9 +120,7 @@ def _attention_kernel(
     unit_at = units + group * keys
     row = group * row_blocks + part * M // BLOCK
     if SPARSE:
-        chosen = width
-        if COUNTS:
-            chosen = tl.load(counts + row)
+        chosen = tl.load(counts + row) if COUNTS else width
         for step in range(chosen * (BLOCK // N)):
             place = tl.load(blocks + row * width + step // (BLOCK // N))
             start = place.to(tl.int64) * BLOCK + step % (BLOCK // N) * N
@@ -157,8 +153,8 @@ def _attention_kernel(
             mean = tl.load(mean_values + at[:, None] + columns[None, :], mask=there[:, None], other=0.0)
             acc, total, largest = _add(acc, total, largest, scores, mean)
     row_out = (sample.to(tl.int64) * queries + rows) * heads + head
-    acc = acc / total[:, None]
-    tl.store(out + row_out[:, None] * D + columns[None, :], acc.to(out.dtype.element_ty), mask=inside[:, None])
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + row_out[:, None] * D + columns[None, :], result, mask=inside[:, None])
     found = (largest + tl.log2(total) + left_out) * 0.6931471805599453
     tl.store(lse + group * queries + rows, found, mask=inside)
 

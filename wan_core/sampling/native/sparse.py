@@ -10,7 +10,6 @@ Legend: B batch, L query tokens, H heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +23,7 @@ from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.sparse.tiles import Grid, make_tiles, with_extra
 from wan_core.sampling.native.frames import FrameKeys
 from wan_core.sampling.native.run import NativeForward
-from wan_core.sampling.sparsity.run import layer_rule
+from wan_core.sampling.sparsity.run import layer_rule, wider
 
 
 class NativeSparse:
@@ -114,12 +113,6 @@ class NativeSparse:
             forward.frame_keys = None  # the last of the layer
         forward.run.take(f"sparse attention ({kernel.name})")
         return out
-
-
-def wider(rule: Rule, video: int, blocks: int) -> Rule:
-    """`rule` for `video` blocks of a video where others, which are always read, make them `blocks`."""
-    keep, floor = ((Rule(share).most(video) + blocks - video) / blocks for share in (rule.keep, rule.floor))
-    return replace(rule, keep=keep, floor=floor)
 
 
 def grid_of(forward: NativeForward, transformer_options: Mapping[str, Any], length: int) -> Grid | None:

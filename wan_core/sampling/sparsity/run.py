@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from wan_core.config import SparseOptions
+from wan_core.config import OptionError, SparseOptions
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.attention.registry import BACKENDS
@@ -26,7 +27,7 @@ from wan_core.ops.attention.sparse.forward import (
 )
 from wan_core.ops.attention.sparse.kernels import block_length, resolve_kernel
 from wan_core.ops.attention.sparse.routing import Route, Rule
-from wan_core.ops.attention.sparse.tiles import Grid, Tiles, make_tiles
+from wan_core.ops.attention.sparse.tiles import Grid, Tiles, make_tiles, with_extra
 from wan_core.sampling.plan import Plan, Step
 
 
@@ -92,13 +93,12 @@ class SparseTiles:
         if info.sparsity and not info.skip and info.step not in self.computed:
             self.computed.append(info.step)
         self.install(self.observe is not None or info.sparsity > 0)
-        frames_apart = inputs.modulation.shape[1] > 1
-        tiles = make_tiles(inputs.grid, self.block, tokens.device, frames_apart=frames_apart, image=self.image)
+        tiles, rules = self.arranged(inputs)
         sparse = SparseForward(
             kernel=self.kernel,
             dense=self.dense,
             tiles=tiles,
-            rules=self.rules(info.sparsity),
+            rules=rules,
             pooled=self.options.pooled,
             step=len(self.computed),
             branches=info.branches,
@@ -109,6 +109,24 @@ class SparseTiles:
         tokens.copy_(tokens[:, tiles.order])  # in their own memory, which the caller holds: no copy for all blocks
         result = inner(replace(inputs, rope=self.turned(inputs.rope, tiles), sparse=sparse, order=tiles.order))
         return result[:, tiles.inverse]
+
+    def arranged(self, inputs: BlockInputs) -> tuple[Tiles, list[Rule | None]]:
+        """The order of all tokens, and the rules of all layers. Tokens behind the video's come last, are read by every
+        block, and read all. Raises OptionError for such tokens around a ring."""
+        length, rules = inputs.tokens.shape[1], self.rules(inputs.info.sparsity)
+        others = length > prod(inputs.grid)
+        frames_apart = inputs.modulation.shape[1] > 1 and not others
+        tiles = make_tiles(inputs.grid, self.block, inputs.tokens.device, frames_apart=frames_apart, image=self.image)
+        if not others:
+            return tiles, rules
+        if self.around[0].ring_size > 1:
+            raise OptionError(
+                "sparse attention around a ring does not take tokens beside the video's (reference, motion frames): "
+                "use a mesh without a ring, or leave sparse attention off"
+            )
+        count = -(-length // self.block)
+        wide = [None if rule is None else wider(rule, tiles.blocks, count) for rule in rules]
+        return with_extra(tiles, 0, length), wide
 
     def turned(self, rope: Tensor, tiles: Tiles) -> Tensor:
         """The rotation table [L, 1, D / 2, 2] in the order of the tiles, made once."""
@@ -124,6 +142,12 @@ def layer_rule(options: SparseOptions, keeps: Sequence[float] | None, layer: int
     # What was calibrated is for the full sparsity.
     keep = keeps[layer] if keeps is not None and sparsity == options.sparsity else 1 - sparsity
     return Rule(keep, options.mass, options.floor, "mean" if options.score == "mean" else "spread")
+
+
+def wider(rule: Rule, video: int, blocks: int) -> Rule:
+    """`rule` for `video` blocks of a video where others, which are always read, make them `blocks`."""
+    keep, floor = ((Rule(share).most(video) + blocks - video) / blocks for share in (rule.keep, rule.floor))
+    return replace(rule, keep=keep, floor=floor)
 
 
 def check_kernel(options: SparseOptions, attention: str, device: torch.device, head_dim: int, tokens: int) -> None:

@@ -15,11 +15,12 @@ from wan_core.models.wan.families.animate import ANIMATE
 from wan_core.models.wan.families.animate2 import ANIMATE2
 from wan_core.models.wan.families.family import Choice, Clues, Family, Task
 from wan_core.models.wan.families.fun import FUN_CAMERA, FUN_CONTROL
+from wan_core.models.wan.families.s2v import S2V
 from wan_core.models.wan.families.vace import VACE
 from wan_core.models.wan.families.wan import WAN
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (ANIMATE, VACE, FUN_CONTROL, FUN_CAMERA, WAN, ANIMATE2)
+    family.name: family for family in (ANIMATE, S2V, VACE, FUN_CONTROL, FUN_CAMERA, WAN, ANIMATE2)
 }
 # Of ComfyUI's CONDITIONING: what text encoders and FluxGuidance add, which no Wan model looks at, and what WanCore's
 # own text encoder says about a prompt.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ class SparseForward:
     def block(self) -> int:
         return self.tiles.block
 
+    @property
+    def others(self) -> slice | None:
+        """The tokens that are none of the video's, last in the order of the tiles, if there are any: they read all
+        keys."""
+        video = prod(self.tiles.grid)
+        return slice(video, None) if len(self.tiles.order) > video else None
+
     def attend(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, L, H, D] -> contiguous [B, L, H, D]."""
         layer, rule, block = call.layer, self.rules[call.layer], self.block
@@ -68,12 +76,17 @@ class SparseForward:
             values = quantize_values(v.flatten(-2), v.shape[2], block)
             keys = quantize_heads_first(k, block, key_mean(k))
             out = self._fp8(layer, rule, quantize_heads_first(q, block), keys, values)
-            return out.to(q.dtype) * values.scale.to(q.dtype)
-        out, lse, pooled = self._read(layer, rule, q, k, v)
-        return finish(out, lse, q, block, pooled=pooled)
+            out = out.to(q.dtype) * values.scale.to(q.dtype)
+        else:
+            out, lse, pooled = self._read(layer, rule, q, k, v)
+            out = finish(out, lse, q, block, pooled=pooled)
+        if self.others is not None:
+            out[:, self.others] = self.dense[layer](q[:, self.others], k, v)
+        return out
 
     def attend_lse(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As `attend`, with the log-sum-exp float32 [B, H, L] of all keys, those that means stand for included."""
+        assert self.others is None, "the log-sum-exp of tokens beside the video's is not computed"
         layer, rule, block = call.layer, self.rules[call.layer], self.block
         if not q.numel():
             return empty_like_heads(q), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
@@ -108,7 +121,11 @@ class SparseForward:
         if rule is None:
             queries, keys, values = (Quantized(x.data, x.scale) for x in (q, k, v))
             return self.dense[call.layer].quantized(queries, keys, values, call).data.contiguous()
-        return self._fp8(call.layer, rule, q, k, v)
+        out, others = self._fp8(call.layer, rule, q, k, v), self.others
+        if others is not None:
+            queries, keys, values = Quantized(q.data[:, others], q.scale), *(Quantized(x.data, x.scale) for x in (k, v))
+            out[:, others] = self.dense[call.layer].quantized(queries, keys, values).data
+        return out
 
     def _fp8(self, layer: int, rule: Rule, q: Fp8, k: Fp8, v: Fp8) -> Tensor:
         # An exchange of tokens between devices gives them as they arrived, in no blocks.
@@ -139,6 +156,7 @@ class SparseForward:
         this rank -> contiguous [B, N, H, D], wide where they are in FP8.
 
         Means of all blocks are gathered, a hundredth of the keys and values: choice and rest are as on one device."""
+        assert self.others is None, "tokens beside the video's are in no order around a ring"
         block, mine = self.block, widened(q if isinstance(q, Tensor) else q.data, q)
         values = [block_means(v, block)[0]] if self.pooled else []
         means = torch.stack([*block_means(k, block), *values])  # [2 or 3, B, H, r, D]

@@ -1,0 +1,61 @@
+"""The family `s2v`: Wan2.2-S2V-14B, a picture of a person who speaks or sings what an audio file says.
+
+| file | what it holds |
+|---|---|
+| `tasks` | the task and its defaults |
+| `config` | the numbers of an architecture |
+| `keys` | the names of parameters on disk |
+| `recognise` | from shapes to an architecture and its task |
+| `model` | the transformer (torch) |
+| `audio` | features of speech -> tokens, and attention to them (torch) |
+| `motion` | frames that came before -> tokens, and all positions (torch) |
+| `inputs` | what ComfyUI's CONDITIONING is to the transformer (torch) |
+| `features` | from the layers of a wav2vec 2.0 encoder to video frames (torch) |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families.family import Family, Inputs
+from wan_core.models.wan.families.s2v.config import COMFYUI_POSITIONS, prepared_bytes
+from wan_core.models.wan.families.s2v.keys import official_names, parameter_names
+from wan_core.models.wan.families.s2v.recognise import choose, read_config
+from wan_core.models.wan.families.s2v.tasks import TASKS
+from wan_core.models.wan.families.wan.keys import diffusers_modules
+
+if TYPE_CHECKING:
+    from wan_core.models.wan.model import WanModel
+
+
+def _model_class(config: DiTConfig) -> type[WanModel]:
+    from wan_core.models.wan.families.s2v.model import S2VModel
+
+    return S2VModel
+
+
+def _inputs(name: str) -> Callable[..., Inputs]:
+    """The function `name` of `inputs`, which imports torch, imported when it is called."""
+    return lambda *given: getattr(import_module("wan_core.models.wan.families.s2v.inputs"), name)(*given)
+
+
+S2V = Family(
+    name="s2v",
+    tasks=TASKS,
+    layouts=(("official", official_names),),
+    parameter_names=parameter_names,
+    lora_modules=diffusers_modules,
+    config=read_config,
+    choose=choose,
+    model_class=_model_class,
+    image_inputs=_inputs("image_inputs"),
+    conditioning_keys=frozenset(
+        {"audio_embed", "reference_latents", "reference_motion", "control_video", COMFYUI_POSITIONS}
+    ),
+    read_conditioning=_inputs("read_conditioning"),
+    branch_keys=frozenset({"audio_embed", "reference_latents"}),
+    prepared_bytes=prepared_bytes,
+)

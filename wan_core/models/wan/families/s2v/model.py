@@ -1,0 +1,198 @@
+"""The transformer of Wan2.2-S2V-14B: Wan 2.1 text-to-video, whose frames speak.
+
+Beside the video's tokens it has those of a reference picture and of the frames before the clip, which are modulated as
+timestep 0 is. A pose video is added to the video's tokens; the sound is attended to after some of the blocks.
+
+Legend: B batch, L tokens, T/Y/X latent frames, rows, columns, C channels, F modulation rows, A audio frames.
+Source: Wan2.2/wan/modules/s2v/model_s2v.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from wan_core.models.wan.families.s2v.audio import AudioEncoder, AudioInjector, Injected, check_audio
+from wan_core.models.wan.families.s2v.config import AUDIO_FRAMES, INJECT_AFTER, S2VConfig
+from wan_core.models.wan.families.s2v.motion import FramePacker, position_table
+from wan_core.models.wan.model import WanModel, patch_product
+from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.runners import BlockInputs, ForwardInfo
+
+Grid = tuple[int, int, int]
+LEAST_MOTION = 8  # latent rows and columns that the largest patch of motion frames needs
+
+
+class Sound(NamedTuple):
+    """What drives the videos of a batch. Fewer of each serve several branches of the same videos, one serves all.
+
+    audio: for every injector; None: nothing is heard. reference, motion, pose: latents. still: the modulation of
+    timestep 0, float32 [1, 1, 6, C]. comfyui: motion frames have the positions that ComfyUI gives them.
+    """
+
+    audio: Sequence[Injected] | None
+    reference: Tensor | None
+    motion: Tensor | None
+    pose: Tensor | None
+    still: Tensor
+    comfyui: bool
+    videos: int
+
+    def rows(self, start: int, stop: int) -> Sound:
+        """Those of the videos start..stop of the batch."""
+
+        def some(x: Tensor) -> Tensor:
+            return x[start:stop] if len(x) == self.videos else x
+
+        audio = None if self.audio is None else [Injected(*map(some, one)) for one in self.audio]
+        reference, motion, pose = (None if x is None else some(x) for x in (self.reference, self.motion, self.pose))
+        return Sound(audio, reference, motion, pose, self.still, self.comfyui, stop - start)
+
+
+class S2VModel(WanModel):
+    """A `WanModel` that takes features of speech, a `reference`, `motion` frames and a `pose` video."""
+
+    input_names: ClassVar[tuple[str, ...]] = ("audio", "reference", "motion", "pose", "comfyui_positions")
+    config: S2VConfig
+
+    def __init__(self, config: S2VConfig) -> None:
+        super().__init__(config)
+        self.trainable_cond_mask = nn.Embedding(3, config.dim)  # of the video, the reference, motion
+        self.cond_encoder = nn.Conv3d(config.pose_channels, config.dim, config.patch_size, config.patch_size)
+        self.casual_audio_encoder = AudioEncoder(config)  # the official name
+        self.audio_injector = AudioInjector(config)
+        self.frame_packer = FramePacker(config)
+        self._positions: tuple[object, Tensor] | None = None
+
+    def prepare_text(
+        self,
+        context: Tensor,
+        image: Tensor | None = None,
+        audio: Tensor | None = None,
+        reference: Tensor | None = None,
+        motion: Tensor | None = None,
+        pose: Tensor | None = None,
+        comfyui_positions: bool = False,
+    ) -> PreparedText:
+        """Text rows [B, S, text_dim] -> keys and values of every block, and what drives the video.
+
+        audio: features [1 or B, 25, 1024, 4 T] of the clip's frames; None: nothing is heard. reference: normalised
+        latents [1 or B, 16, 1, Y, X]; None: no reference. motion: of the frames before the clip, [1 or B, 16, Tm, Y,
+        X]; None: no motion tokens. pose: [1 or B, 16, T, Y, X]; None: zeros. comfyui_positions: of motion frames, as
+        ComfyUI has them. image: CLIP features, which this model does not take. Raises ValueError.
+        """
+        prepared, injected = super().prepare_text(context, image), None
+        weight = self.patch_embedding.weight
+        if audio is not None:
+            check_audio(audio, self.config)
+            injected = self.audio_injector.prepare(*self.casual_audio_encoder(audio.to(weight.device)))
+        _, still = self.embed_time(torch.zeros(1, device=weight.device))
+        own = Sound(injected, reference, motion, pose, still, bool(comfyui_positions), len(context))
+        return prepared._replace(own=own)
+
+    def block_inputs(
+        self, x: Tensor, modulation: Tensor, text: PreparedText, info: ForwardInfo, grid: Grid
+    ) -> BlockInputs:
+        sound = sound_of(text)
+        check_sizes(sound, x, modulation.shape[1], self.config)
+        tokens = self.embed(x, grid, text)
+        motion = sound.motion is not None
+        rope = self.positions(grid, x.device, sound.reference is not None, motion, motion and sound.comfyui)
+        video, length = math.prod(grid), tokens.shape[1]
+        return BlockInputs(tokens, groups(modulation, sound.still, video, length), rope, text, info, grid)
+
+    def embed(self, x: Tensor, grid: Grid, text: PreparedText) -> Tensor:
+        """Latents [B, 16, T, Y, X] -> tokens [B, L, C] of the video, the reference and the motion frames."""
+        sound = sound_of(text)
+        tokens, mask = self.embed_patches(x, grid), self.trainable_cond_mask.weight
+        pose, bias = sound.pose, self.cond_encoder.bias
+        assert bias is not None
+        posed = bias if pose is None else patch_product(pose.to(tokens.device), self.cond_encoder, grid)
+        tokens += posed if pose is None else for_all(posed, len(tokens))
+        parts = [tokens.add_(mask[0])]
+        if sound.reference is not None:
+            still = patch_product(sound.reference.to(tokens.device), self.patch_embedding, (1, *grid[1:]))
+            parts.append(for_all(still + mask[1], len(tokens), copies=True))
+        if sound.motion is not None:
+            parts.append(for_all(self.frame_packer(sound.motion.to(tokens.device)) + mask[2], len(tokens), copies=True))
+        return torch.cat(parts, 1)
+
+    def positions(self, grid: Grid, device: torch.device, reference: bool, motion: bool, comfyui: bool) -> Tensor:
+        """The rotation table of a sequence, kept until another is asked for."""
+        key = (grid, device, reference, motion, comfyui)
+        if self._positions is None or self._positions[0] != key:
+            axes = self.config.rope_axes
+            table = position_table(grid, axes, device, reference=reference, motion=motion, comfyui=comfyui)
+            self._positions = (key, table)
+        return self._positions[1]
+
+    def video_tokens(self, tokens: Tensor, grid: Grid) -> Tensor:
+        return tokens[:, : math.prod(grid)]
+
+    def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:
+        tokens = super().run_block(layer, tokens, inputs, own)
+        audio = sound_of(inputs.text).audio
+        if audio is None or layer not in INJECT_AFTER[: self.config.injectors]:
+            return tokens
+        order = torch.arange(tokens.shape[1], device=tokens.device) if inputs.order is None else inputs.order
+        number = INJECT_AFTER.index(layer)
+        injected = Injected(*(for_all(x, len(tokens)) for x in audio[number]))
+        return self.audio_injector.add(number, tokens, injected, order // (inputs.grid[1] * inputs.grid[2]))
+
+
+def groups(modulation: Tensor, still: Tensor, video: int, length: int) -> Tensor:
+    """Modulation rows [B, F, 6, C] of a sequence in which the first `video` tokens have `modulation` [B, 1, 6, C] and
+    the others `still`. Every row is for as many tokens: the largest number that divides both groups."""
+    if video == length:
+        return modulation
+    unit = math.gcd(video, length)
+    rows = modulation.expand(-1, video // unit, -1, -1)
+    return torch.cat([rows, still.expand(len(modulation), (length - video) // unit, -1, -1)], 1)
+
+
+def for_all(x: Tensor, videos: int, copies: bool = False) -> Tensor:
+    """x [b, ...] repeated for so many videos: several branches of the same ones. copies: one is repeated, too."""
+    if videos % len(x):
+        raise ValueError(f"audio, reference, motion or pose for {len(x)} videos given, and {videos} videos")
+    if len(x) == videos or (len(x) == 1 and not copies):
+        return x
+    return x.repeat(videos // len(x), *[1] * (x.ndim - 1))
+
+
+def check_sizes(sound: Sound, x: Tensor, rows: int, config: S2VConfig) -> None:
+    """Raise ValueError where what drives the video does not fit latents x [B, 16, T, Y, X], or there are `rows` of
+    modulation."""
+    T, Y, X = x.shape[2:]
+    if rows != 1:
+        raise ValueError(f"timesteps for {rows} latent frames given; this model takes one timestep for a video")
+    if sound.audio is not None and sound.audio[0].keys.shape[1] != T:
+        given = sound.audio[0].keys.shape[1] * AUDIO_FRAMES
+        raise ValueError(
+            f"{given} frames of audio features given; a video of {T} latent frames needs {T * AUDIO_FRAMES}"
+        )
+    wanted = {
+        "reference": (sound.reference, (config.in_channels, 1, Y, X)),
+        "motion": (sound.motion, (config.in_channels, None, Y, X)),
+        "pose": (sound.pose, (config.pose_channels, T, Y, X)),
+    }
+    for name, (given, shape) in wanted.items():
+        if given is None:
+            continue
+        pairs = zip(given.shape[1:], shape, strict=False)
+        if given.ndim != 5 or 0 in given.shape or any(side not in (None, one) for one, side in pairs):
+            sides = ", ".join("frames" if side is None else str(side) for side in shape)
+            raise ValueError(f"{name} latents of {list(given.shape)} given; these latents need [batch, {sides}]")
+    if sound.motion is not None and min(Y, X) < LEAST_MOTION:
+        raise ValueError(
+            f"motion frames of {Y} x {X} latents given; their largest patch is {LEAST_MOTION} x {LEAST_MOTION}: "
+            f"make the video at least {8 * LEAST_MOTION} pixels wide and high, or leave motion out"
+        )
+
+
+def sound_of(text: PreparedText) -> Sound:
+    assert isinstance(text.own, Sound), "text was prepared by a model of another family"
+    return text.own
