@@ -66,7 +66,9 @@ def profile(path: Path, begun: threading.Event) -> None:
             if ident != threading.get_ident():
                 counts[names.get(ident, "unknown")].update(functions(frame))
         if time.perf_counter() - written > WRITTEN_EVERY:
-            path.write_text(json.dumps(counts))
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(counts))
+            part.replace(path)  # whole at any time: the server may be ended meanwhile
             written = time.perf_counter()
         time.sleep(1 / SAMPLES)
 
