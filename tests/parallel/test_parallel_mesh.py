@@ -276,6 +276,7 @@ def test_the_fp8_kernel_is_refused_on_a_ring_by_name_and_replaced_with_a_note_el
         check_mesh(Mesh(2, 2, 2), "sdpa", 75_600, named)
     check_mesh(Mesh(2, 1, 4), "sdpa", 75_600, named)
     monkeypatch.setattr(SparseKernel, "why_not", lambda *_: None)
+    monkeypatch.setattr("wan_core.ops.attention.sparse.kernels.capability", lambda _: (9, 0))
     auto, cpu = SparseOptions(sparsity=0.5), torch.device("cpu")
     assert "kernel cudnn in place of cudnn-fp8" in ring_note(auto, "cudnn-fp8", cpu, 128, 75_600)
     assert ring_note(auto, "flash4", cpu, 128, 75_600) == ring_note(auto, "cudnn-fp8", cpu, 128, 1000) == ""
