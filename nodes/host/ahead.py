@@ -57,7 +57,8 @@ class Ahead:
     def drop(self) -> None:
         """Stop, and free what was read."""
         self.dropped.set()
-        self.thread.join()
+        if self.thread is not threading.current_thread():  # garbage is collected in any thread, also in this one
+            self.thread.join()
         for tensor in tensors_of(self.module).values() if self.module is not None else ():
             tensor.data = tensor.new_empty(0)
         self.module = None

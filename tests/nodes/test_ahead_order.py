@@ -75,3 +75,22 @@ def test_what_fails_lets_others_go_on(ahead: ModuleType) -> None:
     assert ahead.Ahead("text", 0, fail).take(lambda: None) is None
     assert ahead.Ahead("high", 1, reader).take(lambda: None) is not None
     assert not ahead.Ahead.unfinished
+
+
+def test_garbage_collected_in_its_own_thread_it_ends(ahead: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever it reads for may be found unused by any thread, also by the one that reads."""
+    started = threading.Event()
+    ended: list[str] = []
+
+    def read(on_bytes: Callable[[int], None]) -> nn.Module:
+        assert started.wait(WAIT)
+        reading.drop()
+        ended.append("dropped")
+        on_bytes(1)
+        raise AssertionError("nobody wants the rest")
+
+    with caplog.at_level("INFO"):
+        reading = ahead.Ahead("high", 1, read)
+        started.set()
+        assert reading.take(lambda: None) is None
+    assert ended == ["dropped"] and "stopped reading the high ahead" in caplog.text
