@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from tests.launched import ranks_below, wait_until
 from wan_core.cli import main
@@ -214,6 +215,19 @@ def test_run_again_makes_what_is_missing(tmp_path: Path, capfd: pytest.CaptureFi
     write_list(tmp_path, *lines[:2], {"prompt": "a blue square"})
     assert main(command) == 2
     assert "o-0003.mp4 exists and was not made by this line" in capfd.readouterr().err
+
+
+def test_another_picture_under_the_same_name_is_another_video(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_list(tmp_path, {"prompt": "a red circle", "image": "a.png"})
+    command = [*TINY, "--prompts", "list.jsonl", "--out", "o.mp4"]
+    Image.new("RGB", (32, 32), "red").save("a.png")
+    assert main(command) == main(command) == 0
+    Image.new("RGB", (32, 32), "blue").save("a.png")
+    assert main(command) == 2
+    assert "o-0001.mp4 exists and was not made by this line" in capfd.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------- on ranks

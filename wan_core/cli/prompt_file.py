@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wan_core.cli.generate import request_of
-from wan_core.cli.options import add_request_options
+from wan_core.cli.options import INPUTS, add_request_options
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.config.outputs import check_place, folded
 from wan_core.media.mp4 import check_video_name
@@ -38,6 +39,7 @@ def read_list(path: Path, options: argparse.Namespace, loaded: LoadOptions) -> l
     except (OSError, UnicodeDecodeError) as fault:
         raise OptionError(f"cannot read the list {path}: {getattr(fault, 'strerror', None) or fault}") from fault
     parser = _line_parser(options)
+    contents.cache_clear()
     videos: list[ListedVideo] = []
     for number, text in enumerate(lines, 1):
         if not text.strip():
@@ -102,10 +104,25 @@ def _video(
 
 
 def key_of(request: Request, loaded: LoadOptions) -> str:
-    """Equal where the same video is asked for."""
+    """Equal where the same video is asked for, of pictures and videos with the same contents."""
     models = {name: value for name, value in asdict(loaded).items() if name not in SAME_RESULT}
-    text = json.dumps([asdict(request), models], sort_keys=True)
+    media = [contents(Path(path)) for name, path in asdict(request).items() if name in INPUTS and path is not None]
+    text = json.dumps([asdict(request), models, *media], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def contents(path: Path) -> str:
+    """A hash of what a picture or video holds; "" for one that cannot be read, which the check of the request says. A
+    list names one many times: it is read once."""
+    found = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                found.update(piece)
+    except OSError:
+        return ""
+    return found.hexdigest()
 
 
 def report_of(video: ListedVideo) -> Path:
