@@ -9,6 +9,7 @@ Legend: B batch, C channels, T/Y/X latent frames, rows, columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,8 @@ def _apply(
     options = {} if transformer_options is None else transformer_options
     run = options.get(RUN)
     if run is not None and x.ndim == 5:
-        options[FORWARD] = describe(run, executor.class_obj.diffusion_model, x, c_concat, options, kwargs)
+        found = describe(run, executor.class_obj.diffusion_model, x, c_concat, options, kwargs)
+        options[FORWARD] = replace(found, text=0 if c_crossattn is None else c_crossattn.shape[1])
     return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
 

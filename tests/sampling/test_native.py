@@ -228,6 +228,16 @@ def test_sequences_whose_order_is_not_known_are_dense() -> None:
         assert list(of.run.taken) == [expected or "sparse attention (math)"]
 
 
+def test_a_video_as_long_as_its_text_is_dense() -> None:
+    """Cross-attention looks like self-attention there."""
+    override, given = NativeAttention("sdpa", HALF), qkv(512)
+    dense = math_reference(*map(heads, given)).flatten(2)
+    for text in (512, 513):
+        of = NativeForward(NativeRun(SchedulePart(0, 1, 1), (0.5,)), (2, 16, 16), text=text)
+        out = override(original, *given, **options(of, 5))
+        assert torch.allclose(out, dense, atol=1e-5) == (text == 512)
+
+
 def test_no_sparsity_takes_the_dense_way_bit_for_bit() -> None:
     given = qkv()
     dense = NativeAttention("auto")(original, *given, **options(forward()))

@@ -87,8 +87,8 @@ class NativeForward:
 
     grid: token frames, rows and columns of the latents. front: tokens before those of the grid. extra: whether it is
     known where other tokens are (behind the grid's). image: the video starts from one. branches: conditions and context
-    window of this forward. by_frames: queries come frame by frame, to keys of the whole video and some behind, which
-    alone change; frame_keys: those of the current layer.
+    window of this forward. text: rows of text, as many keys as cross-attention to it has. by_frames: queries come frame
+    by frame, to keys of the whole video and some behind, which alone change; frame_keys: those of the current layer.
     """
 
     run: NativeRun
@@ -97,6 +97,7 @@ class NativeForward:
     extra: bool = True
     image: bool = False
     branches: Hashable = None
+    text: int = 0
     by_frames: bool = False
     frame_keys: FrameKeys | None = None
     _calls: Counter[int] = field(default_factory=Counter)

@@ -46,6 +46,8 @@ class NativeSparse:
         run, layer = forward.run, transformer_options.get("block_index")
         if not run.sparsity or layer is None:
             return None
+        if k.shape[1] == forward.text:  # a video as long as its text: this may be cross-attention
+            return None
         rule = layer_rule(self.options, self.keeps, layer, run.sparsity)
         if rule is not None and q.shape[1] != k.shape[1]:
             return self._frame(forward, layer, rule, q, k, v)
