@@ -103,6 +103,10 @@ def test_lists_of_both_prompts_are_compared_by_what_they_hold(tmp_path):
     positive, negative = ([[rows, {key: list(value) for key, value in VACE.items()}]] for _ in range(2))
     found = join(positive, negative, LATENT, experts, plan).conditioning.inputs
     assert found["control"].shape == (1, 1, 96, T, Y, X)
+    with pytest.raises(OptionError, match="`negative` carries vace_frames, vace_mask, vace_strength, and `positive`"):
+        join([[rows, {}]], negative, LATENT, experts, plan)
+    without = replace(plan, steps=tuple(replace(step, branches=("cond",), guidance=1.0) for step in plan.steps))
+    assert join([[rows, {}]], negative, LATENT, experts, without).conditioning.inputs, "nothing reads the negative one"
     for other in ([0.25], [0.5, 0.5]):
         negative[0][1]["vace_strength"] = other
         with pytest.raises(OptionError, match="different values of vace_strength"):

@@ -26,6 +26,7 @@ import torch
 from tests.forked import Forked, forking
 from tests.launched import below, memory_of, open_no_more_files, wait_until, wait_until_gone
 from wan_core import load_text_encoder, load_vae, make_plan
+from wan_core.checkpoint import save
 from wan_core.checkpoint.latents import load_latents
 from wan_core.config import (
     GuidanceOptions,
@@ -232,6 +233,19 @@ def test_the_parts_that_a_graph_asks_for_are_those_of_one_process(workers: Worke
     assert report.settings["mesh"] == MESH
 
 
+def test_a_file_that_was_replaced_is_read_again(workers: Workers, tmp_path: Path) -> None:
+    """Under its old name, of the same size: what the workers hold is no longer what is asked for."""
+    path = tmp_path / "vae.safetensors"
+    images = torch.rand(5, 48, 64, 3, generator=torch.Generator().manual_seed(1))
+    for factor in (1.0, 1.5):
+        vae = load_vae(TINY_FILES / "vae.safetensors", dtype=torch.float32)
+        with torch.no_grad():
+            next(vae.parameters()).mul_(factor)
+        save(vae, path)
+        latents = remote.encode(workers, {"path": str(path), "precision": "auto"}, images)
+        assert (latents - encode_images(vae, images)).abs().max() < 1e-4
+
+
 def test_a_rank_killed_in_a_step(workers: Workers) -> None:
     pids = ranks(workers)
     words = failure(workers, **LONG, on_step=in_a_step(workers, lambda: os.kill(pids[1], signal.SIGKILL)))
@@ -391,7 +405,8 @@ def test_an_interruption_between_blocks_leaves_the_ranks_in_step(workers: Worker
 
 
 def fields_of(asked: dict[str, Any], mesh: str) -> dict[str, Any]:
-    return {"options": asdict(TINY), "request": asdict(Request(**asked)), "mesh": mesh, "keep": None}
+    asked = {"options": asdict(TINY), "request": asdict(Request(**asked)), "mesh": mesh}
+    return {**asked, "files": [], "keep": None, "keep_clips": None}
 
 
 def test_an_interruption_does_not_wait_for_the_step(workers: Workers) -> None:

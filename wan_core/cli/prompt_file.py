@@ -34,7 +34,7 @@ def read_list(path: Path, options: argparse.Namespace, loaded: LoadOptions) -> l
     """The videos of a file, each line checked. Options of the command line hold for every line that does not name
     them. Raises OptionError."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as fault:
         raise OptionError(f"cannot read the list {path}: {getattr(fault, 'strerror', None) or fault}") from fault
     parser = _line_parser(options)

@@ -5,7 +5,7 @@ Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, S text r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -62,6 +62,8 @@ def join(
     cond, uncond = read_texts(positive, "positive", dit), read_texts(negative, "negative", dit)
     for key in sorted(family.conditioning_keys - family.branch_keys):
         check_same(key, [cond.extras.get(key), uncond.extras.get(key)], "`positive` and `negative`")
+    if plan.reads_negative:
+        check_not_alone(family.conditioning_keys, cond.extras, uncond.extras)
     inputs = family.read_conditioning(task, experts.vae, cond.extras, latent)
     if plan.reads_negative and family.branch_keys:
         own = {key: uncond.extras.get(key) for key in family.branch_keys}
@@ -129,6 +131,16 @@ def check_same(key: str, values: Sequence[Any], where: str, missing: bool = Fals
             raise OptionError(
                 f"{where} carry different values of {key}; a run takes one: add it to all of them, or none"
             )
+
+
+def check_not_alone(keys: Collection[str], positive: Mapping[str, Any], negative: Mapping[str, Any]) -> None:
+    """Raise OptionError for what the negative prompt alone carries: both branches take what the prompt has."""
+    alone = sorted(key for key in keys if negative.get(key) is not None and positive.get(key) is None)
+    if alone:
+        raise OptionError(
+            f"`negative` carries {', '.join(alone)}, and `positive` does not: connect both outputs of the node that "
+            "makes them"
+        )
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -8,6 +8,7 @@ checks a file. Patches of a kind that is not understood raise an OptionError wit
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -39,6 +40,7 @@ ROLES = {"diff", "diff_b", *(role for roles in ADAPTERS.values() for role in rol
 UNKNOWN = 0  # in place of the identity of a LoRA's file
 _SERIALS = WeakIdKeyDictionary()  # tensor -> a number that no other tensor of this process gets
 _NEXT = count()
+_PROCESS = secrets.token_hex(8)  # another one counts from 0, too, and may write into the same folder
 
 
 def loras_of_patches(patches: Patches, config: DiTConfig, where: str) -> list[Wanted]:
@@ -161,8 +163,8 @@ def _order(sequences: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
 
 
 def _identity(tensors: Tensors) -> str:
-    """The same for the same tensors, and for no others of this process."""
-    numbers = []
+    """The same for the same tensors in this process, and for no others."""
+    numbers: list[object] = [_PROCESS]
     for name, tensor in sorted(tensors.items()):
         if tensor.ndim == 0:
             numbers.append((name, float(tensor)))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wan_core.config import LoadOptions, Request
+from wan_core.config.outputs import model_files
 from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
 from wan_core.models.text.notes import TokenCount
@@ -26,6 +27,7 @@ from wan_core.workers.launcher import Workers
 from wan_core.workers.wire import LEFT, plan_from, report_from, start_data
 
 log = logging.getLogger(__name__)
+FILES = ("path", "model", "high", "low", "text_encoder", "tokenizer", "vae", "clip_vision")  # options that name files
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def generate(
     fields = {
         "options": asdict(options),
         "request": asdict(request),
+        "files": stamps(asdict(options)),
         "mesh": workers.options.mesh,
         "keep": None if keep_latents is None else str(keep_latents.absolute()),
         "keep_clips": None if keep_clips is None else str(keep_clips.absolute()),
@@ -199,6 +202,7 @@ def sample(
     begin, tensors = start_data(start)
     fields = {
         "model": dict(model),
+        "files": stamps(model),
         "mesh": workers.options.mesh,
         "plan": asdict(plan),
         "start": begin,
@@ -231,7 +235,8 @@ def decode_to(
     poll: Callable[[], None] = lambda: None,
 ) -> Made:
     """As `images.decode_to`. vae: path and precision."""
-    fields = {"vae": dict(vae), "tile": None if tile is None else dict(tile), "uint8": dtype == torch.uint8}
+    fields = {"vae": dict(vae), "files": stamps(vae), "uint8": dtype == torch.uint8}
+    fields["tile"] = None if tile is None else dict(tile)
     with Feed(in_this_mode(consume)) as feed:
 
         def event(header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -250,7 +255,8 @@ def encode(
     workers: Workers, vae: Mapping[str, Any], images: Tensor, *, poll: Callable[[], None] = lambda: None
 ) -> Tensor:
     """As `images.encode_images`: images [F, H, W, 3] in 0..1 to latents float32 [1, C, T, Y, X]."""
-    return workers.call("encode", {"vae": dict(vae)}, {"images": images}, poll=poll)[1]["latents"]
+    fields = {"vae": dict(vae), "files": stamps(vae)}
+    return workers.call("encode", fields, {"images": images}, poll=poll)[1]["latents"]
 
 
 def encode_text(
@@ -261,10 +267,20 @@ def encode_text(
     poll: Callable[[], None] = lambda: None,
 ) -> tuple[list[Tensor], list[TokenCount]]:
     """Text rows [L, dim] of each prompt, without padding, and its tokens. text_encoder: path and precision."""
-    fields = {"text_encoder": dict(text_encoder), "prompts": list(prompts)}
+    fields = {"text_encoder": dict(text_encoder), "files": stamps(text_encoder), "prompts": list(prompts)}
     found, tensors = workers.call("text", fields, poll=poll)
     counts = [TokenCount(*count) for count in found["counts"]]
     return [row[: count.read] for row, count in zip(tensors["rows"], counts, strict=True)], counts
+
+
+def stamps(named: Mapping[str, Any]) -> list[list[Any]]:
+    """Name, size and time of change of each model file behind the values of `named`, which are options of loading: what
+    workers hold is loaded again when a file was replaced under its old name. Looked up here, on one host, so that all
+    ranks are told the same."""
+    names = [named.get(option) for option in FILES] + [lora["path"] for lora in named.get("loras", ())]
+    paths = [Path(name) for name in names if name is not None]
+    found = sorted({file for path in paths if path.exists() for file in model_files(path) if file.is_file()})
+    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in found]
 
 
 def add_report(report: Report, data: Mapping[str, Any]) -> None:

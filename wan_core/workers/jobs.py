@@ -113,7 +113,7 @@ class Jobs:
         job = make_job(request, found.task, found.dit, found.vae, *files)
         precision = precision_of(options.precision, found.of["high"], self.rank.device, found.of.get("low"))
         choice = self.choose(header["mesh"], found.dit, job.tokens, job.plan, precision, options.attention)
-        spec = [asdict(options), found.task.name, str(choice.mesh)]
+        spec = [asdict(options), header["files"], found.task.name, str(choice.mesh)]
         pipe = self.hold(
             "pipeline", spec, lambda: Pipeline.load(options, request=request, ranks=self.mesh(choice.mesh))
         )
@@ -158,10 +158,11 @@ class Jobs:
         ranks, workload = self.mesh(choice.mesh), Workload(shape, plan, batched)
         with report.phase("load"):
             make = partial(LoadedExperts, options, found, workload, ranks)
-            held = self.hold("experts", asdict(options), make)
+            spec = [asdict(options), header["files"]]
+            held = self.hold("experts", spec, make)
             if not held.fits(ranks):
                 del held, self.held["experts"]
-                held = self.hold("experts", asdict(options), make)
+                held = self.hold("experts", spec, make)
             held.arrange(ranks)
         models = held.models
         models.place(workload)
@@ -195,7 +196,7 @@ class Jobs:
     def decode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Latents [B, C, T, Y, X] to pictures [F, H, W, 3], which are sent as events while others are decoded."""
         report = Report(self.rank.device)
-        vae = self.vae(header["vae"])
+        vae = self.vae(header)
         self.phase("decode")
         tile = None if header["tile"] is None else TileSpec(**header["tile"])
         latents = tensors["latents"].to(self.rank.device)
@@ -209,18 +210,20 @@ class Jobs:
 
     def encode(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Pictures [F, H, W, 3] in 0..1 to latents [1, C, T, Y, X]."""
-        vae = self.vae(header["vae"])
+        vae = self.vae(header)
         self.phase("encode")
         return {}, {"latents": encode_images(vae, tensors["images"].to(self.rank.device))}
 
-    def vae(self, spec: Mapping[str, Any]) -> VideoVAE:
+    def vae(self, header: Mapping[str, Any]) -> VideoVAE:
+        spec = header["vae"]
+
         def load() -> VideoVAE:
             part, device = recognise(Path(spec["path"]), "vae", load_vae), self.rank.device
             share = partial(shared_checkpoint, ranks=self.everyone)
             loaded = PartToLoad(part, compute_dtype(spec["precision"], device)).load(device, share=share)
             return optimize_vae(cast(VideoVAE, loaded), device, self.everyone)
 
-        return self.hold("vae", spec, load)
+        return self.hold("vae", [spec, header["files"]], load)
 
     def text(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> Answer:
         """Prompts to rows [B, L, dim], zeros at the end. One rank has the encoder."""
@@ -237,7 +240,7 @@ class Jobs:
                 residency.add("text encoder", PartToLoad(part, dtype, held).load(residency.load_device))
                 return residency
 
-            residency = self.hold("text encoder", spec, load)
+            residency = self.hold("text encoder", [spec, header["files"]], load)
             encoder = cast(TextEncoder, residency.use("text encoder"))
             rows = encoder.encode(header["prompts"])
             counts = [encoder.tokenizer.count(prompt) for prompt in header["prompts"]]
