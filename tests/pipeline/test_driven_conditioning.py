@@ -104,6 +104,6 @@ def test_what_they_cannot_do_is_refused(experts):
 def test_the_command_line_says_that_they_need_videos():
     for name in ("vace-14B", "fun-control-A14B", "camera-A14B"):
         options = LoadOptions(model=f"random:{name}:1", device="cpu")
-        with pytest.raises(OptionError, match=f"{name} makes .* give --reference and --pose-video"):
+        with pytest.raises(OptionError, match=f"{name} is driven by videos that the command line .* do not take yet"):
             check_request(options, Request(prompt="x"), torch.device("cpu"))
     assert not image_task(16).driven_by
