@@ -243,8 +243,8 @@ def _lora_input() -> Any:
         default="auto",
         optional=True,
         tooltip="How LoRAs are put on this model. 'merge': summed into the weights, which costs nothing while it runs; "
-        "another strength reads the weights that change again. 'attach': computed beside the weights, some percent "
-        "slower; another strength takes no time. 'auto': merge, and attach where weights stay packed (GGUF).",
+        "another strength reads the weights that change again. 'attach': two more products in every linear, some "
+        "percent slower; another strength takes no time. 'auto': merge, and attach where weights stay packed (GGUF).",
     )
 
 

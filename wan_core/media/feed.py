@@ -72,7 +72,7 @@ class Feed(Generic[Item, Made]):
         except BaseException as fault:  # noqa: BLE001, it is raised again in the other thread
             self._fault = fault
         finally:
-            self._room.release()  # whoever waits to put sees the fault
+            self._room.release()  # a thread that waits in `put` raises the fault
 
     def _taken(self) -> Iterator[Item]:
         while True:

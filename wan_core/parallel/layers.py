@@ -59,7 +59,7 @@ def check_layers(mesh: Mesh, config: DiTConfig, plan: Plan) -> None:
 
 def pipeline_layers(model: WanModel, ranks: RankMesh) -> None:
     """Have `model` run this rank's blocks alone, in place."""
-    model.layers = stage_layers(len(model.blocks), ranks)
+    model.stage = stage_layers(len(model.blocks), ranks)
     model.runners.add(LayerStage(ranks))
 
 

@@ -48,7 +48,7 @@ class WanModel(nn.Module):
         )
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(config.dim, 6 * config.dim))
         self.blocks = cast("list[Block]", nn.ModuleList(Block(config) for _ in range(config.num_layers)))
-        self.layers = range(config.num_layers)  # those that run here; other ranks may have the others
+        self.stage: range | None = None  # the blocks that run here, where other ranks have the others
         self.head = Head(config)
         self.runners = RunnerChain()
         self._rope: tuple[tuple[tuple[int, int, int], torch.device], Tensor] | None = None
@@ -57,6 +57,11 @@ class WanModel(nn.Module):
     def family(self) -> str:
         """The name of its family (`wan_core.models.wan.families`)."""
         return self.config.family
+
+    @property
+    def layers(self) -> range:
+        """The blocks that run here."""
+        return self.stage or range(len(self.blocks))
 
     def forward(
         self,
