@@ -23,7 +23,7 @@ class WanCoreNAG(io.ComfyNode):
             category="WanCore",
             **newer("WanCoreNAG"),
             description="Lets a negative prompt count in steps whose guidance is 1, as with four-step LoRAs: inside "
-            "cross-attention (normalized attention guidance), at a few percent of the time.",
+            "cross-attention (normalized attention guidance), which then runs once more.",
             inputs=[
                 io.Conditioning.Input("negative", tooltip="The encoded negative prompt."),
                 io.Float.Input(

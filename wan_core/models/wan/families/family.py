@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 KeyTable: TypeAlias = Callable[[Collection[str]], "dict[str, str] | None"]
 Inputs: TypeAlias = "dict[str, Any]"
+
+
+def function_of(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that needs torch, imported when it is called. module: within `families`."""
+    return lambda *given: getattr(import_module(f"wan_core.models.wan.families.{module}"), name)(*given)
+
+
+def class_of(module: str, name: str) -> Callable[[DiTConfig], type[WanModel]]:
+    """For `Family.model_class`: one class for all files of a family, imported when it is asked for."""
+    return lambda config: getattr(import_module(f"wan_core.models.wan.families.{module}"), name)
+
 
 # How a known image reaches the transformer.
 ImageInput: TypeAlias = Literal[

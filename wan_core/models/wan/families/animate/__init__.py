@@ -13,11 +13,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.animate.keys import (
     CONSTANT,
     assembled,
@@ -28,23 +23,8 @@ from wan_core.models.wan.families.animate.keys import (
 from wan_core.models.wan.families.animate.recognise import choose, read_config
 from wan_core.models.wan.families.animate.tasks import TASKS
 from wan_core.models.wan.families.clips import ClipRules, MediaRules
-from wan_core.models.wan.families.family import Family, Inputs
+from wan_core.models.wan.families.family import Family, class_of, function_of
 from wan_core.models.wan.families.wan.keys import diffusers_modules
-
-if TYPE_CHECKING:
-    from wan_core.models.wan.model import WanModel
-
-
-def _model_class(config: DiTConfig) -> type[WanModel]:
-    from wan_core.models.wan.families.animate.model import AnimateModel
-
-    return AnimateModel
-
-
-def _inputs(name: str) -> Callable[..., Inputs]:
-    """The function `name` of `inputs`, which imports torch, imported when it is called."""
-    return lambda *given: getattr(import_module("wan_core.models.wan.families.animate.inputs"), name)(*given)
-
 
 ANIMATE = Family(
     name="animate",
@@ -56,12 +36,12 @@ ANIMATE = Family(
     lora_modules=diffusers_modules,
     config=read_config,
     choose=choose,
-    model_class=_model_class,
-    image_inputs=_inputs("image_inputs"),
+    model_class=class_of("animate.model", "AnimateModel"),
+    image_inputs=function_of("animate.inputs", "image_inputs"),
     conditioning_keys=frozenset(
         {"concat_latent_image", "concat_mask", "clip_vision_output", "pose_video_latent", "face_video_pixels"}
     ),
-    read_conditioning=_inputs("read_conditioning"),
+    read_conditioning=function_of("animate.inputs", "read_conditioning"),
     branch_keys=frozenset({"face_video_pixels"}),
     clips=ClipRules(overlaps=(1, 5), always=True, leading=1),
     media=MediaRules(
@@ -70,5 +50,5 @@ ANIMATE = Family(
         together=("background", "mask"),
         size_of="pose_video",
     ),
-    clip_inputs=_inputs("clip_inputs"),
+    clip_inputs=function_of("animate.inputs", "clip_inputs"),
 )

@@ -14,11 +14,6 @@ image-to-video in shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.animate2.config import padded_frames, prepared_bytes
 from wan_core.models.wan.families.animate2.keys import (
     comfyui_names,
@@ -29,23 +24,8 @@ from wan_core.models.wan.families.animate2.keys import (
 from wan_core.models.wan.families.animate2.recognise import METADATA, NAMED, choose, claims, read_config, why_not_sparse
 from wan_core.models.wan.families.animate2.tasks import TASKS
 from wan_core.models.wan.families.clips import ClipRules, MediaRules
-from wan_core.models.wan.families.family import Family, Inputs
+from wan_core.models.wan.families.family import Family, class_of, function_of
 from wan_core.models.wan.families.wan.keys import diffusers_modules
-
-if TYPE_CHECKING:
-    from wan_core.models.wan.model import WanModel
-
-
-def _model_class(config: DiTConfig) -> type[WanModel]:
-    from wan_core.models.wan.families.animate2.model import Animate2Model
-
-    return Animate2Model
-
-
-def _inputs(name: str) -> Callable[..., Inputs]:
-    """The function `name` of `inputs`, which imports torch, imported when it is called."""
-    return lambda *given: getattr(import_module("wan_core.models.wan.families.animate2.inputs"), name)(*given)
-
 
 ANIMATE2 = Family(
     name="animate2",
@@ -60,8 +40,8 @@ ANIMATE2 = Family(
     lora_modules=diffusers_modules,
     config=read_config,
     choose=choose,
-    model_class=_model_class,
-    image_inputs=_inputs("image_inputs"),
+    model_class=class_of("animate2.model", "Animate2Model"),
+    image_inputs=function_of("animate2.inputs", "image_inputs"),
     conditioning_keys=frozenset(
         {
             "concat_latent_image",
@@ -74,7 +54,7 @@ ANIMATE2 = Family(
             "reference_strength",
         }
     ),
-    read_conditioning=_inputs("read_conditioning"),
+    read_conditioning=function_of("animate2.inputs", "read_conditioning"),
     clips=ClipRules(overlaps=(1,), always=True, leading=1, padded=padded_frames),
     media=MediaRules(
         needs=("reference", "pose_video"),
@@ -84,5 +64,5 @@ ANIMATE2 = Family(
         by_area=True,
         seen=("reference", "pose_video"),
     ),
-    clip_inputs=_inputs("clip_inputs"),
+    clip_inputs=function_of("animate2.inputs", "clip_inputs"),
 )

@@ -13,11 +13,7 @@ image-to-video and is of the family `wan`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
-
-from wan_core.models.wan.families.family import Family
+from wan_core.models.wan.families.family import Family, function_of
 from wan_core.models.wan.families.fun.config import prepared_camera_bytes, prepared_control_bytes
 from wan_core.models.wan.families.fun.keys import (
     camera_names,
@@ -29,12 +25,6 @@ from wan_core.models.wan.families.fun.recognise import choose_camera, choose_con
 from wan_core.models.wan.families.fun.tasks import CAMERA_TASKS, CONTROL_TASKS
 from wan_core.models.wan.families.wan.keys import diffusers_modules
 
-
-def _later(module: str, name: str) -> Callable[..., Any]:
-    """The function `name` of a module that imports torch, imported when it is called."""
-    return lambda *given: getattr(import_module(f"wan_core.models.wan.families.fun.{module}"), name)(*given)
-
-
 _IMAGE = {"concat_latent_image", "concat_mask", "clip_vision_output"}
 
 FUN_CONTROL = Family(
@@ -45,10 +35,10 @@ FUN_CONTROL = Family(
     lora_modules=diffusers_modules,
     config=read_control,
     choose=choose_control,
-    model_class=_later("model", "control_class"),
-    image_inputs=_later("inputs", "image_inputs"),
+    model_class=function_of("fun.model", "control_class"),
+    image_inputs=function_of("fun.inputs", "image_inputs"),
     conditioning_keys=frozenset({*_IMAGE, "concat_mask_index", "reference_latents"}),
-    read_conditioning=_later("inputs", "read_control"),
+    read_conditioning=function_of("fun.inputs", "read_control"),
     prepared_bytes=prepared_control_bytes,
 )
 FUN_CAMERA = Family(
@@ -59,9 +49,9 @@ FUN_CAMERA = Family(
     lora_modules=diffusers_modules,
     config=read_camera,
     choose=choose_camera,
-    model_class=_later("model", "camera_class"),
-    image_inputs=_later("inputs", "image_inputs"),
+    model_class=function_of("fun.model", "camera_class"),
+    image_inputs=function_of("fun.inputs", "image_inputs"),
     conditioning_keys=frozenset({*_IMAGE, "camera_conditions"}),
-    read_conditioning=_later("inputs", "read_camera"),
+    read_conditioning=function_of("fun.inputs", "read_camera"),
     prepared_bytes=prepared_camera_bytes,
 )

@@ -15,32 +15,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.family import Family, Inputs
+from wan_core.models.wan.families.family import Family, class_of, function_of
 from wan_core.models.wan.families.s2v.config import COMFYUI_POSITIONS, prepared_bytes
 from wan_core.models.wan.families.s2v.keys import official_names, parameter_names
 from wan_core.models.wan.families.s2v.recognise import choose, read_config
 from wan_core.models.wan.families.s2v.tasks import TASKS
 from wan_core.models.wan.families.wan.keys import diffusers_modules
-
-if TYPE_CHECKING:
-    from wan_core.models.wan.model import WanModel
-
-
-def _model_class(config: DiTConfig) -> type[WanModel]:
-    from wan_core.models.wan.families.s2v.model import S2VModel
-
-    return S2VModel
-
-
-def _inputs(name: str) -> Callable[..., Inputs]:
-    """The function `name` of `inputs`, which imports torch, imported when it is called."""
-    return lambda *given: getattr(import_module("wan_core.models.wan.families.s2v.inputs"), name)(*given)
-
 
 S2V = Family(
     name="s2v",
@@ -50,12 +30,12 @@ S2V = Family(
     lora_modules=diffusers_modules,
     config=read_config,
     choose=choose,
-    model_class=_model_class,
-    image_inputs=_inputs("image_inputs"),
+    model_class=class_of("s2v.model", "S2VModel"),
+    image_inputs=function_of("s2v.inputs", "image_inputs"),
     conditioning_keys=frozenset(
         {"audio_embed", "reference_latents", "reference_motion", "control_video", COMFYUI_POSITIONS}
     ),
-    read_conditioning=_inputs("read_conditioning"),
+    read_conditioning=function_of("s2v.inputs", "read_conditioning"),
     branch_keys=frozenset({"audio_embed", "reference_latents"}),
     prepared_bytes=prepared_bytes,
 )

@@ -12,12 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.family import Family, Inputs
+from wan_core.models.wan.families.family import Family, class_of, function_of
 from wan_core.models.wan.families.vace.config import prepared_bytes
 from wan_core.models.wan.families.vace.keys import (
     diffusers_modules,
@@ -28,21 +23,6 @@ from wan_core.models.wan.families.vace.keys import (
 from wan_core.models.wan.families.vace.recognise import choose, read_config
 from wan_core.models.wan.families.vace.tasks import TASKS
 
-if TYPE_CHECKING:
-    from wan_core.models.wan.model import WanModel
-
-
-def _model_class(config: DiTConfig) -> type[WanModel]:
-    from wan_core.models.wan.families.vace.model import VaceModel
-
-    return VaceModel
-
-
-def _inputs(name: str) -> Callable[..., Inputs]:
-    """The function `name` of `inputs`, which imports torch, imported when it is called."""
-    return lambda *given: getattr(import_module("wan_core.models.wan.families.vace.inputs"), name)(*given)
-
-
 VACE = Family(
     name="vace",
     tasks=TASKS,
@@ -51,9 +31,9 @@ VACE = Family(
     lora_modules=diffusers_modules,
     config=read_config,
     choose=choose,
-    model_class=_model_class,
-    image_inputs=_inputs("image_inputs"),
+    model_class=class_of("vace.model", "VaceModel"),
+    image_inputs=function_of("vace.inputs", "image_inputs"),
     conditioning_keys=frozenset({"vace_frames", "vace_mask", "vace_strength"}),
-    read_conditioning=_inputs("read_conditioning"),
+    read_conditioning=function_of("vace.inputs", "read_conditioning"),
     prepared_bytes=prepared_bytes,
 )

@@ -11,13 +11,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.clips import ClipRules
-from wan_core.models.wan.families.family import Family, Inputs
+from wan_core.models.wan.families.family import Family, function_of
 from wan_core.models.wan.families.wan.keys import diffusers_modules, diffusers_names, official_names, parameter_names
 from wan_core.models.wan.families.wan.recognise import choose, read_config
 from wan_core.models.wan.families.wan.tasks import TASKS
@@ -36,11 +34,6 @@ def _model_class(config: DiTConfig) -> type[WanModel]:
     return ImageWanModel
 
 
-def _inputs(name: str) -> Callable[..., Inputs]:
-    """The function `name` of `inputs`, which imports torch, imported when it is called."""
-    return lambda *given: getattr(import_module("wan_core.models.wan.families.wan.inputs"), name)(*given)
-
-
 WAN = Family(
     name="wan",
     tasks=TASKS,
@@ -50,9 +43,9 @@ WAN = Family(
     config=read_config,
     choose=choose,
     model_class=_model_class,
-    image_inputs=_inputs("image_inputs"),
+    image_inputs=function_of("wan.inputs", "image_inputs"),
     conditioning_keys=frozenset({"concat_latent_image", "concat_mask", "clip_vision_output"}),
-    read_conditioning=_inputs("read_conditioning"),
+    read_conditioning=function_of("wan.inputs", "read_conditioning"),
     clips=ClipRules(overlaps=(1, 5, 9, 13)),
-    clip_inputs=_inputs("clip_inputs"),
+    clip_inputs=function_of("wan.inputs", "clip_inputs"),
 )
