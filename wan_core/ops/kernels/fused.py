@@ -30,7 +30,7 @@ GET_TRITON = (
     "on Windows `pip install -U triton-windows`, elsewhere `pip install triton`, in the version that fits this torch"
 )
 # Measured on an H200 at 480p and 720p, bf16; FP8 was not.
-WITHOUT = "plain torch computes instead: 6 to 10 % more time in bf16 (FP8 not measured), and twice the memory for activations"
+WITHOUT = "plain torch computes instead: 6 to 10 % more time in bf16, and twice the memory for activations"
 MAX_ROW = 16384  # longest row in numbers: a row is held in registers
 Agree = Callable[[Tensor, str], Tensor]
 """Reduces a float32 tensor over the ranks that hold shards: `agree(x, "mean")` or `agree(x, "max")`, equal on all."""
