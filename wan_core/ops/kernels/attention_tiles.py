@@ -41,7 +41,7 @@ class Tile:
 TILES: dict[Capability, dict[Kind, Tile]] = {
     AMPERE: {"bf16": Tile(128, 64, 8, 3), "int8": Tile(128, 64, 8, 3), "8bit": Tile(128, 64, 8, 3)},
     GEFORCE: {"bf16": Tile(128, 32, 8, 2), "int8": Tile(128, 64, 8, 2), "8bit": Tile(128, 64, 8, 2)},
-    HOPPER: {"bf16": Tile(128, 64, 8, 3), "int8": Tile(128, 64, 8, 3), "8bit": Tile(128, 128, 8, 3)},
+    HOPPER: {"bf16": Tile(128, 64, 8, 3), "int8": Tile(128, 64, 8, 3), "8bit": Tile(64, 128, 4, 3)},
     BLACKWELL: {"bf16": Tile(128, 64, 8, 3), "int8": Tile(128, 64, 8, 3), "8bit": Tile(128, 128, 8, 3)},
     RTX_BLACKWELL: {"bf16": Tile(128, 32, 8, 2), "int8": Tile(128, 64, 8, 2), "8bit": Tile(128, 64, 8, 2)},
 }
