@@ -190,13 +190,12 @@ def hadamard_fp8(x: Tensor, scale: Tensor, mean: Tensor | None = None, block: in
 
     block: write the layout of block-sparse attention with this block length (see `blocked`); 0: [B, L, H, D].
     """
-    mean = None if mean is None else reference.hadamard_heads(mean.float())
     if _mixes(x):
         from wan_core.ops.kernels import triton_ops
 
         return triton_ops.hadamard_fp8(x, scale, mean, block)
-    mixed = reference.hadamard_heads(x.float())
-    quantized = reference.to_scale(mixed if mean is None else mixed - mean, scale)
+    centred = x.float() if mean is None else x.float() - mean.float()
+    quantized = reference.to_scale(reference.hadamard_heads(centred), scale)
     return heads_first(quantized, block) if block else quantized
 
 

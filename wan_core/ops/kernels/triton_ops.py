@@ -121,14 +121,15 @@ def _mixed_shape(x: Tensor, size: int) -> Tensor:
 
 @operator("hadamard_fp8", lambda x, scale, mean, size: _mixed_shape(x, size))
 def _hadamard_fp8(x: Tensor, scale: Tensor, mean: Tensor | None, size: int) -> Tensor:
-    """In the layout of `_mixed_shape`, zeros after the tokens."""
+    """In the layout of `_mixed_shape`, zeros after the tokens. The matrix is made in here, where nothing is compiled: it is
+    cached on the device."""
     batch, tokens, heads, dim = x.shape
     assert x.stride(-1) == 1
     out = _mixed_shape(x, size)
     if size:
         out[:, :, tokens:].view(torch.uint8).zero_()
     rows = batch * tokens * heads
-    mean = None if mean is None else mean.float().expand(batch, 1, heads, dim).contiguous()
+    mean = None if mean is None else reference.hadamard_heads(mean.float()).expand(batch, 1, heads, dim).contiguous()
     with on_device_of(x):
         hadamard_kernel[(triton.cdiv(rows, MIXED_ROWS * MIXED_TILES),)](
             x, reference.head_signs(dim, x.device, x.dtype), scale if mean is None else mean, scale, out,
