@@ -121,8 +121,8 @@ def _mixed_shape(x: Tensor, size: int) -> Tensor:
 
 @operator("hadamard_fp8", lambda x, scale, mean, size: _mixed_shape(x, size))
 def _hadamard_fp8(x: Tensor, scale: Tensor, mean: Tensor | None, size: int) -> Tensor:
-    """In the layout of `_mixed_shape`, zeros after the tokens. The matrix is made in here, where nothing is compiled: it is
-    cached on the device."""
+    """In the layout of `_mixed_shape`, zeros after the tokens. The matrix is made in here, where nothing is compiled:
+    it is cached on the device."""
     batch, tokens, heads, dim = x.shape
     assert x.stride(-1) == 1
     out = _mixed_shape(x, size)
