@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan_core.media.driving import follows
 from wan_core.media.metrics import judge, psnr, ssim, temporal_flicker, unit_range
 from wan_core.media.shapes import parse_caption
 
@@ -26,22 +27,30 @@ Distance = Callable[[Tensor, Tensor], float]
 @dataclass(frozen=True)
 class Comparison:
     """One video compared with the full run's. `flicker`: difference to the full run's. `truth`: whether the video shows
-    its caption; None if the caption is not one of the embedded model's."""
+    its caption; None if the caption is not one of the embedded model's. `look`, `motion`: of a driven video, whether it
+    shows the colour, shape and background of its caption, and follows the driving one; None of others."""
 
     psnr: float
     ssim: float
     perceptual: float
     flicker: float
     truth: bool | None
+    look: bool | None = None
+    motion: bool | None = None
 
 
-def compare(frames: Tensor, full: Tensor, caption: str, perceptual: Distance) -> Comparison:
+def compare(
+    frames: Tensor, full: Tensor, caption: str, perceptual: Distance, driving: Tensor | None = None
+) -> Comparison:
+    """driving: the video [F, H, W, 3] that drove `frames`."""
     return Comparison(
         psnr=min(MOST_PSNR, psnr(frames, full)),
         ssim=ssim(frames, full),
         perceptual=perceptual(frames, full),
         flicker=flicker(frames) - flicker(full),
         truth=truth(frames, caption),
+        look=None if driving is None else shows_look(frames, caption),
+        motion=None if driving is None else follows(frames, driving),
     )
 
 
@@ -58,16 +67,23 @@ def truth(frames: Tensor, caption: str) -> bool | None:
     return judge(frames, scene).all_true
 
 
+def shows_look(frames: Tensor, caption: str) -> bool:
+    """Whether the colour, shape and background are those of the caption."""
+    seen = judge(frames, caption)
+    return seen.background and seen.colour and seen.shape
+
+
 def summary(videos: Sequence[Comparison]) -> dict[str, Any]:
-    """Means over videos, the worst PSNR, and the share of videos that show their caption."""
-    truths = [c.truth for c in videos if c.truth is not None]
+    """Means over videos, the worst PSNR, and the share of videos of which a claim is true."""
+    claims = {name: [getattr(c, name) for c in videos] for name in ("truth", "look", "motion")}
+    known = {name: [float(value) for value in values if value is not None] for name, values in claims.items()}
     return {
         "psnr": round(fmean([c.psnr for c in videos]), 2),
         "psnr_worst": round(min(c.psnr for c in videos), 2),
         "ssim": round(fmean([c.ssim for c in videos]), 4),
         "perceptual": round(fmean([c.perceptual for c in videos]), 4),
         "flicker": round(fmean([c.flicker for c in videos]), 5),
-        **({"truth": round(fmean(map(float, truths)), 4)} if truths else {}),
+        **{name: round(fmean(values), 4) for name, values in known.items() if values},
     }
 
 
