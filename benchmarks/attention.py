@@ -3,7 +3,8 @@
 kernels   time of each backend and of FlexAttention, all heads; `ratio` is over torch's own kernel. Errors are against
           the formula in float32, for some queries of some heads over all keys: on normal numbers (`error`); with keys
           that have a mean (`offset`); with four channels of q and k 12 times larger (`outliers`); with a few keys that
-          every query looks at (`sinks`); and on q, k and v like those of video models (`structured`, a smaller video)
+          every query looks at (`sinks`); on q, k and v like those of video models (`structured`, a smaller video); and
+          on the embedded model's (`embedded`, the mean of some layers and steps)
 tune      our own kernels with every tile that fits the card, in bf16, INT8, and INT8 with FP8 values: the fastest of
           each belongs into `wan_core/ops/kernels/attention_tiles.py`, and stands in the result as `best`.
           `--setting 8bit`: only that kind
@@ -18,12 +19,13 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.attention_rounding import recorded_rows, rounding
+from benchmarks.attention_rounding import own_data, recorded_rows, rounding
 from benchmarks.cases import parse_size
 from benchmarks.measure import make_room, measure, relative_error
 from benchmarks.options import ATTENTION_PARTS, TUNED
@@ -71,7 +73,8 @@ def attention_rows(
 
 def kernel_rows(size: str, data: Data, runs: int) -> Iterator[Row]:
     device, dtype, dim = data[0].device, data[0].dtype, data[0].shape[-1]
-    checked = checked_data(data)
+    checked = {label: [some] for label, some in checked_data(data).items()}
+    checked["embedded"] = [tuple(x.to(dtype) for x in some) for some in own_data(device)]  # type: ignore[misc]
     base = None
     names = [BASE, *(name for name in BACKENDS if name != BASE and not name.startswith("math"))]
     for name in [*names, "flex"]:
@@ -97,13 +100,14 @@ def flex(device: torch.device) -> Attend:
 
 
 @torch.no_grad()
-def timed(attend: Attend, data: Data, checked: dict[str, Data], runs: int) -> Row:
+def timed(attend: Attend, data: Data, checked: dict[str, list[Data]], runs: int) -> Row:
     q, k, v = data
     measured = measure(lambda: lambda: attend(q, k, v), q.device, runs)
     operations = 4 * q.shape[1] * k.shape[1] * q.shape[2] * q.shape[3] * q.shape[0]
     row: Row = {"seconds": measured.median, "tflops": operations / measured.median / 1e12}
-    for label, some in checked.items():
-        row[label] = relative_error(attend(*some).float(), math_reference(*(x.float() for x in some)))
+    for label, several in checked.items():
+        errors = [relative_error(attend(*x).float(), math_reference(*(y.float() for y in x))) for x in several]
+        row[label] = float(f"{mean(errors):.3g}")
     return row
 
 
@@ -128,12 +132,12 @@ def tuned(tile: Tile, kind: Kind, data: Data, runs: int) -> Row:
 
     from wan_core.ops.kernels import triton_8bit, triton_attention
 
-    mean = key_mean(data[1])
-    centre = mean if kind == "int8" else None
+    taken = key_mean(data[1])
+    centre = taken if kind == "int8" else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if kind == "8bit":
-            return triton_8bit.attention(q, k, v, mean, tile)[0]
+            return triton_8bit.attention(q, k, v, taken, tile)[0]
         return triton_attention.attention(q, k, v, centre=centre, tile=tile)[0]
 
     try:

@@ -16,7 +16,8 @@ Legend: B batch, L tokens, H heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import mean
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from benchmarks.cases import parse_size
 from benchmarks.generation import PROMPT
 from benchmarks.measure import make_room, relative_error
+from benchmarks.options import CPU_SIZE
 from benchmarks.rows import Row
 from wan_core.config import LoadOptions, Request
 from wan_core.execution.optimize import set_attention
@@ -88,31 +90,41 @@ def spread(*given: Tensor) -> dict[str, float]:
     return {"channels": round(float(ratio.mean()), 3), "channels_worst": round(float(ratio.max()), 3)}
 
 
-class Recorder(Attention):
-    """`local` with the rounding errors of everything that passes. `found`: (layer, columns)."""
+class Watched(Attention):
+    """`inner`, and every call is shown to `see`: (layer, some queries of some heads with all their keys)."""
 
-    def __init__(self, inner: Attention) -> None:
-        self.inner, self.found = inner, list[tuple[int, dict[str, float]]]()
+    def __init__(self, inner: Attention, see: Callable[[int, Data], None]) -> None:
+        self.inner, self.see = inner, see
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
-        some = q[:1, :: max(1, q.shape[1] // QUERIES), :HEADS], k[:1, :, :HEADS], v[:1, :, :HEADS]
-        self.found.append((call.layer, rounding(some)))
+        self.see(call.layer, (q[:1, :: max(1, q.shape[1] // QUERIES), :HEADS], k[:1, :, :HEADS], v[:1, :, :HEADS]))
         return self.inner(q, k, v, call)
+
+
+def watch(name: str, size: str, device: torch.device, steps: int, see: Callable[[str, int, Data], None]) -> None:
+    """Show q, k and v of every layer in every step of a video of the model called `name` to `see`, with the expert."""
+    width, height, frames = parse_size(size)
+    request = Request(prompt=PROMPT, width=width, height=height, frames=frames, steps=steps)
+    pipe = Pipeline.load(LoadOptions(model=name, device=str(device)), request=request)
+    for expert in ("high", "low"):
+        model = pipe.models.expert(expert)
+        set_attention(model, Watched(model.blocks[0].self_attn.attend, partial(see, expert)))
+    pipe.generate(request)
+
+
+def own_data(device: torch.device) -> list[Data]:
+    """q, k and v of the embedded model, of some layers and steps."""
+    found: list[Data] = []
+    watch("tiny", CPU_SIZE, device, 4, lambda expert, layer, data: found.append(data))
+    return found[::7]
 
 
 def recorded_rows(name: str, size: str, device: torch.device, steps: int | None) -> Iterator[Row]:
     """A row for each expert of the model called `name`."""
-    width, height, frames = parse_size(size)
-    request = Request(prompt=PROMPT, width=width, height=height, frames=frames, steps=steps or 8)
-    pipe = Pipeline.load(LoadOptions(model=name, device=str(device)), request=request)
-    recorders: dict[str, Recorder] = {}
-    for expert in ("high", "low"):
-        model = pipe.models.expert(expert)
-        recorders[expert] = Recorder(model.blocks[0].self_attn.attend)
-        set_attention(model, recorders[expert])
-    pipe.generate(request)
-    for expert, recorder in recorders.items():
-        yield {"name": f"{name}, {expert}", "size": size, **summary(recorder.found)}
+    found: dict[str, list[tuple[int, dict[str, float]]]] = {"high": [], "low": []}
+    watch(name, size, device, steps or 8, lambda expert, layer, data: found[expert].append((layer, rounding(data))))
+    for expert, columns in found.items():
+        yield {"name": f"{name}, {expert}", "size": size, **summary(columns)}
     make_room(device)
 
 

@@ -45,6 +45,8 @@ COLUMNS = {  # of numbers, with how they are printed
     "compile_seconds": ".1f",
     "compilations": "d",
     "error": ".2g",
+    "outliers": ".2g",
+    "embedded": ".2g",
     "weight_error": ".2g",
     "input_error": ".2g",
     "error_worst": ".2g",

@@ -10,7 +10,7 @@ import torch
 
 from tests.ops.test_attention import relative
 from wan_core.ops.attention.fp8 import key_mean
-from wan_core.ops.attention.one_pass import eight_bit_reference, int8_reference, triton_8bit
+from wan_core.ops.attention.one_pass import eight_bit_reference, int8_reference, triton_8bit_lse
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import math_lse
 from wan_core.ops.cards import capability
@@ -59,7 +59,7 @@ def test_8bit(queries, keys, dim, dtype):
         pytest.skip(reason)
     q, k, v = qkv(queries, keys, dim, dtype)
     q[..., :2], k[..., :2] = 8 * q[..., :2], 8 * k[..., :2]
-    found, (expected, lse) = triton_8bit(q, k, v), eight_bit_reference(q, k, v)
+    found, (expected, lse) = triton_8bit_lse(q, k, v), eight_bit_reference(q, k, v)
     assert relative(found[0], expected) < 0.05 and (found[1] - lse).abs().max() < 0.2
     for tile in candidates(capability(CUDA), dim, "8bit"):
         try:

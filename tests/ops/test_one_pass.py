@@ -59,7 +59,7 @@ print("all close")
 """
 EIGHT = """
 import torch
-from wan_core.ops.attention.one_pass import eight_bit_reference, triton_8bit
+from wan_core.ops.attention.one_pass import eight_bit_reference, triton_8bit, triton_8bit_lse
 from wan_core.ops.attention.sdpa import math_lse
 from wan_core.ops.kernels.attention_tiles import Tile
 from wan_core.ops.kernels.triton_8bit import attention
@@ -76,7 +76,8 @@ for L, S, H, D in ((77, 300, 2, 64), (20, 96, 3, 128), (130, 1, 1, 32), (64, 128
     k[..., :2] *= 8
     exact, exact_lse = math_lse(q.float(), k.float(), v.float())
     expected, expected_lse = eight_bit_reference(q, k, v, 64)
-    out, lse = triton_8bit(q, k, v)
+    out, lse = triton_8bit_lse(q, k, v)
+    assert torch.equal(out, triton_8bit(q, k, v))
     assert out.is_contiguous() and out.dtype == q.dtype
     assert relative(out, expected) < 0.05, (L, S, relative(out, expected))
     assert relative(out, exact) < 0.08, (L, S, relative(out, exact))

@@ -29,7 +29,14 @@ def triton_int8(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return triton_attention.attention(q, k, v, centre=key_mean(k))
 
 
-def triton_8bit(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def triton_8bit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from wan_core.ops.kernels import triton_8bit
+
+    refuse_gradients("Triton attention", q, k, v)
+    return triton_8bit.attention(q, k, v, key_mean(k))[0]
+
+
+def triton_8bit_lse(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     from wan_core.ops.kernels import triton_8bit
 
     refuse_gradients("Triton attention", q, k, v)
