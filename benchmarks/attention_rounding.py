@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from statistics import mean
 
 import torch
@@ -120,11 +121,15 @@ def own_data(device: torch.device) -> list[Data]:
 
 
 def recorded_rows(name: str, size: str, device: torch.device, steps: int | None) -> Iterator[Row]:
-    """A row for each expert of the model called `name`."""
-    found: dict[str, list[tuple[int, dict[str, float]]]] = {"high": [], "low": []}
-    watch(name, size, device, steps or 8, lambda expert, layer, data: found[expert].append((layer, rounding(data))))
+    """A row for each expert of the model called `name` that runs in so many steps."""
+    found: dict[str, list[tuple[int, dict[str, float]]]] = {}
+
+    def see(expert: str, layer: int, data: Data) -> None:
+        found.setdefault(expert, []).append((layer, rounding(data)))
+
+    watch(name, size, device, steps or 8, see)
     for expert, columns in found.items():
-        yield {"name": f"{name}, {expert}", "size": size, **summary(columns)}
+        yield {"name": f"{Path(name).name}, {expert}", "size": size, **summary(columns)}
     make_room(device)
 
 
