@@ -30,7 +30,7 @@ HALF = 0.5  # least sparsity of a ramp
 # 12.5 to 50 %.
 KERNEL, CHOICE = 1.075, 0.06
 FORM = "quality, balanced, fast, or sparsity/dense steps/dense layers such as 0.8125/0/0, then options after a colon: "
-WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, even, alone, mean, or a kernel"
+WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, parts4, slope, error, even, alone, mean, or a kernel"
 
 
 def sparsify(
@@ -120,8 +120,9 @@ def _with(options: SparseOptions, word: str, text: str) -> SparseOptions:
         for name in ("mass", "floor", "ramp"):
             if word.startswith(name):
                 return replace(options, **{name: float(word.removeprefix(name))})
-        if word.startswith("reuse"):
-            return replace(options, reuse=int(word.removeprefix("reuse")))
+        for name in ("reuse", "parts"):
+            if word.startswith(name):
+                return replace(options, **{name: int(word.removeprefix(name))})
     except ValueError as fault:
         raise fault if isinstance(fault, OptionError) else _unknown(text) from fault
     if word in SPARSE_SCORES:
@@ -130,6 +131,8 @@ def _with(options: SparseOptions, word: str, text: str) -> SparseOptions:
         return replace(options, kernel=word)
     if word == "even":
         return replace(options, budgets=False)
+    if word == "slope":
+        return replace(options, slope=True)
     if word == "alone":
         return replace(options, pooled=False)
     raise _unknown(text)
@@ -146,6 +149,7 @@ def sparse_words(options: SparseOptions) -> str:
     if options.mass is not None:
         words += [f"mass{options.mass:g}", f"floor{options.floor:g}"]
     words += [f"reuse{options.reuse}"] * (options.reuse > 1) + [options.score] * (options.score != "spread")
+    words += [f"parts{options.parts}"] * (options.parts > 1) + ["slope"] * options.slope
     words += ["even"] * (not options.budgets) + ["alone"] * (not options.pooled)
     words += [options.kernel] * (options.kernel != "auto")
     return ":".join(words)
