@@ -100,8 +100,8 @@ class NativeSparse:
             return None
         if options.slope:
             raise OptionError(
-                "sparse attention with slope does not run in a model that attends frame by frame (Animate-2): leave slope "
-                "out of the sparse options"
+                "sparse attention with slope does not run in a model that attends frame by frame (Animate-2): leave "
+                "slope out of the sparse options"
             )
         tokens = forward.tokens + forward.frame
         kernel = resolve_kernel(

@@ -29,6 +29,9 @@ HALF = 0.5  # least sparsity of a ramp
 # on an H200 at 75,600 tokens (benchmarks/results/sparse-*.json); the error is at most 1 % of a forward for shares from
 # 12.5 to 50 %.
 KERNEL, CHOICE = 1.075, 0.06
+# The same for what is computed of unselected blocks beyond their means: for each further part, for the slope and each
+# part of it, for the choice by error and each part of it. Counted, not measured (docs/sparse.md, "What is lost").
+PART, SLOPE, SLOPE_PART, ERROR, ERROR_PART = 0.02, 0.012, 0.008, 0.006, 0.002
 FORM = "quality, balanced, fast, or sparsity/dense steps/dense layers such as 0.8125/0/0, then options after a colon: "
 WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, parts4, slope, error, even, alone, mean, or a kernel"
 
@@ -76,7 +79,8 @@ def with_costs(plan: Plan, config: DiTConfig, tokens: int) -> Plan:
             )
     sparse_layers = max(0, config.num_layers - plan.sparse.dense_layers) / config.num_layers
     share = attention_share(config, tokens) * sparse_layers
-    return replace(plan, steps=tuple(replace(s, cost=step_cost(s.sparsity, share)) for s in plan.steps))
+    rest = rest_cost(plan.sparse)
+    return replace(plan, steps=tuple(replace(s, cost=step_cost(s.sparsity, share, rest)) for s in plan.steps))
 
 
 def attention_share(config: DiTConfig, tokens: int) -> float:
@@ -88,12 +92,19 @@ def attention_share(config: DiTConfig, tokens: int) -> float:
     return attention / (attention + linears)
 
 
-def step_cost(sparsity: float, share: float) -> float:
+def rest_cost(options: SparseOptions) -> float:
+    """Time for unselected blocks beyond one mean of each, relative to dense attention."""
+    slope = SLOPE + SLOPE_PART * options.parts if options.slope else 0.0
+    error = ERROR + ERROR_PART * options.parts if options.score == "error" else 0.0
+    return PART * (options.parts - 1) + slope + error
+
+
+def step_cost(sparsity: float, share: float, rest: float = 0.0) -> float:
     """Time of a sparse forward relative to a dense one. share: of a dense forward's time, in attention of the layers
-    that may be sparse."""
+    that may be sparse. rest: as `rest_cost`."""
     if sparsity == 0:
         return 1.0
-    return round(1 - share + share * min(1.0, KERNEL * (1 - sparsity) + CHOICE), 4)
+    return round(1 - share + share * min(1.0, KERNEL * (1 - sparsity) + CHOICE + rest), 4)
 
 
 def parse_sparse(text: str) -> SparseOptions:

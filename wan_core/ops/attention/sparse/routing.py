@@ -26,6 +26,7 @@ from wan_core.ops.kernels.block_layout import block_sizes
 from wan_core.ops.kernels.blocked import pool
 
 Score = Literal["mean", "spread", "error"]
+AT_ONCE = 1 << 23  # numbers of queries and parts that are held at once
 SINKS = 1  # blocks that most queries of a head look at, kept for all of them
 
 
@@ -87,22 +88,23 @@ def expected_error(queries: Tensor, known: KeyMeans) -> Tensor:
     """As `scores`: the change of the output where a block is replaced by the means of its parts, for one of its keys.
 
     The part's mass with the variance of its keys, less that of their mean, moves the output by that times the distance
-    of the values: of their mean from the output, and of each from their mean. One head at a time: [B, r, p] numbers."""
+    of the values: of their mean from the output, and of each from their mean. Some heads at a time."""
     assert known.values is not None and known.scatter is not None, "the error needs the values"
     scale, counts, found = queries.shape[-1] ** -0.5, known.sizes.log(), []
-    for head in range(queries.shape[1]):
-        rows, values = queries[:, head], known.values[:, head]
-        plain = scale * (rows @ known.keys[:, head].mT)
-        raised = plain + gain(scale**2 * (rows.square() @ known.variance[:, head].mT), known.sizes)
+    for start in range(0, queries.shape[1], heads := max(1, AT_ONCE // (queries.shape[2] * len(known.sizes)))):
+        some = slice(start, start + heads)
+        rows, values = queries[:, some], known.values[:, some]
+        plain = scale * (rows @ known.keys[:, some].mT)
+        raised = plain + gain(scale**2 * (rows.square() @ known.variance[:, some].mT), known.sizes)
         plain, raised = plain + counts, raised + counts
         total = raised.logsumexp(-1, keepdim=True)
         mass = (raised - total).exp()
         out = mass @ values
-        away = values.square().sum(-1)[:, None] - 2 * (out @ values.mT) + out.square().sum(-1, keepdim=True)
-        away = away.clamp_(min=0) + known.scatter[:, head].sum(-1)[:, None]
+        away = values.square().sum(-1)[..., None, :] - 2 * (out @ values.mT) + out.square().sum(-1, keepdim=True)
+        away = away.clamp_(min=0) + known.scatter[:, some].sum(-1)[..., None, :]
         found.append(block_sums((mass - (plain - total).exp()).square() * away, known.parts))
     tiny = torch.finfo(torch.float32).tiny
-    return 0.5 * torch.stack(found, 1).clamp_(min=tiny).log() - block_sums(known.sizes, known.parts).log()
+    return 0.5 * torch.cat(found, 1).clamp_(min=tiny).log() - block_sums(known.sizes, known.parts).log()
 
 
 def estimate(queries: Tensor, keys: Tensor, variance: Tensor, sizes: Tensor, score: Score) -> Tensor:
