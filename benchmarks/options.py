@@ -125,6 +125,11 @@ SUITES: dict[str, Suite] = {
 ATTENTION_PARTS = ("kernels", "tune")
 EVERYDAY_PARTS = ("on", "other", "off", "cold", "errors")
 NATIVE_PARTS = ("steps", "guided", "templates")
+TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of them
+    "animate2": "video_wan_animate2",
+    "s2v": "video_wan2_2_14B_s2v",
+    "vace": "video_wan_vace_14B_v2v",
+}
 STARTUP_PARTS = ("load", "cold", "ready")
 STREAMING_PARTS = ("cards", "switch", "turns")
 STREAMING_PRECISIONS = ("bf16", "fp8")

@@ -33,6 +33,7 @@ from benchmarks.options import (
     STREAMING_PARTS,
     STREAMING_PRECISIONS,
     SUITES,
+    TEMPLATE_PARTS,
 )
 from benchmarks.parallel import parallel_rows
 from benchmarks.peers import PEERS, peer_versions
@@ -84,7 +85,7 @@ MEASURES: dict[str, Rows] = {
 PARTS = {
     "attention": ATTENTION_PARTS,
     "everyday": EVERYDAY_PARTS,
-    "native": NATIVE_PARTS,
+    "native": (*NATIVE_PARTS, *TEMPLATE_PARTS),
     "parallel": PARALLEL_PARTS,
     "startup": STARTUP_PARTS,
     "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),
