@@ -153,4 +153,4 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
         solver=sampler,
         image=latent is not None and "noise_mask" in latent,
     )
-    return plan if size is None else with_costs(plan, found.config, found.config.tokens(*size))
+    return plan if size is None else with_costs(plan, found.config, size)

@@ -29,6 +29,7 @@ from wan_core.config.skipping import (
     MagCacheOptions,
     SkipOptions,
     SparseOptions,
+    StageOptions,
     TaylorSeerOptions,
 )
 
@@ -53,6 +54,7 @@ __all__ = [
     "Request",
     "SkipOptions",
     "SparseOptions",
+    "StageOptions",
     "TaylorSeerOptions",
     "UserError",
     "check_choice",

@@ -166,6 +166,11 @@ def check_native(options: SkipOptions) -> None:
             "the guidance schedule belongs to the WanCore sampler: with another sampler, disconnect WanCore Guidance "
             "Schedule and end guidance with the sampler's own nodes"
         )
+    if options.stages:
+        raise OptionError(
+            "the resolution schedule belongs to the WanCore sampler: with another sampler, disconnect WanCore "
+            "Resolution Schedule"
+        )
     if options.magcache is not None and options.magcache.rule != "joint":
         raise OptionError(
             "the rule 'published' counts forwards of the WanCore sampler: choose 'joint' for another sampler"
