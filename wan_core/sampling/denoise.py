@@ -234,11 +234,8 @@ class Guided:
     def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
         """float32 [B, C, T, Y, X], and how many forwards ran; guidance arithmetic in float32, because it amplifies a
         difference."""
-        size = self.resolution.smaller(step, x, self.model.config.patch_size[1:])
-        seen, conditioning = x, self.conditioning
-        if size is not None:
-            conditioning = size.conditioning
-            seen = hold_known(size.sample(x, step.sigma), conditioning)
+        size, conditioning = self.resolution.of(step, x, self.model.config.patch_size[1:])
+        seen = x if size is None else hold_known(size.sample(x, step.sigma), conditioning)
         inputs, time = model_inputs(seen, timestep, conditioning)
         skipped = step.skipped
         if self.adaptive is not None and not self.adaptive.decide(step):

@@ -30,12 +30,17 @@ from wan_core.sampling.stages import smaller
 
 @dataclass(frozen=True)
 class SmallerSize:
-    """Between latents of a video and those of a smaller size. rows [y, Y], columns [x, X]: orthonormal rows, float32.
-    conditioning: of the run, at the smaller size."""
+    """Between latents of a video and those of a smaller one. rows [y, Y], columns [x, X]: float32, orthonormal rows."""
 
     rows: Tensor
     columns: Tensor
-    conditioning: Conditioning
+
+    @classmethod
+    def of(cls, size: tuple[int, int], scale: float, patch: tuple[int, int], device: torch.device) -> SmallerSize:
+        """size: rows and columns of the video's latents."""
+        small = smaller(size, scale, patch)
+        rows, columns = (mean_over_areas(few, many).to(device) for few, many in zip(small, size, strict=True))
+        return cls(rows, columns)
 
     @property
     def ratio(self) -> float:
@@ -74,18 +79,13 @@ class Resolution:
         self.conditioning = conditioning
         self.varies = bool(plan.stages)
         self.video = video
-        self.sizes: dict[float, SmallerSize] = {}
+        self.sizes: dict[float, tuple[SmallerSize | None, Conditioning]] = {1.0: (None, conditioning)}
 
-    def smaller(self, step: Step, x: Tensor, patch: tuple[int, int]) -> SmallerSize | None:
-        """The size of `step` in a run whose latents are `x`; None: theirs."""
-        if step.scale == 1:
-            return None
+    def of(self, step: Step, x: Tensor, patch: tuple[int, int]) -> tuple[SmallerSize | None, Conditioning]:
+        """The size of `step` in a run whose latents are `x`, None for theirs, and the conditioning at that size."""
         if step.scale not in self.sizes:
-            Y, X = x.shape[3:]
-            y, x_small = smaller((Y, X), step.scale, patch)
-            rows, columns = mean_over_areas(y, Y).to(x.device), mean_over_areas(x_small, X).to(x.device)
-            size = SmallerSize(rows, columns, self.conditioning)
-            self.sizes[step.scale] = replace(size, conditioning=smaller_conditioning(self.conditioning, size))
+            size = SmallerSize.of((x.shape[3], x.shape[4]), step.scale, patch, x.device)
+            self.sizes[step.scale] = size, smaller_conditioning(self.conditioning, size)
         return self.sizes[step.scale]
 
     def whole(self, x: Tensor, sample: Tensor, velocity: Tensor, step: Step, size: SmallerSize | None) -> Tensor:

@@ -40,11 +40,7 @@ def with_stages(plan: Plan, stages: Sequence[StageOptions]) -> Plan:
     if not stages:
         return plan
     asked = scales(plan.steps, stages)
-    if asked[-1] != 1:
-        raise OptionError(
-            f"the last step, at sigma {plan.steps[-1].sigma:.4g}, would run at {asked[-1]:g} of the size, and details "
-            "come from full size: let the stage end at a higher sigma"
-        )
+    check_end(plan.steps[-1].sigma, stages)
     steps = tuple(at_scale(step, scale, plan.boundary) for step, scale in zip(plan.steps, asked, strict=True))
     words = [size_words(run) for run in runs(steps) if run[0].scale != 1]
     note = f"resolution schedule: {', '.join(words)}" if words else "resolution schedule: no step has a smaller size"
@@ -55,9 +51,23 @@ def scales(steps: Sequence[Step], stages: Sequence[StageOptions]) -> list[float]
     """The scale that `stages` ask for in every step; a correction has that of the step that it corrects."""
     found: list[float] = []
     for step in steps:
-        inside = (stage.scale for stage in stages if stage.low <= step.sigma <= stage.high)
-        found.append(found[-1] if step.correction else next(inside, 1.0))
+        found.append(found[-1] if step.correction else scale_at(step.sigma, stages))
     return found
+
+
+def scale_at(sigma: float, stages: Sequence[StageOptions]) -> float:
+    """Of a step that begins at `sigma`."""
+    return next((stage.scale for stage in stages if stage.low <= sigma <= stage.high), 1.0)
+
+
+def check_end(sigma: float, stages: Sequence[StageOptions]) -> None:
+    """Raise OptionError where the last step of a run, which begins at `sigma`, has a smaller size."""
+    scale = scale_at(sigma, stages)
+    if scale != 1:
+        raise OptionError(
+            f"the last step, at sigma {sigma:.4g}, would run at {scale:g} of the size, and details come from full "
+            "size: let the stage end at a higher sigma"
+        )
 
 
 def at_scale(step: Step, scale: float, boundary: float) -> Step:

@@ -166,11 +166,6 @@ def check_native(options: SkipOptions) -> None:
             "the guidance schedule belongs to the WanCore sampler: with another sampler, disconnect WanCore Guidance "
             "Schedule and end guidance with the sampler's own nodes"
         )
-    if options.stages:
-        raise OptionError(
-            "the resolution schedule belongs to the WanCore sampler: with another sampler, disconnect WanCore "
-            "Resolution Schedule"
-        )
     if options.magcache is not None and options.magcache.rule != "joint":
         raise OptionError(
             "the rule 'published' counts forwards of the WanCore sampler: choose 'joint' for another sampler"
@@ -193,5 +188,6 @@ def joined(plans: Sequence[Plan]) -> Plan:
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
         adaptive=next((plan.adaptive for plan in plans if plan.adaptive is not None), None),
         sparse=next((plan.sparse for plan in plans if plan.sparse is not None), None),
+        stages=next((plan.stages for plan in plans if plan.stages), ()),
         keeps=(),
     )
