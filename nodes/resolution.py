@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from wan_core.config import SkipOptions, StageOptions
+from wan_core.config import STAGE_POSITIONS, SkipOptions, StageOptions
 
-from .schema import newer
+from .schema import ADVANCED, newer
 from .skipping import joined, skipping_input, skipping_output
 
 
@@ -50,12 +50,24 @@ class WanCoreResolutionSchedule(io.ComfyNode):
                     round=0.0001,
                     tooltip="Steps above this sigma (share of noise) run at full size: the layout comes from them.",
                 ),
+                io.Combo.Input(
+                    "positions",
+                    **ADVANCED,
+                    options=list(STAGE_POSITIONS),
+                    default="video",
+                    optional=True,
+                    tooltip="Rotary positions of rows and columns in smaller steps. video: those of the video, further "
+                    "apart. own: counted from 0, as in a video of that size.",
+                ),
                 skipping_input(),
             ],
             outputs=[skipping_output()],
         )
 
     @classmethod
-    def execute(cls, scale: float, low: float, high: float, skipping: SkipOptions | None = None) -> io.NodeOutput:
+    def execute(
+        cls, scale: float, low: float, high: float, positions: str = "video", skipping: SkipOptions | None = None
+    ) -> io.NodeOutput:
         before = () if skipping is None else skipping.stages
-        return joined(skipping, stages=(*before, StageOptions(scale=scale, low=low, high=high)))
+        stage = StageOptions(scale=scale, low=low, high=high, positions=positions)
+        return joined(skipping, stages=(*before, stage))

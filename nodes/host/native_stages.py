@@ -20,7 +20,7 @@ from wan_core.config import OptionError, StageOptions
 from wan_core.sampling.native.run import RUN
 from wan_core.sampling.resolution import SmallerSize
 from wan_core.sampling.schedules import shifted
-from wan_core.sampling.stages import check_end, scale_at, stage_words
+from wan_core.sampling.stages import check_end, stage_at, stage_words
 
 from .native_kept import eager
 from .native_model import describe
@@ -83,16 +83,17 @@ class StagedRun:
         if self.sigma[0] is not options["sigmas"]:  # read from the device once for each evaluation
             self.sigma = options["sigmas"], float(options["sigmas"][0])
         sigma = self.sigma[1]
-        keys, scale = keys_of(x, options), scale_at(sigma, self.stages)
+        keys, stage = keys_of(x, options), stage_at(sigma, self.stages)
         self.forwards += len(keys)
-        if scale == 1:
+        if stage is None:
             video = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
         else:
             self.small += len(keys)
-            size = self.size(scale, x, executor.class_obj.diffusion_model.patch_size[1:])
-            sample, told = size.sample(x.float(), sigma), self.told(sigma, scale)
+            size = self.size(stage.scale, x, executor.class_obj.diffusion_model.patch_size[1:])
+            sample, told = size.sample(x.float(), sigma), self.told(sigma, stage.scale)
             concat = None if c_concat is None else (size.down(c_concat.float()) / size.ratio).to(c_concat)
-            options = {**options, "rope_options": rope_options(size)}
+            if stage.positions == "video":
+                options = {**options, "rope_options": rope_options(size)}
             inputs = sample.to(x), torch.full_like(t, told), concat, c_crossattn, control, options
             predicted = executor(*inputs, **kwargs).float()
             velocity, before = (sample - predicted) / told, [self.videos.get(key) for key in keys]

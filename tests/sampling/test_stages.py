@@ -90,6 +90,12 @@ def test_the_cost_of_a_smaller_step_is_that_of_its_tokens():
     assert step.cost == pytest.approx(share * tokens**2 + (1 - share) * tokens, abs=1e-4)
 
 
+def test_a_smaller_step_reads_as_many_keys_as_one_at_full_size():
+    """12.5 % of the keys are half of those at half the size, and all of them where there are so few."""
+    plan = staged(parse_stages("0.5/0.8-0.97,0.25/0.6-0.75"), skip=parse_setting("sparse:0.875/0:ramp0"), shift=5.0)
+    assert {(step.scale, step.sparsity) for step in plan.steps} == {(1.0, 0.875), (0.5, 0.5), (0.25, 0.0)}
+
+
 @settings(max_examples=40)
 @given(stages=stage_options(), steps=st.integers(10, 40), cut=st.integers(0, 9))
 def test_nothing_is_reused_at_another_size(stages, steps, cut):
@@ -125,8 +131,9 @@ def test_what_cannot_be_is_refused(make, words):
 
 
 def test_options_travel_and_are_said():
-    options = parse_setting("stages:0.75/0.7-0.9,0.5/0.9-0.98+every:2")
+    options = parse_setting("stages:0.75/0.7-0.9:own,0.5/0.9-0.98+every:2")
     assert [stage.scale for stage in options.stages] == [0.5, 0.75], "by falling sigma"
+    assert [stage.positions for stage in options.stages] == ["video", "own"]
     assert parse_stages(stage_words(options.stages)) == options.stages and "stages 0.5/" in skip_words(options)
     request = Request(prompt="a", skip=options)
     assert request_from(json.loads(json.dumps(asdict(request)))) == request
@@ -236,8 +243,9 @@ def test_two_runs_in_a_row_are_one_run_bit_for_bit(solver, steps, data):
     assert torch.equal(second, whole)
 
 
+@pytest.mark.parametrize("positions", ["video", "own"])
 @pytest.mark.parametrize("known", ["none", "concat", "known"])
-def test_the_model_sees_the_size_of_the_step_and_known_frames_too(known):
+def test_the_model_sees_the_size_of_the_step_and_known_frames_too(known, positions):
     """Image channels and known frames are those of the smaller size; known frames come out as they went in."""
     picture = draw_noise(4, (1, 20, 3, 8, 12))
     conditioning = {
@@ -246,14 +254,15 @@ def test_the_model_sees_the_size_of_the_step_and_known_frames_too(known):
         "known": replace(TEXT, known=picture[:, :16, :1]),
     }[known]
     model = small_dit(in_channels=36 if known == "concat" else 16)
-    plan, given_inputs = staged(), []
+    plan, given_inputs = staged((replace(STAGES[0], positions=positions),)), []
     hook = model.register_forward_pre_hook(lambda _, args: given_inputs.append((args[0].clone(), args[3].spacing)))
     made = run(plan, conditioning, NOISE, lambda _: model)
     hook.remove()
     forwards = [step for step in plan.steps for _ in step.branches]
     for step, (inputs, spacing) in zip(forwards, given_inputs, strict=True):
         size = (8, 12) if step.scale == 1 else (4, 6)
-        assert tuple(inputs.shape[3:]) == size and spacing == (8 / size[0], 12 / size[1])
+        assert tuple(inputs.shape[3:]) == size
+        assert spacing == ((1, 1) if positions == "own" else (8 / size[0], 12 / size[1]))
         if step.scale == 0.5 and known != "none":
             wanted = torch.nn.functional.avg_pool2d(picture[0], 2)[None]
             found = inputs[:, 16:] if known == "concat" else inputs[:, :, :1]

@@ -117,6 +117,9 @@ class SparseOptions:
             check_range("attention mass", self.mass, 0.01, 1, "0.9 is usual")
 
 
+STAGE_POSITIONS = ("video", "own")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageOptions:
     """Steps whose sigma is from `low` to `high` run at `scale` times the width and height. Raises OptionError."""
@@ -124,8 +127,10 @@ class StageOptions:
     scale: float
     low: float
     high: float = 1.0
+    positions: str = "video"  # rotary positions of rows and columns: the video's, or the smaller size's "own", from 0
 
     def __post_init__(self) -> None:
+        check_choice("positions of a stage", self.positions, STAGE_POSITIONS)
         check_range("scale of a stage", self.scale, 0.25, 1, "0.5 has a quarter of the tokens, 1 all of them")
         if not 0 < self.low < self.high <= 1:
             raise OptionError(

@@ -240,7 +240,7 @@ class Guided:
         skipped = step.skipped
         if self.adaptive is not None and not self.adaptive.decide(step):
             skipped = ()
-        spacing = (1.0, 1.0) if size is None else size.spacing
+        spacing = (1.0, 1.0) if size is None or step.own_positions else size.spacing
         found = self.branches(inputs, time, step, skipped, spacing)
         velocity = self.resolution.whole(x, seen, self.guide(found, step), step, size)
         if self.adaptive is not None and not skipped:  # last: a step in which memory runs out is noted once

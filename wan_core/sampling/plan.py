@@ -62,6 +62,12 @@ class Step:
     correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
     nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
     scale: float = 1.0  # of the video's width and height at which the model runs
+    own_positions: bool = False  # at a smaller scale: rotary positions are not spaced as the video's
+
+    @property
+    def size(self) -> tuple[float, bool]:
+        """Steps of one size can use what is kept of each other's forwards."""
+        return self.scale, self.own_positions
 
     @property
     def finishes(self) -> bool:
@@ -74,11 +80,12 @@ class Step:
         return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings; `texts`, `correction`, `nag` and `scale` only where they are used."""
+        """Plain numbers and strings; what few plans use (texts, marks, sizes) only where it is used."""
         texts = {"texts": list(self.texts)} if any(self.texts) else {}
-        used: dict[str, Any] = {name: True for name in ("correction", "nag") if getattr(self, name)}
+        marks = ("correction", "nag", "own_positions")
+        used: dict[str, Any] = {name: True for name in marks if getattr(self, name)}
         used |= {} if self.scale == 1 else {"scale": self.scale}
-        rare = ("texts", "correction", "nag", "scale")
+        rare = ("texts", "scale", *marks)
         fields = {name: value for name, value in asdict(self).items() if name not in rare}
         return {**fields, "branches": list(self.branches), "skipped": list(self.skipped), **texts, **used}
 

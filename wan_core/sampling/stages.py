@@ -24,7 +24,7 @@ from wan_core.config import OptionError, StageOptions
 from wan_core.sampling.plan import Plan, Step
 from wan_core.sampling.schedules import shifted
 
-FORM = "scale/low sigma-high sigma such as 0.5/0.9-0.98, several joined by commas"
+FORM = "scale/low sigma-high sigma such as 0.5/0.9-0.98 or 0.5/0.9-0.98:own, several joined by commas"
 
 
 def smaller(size: tuple[int, int], scale: float, patch: tuple[int, int]) -> tuple[int, int]:
@@ -39,48 +39,44 @@ def with_stages(plan: Plan, stages: Sequence[StageOptions]) -> Plan:
     """`plan` with the size of every step, and the timesteps of those that are smaller. Raises OptionError."""
     if not stages:
         return plan
-    asked = scales(plan.steps, stages)
     check_end(plan.steps[-1].sigma, stages)
-    steps = tuple(at_scale(step, scale, plan.boundary) for step, scale in zip(plan.steps, asked, strict=True))
+    steps: list[Step] = []
+    stage: StageOptions | None = None
+    for step in plan.steps:
+        if not step.correction:  # which has the size of the step that it corrects
+            stage = stage_at(step.sigma, stages)
+        steps.append(step if stage is None else at_stage(step, stage, plan.boundary))
     words = [size_words(run) for run in runs(steps) if run[0].scale != 1]
     note = f"resolution schedule: {', '.join(words)}" if words else "resolution schedule: no step has a smaller size"
-    return replace(plan, steps=steps, notes=(*plan.notes, note), stages=tuple(stages))
+    return replace(plan, steps=tuple(steps), notes=(*plan.notes, note), stages=tuple(stages))
 
 
-def scales(steps: Sequence[Step], stages: Sequence[StageOptions]) -> list[float]:
-    """The scale that `stages` ask for in every step; a correction has that of the step that it corrects."""
-    found: list[float] = []
-    for step in steps:
-        found.append(found[-1] if step.correction else scale_at(step.sigma, stages))
-    return found
-
-
-def scale_at(sigma: float, stages: Sequence[StageOptions]) -> float:
-    """Of a step that begins at `sigma`."""
-    return next((stage.scale for stage in stages if stage.low <= sigma <= stage.high), 1.0)
+def stage_at(sigma: float, stages: Sequence[StageOptions]) -> StageOptions | None:
+    """The stage of a step that begins at `sigma`; None: it has the size of the video."""
+    return next((stage for stage in stages if stage.low <= sigma <= stage.high and stage.scale != 1), None)
 
 
 def check_end(sigma: float, stages: Sequence[StageOptions]) -> None:
     """Raise OptionError where the last step of a run, which begins at `sigma`, has a smaller size."""
-    scale = scale_at(sigma, stages)
-    if scale != 1:
+    stage = stage_at(sigma, stages)
+    if stage is not None:
         raise OptionError(
-            f"the last step, at sigma {sigma:.4g}, would run at {scale:g} of the size, and details come from full "
-            "size: let the stage end at a higher sigma"
+            f"the last step, at sigma {sigma:.4g}, would run at {stage.scale:g} of the size, and details come from "
+            "full size: let the stage end at a higher sigma"
         )
 
 
-def at_scale(step: Step, scale: float, boundary: float) -> Step:
+def at_stage(step: Step, stage: StageOptions, boundary: float) -> Step:
     """`step` at a part of the width and height."""
-    if scale == 1:
-        return step
-    timestep = 1000 * shifted(step.timestep / 1000, scale)
-    return replace(step, scale=scale, timestep=max(timestep, boundary * 1000) if step.expert == "high" else timestep)
+    timestep = 1000 * shifted(step.timestep / 1000, stage.scale)
+    if step.expert == "high":
+        timestep = max(timestep, boundary * 1000)
+    return replace(step, scale=stage.scale, own_positions=stage.positions == "own", timestep=timestep)
 
 
 def runs(steps: Sequence[Step]) -> list[list[Step]]:
     """Steps of one size that follow each other."""
-    return [list(run) for _, run in groupby(steps, lambda step: step.scale)]
+    return [list(run) for _, run in groupby(steps, lambda step: step.size)]
 
 
 def size_words(run: Sequence[Step]) -> str:
@@ -91,13 +87,15 @@ def size_words(run: Sequence[Step]) -> str:
 
 
 def parse_stages(text: str) -> tuple[StageOptions, ...]:
-    """`0.5/0.9-0.98`, or several joined by commas. Raises OptionError."""
+    """`0.5/0.9-0.98`, `0.5/0.9-0.98:own`, or several joined by commas. Raises OptionError."""
     found: list[StageOptions] = []
     for part in text.split(","):
-        scale, _, sigmas = part.partition("/")
+        numbers, _, positions = part.partition(":")
+        scale, _, sigmas = numbers.partition("/")
         low, _, high = sigmas.partition("-")
         try:
-            found.append(StageOptions(scale=float(scale), low=float(low), high=float(high)))
+            given = {"scale": float(scale), "low": float(low), "high": float(high)}
+            found.append(StageOptions(**given, positions=positions or "video"))
         except ValueError as fault:
             if isinstance(fault, OptionError):
                 raise
@@ -107,4 +105,6 @@ def parse_stages(text: str) -> tuple[StageOptions, ...]:
 
 def stage_words(stages: Sequence[StageOptions]) -> str:
     """The stages in the form that `parse_stages` reads."""
-    return ",".join(f"{stage.scale:g}/{stage.low:g}-{stage.high:g}" for stage in stages)
+    return ",".join(
+        f"{stage.scale:g}/{stage.low:g}-{stage.high:g}" + ":own" * (stage.positions == "own") for stage in stages
+    )

@@ -45,7 +45,7 @@ def sparsify(
     if options is None or options.sparsity == 0:
         return plan
     sparsities = step_sparsities(options, len(plan.steps))
-    steps = tuple(replace(step, sparsity=sparsities[step.index]) for step in plan.steps)
+    steps = tuple(replace(step, sparsity=at_scale(sparsities[step.index], step.scale)) for step in plan.steps)
     dense = sparsities.count(0.0)
     calibrated = tuple((expert, keeps[expert]) for expert in plan.experts if keeps and expert in keeps)
     note = f"sparse attention: {sparse_words(options)}, from step {dense} on" if dense < len(steps) else ""
@@ -60,6 +60,11 @@ def step_sparsities(options: SparseOptions, steps: int) -> tuple[float, ...]:
     dense, ramp = (math.ceil(share * steps - 1e-9) for share in (options.dense_steps, options.ramp))
     early = max(min(HALF, options.sparsity), 2 * options.sparsity - 1)
     return tuple(0.0 if i < dense else early if i < ramp else options.sparsity for i in range(steps))
+
+
+def at_scale(sparsity: float, scale: float) -> float:
+    """At a part of the width and height: a query reads as many blocks as at full size, or all that there are."""
+    return sparsity if scale == 1 else max(0.0, round(1 - (1 - sparsity) / scale**2, 6))
 
 
 def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> Plan:
