@@ -59,6 +59,16 @@ class WanCoreResolutionSchedule(io.ComfyNode):
                     tooltip="Rotary positions of rows and columns in smaller steps. video: those of the video, further "
                     "apart. own: counted from 0, as in a video of that size.",
                 ),
+                io.Int.Input(
+                    "every",
+                    **ADVANCED,
+                    default=3,
+                    min=0,
+                    max=50,
+                    optional=True,
+                    tooltip="Every n-th of these steps runs at full size all the same, which brings the details up to "
+                    "date. 0: none.",
+                ),
                 skipping_input(),
             ],
             outputs=[skipping_output()],
@@ -66,8 +76,14 @@ class WanCoreResolutionSchedule(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, scale: float, low: float, high: float, positions: str = "video", skipping: SkipOptions | None = None
+        cls,
+        scale: float,
+        low: float,
+        high: float,
+        positions: str = "video",
+        every: int = 0,
+        skipping: SkipOptions | None = None,
     ) -> io.NodeOutput:
         before = () if skipping is None else skipping.stages
-        stage = StageOptions(scale=scale, low=low, high=high, positions=positions)
+        stage = StageOptions(scale=scale, low=low, high=high, positions=positions, every=every)
         return joined(skipping, stages=(*before, stage))

@@ -42,9 +42,10 @@ class Stages:
         guider = executor.class_obj
         hooks = guider.model_options["transformer_options"]
         report = hooks[RUN].notes.append if RUN in hooks else self.report  # one text for all that a node does
+        begins = sigmas[:-1].tolist()
         if float(sigmas[-1]) == 0:
-            check_end(float(sigmas[-2]), self.stages)
-        run = StagedRun(self.stages, describe(guider.model_patcher).boundary)
+            check_end(begins, self.stages)
+        run = StagedRun(self.stages, begins, describe(guider.model_patcher).boundary)
         add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, run, guider.model_options, is_model_options=True)
         try:
             return executor(noise, latent_image, sampler, sigmas, *rest, **named)
@@ -58,8 +59,9 @@ class StagedRun:
     """One sampling run. Every condition has its own last prediction: its entry in `cond_or_uncond`, its uuid, its
     context window and the size of its latents."""
 
-    def __init__(self, stages: Sequence[StageOptions], boundary: float) -> None:
-        self.stages, self.boundary = stages, boundary
+    def __init__(self, stages: Sequence[StageOptions], sigmas: Sequence[float], boundary: float) -> None:
+        """sigmas: where the sampler's steps begin."""
+        self.stages, self.sigmas, self.boundary = stages, sigmas, boundary
         self.videos: dict[tuple[Any, ...], Tensor] = {}
         self.sizes: dict[tuple[Any, ...], SmallerSize] = {}
         self.sigma: tuple[Tensor | None, float] = (None, 0.0)
@@ -83,7 +85,7 @@ class StagedRun:
         if self.sigma[0] is not options["sigmas"]:  # read from the device once for each evaluation
             self.sigma = options["sigmas"], float(options["sigmas"][0])
         sigma = self.sigma[1]
-        keys, stage = keys_of(x, options), stage_at(sigma, self.stages)
+        keys, stage = keys_of(x, options), stage_at(sigma, self.stages, self.sigmas)
         self.forwards += len(keys)
         if stage is None:
             video = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)

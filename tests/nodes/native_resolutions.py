@@ -88,6 +88,9 @@ def check_together(it: World) -> None:
     stages = importlib.import_module("pack.nodes.host.native_stages")
     model, made, real = world.tiny("WAN21_T2V"), [], stages.StagedRun
     stages.StagedRun = lambda *given: made.append(real(*given)) or made[-1]
+    for asked, ran in ((HALF, 8), (f"{HALF}:every2", 4), (f"{HALF}:own", 8)):
+        sample(staged(it, model, asked), EULER)
+        assert made[-1].small == ran, (asked, made[-1].small)
     sparse = {"sparse": SparseOptions(sparsity=0.5, reuse=2, kernel="math"), "attention": "math"}
     for policy in (*policies().values(), sparse):
         fast = staged(it, model, **policy)

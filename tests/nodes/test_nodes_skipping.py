@@ -48,7 +48,9 @@ def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
     graph = small(skipping=["stages", 0])
     graph["cache"] = node("WanCoreMagCache", **MAG)
     graph["guidance"] = node("WanCoreGuidanceSchedule", low=0.0, high=1.0, every=2, skipping=["cache", 0])
-    graph["stages"] = node("WanCoreResolutionSchedule", scale=0.5, low=0.9, high=0.97, skipping=["guidance", 0])
+    graph["stages"] = node(
+        "WanCoreResolutionSchedule", scale=0.5, low=0.9, high=0.97, every=0, skipping=["guidance", 0]
+    )
     graph["plan"] = node(
         "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=1.0, skipping=["stages", 0]
     )

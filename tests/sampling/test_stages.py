@@ -47,8 +47,10 @@ def stage_options(draw):
     """One to three stages that do not overlap and leave the last steps alone."""
     edges = sorted(draw(st.lists(st.floats(0.4, 1), min_size=2, max_size=6, unique=True)))
     pairs = list(zip(edges[::2], edges[1::2], strict=False))
+    every = draw(st.sampled_from([0, 0, 2, 3]))
     scales = draw(st.lists(st.sampled_from([0.25, 0.5, 2 / 3, 0.75, 1.0]), min_size=len(pairs), max_size=len(pairs)))
-    return tuple(StageOptions(scale=s, low=low, high=high) for s, (low, high) in zip(scales, pairs, strict=True))
+    made = zip(scales, pairs, strict=True)
+    return tuple(StageOptions(scale=s, low=low, high=high, every=every) for s, (low, high) in made)
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan
@@ -68,8 +70,14 @@ def test_a_plan_says_every_size(stages, steps, solver, data):
     )
     latents = (data.draw(st.integers(1, 21)), 2 * data.draw(st.integers(2, 45)), 2 * data.draw(st.integers(2, 80)))
     costed = with_costs(plan, A14B, latents)
+    inside = [0] * len(stages)
     for before, step in zip(plain.steps, costed.steps, strict=True):
-        wanted = next((s.scale for s in stages if s.low <= before.sigma <= s.high), 1.0)
+        number = next((n for n, s in enumerate(stages) if s.low <= before.sigma <= s.high), None)
+        wanted = 1.0
+        if number is not None and not step.correction:
+            inside[number] += 1
+            every = stages[number].every
+            wanted = 1.0 if every and inside[number] % every == 0 else stages[number].scale
         assert step.scale == (costed.steps[step.index - 1].scale if step.correction else wanted)
         assert (step.sigma, step.sigma_next, step.expert) == (before.sigma, before.sigma_next, before.expert)
         assert (step.timestep, step.cost) == (before.timestep, 1) if step.scale == 1 else step.cost <= 1
@@ -116,6 +124,10 @@ def test_nothing_is_reused_at_another_size(stages, steps, cut):
     ("make", "words"),
     [
         (lambda: parse_stages("0.5"), "stages '0.5' given; write scale/low sigma-high sigma"),
+        (lambda: parse_stages("0.5/0.9-0.98:every"), "write scale/low"),
+        (lambda: parse_stages("0.5/0.9-0.98:every2:every3"), "write scale/low"),
+        (lambda: parse_stages("0.5/0.9-0.98:every1"), "every 1 given for a stage"),
+        (lambda: parse_stages("0.5/0.9-0.98:other"), "positions of a stage 'other'"),
         (lambda: parse_stages("0.1/0.9-0.98"), "scale of a stage 0.1 given"),
         (lambda: parse_stages("0.5/0.98-0.9"), "stage from sigma 0.98 to 0.9 given"),
         (lambda: parse_stages("0.5/0-0.9"), "stage from sigma 0 to 0.9 given"),
@@ -131,9 +143,10 @@ def test_what_cannot_be_is_refused(make, words):
 
 
 def test_options_travel_and_are_said():
-    options = parse_setting("stages:0.75/0.7-0.9:own,0.5/0.9-0.98+every:2")
+    options = parse_setting("stages:0.75/0.7-0.9:every3:own,0.5/0.9-0.98+every:2")
     assert [stage.scale for stage in options.stages] == [0.5, 0.75], "by falling sigma"
     assert [stage.positions for stage in options.stages] == ["video", "own"]
+    assert [stage.every for stage in options.stages] == [0, 3]
     assert parse_stages(stage_words(options.stages)) == options.stages and "stages 0.5/" in skip_words(options)
     request = Request(prompt="a", skip=options)
     assert request_from(json.loads(json.dumps(asdict(request)))) == request

@@ -128,8 +128,13 @@ class StageOptions:
     low: float
     high: float = 1.0
     positions: str = "video"  # rotary positions of rows and columns: the video's, or the smaller size's "own", from 0
+    every: int = 0  # every n-th step of the stage runs at full size, which brings its details up to date; 0: none
 
     def __post_init__(self) -> None:
+        if self.every == 1 or not 0 <= self.every <= 50:
+            raise OptionError(
+                f"every {self.every} given for a stage; allowed are 0 (no step of it at full size) and 2 to 50"
+            )
         check_choice("positions of a stage", self.positions, STAGE_POSITIONS)
         check_range("scale of a stage", self.scale, 0.25, 1, "0.5 has a quarter of the tokens, 1 all of them")
         if not 0 < self.low < self.high <= 1:

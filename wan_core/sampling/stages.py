@@ -24,7 +24,8 @@ from wan_core.config import OptionError, StageOptions
 from wan_core.sampling.plan import Plan, Step
 from wan_core.sampling.schedules import shifted
 
-FORM = "scale/low sigma-high sigma such as 0.5/0.9-0.98 or 0.5/0.9-0.98:own, several joined by commas"
+FORM = "scale/low sigma-high sigma such as 0.5/0.9-0.98, then :every3 or :own, several joined by commas"
+CLOSE = 1e-6  # sigmas of other samplers pass through their own arithmetic
 
 
 def smaller(size: tuple[int, int], scale: float, patch: tuple[int, int]) -> tuple[int, int]:
@@ -39,30 +40,35 @@ def with_stages(plan: Plan, stages: Sequence[StageOptions]) -> Plan:
     """`plan` with the size of every step, and the timesteps of those that are smaller. Raises OptionError."""
     if not stages:
         return plan
-    check_end(plan.steps[-1].sigma, stages)
+    sigmas = [step.sigma for step in plan.steps if not step.correction]
+    check_end(sigmas, stages)
     steps: list[Step] = []
     stage: StageOptions | None = None
     for step in plan.steps:
         if not step.correction:  # which has the size of the step that it corrects
-            stage = stage_at(step.sigma, stages)
+            stage = stage_at(step.sigma, stages, sigmas)
         steps.append(step if stage is None else at_stage(step, stage, plan.boundary))
     words = [size_words(run) for run in runs(steps) if run[0].scale != 1]
     note = f"resolution schedule: {', '.join(words)}" if words else "resolution schedule: no step has a smaller size"
     return replace(plan, steps=tuple(steps), notes=(*plan.notes, note), stages=tuple(stages))
 
 
-def stage_at(sigma: float, stages: Sequence[StageOptions]) -> StageOptions | None:
-    """The stage of a step that begins at `sigma`; None: it has the size of the video."""
-    return next((stage for stage in stages if stage.low <= sigma <= stage.high and stage.scale != 1), None)
+def stage_at(sigma: float, stages: Sequence[StageOptions], sigmas: Sequence[float]) -> StageOptions | None:
+    """The stage of the step that is at `sigma`; None: it has the size of the video. sigmas: where steps begin."""
+    stage = next((stage for stage in stages if stage.low <= sigma <= stage.high and stage.scale != 1), None)
+    if stage is None or not stage.every:
+        return stage
+    number = sum(sigma - CLOSE <= begin <= stage.high for begin in sigmas)  # of the step within the stage, from 1
+    return None if number % stage.every == 0 else stage
 
 
-def check_end(sigma: float, stages: Sequence[StageOptions]) -> None:
-    """Raise OptionError where the last step of a run, which begins at `sigma`, has a smaller size."""
-    stage = stage_at(sigma, stages)
+def check_end(sigmas: Sequence[float], stages: Sequence[StageOptions]) -> None:
+    """Raise OptionError where the last step of a run has a smaller size. sigmas: where steps begin."""
+    stage = stage_at(sigmas[-1], stages, sigmas)
     if stage is not None:
         raise OptionError(
-            f"the last step, at sigma {sigma:.4g}, would run at {stage.scale:g} of the size, and details come from "
-            "full size: let the stage end at a higher sigma"
+            f"the last step, at sigma {sigmas[-1]:.4g}, would run at {stage.scale:g} of the size, and details come "
+            "from full size: let the stage end at a higher sigma"
         )
 
 
@@ -87,15 +93,19 @@ def size_words(run: Sequence[Step]) -> str:
 
 
 def parse_stages(text: str) -> tuple[StageOptions, ...]:
-    """`0.5/0.9-0.98`, `0.5/0.9-0.98:own`, or several joined by commas. Raises OptionError."""
+    """`0.5/0.9-0.98`, `0.5/0.9-0.98:every3:own`, or several joined by commas. Raises OptionError."""
     found: list[StageOptions] = []
     for part in text.split(","):
-        numbers, _, positions = part.partition(":")
+        numbers, *words = part.split(":")
         scale, _, sigmas = numbers.partition("/")
         low, _, high = sigmas.partition("-")
         try:
             given = {"scale": float(scale), "low": float(low), "high": float(high)}
-            found.append(StageOptions(**given, positions=positions or "video"))
+            every = next((int(word.removeprefix("every")) for word in words if word.startswith("every")), 0)
+            others = [word for word in words if not word.startswith("every")]
+            found.append(StageOptions(**given, every=every, positions=others[0] if others else "video"))
+            if len(others) > 1 or len(words) > len(others) + 1:
+                raise ValueError(part)
         except ValueError as fault:
             if isinstance(fault, OptionError):
                 raise
@@ -106,5 +116,8 @@ def parse_stages(text: str) -> tuple[StageOptions, ...]:
 def stage_words(stages: Sequence[StageOptions]) -> str:
     """The stages in the form that `parse_stages` reads."""
     return ",".join(
-        f"{stage.scale:g}/{stage.low:g}-{stage.high:g}" + ":own" * (stage.positions == "own") for stage in stages
+        f"{stage.scale:g}/{stage.low:g}-{stage.high:g}"
+        + f":every{stage.every}" * bool(stage.every)
+        + ":own" * (stage.positions == "own")
+        for stage in stages
     )
