@@ -21,6 +21,7 @@ from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
+from .resolution import WanCoreResolutionSchedule
 from .sampling import WanCoreSampler
 from .sparse import WanCoreSparseAttention
 from .text_encoder_loader import WanCoreTextEncoderLoader
@@ -56,6 +57,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreAnimate,
     WanCoreAnimate2,
     WanCoreMotionPositions,
+    WanCoreResolutionSchedule,
 ]
 
 

@@ -15,7 +15,7 @@ from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import check_sparse, family_of
+from wan_core.models.wan.families import check_sparse, check_stages, family_of
 from wan_core.models.wan.families.clips import Clip, MediaRules, check_clips, cut_clips
 from wan_core.models.wan.tasks import Task
 from wan_core.pipeline.driving import MEDIA, check_media, driven_size
@@ -139,6 +139,8 @@ def make_job(
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
     if plan.sparse is not None:
         check_sparse(task)
+    if plan.stages:
+        check_stages(task)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
     if request.from_video is not None and not plan.from_latents:
         raise OptionError(
@@ -174,7 +176,7 @@ def make_job(
         width // vae.spatial_stride,
     )
     tokens = dit.tokens(T, Y, X)
-    plan = with_costs(plan, dit, tokens)
+    plan = with_costs(plan, dit, (T, Y, X))
     batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
     return Job(
         request=request,
