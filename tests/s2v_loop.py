@@ -190,9 +190,8 @@ def main(folder: str, commit: str) -> None:
             latents, video = loop(speech2video, picture, pose)
             assert video.shape == (3, FRAMES, SIDE, SIDE)
             kept |= {f"latents{name}": latents, f"frames{name}": spots(video)}
-    save_file(
-        {key: value.contiguous() for key, value in kept.items()}, KEPT, {"program": "official", "version": commit}
-    )
+    tensors = {key: value.contiguous() for key, value in kept.items()}
+    save_file(tensors, KEPT, {"program": "official", "version": commit})
 
 
 if __name__ == "__main__":

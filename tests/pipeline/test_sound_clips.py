@@ -187,9 +187,9 @@ def test_an_interrupted_run_goes_on_after_its_last_clip(folder: Path, tmp_path: 
     again = loaded(folder).generate(given, keep_clips=kept, on_step=lambda progress, _: ran.append(progress.clip))
     assert set(ran) == {(2, 2)} and np.array_equal(again.frames, whole.frames)
     write_wav(folder / "other.wav", loop.FRAMES / 16, rate=8000)
+    other, pipe = request(folder, audio=str(folder / "other.wav"), frames=20, steps=1), loaded(folder)
     with pytest.raises(Stopped):  # the sound is another: nothing of it is kept
-        stopped = request(folder, audio=str(folder / "other.wav"), frames=20, steps=1)
-        loaded(folder).generate(stopped, keep_clips=kept, on_step=lambda progress, _: stop(progress))
+        pipe.generate(other, keep_clips=kept, on_step=lambda progress, _: stop(progress))
 
 
 def stop(progress: object) -> None:
@@ -238,6 +238,6 @@ def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path) -
             find(**changed)()
     with pytest.raises(OptionError, match="hears no sound: leave --audio-encoder out"):
         find_models(LoadOptions(model="tiny", audio_encoder=str(folder / "wav2vec2.safetensors")))
+    tiny = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
     with pytest.raises(OptionError, match="t2v-tiny does not take --audio"):
-        tiny = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
         tiny.prepare(Request(prompt="a", audio=str(folder / "speech.wav")))
