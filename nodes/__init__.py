@@ -22,6 +22,7 @@ from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
 from .sampling import WanCoreSampler
+from .sound import WanCoreSoundToVideo
 from .sparse import WanCoreSparseAttention
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
@@ -56,6 +57,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreAnimate,
     WanCoreAnimate2,
     WanCoreMotionPositions,
+    WanCoreSoundToVideo,
 ]
 
 
