@@ -1,5 +1,5 @@
-"""WanCore Sound to Video in a running ComfyUI, with files of random weights: the shared workflow makes, clip by clip, what
-the command line makes of the same sound, and its file has that sound."""
+"""WanCore Sound to Video in a running ComfyUI, with files of random weights: the shared workflow makes, clip by clip,
+what the command line makes of the same sound, and its file has that sound."""
 
 from __future__ import annotations
 
