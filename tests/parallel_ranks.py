@@ -2,8 +2,8 @@
 answer one question after another.
 
 A check is a function of `parallel_checks`, `parallel_loading` or `parallel_sound`, called by name with plain arguments,
-one of which is the mesh. It runs on every rank of that mesh and returns what pickles; an exception of any rank is raised in the test.
-All ranks of a world leave it before any of them enters another.
+one of which is the mesh. It runs on every rank of that mesh and returns what pickles; an exception of any rank is
+raised in the test. All ranks of a world leave it before any of them enters another.
 """
 
 from __future__ import annotations

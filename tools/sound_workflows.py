@@ -30,8 +30,8 @@ def wan22_sound_to_video(flow: Workflow) -> None:
     text = flow.add(
         "WanCoreTextEncode",
         clip=clip["clip"],
-        positive="The man is playing the guitar. He looks down at his hands playing the guitar and sings affectionately "
-        "and gently.",
+        positive="The man is playing the guitar. He looks down at his hands playing the guitar and sings "
+        "affectionately and gently.",
         negative=NEGATIVE,
     )
     made: Output | None = None

@@ -1,27 +1,19 @@
-"""Official templates with WanCore Sampler in the place of ComfyUI's, beside the native run of the same graph.
-
-Both take Euler's steps: ComfyUI's UniPC is another solver than the reference's. Scheduler `simple` has the sigmas of
-WanCore's `euler` where the steps divide 1000.
-"""
+"""Official templates with WanCore Sampler in the place of ComfyUI's, beside the native run of the same graph."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import deepcopy
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from benchmarks.comfyui import Graph
 from tools.templates.run import Templates, observed
 
-FROM_MODEL = {"precision": "checkpoint", "attention": "auto", "residency": "auto"}
-
 
 def comparable(graph: Graph) -> Graph:
-    """The graph with Euler's steps, and with a sound that never changes: ComfyUI has no copies of its first frame in
-    front, so that its tokens hear other frames."""
+    """The graph with what both compute alike. Euler's steps: ComfyUI's UniPC is another solver than the reference's,
+    and `simple` has the sigmas of WanCore's `euler` where the steps divide 1000. A sound that never changes: ComfyUI
+    has no copies of its first frame in front, so that its tokens hear other frames."""
     made = deepcopy(graph)
     for one in made.values():
         if one["class_type"] == "KSampler":
@@ -31,37 +23,48 @@ def comparable(graph: Graph) -> Graph:
     return made
 
 
-def with_own_samplers(graph: Graph) -> Graph:
-    """Every KSampler replaced, the models and their shift taken over, with ComfyUI's positions of motion frames."""
+def with_own_samplers(
+    graph: Graph,
+    *,
+    solver: str = "euler",
+    precision: str = "checkpoint",
+    attention: str = "auto",
+    sparse: str | None = None,
+) -> Graph:
+    """Every KSampler replaced, the models and their shift taken over, with ComfyUI's positions of motion frames.
+    sparse: a preset of WanCore Sparse Attention."""
     made = deepcopy(graph)
+    skipping = {} if sparse is None else {"skipping": ["sparse", 0]}
+    if sparse is not None:
+        custom = {"sparsity": 0.75, "dense_steps": 0.05, "ramp": 0.3, "dense_layers": 0, "mass": 0.0, "pooled": True}
+        inputs = {"preset": sparse, **custom, "reuse": 1, "kernel": "auto"}
+        made["sparse"] = {"class_type": "WanCoreSparseAttention", "inputs": inputs}
     for name, one in graph.items():
         if one["class_type"] != "KSampler":
             continue
         given = one["inputs"]
         own, motion = f"own {name}", f"motion {name}"
-        made[own] = {"class_type": "WanCoreFromModel", "inputs": {"model": given["model"], **FROM_MODEL}}
+        how = {"model": given["model"], "precision": precision, "attention": attention, "residency": "auto"}
+        made[own] = {"class_type": "WanCoreFromModel", "inputs": how}
         placed = {"positive": given["positive"], "positions": "comfyui"}
         made[motion] = {"class_type": "WanCoreMotionPositions", "inputs": placed}
         inputs = {
             "model": [own, 0], "positive": [motion, 0], "negative": given["negative"], "latent": given["latent_image"],
-            "seed": given["seed"], "steps": given["steps"], "shift": 0.0, "boundary": 0.0, "guidance_high": given["cfg"],
-            "guidance_low": given["cfg"], "solver": "euler", "guidance_mode": "auto", "preset": "none",
+            "seed": given["seed"], "steps": given["steps"], "shift": 0.0, "boundary": 0.0,
+            "guidance_high": given["cfg"], "guidance_low": given["cfg"], "solver": solver, "guidance_mode": "auto",
+            "preset": "none", **skipping,
         }  # fmt: skip
         made[name] = {"class_type": "WanCoreSampler", "inputs": inputs}
     return made
 
 
-def differences(templates: Templates, name: str, weights: Mapping[str, Tensor]) -> dict[str, float]:
-    """Of every sampler's latents from the native run's, relative to those. weights: of the transformer. Raises
-    AssertionError where one does not run."""
+def differences(templates: Templates, name: str) -> dict[str, float]:
+    """Of every sampler's latents from the native run's, relative to those. Raises AssertionError where one does not
+    run."""
     graph = comparable(templates.graph(name))
-    for file in {one["inputs"]["unet_name"] for one in graph.values() if one["class_type"] == "UNETLoader"}:
-        save_file(dict(weights), templates.base / "models" / "diffusion_models" / file)
-    native = observed(graph, "native")
-    kept = {key: one for key, one in observed(graph, "own").items() if one["class_type"] == "KeepLatent"}
-    own = {key: one for key, one in with_own_samplers(native).items() if one["class_type"] != "KeepLatent"} | kept
-    for run, given in (("native", native), ("own", own)):
-        done = templates.server.run(given)
+    for run in ("native", "own"):
+        given = observed(graph, run)
+        done = templates.server.run(with_own_samplers(given) if run == "own" else given)
         assert done.ok, f"{name}, {run}: {done.status}"
     found = {}
     for path in sorted((templates.base / "output").glob("native-*.pt")):
