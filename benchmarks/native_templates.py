@@ -52,7 +52,8 @@ def template_rows(
     device: torch.device,
     chosen: Sequence[str] = TEMPLATES,
 ) -> Iterator[Row]:
-    """Rows of the chosen templates. folder: of the templates, where ComfyUI's Python has none. layers: None: tiny models."""
+    """Rows of the chosen templates. folder: of the templates, where ComfyUI's Python has none. layers: None: tiny
+    models."""
     width, height, frames = size
     whole = {"width": width, "height": height, "resize_type.width": width, "resize_type.height": height}
     cpu = device.type == "cpu"
