@@ -249,6 +249,7 @@ INPUTS = (
     "background",
     "mask",
     "latents",
+    "samples",
     "source",
     *SOUND_FILES,
 )
