@@ -175,7 +175,7 @@ def plan_of(
         [path for path in (*loras, high, low) if path is not None],
         task=model.experts.task.name,
         steps=steps or None,
-        shift=shift or model.shift,
+        shift=shift or (model.shift if sigmas is None else None),  # as in ComfyUI, a MODEL's does not change sigmas
         boundary=boundary or (None if model.experts.low else model.experts.task.boundary),
         guidance_high=guidance_high or None,
         guidance_low=guidance_low or None,
