@@ -19,11 +19,13 @@ from benchmarks.forwards import forward_rows
 from benchmarks.four_step import four_step_rows
 from benchmarks.generation import generation_rows
 from benchmarks.gguf import gguf_rows
+from benchmarks.int8_forwards import int8_rows
 from benchmarks.native import native_rows
 from benchmarks.options import (
     ATTENTION_PARTS,
     CPU_SIZE,
     EVERYDAY_PARTS,
+    INT8,
     NATIVE_PARTS,
     PARALLEL_PARTS,
     SMALL_CARD_PARTS,
@@ -31,6 +33,7 @@ from benchmarks.options import (
     STREAMING_PARTS,
     STREAMING_PRECISIONS,
     SUITES,
+    TUNED,
 )
 from benchmarks.parallel import parallel_rows
 from benchmarks.peers import PEERS, peer_versions
@@ -68,6 +71,7 @@ MEASURES: dict[str, Rows] = {
     "parallel": parallel_rows,
     "gguf": gguf_rows,
     "rotation": rotation_rows,
+    "int8": int8_rows,
     "four-step": four_step_rows,
     "small-cards": small_card_rows,
     "generate": generation_rows,
@@ -79,13 +83,13 @@ MEASURES: dict[str, Rows] = {
 }
 
 PARTS = {
-    "attention": ATTENTION_PARTS,
+    "attention": (*ATTENTION_PARTS, *TUNED),
     "everyday": EVERYDAY_PARTS,
     "native": NATIVE_PARTS,
     "parallel": PARALLEL_PARTS,
     "startup": STARTUP_PARTS,
     "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),
-    "small-cards": SMALL_CARD_PARTS,
+    "small-cards": (*SMALL_CARD_PARTS, INT8),
 }  # what `--setting` names there
 
 

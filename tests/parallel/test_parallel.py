@@ -173,7 +173,7 @@ def test_sparse_fp8_attention_takes_numbers_as_they_arrive(ranks, alone):
     def distance(latents: torch.Tensor) -> float:
         return float((latents - dense).norm() / dense.norm())
 
-    assert distance(answers[0][0]) < 1.2 * math.hypot(*map(distance, changes))
+    assert distance(answers[0][0]) < 1.5 * math.hypot(*map(distance, changes))
 
 
 @pytest.mark.parametrize("mesh", ["1x1x3", "1x2x2"])

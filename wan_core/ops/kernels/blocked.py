@@ -17,15 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.ops.kernels import fused, reference
-from wan_core.ops.kernels.block_layout import Blocked, Pooled, by_parts, channels_first, heads_first, padded, sizes_of
+from wan_core.ops.kernels.block_layout import Blocked, Pooled, by_parts, channels_first, padded, sizes_of
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
 
-def quantize_heads_first(x: Tensor, block: int, offset: Tensor | None = None) -> Blocked:
-    """x [B, L, H, D] minus `offset` [B, 1, H, D] if given, in E4M3 with one scale."""
-    shifted = x if offset is None else x - offset
-    scale = (torch.linalg.vector_norm(shifted, float("inf"), dtype=torch.float32) / FP8_MAX).clamp(min=1e-12)
-    return heads_first(reference.to_scale(shifted, scale.reshape(1)), block)
+def quantize_heads_first(x: Tensor, block: int, mean: Tensor | None = None) -> Blocked:
+    """Queries or keys x [B, L, H, D], less `mean` [B, 1, H, D] if given, times the Hadamard matrix, in E4M3 with one
+    scale."""
+    found = fused.hadamard_fp8(x, reference.length_scale(x, 1.0 if mean is None else 2.0), mean, block)
+    assert isinstance(found, Blocked)
+    return found
 
 
 def quantize_values(x: Tensor, heads: int, block: int) -> Blocked:
