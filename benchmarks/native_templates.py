@@ -28,7 +28,7 @@ from benchmarks.measure import relative_error
 from benchmarks.options import TEMPLATE_PARTS
 from benchmarks.rows import Row, guarded
 from tools.templates.our_sampler import OURS, SAMPLERS, with_our_sampler
-from tools.templates.run import Scale, Templates, observed, with_steps
+from tools.templates.run import Scale, Templates, observed, with_euler, with_steps
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.quant.schemes import SCHEMES
 
@@ -162,14 +162,6 @@ def sampled(templates: Templates, graph: Graph) -> Row:
     for path in kept:
         path.unlink()
     return {"seconds": round(seconds, 3), "latents": latents}
-
-
-def with_euler(graph: Graph) -> Graph:
-    made = deepcopy(graph)
-    for one in made.values():
-        if "sampler_name" in one["inputs"]:
-            one["inputs"]["sampler_name"] = "euler"
-    return made
 
 
 def reseeded(graph: Graph, seed: int) -> Graph:
