@@ -48,6 +48,23 @@ class NagOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ControlOptions:
+    """How much a control video counts (VACE), 1 as trained, and from which share of the run to which. Raises
+    OptionError."""
+
+    scale: float = 1.0
+    start: float = 0.0
+    end: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_range("control scale", self.scale, 0, 100, "1 is as trained, 0 has no effect")
+        check_range("control start", self.start, 0, 1, "a share of the run")
+        check_range("control end", self.end, 0, 1, "a share of the run")
+        if not self.start < self.end:
+            raise OptionError(f"control from {self.start:g} to {self.end:g} of the run given: the end comes later")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoraOptions:
     """A LoRA file, its strength (-100 to 100, 1 as trained) and its expert. `expert`: "high", "low", or "auto": the
     expert that the file's metadata or name contains, both experts if neither contains one. Raises OptionError."""

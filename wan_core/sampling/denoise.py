@@ -254,7 +254,7 @@ class Guided:
         """The velocity of each branch that the step has."""
 
         def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
-            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block)
+            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block, step.control)
 
         def forward(branch: Branch) -> Tensor:
             text = self.nag_text if step.nag else self.text[branch]

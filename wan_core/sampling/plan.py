@@ -61,6 +61,7 @@ class Step:
     texts: tuple[int, int] = (0, 0)  # which text of the prompt and of the negative prompt, where they change in a run
     correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
     nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
+    control: tuple[float, ...] | None = None  # how much each control video counts, or all; None: as conditioned
 
     @property
     def finishes(self) -> bool:
@@ -73,11 +74,13 @@ class Step:
         return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings; `texts`, `correction` and `nag` only where they are used."""
-        texts = {"texts": list(self.texts)} if any(self.texts) else {}
-        used = {name: True for name in ("correction", "nag") if getattr(self, name)}
-        fields = {name: value for name, value in asdict(self).items() if name not in ("texts", "correction", "nag")}
-        return {**fields, "branches": list(self.branches), "skipped": list(self.skipped), **texts, **used}
+        """Plain numbers and strings; `texts`, `correction`, `nag` and `control` only where they are used."""
+        seldom = ("texts", "correction", "nag", "control")
+        used: dict[str, Any] = {name: True for name in ("correction", "nag") if getattr(self, name)}
+        used |= {"texts": list(self.texts)} if any(self.texts) else {}
+        used |= {} if self.control is None else {"control": list(self.control)}
+        fields = {name: value for name, value in asdict(self).items() if name not in seldom}
+        return {**fields, "branches": list(self.branches), "skipped": list(self.skipped), **used}
 
     def words(self) -> str:
         """The step's action as text: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
@@ -85,7 +88,8 @@ class Step:
         keys = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
         texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
         marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag
-        return f"{self.action}{skipped}{marks}{keys}{texts}"
+        control = "" if self.control is None else f", control {' and '.join(f'{one:g}' for one in self.control)}"
+        return f"{self.action}{skipped}{marks}{keys}{texts}{control}"
 
 
 def step_numbers(steps: Sequence[Step]) -> list[int]:

@@ -42,8 +42,8 @@ def assign_texts(plan: Plan, positive: Sequence[TextRange], negative: Sequence[T
     for phase in plan.phases:
         guided = any("uncond" in step.branches or step.nag for step in phase)
         for step in phase:
-            uncond = _text_of(step, plan.shift, negative, "negative") if guided else 0
-            steps.append(replace(step, texts=(_text_of(step, plan.shift, positive, "positive"), uncond)))
+            uncond = range_of(step, plan.shift, negative, "negative") if guided else 0
+            steps.append(replace(step, texts=(range_of(step, plan.shift, positive, "positive"), uncond)))
     assigned = replace(plan, steps=tuple(steps))
     for phase in assigned.phases:
         changes = len({step.texts for step in phase}) > 1
@@ -55,8 +55,8 @@ def assign_texts(plan: Plan, positive: Sequence[TextRange], negative: Sequence[T
     return assigned
 
 
-def _text_of(step: Step, shift: float, ranges: Sequence[TextRange], name: str) -> int:
-    """Which of `ranges` a step is in. Raises OptionError unless it is one."""
+def range_of(step: Step, shift: float, ranges: Sequence[TextRange], name: str, kind: str = "text") -> int:
+    """Which of `ranges` a step is in. kind: what they are of. Raises OptionError unless it is one."""
 
     def at(share: float) -> float:
         return sigma_at(share, shift)
@@ -65,7 +65,7 @@ def _text_of(step: Step, shift: float, ranges: Sequence[TextRange], name: str) -
     if len(inside) > 1:
         inside = [n for n in inside if step.sigma > at(ranges[n].end - NEAR)]
     if len(inside) != 1:
-        count = f"{len(inside)} texts" if inside else "no text"
+        count = f"{len(inside)} {kind}s" if inside else f"no {kind}"
         given = ", ".join(f"{start:g} to {end:g}" for start, end in ranges)
         raise OptionError(
             f"`{name}` has {count} for step {step.index} (sigma {step.sigma:.4f}); its ranges are {given}. A step "

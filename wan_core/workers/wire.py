@@ -46,6 +46,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
                 "branches": tuple(step["branches"]),
                 "skipped": tuple(step["skipped"]),
                 "texts": tuple(step["texts"]),
+                "control": None if step["control"] is None else tuple(step["control"]),
             }
         )
         for step in data["steps"]

@@ -45,6 +45,7 @@ class ForwardInfo:
     step: index in the plan. branches: guidance branches along the batch. skip: the blocks need not run, a residual
     cache replaces them. sparsity: share of the blocks of keys that attention does not read.
     after_block: called when the work of a block has been launched; may raise to interrupt.
+    control: factors of how much each control video counts, or one for all; None: all count as prepared.
     """
 
     step: int = 0
@@ -52,6 +53,7 @@ class ForwardInfo:
     skip: bool = False
     sparsity: float = 0.0
     after_block: Callable[[], None] | None = None
+    control: tuple[float, ...] | None = None
 
 
 SINGLE_FORWARD = ForwardInfo()
