@@ -15,6 +15,7 @@ COMPILES = ("off", "blocks")
 RESIDENCIES = ("auto", "resident", "swap", "stream", "shard")
 GUIDANCE_MODES = ("auto", "sequential", "batched")
 LORA_MODES = ("auto", "merge", "attach")
+MAX_OUTPAINT = 8192
 LORA_EXPERTS = ("auto", "high", "low")
 
 
@@ -147,6 +148,15 @@ class LoadOptions:
             )
 
 
+def check_outpaint(pixels: tuple[int, ...]) -> None:
+    """Raise OptionError unless these are pixels to the left, top, right and bottom."""
+    if len(pixels) != 4 or not all(0 <= side <= MAX_OUTPAINT for side in pixels) or not any(pixels):
+        raise OptionError(
+            f"outpaint {'/'.join(map(str, pixels))} given; write pixels to the left, top, right and bottom, 0 to "
+            f"{MAX_OUTPAINT} each, for example 120/0/120/0"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One video to make. Fields that are None take the task's default; with an image the size follows its aspect ratio.
@@ -179,6 +189,10 @@ class Request:
     face_video: str | None = None  # path of a video of a face whose expression is followed
     background: str | None = None  # path of a video in which the reference replaces somebody
     mask: str | None = None  # path of a video that is white where that somebody is
+    control_video: str | None = None  # path of a video that is followed, or of which a part is made anew
+    outpaint: tuple[int, int, int, int] | None = None  # so many pixels left, top, right and bottom of that are made
+    camera: str | None = None  # motions of a camera, or the lines of a file of poses
+    control: ControlOptions | None = None  # how much the control video counts
     audio: str | None = None  # path of the sound of a video whose model hears it
     clip_frames: int | None = None  # a longer video is made in clips of so many frames
     overlap: int | None = None  # so many of them are the last of the clip before
@@ -192,3 +206,6 @@ class Request:
             raise OptionError("only one of width and height given; give both, or neither for the task's own size")
         if self.fps is not None and not 1 <= self.fps <= 240:
             raise OptionError(f"fps {self.fps} given; allowed are 1 to 240")
+        if self.outpaint is not None:
+            object.__setattr__(self, "outpaint", tuple(self.outpaint))  # a list, where it was sent to workers
+            check_outpaint(self.outpaint)

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from wan_core.config import ControlOptions, OptionError
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import family_of
+from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.plan import Plan, Step
 from wan_core.sampling.texts import TextRange, range_of
 
@@ -15,7 +17,10 @@ Scales = tuple[float, ...]
 
 def with_control(plan: Plan, options: ControlOptions) -> Plan:
     """`plan` in which the control counts by `options.scale` from `start` to `end`, in shares of the run, and not at all
-    in the other steps. Raises OptionError where no step is in between, and as `check_reuse`."""
+    in the other steps. Raises OptionError for a task without a strength, where no step is in between, and as
+    `check_reuse`."""
+    if not family_of(find_task(plan.task)).strength_key:
+        raise OptionError(f"{plan.task} takes no strength of a control: leave --control-scale, -start and -end out")
     if options == ControlOptions():
         return plan
     ranges = [TextRange(0.0, options.start), TextRange(options.start, options.end), TextRange(options.end, 1.0)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wan_core.config import (
     AdaptiveOptions,
+    ControlOptions,
     GuidanceOptions,
     LoadOptions,
     MagCacheOptions,
@@ -66,7 +67,8 @@ def request_from(data: Mapping[str, Any]) -> Request:
     if skip is not None:
         skip = SkipOptions(**{name: SKIPS[name](**given) for name, given in skip.items() if given is not None})
     nag = None if data["nag"] is None else NagOptions(**data["nag"])
-    return Request(**{**data, "skip": skip, "nag": nag})
+    control = None if data["control"] is None else ControlOptions(**data["control"])
+    return Request(**{**data, "skip": skip, "nag": nag, "control": control})
 
 
 def start_data(start: Start) -> tuple[dict[str, Any], dict[str, Tensor]]:

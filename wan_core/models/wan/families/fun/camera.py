@@ -99,8 +99,8 @@ def parse_poses(lines: list[tuple[int, str]]) -> CameraPath:
             row = []
         if len(row) != NUMBERS or not all(map(isfinite, row)):
             raise OptionError(
-                f"line {number} of the camera's poses is not {NUMBERS} numbers: time, fx, fy, cx, cy, 0, 0 and the rows "
-                "of a 3x4 matrix from the world to the camera, as in RealEstate10K"
+                f"line {number} of the camera's poses is not {NUMBERS} numbers: time, fx, fy, cx, cy, 0, 0 and the "
+                "rows of a 3x4 matrix from the world to the camera, as in RealEstate10K"
             )
         rows.append(row)
     given = np.array(rows)
