@@ -118,7 +118,7 @@ def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, changing: 
                 f"`{name}` has text of {list(one.shape)}; this model takes [1, up to {dit.text_len}, {dit.text_dim}]: "
                 "shorten the text, or encode it with the text encoder that belongs to the model (UMT5)"
             )
-    ranges = [TextRange(e.get("start_percent") or 0.0, _or(e.get("end_percent"), 1.0)) for e in everything]
+    ranges = [TextRange.of(extras) for extras in everything]
     if len(rows) > 1:
         if any(len(one) != 1 for one in rows):
             raise OptionError(
@@ -137,10 +137,6 @@ def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, changing: 
     seconds = max((e.get("wancore_seconds") or 0.0 for e in everything), default=0.0)
     notes = [note for e in everything for note in e.get("wancore_notes") or ()]
     return Texts(rows, ranges, everything[0], seconds, list(dict.fromkeys(notes)), strengths if changes else [])
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def check_same(key: str, values: Sequence[Any], where: str, missing: bool = False) -> None:

@@ -10,17 +10,20 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.config import OptionError, Request
 from wan_core.config.limits import MAX_DRIVING
 from wan_core.media.fit import Box, Pixels, fit_covering, fit_with_bars
-from wan_core.media.video import load_image, picture_size, read_video, video_facts
+from wan_core.media.video import fit_image, load_image, picture_size, read_video, video_facts
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.clips import Clip, MediaRules
 from wan_core.models.wan.families.fun.camera import camera_rays, pose_count, read_camera
 from wan_core.models.wan.tasks import Task
-from wan_core.pipeline.driving import DrivenSize, Media, frame_indices, size_of_area
+from wan_core.pipeline.driving import DrivenSize, Media, as_video, frame_indices, size_of_area
+from wan_core.pipeline.images import pixels_to_video
 
 PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 GREY, WHITE = 127, 255
@@ -133,3 +136,18 @@ def padded(video: Pixels, outpaint: tuple[int, int, int, int] | None, border: in
     """[F, H, W, 3] with so many pixels of the grey value `border` to the left, top, right and bottom."""
     left, top, right, bottom = outpaint or (0, 0, 0, 0)
     return np.pad(video, ((0, 0), (top, bottom), (left, right), (0, 0)), constant_values=border)
+
+
+def images_covering(images: Tensor, size: tuple[int, int], frames: int, rest: float) -> Tensor:
+    """Pictures [F, H, W, 3] in 0..1, as on ComfyUI's IMAGE socket, or a MASK [F, H, W], scaled to cover `size` (width,
+    height) and cropped: [1, 3, frames, H, W] in -1..1. rest: the value of frames that are missing."""
+    images = (images[..., None].expand(-1, -1, -1, 3) if images.ndim == 3 else images[..., :3])[:frames].cpu().float()
+    fitted = torch.stack([torch.from_numpy(fit_image(one, size)) for one in images.numpy()])
+    return F.pad(pixels_to_video(fitted), (0, 0, 0, 0, 0, frames - len(fitted)), value=rest)
+
+
+def references_of(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Pictures [N, H, W, 3] in 0..1 -> [N, 3, 1, H, W] in -1..1, each fitted into `size` with white bars."""
+    whole = (images[..., :3].cpu().float().clamp(0, 1) * 255).round().to(torch.uint8).numpy()
+    fitted = np.stack([fit_with_bars(one, size, by_area=True, bars=WHITE) for one in whole])
+    return as_video(fitted)[0].transpose(0, 1)[:, :, None]

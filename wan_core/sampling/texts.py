@@ -6,9 +6,9 @@ ComfyUI (`ModelSamplingDiscreteFlow.percent_to_sigma`): the sigma that the sched
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from wan_core.config import OptionError
 from wan_core.sampling.plan import Plan, Step
@@ -21,6 +21,22 @@ class TextRange(NamedTuple):
 
     start: float = 0.0
     end: float = 1.0
+
+    @classmethod
+    def of(cls, extras: Mapping[str, Any]) -> TextRange:
+        """As ComfyUI's CONDITIONING carries it."""
+        end = extras.get("end_percent")
+        return cls(extras.get("start_percent") or 0.0, 1.0 if end is None else end)
+
+    def percents(self) -> dict[str, float]:
+        """The inverse of `of`."""
+        return {"start_percent": self.start, "end_percent": self.end}
+
+
+def shared_range(one: TextRange, other: TextRange) -> TextRange | None:
+    """What both ranges have; None for nothing."""
+    start, end = max(one.start, other.start), min(one.end, other.end)
+    return TextRange(start, end) if start < end else None
 
 
 WHOLE = TextRange()

@@ -109,7 +109,7 @@ def control_inputs(
     pipeline_wan2_2_fun_control.py."""
     control = vae.normalise(vae.encode(media["control_video"]))
     masked = task.in_channels > 3 * vae.config.z_dim
-    found = {"concat": torch.cat([control, start_channels(vae, media, control, masked=masked)], 1)}
+    found: Inputs = {"concat": torch.cat([control, start_channels(vae, media, control, masked=masked)], 1)}
     found |= {} if task.image_dim is None else {"image_features": features_of(task, seen, control)}
     if "reference" in media:
         found["inputs"] = {"reference": vae.normalise(vae.encode(media["reference"]))[:, :, 0]}
