@@ -50,7 +50,7 @@ class WanCoreVACE(io.ComfyNode):
                                "video of which a part is made anew. Scaled to cover the size, what sticks out is cut "
                                "off. What it lacks in frames is made."),
                 io.Mask.Input("control_masks", optional=True, tooltip="What of the control video is made anew, for "
-                              "each frame; without it, all of it is, and follows the control video."),
+                              "each frame or one for all; without it, all of it is, and follows the control video."),
                 io.Image.Input("reference_images", optional=True, tooltip="Who or what is to be seen, one picture or "
                                "several. Each is fitted into the size with white bars and is a latent frame in "
                                "front."),
@@ -105,7 +105,8 @@ class WanCoreVACE(io.ComfyNode):
         options, size = ControlOptions(scale=strength, start=start, end=end), (width, height)
         media = {"mask": torch.ones(1, 3, frames, height, width)}
         if control_masks is not None:
-            media["mask"] = images_covering(control_masks, size, frames, rest=1)
+            alike = frames if len(control_masks) == 1 else -1
+            media["mask"] = images_covering(control_masks.expand(alike, -1, -1), size, frames, rest=1)
         if control_video is not None:
             media["control_video"] = images_covering(control_video, size, frames, rest=0)
         for field, images in (("image", first_image), ("last_image", last_image)):

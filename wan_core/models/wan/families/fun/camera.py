@@ -110,7 +110,7 @@ def parse_poses(lines: list[tuple[int, str]]) -> CameraPath:
     to_camera[:, :3] = given[:, 7:].reshape(-1, 3, 4)
     if bool((np.abs(np.linalg.det(to_camera[:, :3, :3])) < 1e-6).any()):
         raise OptionError("a matrix of the camera's poses has no inverse: its first 3x3 numbers are no rotation")
-    return CameraPath(np.linalg.inv(to_camera), given[:, 1:5])
+    return CameraPath(np.linalg.inv(to_camera).astype(np.float64), given[:, 1:5])
 
 
 def parse_motions(text: str) -> list[tuple[str, float]]:
