@@ -39,6 +39,8 @@ CASES = {
     "vace": Case("vace-14B", VACE),
     "vace chained": Case("vace-A14B", VACE),
     "vace without": Case("vace-14B", VACE),
+    "vace positive": Case("vace-14B", VACE),
+    "vace ranges": Case("vace-14B", VACE),
     "control": Case("fun-control-A14B", FunControlConfig(**SHAPE, in_channels=52)),
     "control without": Case("fun-control-A14B", FunControlConfig(**SHAPE, in_channels=52)),
     "control 2.1": Case("fun-control-14B", FunControlConfig(**SHAPE, in_channels=48, image_dim=1280)),
@@ -65,6 +67,12 @@ def weights_of(case: Case) -> dict[str, dict[str, torch.Tensor]]:
     return {expert: draw_weights(case.config, 7 * n) for n, expert in enumerate(plan_of(case).experts)}
 
 
+def joined(first: Any, second: Any) -> Any:
+    """As ConditioningSetTimestepRange and ConditioningCombine do."""
+    halves = (first, 0.0, 0.5), (second, 0.5, 1.0)
+    return [[r, {**e, "start_percent": a, "end_percent": b}] for one, a, b in halves for r, e in one]
+
+
 def conditioned(name: str, nodes: Any, embedding: Any, vae: Any) -> tuple[Any, ...]:
     """positive, negative and latent of ComfyUI's nodes for a case."""
     rows = [[[torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(n)), {}]] for n in (1, 2)]
@@ -84,8 +92,11 @@ def conditioned(name: str, nodes: Any, embedding: Any, vae: Any) -> tuple[Any, .
         if how == "chained":
             again = {**shared, "positive": found[0], "negative": found[1], "strength": 1.4}
             found = nodes.WanVaceToVideo.execute(**again, control_video=video[:5], reference_image=video[:1]).result
+        if how == "ranges":  # half of the run with it, half without
+            other = nodes.WanVaceToVideo.execute(**shared, **{**own, "strength": 0.0}).result
+            found = (*(joined(*pair) for pair in zip(found[:2], other[:2], strict=True)), *found[2:])
         assert found[3] == 1  # frames to trim
-        return found[:3]
+        return found[0], rows[1] if how == "positive" else found[1], found[2]
     if kind == "inpaint":
         return nodes.WanFunInpaintToVideo.execute(**shared, start_image=picture, end_image=video[-1:]).result
     if kind == "camera":

@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.comfyui import ComfyUI, Graph, make_base, python_of
 from tools.templates.expand import expand
+from tools.templates.own import comparable, with_own_sampler
 
 HERE = Path(__file__).resolve().parent
 # Template -> kind of its transformers (`files.KINDS`).
@@ -41,10 +42,16 @@ TEMPLATES = {
     "video_wan2_2_14B_s2v": "s2v",
     "video_wan_vace_14B_v2v": "vace",
     "video_wan_vace_inpainting": "vace",
+    "video_wan_vace_outpainting": "vace",
+    "video_wan_vace_14B_ref2v": "vace",
+    "video_wan_vace_flf2v": "vace",
     "video_wan2_2_14B_fun_control": "fun control",
+    "video_wan2_2_14B_fun_inpaint": "i2v",
     "video_wan2_2_14B_fun_camera": "camera",
 }
-SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")
+# Those that also run with WanCore's sampler in the place of theirs.
+OWN = tuple(name for name in TEMPLATES if "vace" in name or "_fun_" in name)
+SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced", "WanCoreSampler")
 SMALL = {"width": 64, "height": 64, "length": 9, "resize_type.width": 64, "resize_type.height": 64}
 STAND_INS = {
     "CLIPTextEncode": "StandInText",
@@ -203,6 +210,23 @@ class Templates:
         for path in output.glob("*.pt"):
             path.unlink()
         return Result(template, len(pairs), max(errors), words)
+
+    def run_own(self, template: str, **loaded: Any) -> float:
+        """As `run`, with WanCore's sampler in the place of ComfyUI's: the difference of the last sampler's latents.
+        loaded: inputs of WanCore From Model."""
+        graph = comparable(self.graph(template))
+        made = []
+        for run, given in (("plain", graph), ("own", with_own_sampler(graph, **loaded))):
+            done = self.server.run(observed(given, run))
+            assert done.ok, f"{template}: {done.status}"
+        for run in ("plain", "own"):
+            kept = list((self.base / "output").glob(f"{run}-*.pt"))
+            made.append({path.name.removeprefix(run): torch.load(path) for path in kept})
+            for path in kept:
+                path.unlink()
+        plain, own = made
+        assert own and own.keys() <= plain.keys()
+        return max(_error(own[name], plain[name]) for name in own)
 
     def versions(self) -> dict[str, str]:
         code = "from importlib.metadata import version as v; print(v('comfyui-workflow-templates-json'), v('torch'))"
