@@ -1,4 +1,5 @@
-"""Part `templates` of suite `native`: variants of Wan by ComfyUI's official templates, as they are and with our node.
+"""Part `templates` of suite `native`: variants of Wan by ComfyUI's official templates, as they are, with our node, and
+VACE also with our sampler.
 
 Transformers of the real width with some layers, random bf16 weights; encoders are replaced by small nodes that give
 random tensors of the right shape, and nothing is decoded (`tools/templates`). Steps and clips are the template's.
@@ -20,6 +21,7 @@ import torch
 from benchmarks.comfyui import Graph
 from benchmarks.measure import relative_error
 from benchmarks.rows import Row, guarded
+from tools.templates.own import comparable, with_own_sampler
 from tools.templates.run import SAMPLERS, Scale, Templates, observed
 
 TEMPLATES = ("video_wan_animate2", "video_wan2_2_14B_s2v", "video_wan_vace_14B_v2v")
@@ -30,6 +32,14 @@ SIDES: dict[str, Mapping[str, Any] | None] = {
     "accelerated, auto": {"attention": "auto", "sparse": "off"},
     "accelerated, cudnn-fp8": FP8,
     "accelerated, cudnn-fp8, sparse balanced": {**FP8, "sparse": "balanced"},
+}
+# With WanCore's sampler, by Euler steps in both: ours has no other solver of ComfyUI's with the same arithmetic.
+OWN_TEMPLATES = ("video_wan_vace_14B_v2v",)
+EULER = "native, euler"
+OWN_SIDES: dict[str, Mapping[str, Any]] = {
+    "sampler, bf16": {"attention": "auto"},
+    "sampler, cudnn-fp8": {"precision": "fp8", "attention": "cudnn-fp8"},
+    "sampler, cudnn-fp8, sparse balanced": {"precision": "fp8", "attention": "cudnn-fp8", "sparse": "balanced"},
 }
 
 
@@ -55,16 +65,33 @@ def rows_of(templates: Templates, template: str, size: str) -> Iterator[Row]:
     if "failed" in made:
         yield made
         return
+    graph = made["graph"]
+    runs = {side: (graph, inputs) for side, inputs in SIDES.items()}
+    yield from compared(templates, template, size, runs, PLAIN)
+    if template in OWN_TEMPLATES:
+        euler = comparable(graph)
+        own = {side: (with_own_sampler(euler, **dict(inputs)), None) for side, inputs in OWN_SIDES.items()}
+        yield from compared(templates, template, size, {EULER: (euler, None), **own}, EULER)
+
+
+def compared(
+    templates: Templates,
+    template: str,
+    size: str,
+    runs: Mapping[str, tuple[Graph, Mapping[str, Any] | None]],
+    first: str,
+) -> Iterator[Row]:
+    """A row of each graph, with its inputs of WanCore Accelerate; all are compared with the first."""
     seconds: float | None = None
     exact: torch.Tensor | None = None
-    for side, inputs in SIDES.items():
-        row = guarded(f"{template}: {side}", size, None, lambda i=inputs: sampled(templates, made["graph"], i))
+    for side, (graph, inputs) in runs.items():
+        row = guarded(f"{template}: {side}", size, None, lambda g=graph, i=inputs: sampled(templates, g, i))
         latents = row.pop("latents", None)
         if latents is not None:
             exact = latents if exact is None else exact
             row["error"] = relative_error(latents, exact)
             seconds = row["seconds"] if seconds is None else seconds
-            row |= {"ratio": round(seconds / row["seconds"], 3), "ratio_to": PLAIN}
+            row |= {"ratio": round(seconds / row["seconds"], 3), "ratio_to": first}
         yield row
 
 

@@ -8,33 +8,41 @@ from typing import Any
 Graph = dict[str, dict[str, Any]]
 SOLVER = "euler"  # the one whose arithmetic both have
 LOADED = {"precision": "checkpoint", "attention": "auto", "residency": "auto"}
+SPARSE = {"sparsity": 0.75, "dense_steps": 0.05, "ramp": 0.3, "dense_layers": 0, "mass": 0.0, "pooled": True,
+          "reuse": 1, "kernel": "auto"}  # fmt: skip
 PLAIN = {"steps": 0, "shift": 0.0, "boundary": 0.0, "guidance_mode": "auto"}  # the task's own
 
 
 def comparable(graph: Graph) -> Graph:
-    """The graph with a solver that both samplers have."""
+    """The graph with a solver that both samplers have, and weights as their files have them: WanCore From Model reads
+    these, whatever ComfyUI's loader makes of them."""
     made = deepcopy(graph)
     for one in made.values():
         if one["class_type"].startswith("KSampler"):
             one["inputs"]["sampler_name"] = SOLVER
+        elif one["class_type"] == "UNETLoader":
+            one["inputs"]["weight_dtype"] = "default"
     return made
 
 
-def with_own_sampler(graph: Graph, **loaded: Any) -> Graph:
+def with_own_sampler(graph: Graph, *, sparse: str | None = None, **loaded: Any) -> Graph:
     """Every KSampler, and every two KSamplerAdvanced of which one goes on where the other ends, as one WanCore Sampler
-    under the name of the last. loaded: inputs of WanCore From Model. Its sigmas are those of the template."""
+    under the name of the last. Its sigmas are those of the template. sparse: a preset of WanCore Sparse Attention.
+    loaded: inputs of WanCore From Model."""
     made = deepcopy(graph)
     for name, one in graph.items():
         if one["class_type"] == "KSampler":
-            replace_sampler(made, name, [one["inputs"]], loaded)
+            replace_sampler(made, name, [one["inputs"]], loaded, sparse)
         elif one["class_type"] == "KSamplerAdvanced" and one["inputs"]["add_noise"] == "disable":
             first = one["inputs"]["latent_image"][0]
-            replace_sampler(made, name, [graph[first]["inputs"], one["inputs"]], loaded)
+            replace_sampler(made, name, [graph[first]["inputs"], one["inputs"]], loaded, sparse)
             del made[first]
     return made
 
 
-def replace_sampler(made: Graph, name: str, stages: list[dict[str, Any]], loaded: dict[str, Any]) -> None:
+def replace_sampler(
+    made: Graph, name: str, stages: list[dict[str, Any]], loaded: dict[str, Any], sparse: str | None
+) -> None:
     """stages: the inputs of ComfyUI's sampler for the high-noise expert, and for the low-noise one if there is one."""
     first, last = stages[0], stages[-1]
     names = ("model",) if len(stages) == 1 else ("model", "low")
@@ -57,6 +65,9 @@ def replace_sampler(made: Graph, name: str, stages: list[dict[str, Any]], loaded
         "solver": SOLVER,
         "sigmas": [f"{name} sigmas", 0],
     }
+    if sparse is not None:
+        made[f"{name} sparse"] = {"class_type": "WanCoreSparseAttention", "inputs": {**SPARSE, "preset": sparse}}
+        inputs["skipping"] = [f"{name} sparse", 0]
     made[name] = {"class_type": "WanCoreSampler", "inputs": inputs}
 
 

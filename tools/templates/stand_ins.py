@@ -18,7 +18,7 @@ class _StandIn:
 
 
 class StandInText(_StandIn):
-    """In place of CLIPTextEncode and its UMT5."""
+    """In place of CLIPTextEncode and its UMT5, which pads texts with zeros."""
 
     RETURN_TYPES = ("CONDITIONING",)
 
@@ -27,7 +27,8 @@ class StandInText(_StandIn):
         return {"required": {"text": ("STRING", {"default": ""})}}
 
     def run(self, text):
-        return ([[_rows(text, 1, 11, 4096), {"pooled_output": None}]],)
+        rows = torch.nn.functional.pad(_rows(text, 1, 11, 4096), (0, 0, 0, 501))
+        return ([[rows, {"pooled_output": None}]],)
 
 
 class _Seen:
