@@ -1,13 +1,16 @@
 """Files with random weights under the names that ComfyUI's own Wan 2.2 templates ask for, as a server finds them.
 
-Shapes, dtypes and spellings are those of the real files: FP8 experts with a scale for each matrix, a LoRA of rank 64
-for each expert, UMT5 in FP8, the 2.1 VAE in bf16. The numbers are random, of the variance that keeps activations
-finite. With `layers` the experts have fewer blocks. A file that is there with the same number of blocks is used again.
+Shapes, dtypes and spellings are those of the real files: FP8 experts with a scale for each matrix (or INT8 with rotated
+rows), a LoRA of rank 64 for each expert, UMT5 in FP8, the 2.1 VAE in bf16. The numbers are random, of the variance that
+keeps activations finite. With `layers` the experts have fewer blocks. A file that is there with the same number of
+blocks is used again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +22,9 @@ from benchmarks.measure import make_room
 from wan_core.checkpoint import open_checkpoint
 from wan_core.checkpoint.detect import TOKENIZER
 from wan_core.checkpoint.random import random_module
-from wan_core.checkpoint.save import metadata_of, save, write_safetensors
+from wan_core.checkpoint.safetensors_file import bytes_of, safetensors_header
+from wan_core.checkpoint.save import metadata_of, save
+from wan_core.config.outputs import written_beside
 from wan_core.models.text.config import UMT5_XXL
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
@@ -27,17 +32,22 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
+from wan_core.ops.quant.int8 import Int8Linear
+from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.sources import RANDOM, TINY
 
 EXPERTS = ("high", "low")
 TEXT = "umt5_xxl_fp8_e4m3fn_scaled.safetensors"
 VAE = "wan_2.1_vae.safetensors"
 IMAGE = "start.png"
+INT8 = "int8_convrot"
 FP8_MAX = 448.0
+WRITERS = 6  # threads, for each file
 
 
 def expert_file(task: str, expert: str, precision: str, layers: int | None) -> str:
-    """The name of an expert's file. task: i2v or t2v. precision: fp8_scaled or fp16 (which holds bf16 here)."""
+    """The name of an expert's file. task: i2v or t2v. precision: fp8_scaled, int8_convrot or fp16 (which holds
+    bf16 here)."""
     fewer = "" if layers is None else f"_{layers}_blocks"
     return f"wan2.2_{task}_{expert}_noise_14B_{precision}{fewer}.safetensors"
 
@@ -63,15 +73,38 @@ def write_expert(
     config = plain_config(task)
     config = replace(config, num_layers=layers or config.num_layers)
     missing = {p: path for p in precisions if not (path := folder / expert_file(task, expert, p, layers)).exists()}
+    if INT8 in missing:
+        held = Quantization(Int8Linear, device)
+        module = random_module(
+            config, device=device, dtype=torch.bfloat16, seed=EXPERTS.index(expert), quantization=held
+        )
+        assert isinstance(module, WanModel)
+        save(module, missing.pop(INT8))
     if not missing:
         return
     module = random_module(config, device=device, dtype=torch.bfloat16, seed=EXPERTS.index(expert))
     assert isinstance(module, WanModel)
     values = {name: value.detach() for name, value in module.named_parameters()}
     if "fp16" in missing:
-        write_safetensors(values, missing["fp16"], metadata_of(module))
+        write_file(values, missing["fp16"], metadata_of(module))
     if "fp8_scaled" in missing:
-        write_safetensors(as_fp8(values, quantized_names(config)), missing["fp8_scaled"], metadata_of(module))
+        write_file(as_fp8(values, quantized_names(config)), missing["fp8_scaled"], metadata_of(module))
+
+
+def write_file(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """As `write_safetensors`, by threads: most of the time goes into copying from the GPU and into new pages."""
+    head, begins = safetensors_header(tensors, metadata)
+    with written_beside(path) as temporary, temporary.open("r+b", buffering=0) as file:
+
+        def write(name: str) -> None:
+            content, at = bytes_of(tensors[name]), begins[name]
+            while content:
+                done = os.pwrite(file.fileno(), content, at)
+                content, at = content[done:], at + done
+
+        os.pwrite(file.fileno(), head, 0)
+        with ThreadPoolExecutor(WRITERS) as pool:
+            list(pool.map(write, (name for name in begins if tensors[name].numel())))
 
 
 def write_loras(models: Path, task: str, device: torch.device) -> None:
@@ -99,7 +132,7 @@ def write_text_encoder(models: Path, device: torch.device) -> None:
     proto = open_checkpoint(TINY / "text_encoder.safetensors").read(TOKENIZER)
     tensors[TOKENIZER] = proto
     assert isinstance(module, UMT5Encoder)
-    write_safetensors(tensors, path, metadata_of(TextEncoder(module, Tokenizer(proto.numpy().tobytes()))))
+    write_file(tensors, path, metadata_of(TextEncoder(module, Tokenizer(proto.numpy().tobytes()))))
 
 
 _MODULES = {"token_embedding.weight": "shared.weight", "norm.weight": "encoder.final_layer_norm.weight"}

@@ -46,6 +46,14 @@ def make_base(base: Path, packs: Mapping[str, str] | None = None) -> Path:
     return base
 
 
+def without_page(base: Path) -> list[str]:
+    """Arguments of a server that has an empty page: its own comes in a package that benchmarks do without."""
+    page = base / "page"
+    page.mkdir(parents=True, exist_ok=True)
+    (page / "index.html").write_text("<!doctype html><title>ComfyUI</title>")
+    return ["--front-end-root", str(page)]
+
+
 @dataclass
 class Run:
     """What came of a prompt: its status messages, UI outputs, and what the websocket told meanwhile. begin: when it

@@ -41,7 +41,7 @@ from benchmarks import server_times
 from benchmarks.cases import parse_size
 from benchmarks.comfy_files import EXPERTS, write_expert, write_image, write_loras, write_text_encoder, write_vae
 from benchmarks.comfy_graphs import Job, accelerated_graph, native_graph, our_graph, with_defaults
-from benchmarks.comfyui import ComfyUI, Graph, Run, make_base
+from benchmarks.comfyui import ComfyUI, Graph, Run, make_base, without_page
 from benchmarks.measure import make_room, relative_error
 from benchmarks.options import EVERYDAY_PARTS
 from benchmarks.rows import Row, guarded
@@ -51,6 +51,7 @@ from wan_core.config import OptionError
 ERROR_LAYERS = 8
 SIDE = 640
 PATIENCE = 400.0
+PEER = "the fastest native row"
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,6 @@ def server_files(scratch: Path | None, checkout: Path | None) -> Iterator[tuple[
             (base / "models").rmdir()
             (scratch / "models").mkdir(exist_ok=True)
             (base / "models").symlink_to(scratch / "models", target_is_directory=True)
-        page = base / "page"
-        page.mkdir()
-        (page / "index.html").write_text("<!doctype html><title>ComfyUI</title>")
         yield found, base
 
 
@@ -178,10 +176,9 @@ class Server:
     """A ComfyUI server that measures prompts. Use as a context: it ends with it. more: of its environment."""
 
     def __init__(self, checkout: Path, base: Path, device: torch.device, more: Mapping[str, str] | None = None) -> None:
-        page = ["--front-end-root", str(base / "page")]
         environment = {"PYTHONUNBUFFERED": "1", **(more or {})}
         cpu = device.type == "cpu"
-        self.comfyui = ComfyUI(checkout, base, environment, page, cpu=cpu, patience=PATIENCE)
+        self.comfyui = ComfyUI(checkout, base, environment, without_page(base), cpu=cpu, patience=PATIENCE)
         self.base, self.kinds = base, self.comfyui.get("/object_info")
 
     def __enter__(self) -> Server:
@@ -215,16 +212,14 @@ def times(run: Run) -> Row:
 
 def side_by_side(server: Server, sides: Sequence[Side], jobs: list[Job], label: str) -> Iterator[Row]:
     """Each side makes all jobs in a row, since ComfyUI keeps what nodes gave only for the prompt that comes next. The
-    first job is not counted."""
-    rows: list[tuple[Side, Row]] = []
-    for side in sides:
+    first job is not counted. Native sides come first, since the others are compared with them."""
+    peers: list[float] = []
+    for side in sorted(sides, key=lambda side: not side.native):
         found = [guarded(side.name, job.size, None, lambda s=side, j=job: server.run(s.graph(j))[0]) for job in jobs]
-        failed = next((row for row in found if "failed" in row), None)
-        rows.append((side, failed or middle_row(found[1:])))
-    peers = [row["seconds"] for side, row in rows if side.native and "seconds" in row]
-    for _, row in rows:
-        if peers and "seconds" in row:
-            row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": "the fastest native row"}
+        row = next((row for row in found if "failed" in row), None) or middle_row(found[1:])
+        if "seconds" in row:
+            peers += [row["seconds"]] if side.native else []
+            row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": PEER} if peers else {}
         yield row | {"name": f"{label}: {row['name']}"}
 
 
@@ -262,7 +257,7 @@ def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[
         ours.append(guarded(side.name, job.size, None, lambda s=side: server.run(s.graph(whole))[0]))
     for row in (*native, *ours):
         if peers and "seconds" in row:
-            row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": "the fastest native row"}
+            row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": PEER}
         yield row | {"name": f"off: {row['name']}"}
 
 
@@ -291,7 +286,7 @@ def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, option
     peers = [medians[side.name]["seconds"] for side in sides if side.native and "seconds" in medians[side.name]]
     for name, row in medians.items():
         if peers and "seconds" in row:
-            row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": "the fastest native row"}
+            row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": PEER}
         yield row | {"name": f"cold: {name}"}
     if options.profile is not None:
         options.profile.write_text("")

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.comfyui import Graph
+from benchmarks.comfyui import Graph, without_page
 from benchmarks.measure import relative_error
 from benchmarks.rows import Row, guarded
 from tools.templates.own import comparable, with_own_sampler
@@ -52,7 +52,9 @@ def template_rows(
     cpu = device.type == "cpu"
     scale = Scale({**whole, **({"length": frames} if cpu else {})}, 2 if cpu else None, frames, layers)
     with tempfile.TemporaryDirectory(prefix="wancore-templates-") as base:
-        templates = Templates(checkout, Path(base), scale, folder, cpu=cpu, patience=400.0)
+        templates = Templates(
+            checkout, Path(base), scale, folder, arguments=without_page(Path(base)), cpu=cpu, patience=400.0
+        )
         try:
             for template in TEMPLATES:
                 yield from rows_of(templates, template, f"{width}x{height}x{frames}")

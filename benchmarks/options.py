@@ -110,8 +110,13 @@ SUITES: dict[str, Suite] = {
         takes=("setup", "layers", "runs", "steps", "scratch"),
     ),
     "rotation": Suite("the error of linears in FP8 and INT8, rotated or not", ("96x96x17",), takes=("steps",)),
+    "int8": Suite(
+        "a forward with an INT8 file's weights: as stored, encoded as FP8, rotated or not, against fp8 and bf16",
+        ("832x480x81", "1280x720x81"),
+        takes=("layers", "precision", "runs"),
+    ),
     "small-cards": Suite(
-        "four steps of image-to-video from scaled FP8 files on 24, 16 and 12 GiB, and changing a merged LoRA",
+        "four steps of image-to-video from scaled FP8 or INT8 files on 24, 16 and 12 GiB, and changing a merged LoRA",
         ("640x640x81",),
         takes=("setting", "layers", "scratch"),
     ),
@@ -124,6 +129,7 @@ STARTUP_PARTS = ("load", "cold", "ready")
 STREAMING_PARTS = ("cards", "switch", "turns")
 STREAMING_PRECISIONS = ("bf16", "fp8")
 SMALL_CARD_PARTS = ("loras", "cards")
+INT8 = "int8"  # a setting of small-cards: experts in INT8 in place of FP8
 PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")
 SETTINGS = {
     "forward": "one forward of one branch",

@@ -26,6 +26,7 @@ def guarded(name: str, size: str, reason: str | None, make: Callable[[], Row]) -
 
 COLUMNS = {  # of numbers, with how they are printed
     "seconds": ".4f",
+    "scaled_seconds": ".3f",
     "spread": ".4f",
     "seconds_per_step": ".4f",
     "ratio": ".3f",

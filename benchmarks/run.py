@@ -19,11 +19,13 @@ from benchmarks.forwards import forward_rows
 from benchmarks.four_step import four_step_rows
 from benchmarks.generation import generation_rows
 from benchmarks.gguf import gguf_rows
+from benchmarks.int8_forwards import int8_rows
 from benchmarks.native import native_rows
 from benchmarks.options import (
     ATTENTION_PARTS,
     CPU_SIZE,
     EVERYDAY_PARTS,
+    INT8,
     NATIVE_PARTS,
     PARALLEL_PARTS,
     SMALL_CARD_PARTS,
@@ -68,6 +70,7 @@ MEASURES: dict[str, Rows] = {
     "parallel": parallel_rows,
     "gguf": gguf_rows,
     "rotation": rotation_rows,
+    "int8": int8_rows,
     "four-step": four_step_rows,
     "small-cards": small_card_rows,
     "generate": generation_rows,
@@ -85,7 +88,7 @@ PARTS = {
     "parallel": PARALLEL_PARTS,
     "startup": STARTUP_PARTS,
     "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),
-    "small-cards": SMALL_CARD_PARTS,
+    "small-cards": (*SMALL_CARD_PARTS, INT8),
 }  # what `--setting` names there
 
 

@@ -3,7 +3,8 @@ smaller cards and with little host memory; and what the LoRA costs.
 
 The files are those of the suite `everyday`, 40 GB in --scratch (/dev/shm keeps them in memory; files that are there are
 used again). A smaller card is a limit on what the process may allocate, as `--memory-limit` sets it. On a CPU, the
-embedded model stands for all of it, and streaming for a card.
+embedded model stands for all of it, and streaming for a card. `--setting int8` takes experts in INT8 (rotated rows, as
+in ComfyUI's files of 2026), which are multiplied as stored.
 
 LoRA on, other strength, off   both experts, read again and encoded, beside `load`; `same_bytes`: off, every byte of the
                                weights is that of before
@@ -44,10 +45,11 @@ from benchmarks.comfy_files import (
     write_text_encoder,
     write_vae,
 )
+from benchmarks.comfy_files import INT8 as INT8_FILES
 from benchmarks.four_step import write_lora
 from benchmarks.generation import PROMPT
 from benchmarks.measure import make_room, settle
-from benchmarks.options import SMALL_CARD_PARTS
+from benchmarks.options import INT8, SMALL_CARD_PARTS
 from benchmarks.rows import Row, guarded
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import save
@@ -60,6 +62,7 @@ from wan_core.pipeline.settings import find_quantization
 from wan_core.pipeline.sources import TINY, find_experts
 
 CARDS = (24.0, 16.0, 12.0)  # GiB
+FP8 = "fp8"
 HOST = 27.0  # GiB of weights in a host of 32 GB
 
 
@@ -81,9 +84,13 @@ def small_card_rows(
     if name not in ("tiny", "random:i2v-A14B", "random:t2v-A14B"):  # the last is what it is unless said
         raise OptionError(f"model {name!r} given; the suite small-cards has random:i2v-A14B and tiny")
     details["model"] = name = "random:i2v-A14B" if device.type == "cuda" else "tiny"
-    wanted = [part for part in SMALL_CARD_PARTS if part in (options.setting or ())] or SMALL_CARD_PARTS
+    settings = options.setting or ()
+    wanted = [part for part in SMALL_CARD_PARTS if part in settings] or SMALL_CARD_PARTS
+    details["experts"] = precision = INT8 if INT8 in settings else FP8
     with tempfile.TemporaryDirectory(prefix="wancore-cards-") as folder:
-        files = write_files(device, options.layers, (options.scratch or Path(folder)) / "models", Path(folder))
+        files = write_files(
+            device, precision, options.layers, (options.scratch or Path(folder)) / "models", Path(folder)
+        )
         make_room(device)
         for size in sizes:
             if "loras" in wanted:
@@ -102,27 +109,29 @@ def request_of(files: Files, size: str, steps: int | None = None) -> Request:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def write_files(device: torch.device, layers: int | None, models: Path, folder: Path) -> Files:
-    """The files of the suite `everyday` in `models`; on a CPU the embedded model in `folder`, its experts in FP8."""
+def write_files(device: torch.device, precision: str, layers: int | None, models: Path, folder: Path) -> Files:
+    """The files of the suite `everyday` in `models`; on a CPU the embedded model in `folder`. precision: of experts."""
     write_image(folder)
     if device.type != "cuda":
-        return embedded_files(device, folder)
-    write_experts(models, "i2v", device, layers)
+        return embedded_files(device, precision, folder)
+    stored = INT8_FILES if precision == INT8 else "fp8_scaled"
+    write_experts(models, "i2v", device, layers, (stored,))
     write_loras(models, "i2v", device)
     write_text_encoder(models, device)
     write_vae(models, device)
-    experts = {n: str(models / "diffusion_models" / expert_file("i2v", n, "fp8_scaled", layers)) for n in EXPERTS}
+    experts = {n: str(models / "diffusion_models" / expert_file("i2v", n, stored, layers)) for n in EXPERTS}
     text, vae = str(models / "text_encoders" / TEXT), str(models / "vae" / VAE)
-    options = LoadOptions(**experts, text_encoder=text, vae=vae, device=str(device))  # type: ignore[arg-type]
+    held = INT8 if precision == INT8 else "checkpoint"
+    options = LoadOptions(**experts, text_encoder=text, vae=vae, precision=held, device=str(device))  # type: ignore[arg-type]
     loras = tuple(LoraOptions(path=str(models / "loras" / lora_file("i2v", n)), expert=n) for n in EXPERTS)
     return Files(options, loras, folder / "input" / IMAGE)
 
 
-def embedded_files(device: torch.device, folder: Path) -> Files:
+def embedded_files(device: torch.device, precision: str, folder: Path) -> Files:
     experts = {}
     for name in EXPERTS:
         experts[name] = str(folder / f"{name}.safetensors")
-        held = find_quantization("fp8-tensor", device)
+        held = find_quantization(INT8 if precision == INT8 else "fp8-tensor", device)
         save(load_dit(TINY / f"i2v_{name}.safetensors", dtype=torch.float32, quantization=held), experts[name])
     lora = folder / "lora.safetensors"
     write_lora(lora, find_experts(experts["high"]).dit, device)
@@ -132,7 +141,7 @@ def embedded_files(device: torch.device, folder: Path) -> Files:
         low=experts["low"],
         text_encoder=str(TINY / "text_encoder.safetensors"),
         vae=str(TINY / "vae.safetensors"),
-        precision="fp8",
+        precision=precision,
         device=str(device),
     )
     return Files(options, (LoraOptions(path=str(lora)),), folder / "input" / IMAGE)

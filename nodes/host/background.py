@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from server import PromptServer
 
+from wan_core.checkpoint.turns import short_turns
 from wan_core.ops.attention.registry import AttentionError, resolve_attention
 from wan_core.ops.kernels import fused
 from wan_core.pipeline.settings import ModelSettings
@@ -24,6 +25,7 @@ from .devices import device
 log = logging.getLogger("WanCore")
 AFTER_START = 0.1  # seconds after ComfyUI begins to listen: its own start is not slowed
 HEAD_DIM = 128  # of every Wan model of full size
+IDLE = 0.2  # seconds between two looks at whether a prompt runs
 FAULTS = (AttentionError, OSError, RuntimeError, ValueError, ImportError, AttributeError)
 """What kernels and libraries that do not fit this machine raise; out of memory is a RuntimeError."""
 
@@ -35,10 +37,12 @@ class Background:
         self.threads: dict[Any, threading.Thread] = {}
         self.one_at_a_time = threading.Lock()
 
-    def start(self, name: Any, work: Callable[[], object], delay: float = 0.0) -> None:
-        """Begin `work` after `delay` seconds unless work of this name was begun before."""
+    def start(
+        self, name: Any, work: Callable[[], object], delay: float = 0.0, busy: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Begin `work` after `delay` seconds and when nothing is `busy`, unless work of this name was begun before."""
         if name not in self.threads:
-            thread = threading.Timer(delay, self._run, (name, work))
+            thread = threading.Timer(delay, self._run, (name, work, busy))
             thread.daemon = True
             self.threads[name] = thread
             thread.start()
@@ -50,8 +54,10 @@ class Background:
             self.threads[name].join()
             log.info("WanCore waited %.2f s for %s", time.perf_counter() - begin, name)
 
-    def _run(self, name: Any, work: Callable[[], object]) -> None:
-        with self.one_at_a_time:
+    def _run(self, name: Any, work: Callable[[], object], busy: Callable[[], bool]) -> None:
+        while busy():
+            time.sleep(IDLE)
+        with self.one_at_a_time, short_turns():
             begin = time.perf_counter()
             try:
                 work()
@@ -71,13 +77,18 @@ def prepare_when_up() -> None:
 
 
 async def _begin(_: object) -> None:
-    background.start("libraries", _libraries, AFTER_START)
+    background.start("libraries", lambda: fused.why_not(device()), AFTER_START)
+    background.start("attention", _attention, AFTER_START, _prompts_run)
 
 
-def _libraries() -> None:
-    """As the model loader and the first forward, and the first call of the attention kernel with it."""
+def _prompts_run() -> bool:
+    return PromptServer.instance.prompt_queue.get_tasks_remaining() > 0
+
+
+def _attention() -> None:
+    """As the model loader with `auto`, and the first call of its kernel. Its import takes longest, and a prompt that
+    names another kernel would wait beside it for nothing: only while no prompt runs."""
     here = device()
-    fused.why_not(here)
     _, attend = resolve_attention("auto", here, torch.bfloat16, HEAD_DIM)
     tokens = torch.zeros(1, 256, 2, HEAD_DIM, dtype=torch.bfloat16, device=here)
     attend(tokens, tokens, tokens)

@@ -79,3 +79,14 @@ def test_kernels_are_prepared_once_for_settings_on_a_gpu(module: ModuleType, mon
     names = {module.prepare_kernels(gpu) for _ in range(3)}
     module.background.wait(names.pop())
     assert ran == [gpu] and not names
+
+
+def test_work_that_may_wait_begins_when_nothing_is_busy(module: ModuleType) -> None:
+    background, free, seen = module.Background(), threading.Event(), []
+    background.start("later", lambda: seen.append("later"), 0.0, lambda: not free.wait(0.01))
+    background.start("first", lambda: seen.append("first"))
+    background.wait("first")
+    assert seen == ["first"]
+    free.set()
+    background.wait("later")
+    assert seen == ["first", "later"]

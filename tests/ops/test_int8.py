@@ -155,7 +155,7 @@ def test_the_calls_of_comfy_kitchen(kind: str, monkeypatch: pytest.MonkeyPatch) 
     limit = 0.25 if FORMATS[kind].numbers_in_byte == 2 else 0.03
     assert relative(found, x @ weight.t() + bias) < limit
     assert torch.allclose(
-        int8._torch_linear(x, *as_int8(FORMATS[kind], parts), bias, FORMATS[kind].rotation), found, atol=1e-3
+        int8.torch_linear(x, *as_int8(FORMATS[kind], parts), bias, FORMATS[kind].rotation), found, atol=1e-3
     )
 
 

@@ -129,22 +129,35 @@ def _view(mapping: mmap.mmap, info: TensorInfo, offset: int) -> Tensor:
     return torch.frombuffer(mapping, dtype=info.dtype, count=count, offset=offset).reshape(info.shape)
 
 
-def safetensors_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
-    """The bytes of a safetensors file, the header first, then tensor by tensor. A tensor on the CPU is not copied, one
-    on a GPU is copied when its turn comes. KeyError for a dtype that the format does not have."""
+def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """What a safetensors file begins with, and where each tensor's bytes begin in the file, in their order. KeyError
+    for a dtype that the format does not have."""
     codes = {dtype: code for code, dtype in reversed(DTYPES.items())}  # several codes are bytes to torch
     # Widest dtype first keeps every tensor aligned to its own size.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
+    begins, end = {}, 0
     for name in order:
         tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begins[name], end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begins[name], end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for name in order:
+    head = len(text).to_bytes(8, "little") + text
+    return head, {name: len(head) + begin for name, begin in begins.items()}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Of a tensor on the CPU without a copy, of one on a GPU copied."""
+    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return memoryview(flat.numpy())  # pyright: ignore[reportArgumentType]
+
+
+def safetensors_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    """The bytes of a safetensors file, the header first, then tensor by tensor; one on a GPU is copied when its turn
+    comes. KeyError for a dtype that the format does not have."""
+    head, begins = safetensors_header(tensors, metadata)
+    yield memoryview(head)
+    for name in begins:
         if tensors[name].numel():
-            flat = tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8)
-            yield memoryview(flat.numpy())  # pyright: ignore[reportArgumentType]
+            yield bytes_of(tensors[name])

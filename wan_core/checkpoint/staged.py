@@ -22,7 +22,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.opened import Checkpoint, Readers
+from wan_core.checkpoint.turns import short_turns
 
 MOST_THREADS = 16  # of one process: each needs the GIL between two pieces
 PIECE = 16 << 20
@@ -187,7 +188,9 @@ class Feed:
             threading.Thread(target=self._work, name=f"read-{i}", daemon=True)
             for i in range(min(threads, -(-total // PIECE)))
         ]
+        self.turns = ExitStack()
         try:
+            self.turns.enter_context(short_turns())
             for thread in self.threads:
                 thread.start()
             self._go_on()
@@ -238,6 +241,7 @@ class Feed:
         for thread in self.threads:
             if thread.ident is not None:  # it has begun
                 thread.join()
+        self.turns.close()
         for wanted in self.under_way.values():
             for event in wanted.ready:
                 event.synchronize()

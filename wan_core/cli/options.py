@@ -261,6 +261,7 @@ INPUTS = (
     "background",
     "mask",
     "latents",
+    "samples",
     "source",
     *SOUND_FILES,
     *CONTROL_FILES,

@@ -137,7 +137,7 @@ def _linear(
     if why_not_multiply(x.device) is not None or (x.is_cuda and (len(weight) % 8 or x.shape[1] % 8)):
         return F.linear(x, decode(found, parts).to(x.dtype), bias)
     data, scales = as_int8(found, parts)
-    product = _torch_linear if x.is_cuda else linear_reference
+    product = torch_linear if x.is_cuda else linear_reference
     return product(x, data, scales, bias, found.rotation)
 
 
@@ -157,7 +157,7 @@ def _kitchen(x: Tensor, fmt: IntegerFormat, parts: Mapping[str, Tensor], bias: T
     return kitchen.w4a8_int8_linear(x, weight, scale, channel, codebook=codebook, bias=bias, **sizes)
 
 
-def _torch_linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, rotation: int) -> Tensor:
+def torch_linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, rotation: int) -> Tensor:
     """`linear_reference` on a GPU, some rows at a time, because int32 products take twice the memory of the result.
     torch wants more than 16 rows there."""
     out = x.new_empty((len(x), len(data)))
