@@ -8,7 +8,7 @@ steps    eight steps without guidance, four by each expert: sampler seconds of e
 guided   40 steps with guidance 3.5. The native side runs 4 of them (`--steps`), and its time is scaled; the accelerated
          sides run all, with FP8, sparse attention and step caching
 templates  Animate-2, S2V and VACE by ComfyUI's official templates: see `native_templates`. The templates are those of
-         ComfyUI's Python, or in the folder `templates` of --scratch
+         ComfyUI's Python, or in the folder `templates` of --scratch; `--setup NAME` takes those that it names
 
 seconds   of the two samplers; ratio: seconds of the native side over this one's
 """
@@ -28,7 +28,7 @@ from benchmarks.cases import parse_size
 from benchmarks.comfy_graphs import Job, accelerated_graph
 from benchmarks.everyday import NATIVE, NATIVE_KITCHEN, Files, Server, Side, saved_latents, server_files
 from benchmarks.measure import relative_error
-from benchmarks.native_templates import template_rows, templates_of
+from benchmarks.native_templates import TEMPLATES, template_rows, templates_of
 from benchmarks.options import NATIVE_PARTS
 from benchmarks.rows import Row, guarded
 from wan_core.config import OptionError
@@ -55,8 +55,9 @@ def native_rows(
 ) -> Iterator[Row]:
     """Rows of the suite. Raises OptionError where there is no ComfyUI."""
     layers = options.layers or LAYERS
-    if unknown := set(options.setup or ()) - {side.name for side in SIDES}:
-        raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(side.name for side in SIDES)}")
+    known = (*(side.name for side in SIDES), *TEMPLATES)
+    if unknown := set(options.setup or ()) - set(known):
+        raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(known)}")
     details |= {"layers": layers}
     with server_files(options.scratch, options.checkout) as (checkout, base):
         files = Files(base / "models", device)
@@ -73,7 +74,8 @@ def native_rows(
             if "templates" in wanted:
                 folder = templates_of(options.scratch)
                 few = layers if device.type == "cuda" else None
-                yield from template_rows(checkout, folder, (width, height, frames), few, device)
+                chosen = [name for name in TEMPLATES if not options.setup or name in options.setup]
+                yield from template_rows(checkout, folder, (width, height, frames), few, device, chosen)
 
 
 def step_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:

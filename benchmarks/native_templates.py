@@ -1,18 +1,19 @@
-"""Part `templates` of suite `native`: variants of Wan by ComfyUI's official templates, as they are, with our node, and
-VACE also with our sampler.
+"""Part `templates` of suite `native`: variants of Wan by ComfyUI's official templates, as they are and with our nodes.
 
 Transformers of the real width with some layers, random bf16 weights; encoders are replaced by small nodes that give
 random tensors of the right shape, and nothing is decoded (`tools/templates`). Steps and clips are the template's.
 
-seconds   of all samplers of the template; ratio: ComfyUI's own over this row's; error: of the last sampler's latents
+seconds   of all samplers of the template; ratio: ComfyUI's own over this row's; error: of the last sampler's latents,
+          where ComfyUI's sampler made them
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ import torch
 from benchmarks.comfyui import Graph, without_page
 from benchmarks.measure import relative_error
 from benchmarks.rows import Row, guarded
-from tools.templates.own import comparable, with_own_sampler
 from tools.templates.run import SAMPLERS, Scale, Templates, observed
+from tools.templates.sampled import with_own_samplers
 
 TEMPLATES = ("video_wan_animate2", "video_wan2_2_14B_s2v", "video_wan_vace_14B_v2v")
 PLAIN = "native"
@@ -33,20 +34,26 @@ SIDES: dict[str, Mapping[str, Any] | None] = {
     "accelerated, cudnn-fp8": FP8,
     "accelerated, cudnn-fp8, sparse balanced": {**FP8, "sparse": "balanced"},
 }
-# With WanCore's sampler, by Euler steps in both: ours has no other solver of ComfyUI's with the same arithmetic.
-OWN_TEMPLATES = ("video_wan_vace_14B_v2v",)
-EULER = "native, euler"
-OWN_SIDES: dict[str, Mapping[str, Any]] = {
-    "sampler, bf16": {"attention": "auto"},
-    "sampler, cudnn-fp8": {"precision": "fp8", "attention": "cudnn-fp8"},
-    "sampler, cudnn-fp8, sparse balanced": {"precision": "fp8", "attention": "cudnn-fp8", "sparse": "balanced"},
+# WanCore Sampler in the place of ComfyUI's, with the template's solver in the reference's form.
+OWN: dict[str, Mapping[str, Any]] = {
+    "sampler, auto": {},
+    "sampler, fp8, cudnn-fp8": {"precision": "fp8", "attention": "cudnn-fp8"},
+    "sampler, fp8, cudnn-fp8, sparse balanced": {"precision": "fp8", "attention": "cudnn-fp8", "sparse": "balanced"},
+    "sampler, fp8, cudnn-fp8, sparse fast": {"precision": "fp8", "attention": "cudnn-fp8", "sparse": "fast"},
 }
+SAMPLED = ("video_wan2_2_14B_s2v", "video_wan_vace_14B_v2v")
 
 
 def template_rows(
-    checkout: Path, folder: Path | None, size: tuple[int, int, int], layers: int | None, device: torch.device
+    checkout: Path,
+    folder: Path | None,
+    size: tuple[int, int, int],
+    layers: int | None,
+    device: torch.device,
+    chosen: Sequence[str] = TEMPLATES,
 ) -> Iterator[Row]:
-    """Rows of every template. folder: of the templates, where ComfyUI's Python has none. layers: None: tiny models."""
+    """Rows of the chosen templates. folder: of the templates, where ComfyUI's Python has none. layers: None: tiny
+    models."""
     width, height, frames = size
     whole = {"width": width, "height": height, "resize_type.width": width, "resize_type.height": height}
     cpu = device.type == "cpu"
@@ -56,7 +63,7 @@ def template_rows(
             checkout, Path(base), scale, folder, arguments=without_page(Path(base)), cpu=cpu, patience=400.0
         )
         try:
-            for template in TEMPLATES:
+            for template in chosen:
                 yield from rows_of(templates, template, f"{width}x{height}x{frames}")
         finally:
             templates.stop()
@@ -67,40 +74,29 @@ def rows_of(templates: Templates, template: str, size: str) -> Iterator[Row]:
     if "failed" in made:
         yield made
         return
-    graph = made["graph"]
-    runs = {side: (graph, inputs) for side, inputs in SIDES.items()}
-    yield from compared(templates, template, size, runs, PLAIN)
-    if template in OWN_TEMPLATES:
-        euler = comparable(graph)
-        own = {side: (with_own_sampler(euler, **dict(inputs)), None) for side, inputs in OWN_SIDES.items()}
-        yield from compared(templates, template, size, {EULER: (euler, None), **own}, EULER)
-
-
-def compared(
-    templates: Templates,
-    template: str,
-    size: str,
-    runs: Mapping[str, tuple[Graph, Mapping[str, Any] | None]],
-    first: str,
-) -> Iterator[Row]:
-    """A row of each graph, with its inputs of WanCore Accelerate; all are compared with the first."""
     seconds: float | None = None
     exact: torch.Tensor | None = None
-    for side, (graph, inputs) in runs.items():
-        row = guarded(f"{template}: {side}", size, None, lambda g=graph, i=inputs: sampled(templates, g, i))
+    sides: dict[str, Callable[[Graph], Graph]]
+    sides = {side: partial(observed, run="timed", accelerate=inputs) for side, inputs in SIDES.items()}
+    if template in SAMPLED:
+        own = {side: partial(with_own_samplers, solver="unipc", **given) for side, given in OWN.items()}
+        sides |= {side: lambda graph, make=make: make(observed(graph, "timed")) for side, make in own.items()}
+    for side, make in sides.items():
+        row = guarded(f"{template}: {side}", size, None, lambda m=make: sampled(templates, made["graph"], m))
         latents = row.pop("latents", None)
         if latents is not None:
             exact = latents if exact is None else exact
-            row["error"] = relative_error(latents, exact)
+            if side in SIDES:
+                row["error"] = relative_error(latents, exact)
             seconds = row["seconds"] if seconds is None else seconds
-            row |= {"ratio": round(seconds / row["seconds"], 3), "ratio_to": first}
+            row |= {"ratio": round(seconds / row["seconds"], 3), "ratio_to": PLAIN}
         yield row
 
 
-def sampled(templates: Templates, graph: Graph, accelerate: Mapping[str, Any] | None) -> Row:
+def sampled(templates: Templates, graph: Graph, make: Callable[[Graph], Graph]) -> Row:
     """Seconds of all samplers, after a run with other seeds that is not counted."""
     for seed in (1, 2):
-        run = templates.server.watch(observed(reseeded(graph, seed), "timed", accelerate))
+        run = templates.server.watch(make(reseeded(graph, seed)))
         if not run.ok:
             said = next((data for kind, data in run.status["messages"] if kind == "execution_error"), {})
             raise RuntimeError(f"{said.get('node_id')}: {str(said.get('exception_message', 'interrupted'))[:500]}")

@@ -23,6 +23,7 @@ from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
 from .sampling import WanCoreSampler
+from .sound import WanCoreSoundToVideo
 from .sparse import WanCoreSparseAttention
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
@@ -57,6 +58,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreAnimate,
     WanCoreAnimate2,
     WanCoreMotionPositions,
+    WanCoreSoundToVideo,
     WanCoreVACE,
     WanCoreCamera,
 ]

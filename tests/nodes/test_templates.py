@@ -11,7 +11,7 @@ import pytest
 
 from tests.comfyui import find_newer_comfyui
 from tools.templates.expand import expand
-from tools.templates.run import OWN, TEMPLATES, Templates
+from tools.templates.run import TEMPLATES, Templates
 
 RESULTS = Path(__file__).parent / "template_results.json"
 EXPECTED = {one["template"]: one for one in json.loads(RESULTS.read_text(encoding="utf-8"))["templates"]}
@@ -36,14 +36,6 @@ def test_a_template_samples_the_same_and_says_what_was_accelerated(templates: Te
     assert result.error <= 1e-5
     assert result.samplers == EXPECTED[name]["samplers"] == len(result.words)
     assert result.words == EXPECTED[name]["words"]
-
-
-@pytest.mark.comfy
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OWN)
-def test_a_template_samples_the_same_with_our_sampler(templates: Templates, name: str) -> None:
-    """VACE, Fun control, inpaint and camera, with the sigmas of the template and the solver that both have."""
-    assert templates.run_own(name) <= 1e-3
 
 
 # ------------------------------------------------------------------------------------------------ without ComfyUI

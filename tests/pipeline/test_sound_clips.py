@@ -27,7 +27,10 @@ from wan_core.models.audio.config import SpeechConfig
 from wan_core.models.audio.wav2vec2 import SpeechEncoder
 from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.clips import check_clips, cut_clips
+from wan_core.models.wan.families.s2v.inputs import comfy_extras, motion_frames
+from wan_core.pipeline import clips as clips_module
 from wan_core.pipeline import hearing, sources
+from wan_core.pipeline.images import pixels_to_video
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY, find_models
 from wan_core.sampling.conditioning import Conditioning
@@ -106,6 +109,28 @@ def test_three_clips_equal_the_official_loop(folder: Path, monkeypatch: pytest.M
     assert float((made - latents).norm() / latents.norm()) < 1e-3
     video = torch.from_numpy(found.frames).permute(3, 0, 1, 2) / 127.5 - 1
     assert float((loop.spots(video) - expected[f"frames{pose}"]).abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@torch.no_grad()
+def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, number: int) -> None:
+    """ComfyUI's keys, made of the media of a clip, and read again."""
+    pipe = loaded(folder)
+    job = pipe.prepare(request(folder, frames=20, pose_video=str(folder / "pose.avi")))
+    clip, media = job.clips[number], clips_module.load_clip_media(pipe, job)
+    before = torch.rand(7, loop.SIDE, loop.SIDE, 3)
+    pixels = pixels_to_video(motion_frames(before)) if number else None
+    given = clips_module.given_to(pipe, job, clip, media, pixels)
+    expected = clips_module.condition(pipe, job, clip, given, pipe.encode_text(job))
+    vae = pipe.models.vae()
+    extras, lead = comfy_extras(vae.encode, given, clip)
+    latent = {"samples": torch.zeros(job.clip_shape(clip))}
+    found = FAMILIES["s2v"].read_conditioning(job.task, vae.config, extras, latent)
+    assert found["inputs"].keys() == expected.inputs.keys() >= {"audio", "reference", "pose"}
+    for name, value in expected.inputs.items():
+        torch.testing.assert_close(found["inputs"][name], value)
+    torch.testing.assert_close(lead, given["lead"])
+    assert (pixels is None) == ("motion" not in expected.inputs) and not expected.uncond_inputs["audio"].any()
 
 
 # ------------------------------------------------------------------------------------------------------------- lengths

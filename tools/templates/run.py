@@ -28,7 +28,6 @@ import torch
 
 from benchmarks.comfyui import ComfyUI, Graph, make_base, python_of
 from tools.templates.expand import expand
-from tools.templates.own import comparable, with_own_sampler
 
 HERE = Path(__file__).resolve().parent
 # Template -> kind of its transformers (`files.KINDS`).
@@ -210,23 +209,6 @@ class Templates:
         for path in output.glob("*.pt"):
             path.unlink()
         return Result(template, len(pairs), max(errors), words)
-
-    def run_own(self, template: str, **loaded: Any) -> float:
-        """As `run`, with WanCore's sampler in the place of ComfyUI's: the difference of the last sampler's latents.
-        loaded: inputs of WanCore From Model."""
-        graph = comparable(self.graph(template))
-        made = []
-        for run, given in (("plain", graph), ("own", with_own_sampler(graph, **loaded))):
-            done = self.server.run(observed(given, run))
-            assert done.ok, f"{template}: {done.status}"
-        for run in ("plain", "own"):
-            kept = list((self.base / "output").glob(f"{run}-*.pt"))
-            made.append({path.name.removeprefix(run): torch.load(path) for path in kept})
-            for path in kept:
-                path.unlink()
-        plain, own = made
-        assert own and own.keys() <= plain.keys()
-        return max(_error(own[name], plain[name]) for name in own)
 
     def versions(self) -> dict[str, str]:
         code = "from importlib.metadata import version as v; print(v('comfyui-workflow-templates-json'), v('torch'))"

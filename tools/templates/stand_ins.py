@@ -18,7 +18,7 @@ class _StandIn:
 
 
 class StandInText(_StandIn):
-    """In place of CLIPTextEncode and its UMT5, which pads texts with zeros."""
+    """In place of CLIPTextEncode and its UMT5, which gives as many rows."""
 
     RETURN_TYPES = ("CONDITIONING",)
 
@@ -27,8 +27,7 @@ class StandInText(_StandIn):
         return {"required": {"text": ("STRING", {"default": ""})}}
 
     def run(self, text):
-        rows = torch.nn.functional.pad(_rows(text, 1, 11, 4096), (0, 0, 0, 501))
-        return ([[rows, {"pooled_output": None}]],)
+        return ([[_rows(text, 1, 512, 4096), {"pooled_output": None}]],)
 
 
 class _Seen:
@@ -50,17 +49,19 @@ class StandInVision(_StandIn):
 
 
 class StandInAudio(_StandIn):
-    """In place of AudioEncoderEncode: two seconds of 25 layers."""
+    """In place of AudioEncoderEncode: two seconds of 25 layers. steady: four seconds in which nothing changes."""
 
     RETURN_TYPES = ("AUDIO_ENCODER_OUTPUT",)
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {}}
+        return {"required": {}, "optional": {"steady": ("BOOLEAN", {"default": False})}}
 
-    def run(self):
-        layers = [_rows(f"audio {n}", 1, 100, 1024) for n in range(25)]
-        return ({"encoded_audio": layers[-1], "encoded_audio_all_layers": layers, "audio_samples": 32000},)
+    def run(self, steady=False):
+        layers = [_rows(f"audio {n}", 1, 1 if steady else 100, 1024) for n in range(25)]
+        layers = [layer.expand(1, 200, 1024) if steady else layer for layer in layers]
+        samples = 320 * layers[0].shape[1]
+        return ({"encoded_audio": layers[-1], "encoded_audio_all_layers": layers, "audio_samples": samples},)
 
 
 class StandInMask(_StandIn):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.checkpoint import open_checkpoint
@@ -76,15 +75,14 @@ def random_speech(task: Task) -> Speech | None:
 
 @torch.no_grad()
 def heard(speech: Speech, task: Task, path: str, clip: Clip, device: torch.device, report: Report) -> Tensor:
-    """Features of the sound in `path` [1, W, C, A] for all frames up to the end of the last `clip`, float32 on the CPU:
-    zeros after the sound. Where the device has no memory for it, the sound is encoded on the CPU."""
+    """Features of the sound in `path` [1, W, C, A] for all frames up to the end of the last `clip`, float32 on the CPU.
+    Where the device has no memory for it, the sound is encoded on the CPU."""
     hears = family_of(task).hears
     assert hears is not None
     samples = torch.from_numpy(mono(read_sound(path), SAMPLE_RATE))[None]
     with report.phase("encode audio"):
         states = encoded(speech, samples, device, report)
-        found = hears.features(states, clip.frames)
-    return F.pad(found, (0, max(0, clip.last - found.shape[3])))[..., : clip.last]
+        return hears.features(states, clip)
 
 
 def encoded(speech: Speech, samples: Tensor, device: torch.device, report: Report) -> Tensor:

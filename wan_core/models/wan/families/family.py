@@ -103,7 +103,7 @@ class Hearing(NamedTuple):
     """How a family hears a sound.
 
     states(dit): the states of a speech encoder that a transformer takes: how many, and how wide. features(states,
-    frames): from those of a sound [W, n, C] to what video frames hear, [1, W, C, A], for clips of so many frames.
+    clip): from those of a sound [W, n, C] to what video frames hear, [1, W, C, A], up to the end of a clip.
     """
 
     states: Callable[[Any], tuple[int, int]]

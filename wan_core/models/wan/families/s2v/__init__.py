@@ -59,7 +59,7 @@ S2V = Family(
         past_end="black",
         seen=(),
     ),
-    hears=Hearing(lambda dit: (dit.audio_layers, dit.audio_dim), function_of("s2v.features", "audio_features")),
+    hears=Hearing(lambda dit: (dit.audio_layers, dit.audio_dim), function_of("s2v.features", "features_until")),
     clip_lead=function_of("s2v.inputs", "clip_lead"),
     clip_inputs=function_of("s2v.inputs", "clip_inputs"),
 )

@@ -17,7 +17,7 @@ from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
-from wan_core.models.wan.families.s2v.config import AUDIO_FRAMES, COMFYUI_POSITIONS
+from wan_core.models.wan.families.s2v.config import AUDIO_FRAMES, COMFYUI_POSITIONS, MOTION_PIXELS
 from wan_core.models.wan.families.s2v.model import LEAST_MOTION
 
 
@@ -87,3 +87,24 @@ def pose_latents(encode: Callable[[Tensor], Tensor], video: Tensor) -> Tensor:
     """A pose video [1, 3, 4 T, H, W] in -1..1 -> un-normalised latents [1, 16, T, Y, X]: its first frame stands twice,
     and the latent frame of the first of them is left out."""
     return encode(torch.cat([video[:, :, :1], video], 2))[:, :, 1:]
+
+
+def comfy_extras(
+    encode: Callable[[Tensor], Tensor], media: Mapping[str, Tensor], clip: Clip
+) -> tuple[dict[str, Any], Tensor]:
+    """The media of a clip as ComfyUI's CONDITIONING carries them, and the latents that are decoded before the clip.
+    encode: [1, 3, F, H, W] in -1..1 -> un-normalised latents."""
+    lead = encode(media["carried"] if clip.number else media["reference"])
+    found: dict[str, Any] = {"audio_embed": media["audio"], "reference_latents": [lead]}
+    if clip.number:
+        found |= {"reference_latents": [encode(media["reference"])], "reference_motion": lead}
+    if "pose_video" in media:
+        found["control_video"] = pose_latents(encode, media["pose_video"])
+    return found, lead
+
+
+def motion_frames(pictures: Tensor) -> Tensor:
+    """The last `MOTION_PIXELS` of pictures [F, H, W, 3] in 0..1, with grey ones before them where they are fewer."""
+    last = pictures[-MOTION_PIXELS:]
+    grey = last.new_full((MOTION_PIXELS - len(last), *last.shape[1:]), 0.5)
+    return torch.cat([grey, last])
