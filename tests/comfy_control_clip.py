@@ -51,6 +51,12 @@ CASES = {
 }
 
 
+MOTIONS = {  # of WanCameraEmbedding -> ours
+    "Static": "static", "Pan Up": "pan-up", "Pan Down": "pan-down", "Pan Left": "pan-left", "Pan Right": "pan-right",
+    "Zoom In": "zoom-in", "Zoom Out": "zoom-out", "Anti Clockwise (ACW)": "roll-left", "ClockWise (CW)": "roll-right",
+}  # fmt: skip
+
+
 class VAE(EmbeddedVAE):
     latent_channels = 16
 
@@ -139,6 +145,11 @@ def main(folder: str, out: str) -> None:
             )  # fmt: skip
             noise = torch.zeros_like(noise)
         found[name] = {"positive": plain(positive), "negative": plain(negative), "latent": latent, "made": made}
+    found["rays"] = {
+        (theirs, size): trajectory.WanCameraEmbedding.execute(theirs, *size, LENGTH, 1.3).result[0]
+        for theirs in MOTIONS
+        for size in ((WIDTH, HEIGHT), (HEIGHT, WIDTH))
+    }
     torch.save(found, out)
 
 
