@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.animate_references import draw_weights
 from tests.comfy_control_clip import VACE
-from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.comfyui import ComfyUI, Graph, Refused, find_comfyui, make_base
 from tests.nodes.test_nodes_comfy import node
 from tests.nodes.test_nodes_driven import smooth
 from tests.nodes.test_workflows import api_form
@@ -85,9 +85,7 @@ def test_a_clip_of_vace_is_the_command_lines(comfy: ComfyUI, part: dict[str, flo
     models, control = comfy.base / "models", ControlOptions(scale=part.get("strength", 1.0), end=part.get("end", 1.0))
     files = {"high": f"diffusion_models/{VIDEO_MODEL}", "text_encoder": "text_encoders/umt5.safetensors"}
     options = {name: str(models / path) for name, path in {**files, "vae": "vae/vae.safetensors"}.items()}
-    pictures = {
-        name: str(comfy.base / "input" / f"{file}.png") for name, file in (("image", "first"), ("reference",) * 2)
-    }
+    pictures = {"image": str(comfy.base / "input/first.png"), "reference": str(comfy.base / "input/reference.png")}
     prompts = {"prompt": PROMPTS["positive"], "negative_prompt": PROMPTS["negative"]}
     request = Request(**pictures, **prompts, **SIZE, **PLAN, control=control)
     found = Pipeline.load(LoadOptions(device="cpu", **options)).generate(request).latents
@@ -97,5 +95,5 @@ def test_a_clip_of_vace_is_the_command_lines(comfy: ComfyUI, part: dict[str, flo
 
 
 def test_a_range_that_ends_before_it_begins_is_refused(comfy: ComfyUI) -> None:
-    run = comfy.run(graph_of(start=0.7, end=0.2))
-    assert not run.ok and "the end comes later" in str(run.status)
+    with pytest.raises(Refused, match="the end comes later"):
+        comfy.run(graph_of(start=0.7, end=0.2))
