@@ -32,7 +32,7 @@ def wan21_vace_video_to_video(flow: Workflow) -> None:
 def wan21_vace_inpainting(flow: Workflow) -> None:
     model, clip, vae = _vace(flow, 0.3)
     video = _video(flow, "Video")
-    mask = flow.add("LoadImageMask", title="What is made anew", image="example.png", channel="red", space=300)
+    mask = flow.add("ImageToMask", image=_picture(flow, "What is made anew"), channel="red")
     picture = _picture(flow, "Reference image")
     given = {"control_video": video["images"], "control_masks": mask["MASK"], "reference_images": picture}
     text = _prompts(flow, clip, "A little boy and a dog are hiking in the forest. The puppy runs around the boy.")

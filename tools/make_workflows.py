@@ -65,7 +65,7 @@ NATIVE += (
 )
 NATIVE += ("AudioEncoderEncode", "AudioEncoderLoader", "ImageBatch", "LatentConcat", "LoadAudio")
 NATIVE += ("GetVideoComponents", "LoadVideo", "SaveVideo", "TrimVideoLatent", "VAEDecode", "WanImageToVideo")
-NATIVE += ("Canny", "ImagePadForOutpaint", "LoadImageMask", "Wan22FunControlToVideo", "WanCameraImageToVideo")
+NATIVE += ("Canny", "ImagePadForOutpaint", "ImageToMask", "Wan22FunControlToVideo", "WanCameraImageToVideo")
 BELOW = 1320  # the second row of columns
 
 # ---------------------------------------------------------------------------------------------------------- workflows
