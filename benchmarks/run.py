@@ -33,6 +33,7 @@ from benchmarks.options import (
     STREAMING_PARTS,
     STREAMING_PRECISIONS,
     SUITES,
+    TUNED,
 )
 from benchmarks.parallel import parallel_rows
 from benchmarks.peers import PEERS, peer_versions
@@ -82,7 +83,7 @@ MEASURES: dict[str, Rows] = {
 }
 
 PARTS = {
-    "attention": ATTENTION_PARTS,
+    "attention": (*ATTENTION_PARTS, *TUNED),
     "everyday": EVERYDAY_PARTS,
     "native": NATIVE_PARTS,
     "parallel": PARALLEL_PARTS,

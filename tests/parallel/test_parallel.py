@@ -186,7 +186,7 @@ def test_sparse_fp8_attention_takes_numbers_as_they_arrive(ranks, alone):
     def distance(latents: torch.Tensor) -> float:
         return float((latents - dense).norm() / dense.norm())
 
-    assert distance(answers[0][0]) < 1.2 * math.hypot(*map(distance, changes))
+    assert distance(answers[0][0]) < 1.5 * math.hypot(*map(distance, changes))
 
 
 @pytest.mark.parametrize("mesh", ["1x1x3", "1x2x2"])
@@ -445,8 +445,9 @@ def test_the_benchmark_refuses_gpus_that_are_not_there(capsys):
         {"grid": (5, 6, 7), "block": 8, "keep": 0.5, "mass": 0.8},
         {"grid": (5, 6, 7), "block": 4, "keep": 0.06, "reuse": 2},  # many rows read nothing of some rank
         {"grid": (5, 6, 7), "block": 8, "heads": 4, "fp8": True},
+        {"grid": (5, 6, 7), "block": 8, "parts": 4, "slope": True, "score": "error"},
     ],
-    ids=["means", "alone", "mass", "reuse", "fp8"],
+    ids=["means", "alone", "mass", "reuse", "fp8", "finer"],
 )
 def test_sparse_attention_over_a_ring_is_that_of_one_rank(ranks, mesh, given):
     answers = ranks.ask("sparse_attention", mesh=mesh, **given)

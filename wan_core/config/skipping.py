@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from wan_core.config.checks import OptionError, check_choice, check_range
 
@@ -81,7 +82,8 @@ class GuidanceOptions:
 
 
 SPARSE_KERNELS = ("auto", "cudnn-fp8", "cudnn", "flex", "math", "triton", "triton-int8")
-SPARSE_SCORES = ("mean", "spread")
+SPARSE_SCORES = ("mean", "spread", "error")
+SPARSE_PARTS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +99,12 @@ class SparseOptions:
     dense_layers: int = 0  # number of first layers that always read all blocks
     mass: float | None = None  # select blocks up to this estimated share of attention; None: the same number per row
     floor: float = 0.05  # least share of the blocks to read where `mass` decides
-    score: str = "spread"  # how blocks are ranked. "mean": by the mean of their keys; "spread": also by their variance
+    # How blocks are ranked. "mean": by the mean of their keys; "spread": also by their variance; "error": by the error
+    # where they are replaced by their means.
+    score: Literal["mean", "spread", "error"] = "spread"
     pooled: bool = True  # unselected blocks are replaced by their mean
+    parts: int = 1  # of an unselected block, each replaced by its own mean
+    slope: bool = False  # the values of unselected blocks follow the scores of their keys, to first order
     reuse: int = 1  # number of computed steps that use one selection of blocks, the step that made it included
     budgets: bool = True  # use calibrated shares of blocks per layer if the checkpoint has a coverage file beside it
     kernel: str = "auto"
@@ -112,8 +118,18 @@ class SparseOptions:
         check_range("dense layers", self.dense_layers, 0, 1000, "0 to 2 are usual")
         check_range("floor", self.floor, 0, 1, "a share of the blocks")
         check_range("steps per selection of blocks", self.reuse, 1, 50, "1 selects again in every step")
+        if self.parts not in SPARSE_PARTS:
+            raise OptionError(f"{self.parts} parts of a block given; allowed are {', '.join(map(str, SPARSE_PARTS))}")
         if self.mass is not None:
             check_range("attention mass", self.mass, 0.01, 1, "0.9 is usual")
+            if self.score == "error":
+                raise OptionError("attention mass with the block score error given; mass needs the score spread")
+        finer = {"parts of a block": self.parts > 1, "slope": self.slope, "block score error": self.score == "error"}
+        if any(finer.values()) and not self.pooled:
+            raise OptionError(
+                f"{' and '.join(name for name, given in finer.items() if given)} given without the means of unselected "
+                "blocks (pooled off, alone); allow the means, or leave this out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,11 @@ HALF = 0.5  # least sparsity of a ramp
 # on an H200 at 75,600 tokens (benchmarks/results/sparse-*.json); the error is at most 1 % of a forward for shares from
 # 12.5 to 50 %.
 KERNEL, CHOICE = 1.075, 0.06
+# The same for what is computed of unselected blocks beyond their means: for each further part, for the slope and each
+# part of it, for the choice by error and each part of it. Counted, not measured (docs/sparse.md, "What is lost").
+PART, SLOPE, SLOPE_PART, ERROR, ERROR_PART = 0.02, 0.012, 0.008, 0.006, 0.002
 FORM = "quality, balanced, fast, or sparsity/dense steps/dense layers such as 0.8125/0/0, then options after a colon: "
-WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, even, alone, mean, or a kernel"
+WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, parts4, slope, error, even, alone, mean, or a kernel"
 
 
 def sparsify(
@@ -76,7 +79,8 @@ def with_costs(plan: Plan, config: DiTConfig, tokens: int) -> Plan:
             )
     sparse_layers = max(0, config.num_layers - plan.sparse.dense_layers) / config.num_layers
     share = attention_share(config, tokens) * sparse_layers
-    return replace(plan, steps=tuple(replace(s, cost=step_cost(s.sparsity, share)) for s in plan.steps))
+    rest = rest_cost(plan.sparse)
+    return replace(plan, steps=tuple(replace(s, cost=step_cost(s.sparsity, share, rest)) for s in plan.steps))
 
 
 def attention_share(config: DiTConfig, tokens: int) -> float:
@@ -88,12 +92,19 @@ def attention_share(config: DiTConfig, tokens: int) -> float:
     return attention / (attention + linears)
 
 
-def step_cost(sparsity: float, share: float) -> float:
+def rest_cost(options: SparseOptions) -> float:
+    """Time for unselected blocks beyond one mean of each, relative to dense attention."""
+    slope = SLOPE + SLOPE_PART * options.parts if options.slope else 0.0
+    error = ERROR + ERROR_PART * options.parts if options.score == "error" else 0.0
+    return PART * (options.parts - 1) + slope + error
+
+
+def step_cost(sparsity: float, share: float, rest: float = 0.0) -> float:
     """Time of a sparse forward relative to a dense one. share: of a dense forward's time, in attention of the layers
-    that may be sparse."""
+    that may be sparse. rest: as `rest_cost`."""
     if sparsity == 0:
         return 1.0
-    return round(1 - share + share * min(1.0, KERNEL * (1 - sparsity) + CHOICE), 4)
+    return round(1 - share + share * min(1.0, KERNEL * (1 - sparsity) + CHOICE + rest), 4)
 
 
 def parse_sparse(text: str) -> SparseOptions:
@@ -120,8 +131,9 @@ def _with(options: SparseOptions, word: str, text: str) -> SparseOptions:
         for name in ("mass", "floor", "ramp"):
             if word.startswith(name):
                 return replace(options, **{name: float(word.removeprefix(name))})
-        if word.startswith("reuse"):
-            return replace(options, reuse=int(word.removeprefix("reuse")))
+        for name in ("reuse", "parts"):
+            if word.startswith(name):
+                return replace(options, **{name: int(word.removeprefix(name))})
     except ValueError as fault:
         raise fault if isinstance(fault, OptionError) else _unknown(text) from fault
     if word in SPARSE_SCORES:
@@ -130,6 +142,8 @@ def _with(options: SparseOptions, word: str, text: str) -> SparseOptions:
         return replace(options, kernel=word)
     if word == "even":
         return replace(options, budgets=False)
+    if word == "slope":
+        return replace(options, slope=True)
     if word == "alone":
         return replace(options, pooled=False)
     raise _unknown(text)
@@ -146,6 +160,7 @@ def sparse_words(options: SparseOptions) -> str:
     if options.mass is not None:
         words += [f"mass{options.mass:g}", f"floor{options.floor:g}"]
     words += [f"reuse{options.reuse}"] * (options.reuse > 1) + [options.score] * (options.score != "spread")
+    words += [f"parts{options.parts}"] * (options.parts > 1) + ["slope"] * options.slope
     words += ["even"] * (not options.budgets) + ["alone"] * (not options.pooled)
     words += [options.kernel] * (options.kernel != "auto")
     return ":".join(words)
