@@ -28,6 +28,34 @@ from .sockets import CONDITIONING
 MAX_SIDE, MAX_FRAMES = 8192, 401
 
 
+def outputs() -> list[Any]:
+    return [
+        io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
+        io.Conditioning.Output("negative_out", display_name="negative", tooltip="For the sampler."),
+        io.Latent.Output("latent", display_name="latent", tooltip="For the sampler."),
+        io.Latent.Output(
+            "lead",
+            display_name="lead",
+            tooltip="For LatentConcat (dim t), before the sampler's latents: they are decoded together.",
+        ),
+        io.Int.Output(
+            "trim_image",
+            display_name="trim_image",
+            tooltip="Frames of `lead` after decoding: where ImageFromBatch begins.",
+        ),
+        io.Int.Output(
+            "new_frames",
+            display_name="new_frames",
+            tooltip="Frames of this clip, or as many as are left of the sound: the length for ImageFromBatch.",
+        ),
+        io.Audio.Output(
+            "audio_out",
+            display_name="audio",
+            tooltip="The sound up to the end of this clip, for Create Video. None without `audio`.",
+        ),
+    ]
+
+
 class WanCoreSoundToVideo(io.ComfyNode):
     """Inputs of one clip of Wan2.2-S2V-14B."""
 
@@ -79,31 +107,7 @@ class WanCoreSoundToVideo(io.ComfyNode):
                 ),
                 io.Audio.Input("audio", optional=True, tooltip="The sound itself, to be cut where this clip ends."),
             ],
-            outputs=[
-                io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
-                io.Conditioning.Output("negative_out", display_name="negative", tooltip="For the sampler."),
-                io.Latent.Output("latent", display_name="latent", tooltip="For the sampler."),
-                io.Latent.Output(
-                    "lead",
-                    display_name="lead",
-                    tooltip="For LatentConcat (dim t), before the sampler's latents: they are decoded together.",
-                ),
-                io.Int.Output(
-                    "trim_image",
-                    display_name="trim_image",
-                    tooltip="Frames of `lead` after decoding: where ImageFromBatch begins.",
-                ),
-                io.Int.Output(
-                    "new_frames",
-                    display_name="new_frames",
-                    tooltip="Frames of this clip, or as many as are left of the sound: the length for ImageFromBatch.",
-                ),
-                io.Audio.Output(
-                    "audio_out",
-                    display_name="audio",
-                    tooltip="The sound up to the end of this clip, for Create Video. None without `audio`.",
-                ),
-            ],
+            outputs=outputs(),
         )
 
     @classmethod

@@ -19,8 +19,11 @@ from safetensors.torch import load_file, save_file
 from tests import s2v_loop as loop
 from tests.animate_references import draw_weights
 from tests.pipeline.test_clips import Stopped, stop_after
+from wan_core.checkpoint.speech import load_speech
 from wan_core.cli import main
+from wan_core.cli.prompt_list import write_with_report
 from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.execution.report import Report
 from wan_core.media.sound import read_sound
 from wan_core.media.video import read_video
 from wan_core.models.audio.config import SpeechConfig
@@ -31,9 +34,10 @@ from wan_core.models.wan.families.s2v.inputs import comfy_extras, motion_frames
 from wan_core.pipeline import clips as clips_module
 from wan_core.pipeline import hearing, sources
 from wan_core.pipeline.images import pixels_to_video
-from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.pipeline import Pipeline, WriteVideo
 from wan_core.pipeline.sources import TINY, find_models
 from wan_core.sampling.conditioning import Conditioning
+from wan_core.workers.video_list import ListedVideo
 
 SPEECH = SpeechConfig(dim=128, ffn_dim=32, num_layers=2, conv_dim=16, position_kernel=8)
 # One that hears so few states, of a small encoder.
@@ -198,6 +202,27 @@ def test_every_part_of_the_sound_counts_where_it_is_heard(folder: Path, tmp_path
         patch.setattr(hearing, "encoded", changed)
         second = pipe.generate(given).frames
     assert np.array_equal(first[:13], second[:13]) and not np.array_equal(first[13:], second[13:])
+
+
+def test_a_list_of_videos_has_the_sound_of_each(folder: Path, tmp_path: Path) -> None:
+    def run(write: WriteVideo) -> Report:
+        write(iter(np.zeros((loop.FRAMES, 32, 32, 3), np.uint8)), fps=16, settings={})
+        return Report(torch.device("cpu"))
+
+    write_with_report(ListedVideo(1, request(folder), tmp_path / "x.mp4", "key"), run)
+    assert abs(read_sound(tmp_path / "x.mp4").seconds - loop.FRAMES / 16) <= 1 / 16
+
+
+def test_a_sound_that_the_device_has_no_memory_for_is_encoded_on_the_cpu(folder: Path) -> None:
+    def load(device: torch.device) -> SpeechEncoder:
+        if device.type != "cpu":
+            raise torch.OutOfMemoryError
+        return load_speech(folder / "wav2vec2.safetensors")
+
+    report, samples = Report(torch.device("cpu")), torch.randn(1, 8000)
+    found = hearing.encoded(hearing.Speech(None, load), samples, torch.device("cuda"), report)
+    assert torch.equal(found, load(torch.device("cpu"))(samples)[0])
+    assert any("encoded on the CPU" in note for note in report.notes)
 
 
 # ------------------------------------------------------------------------------------------------- restarts and faults

@@ -146,7 +146,7 @@ class VideoWriting:
     """Writes the video to `path` while it is decoded, or else into the folder for temporary files: it took too long to
     be lost. audio: path of its sound. fault: why `path` could not be written."""
 
-    def __init__(self, path: Path, audio: str | None) -> None:
+    def __init__(self, path: Path, audio: str | None = None) -> None:
         self.path, self.audio = path, audio
         self.fault: str | None = None
 

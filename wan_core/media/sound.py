@@ -18,6 +18,7 @@ from wan_core.config import OptionError
 from wan_core.config.limits import MAX_SOUND
 from wan_core.media.opening import open_sound
 
+GROWTH = 2**20  # samples for which room is made at once while a sound is read
 RATES = (8000, 96000)  # the least and the most samples per second that AAC takes
 
 
@@ -65,10 +66,11 @@ def _read(path: str, size: int, changed: int) -> Sound:
     with open_sound(path) as container:
         if not container.streams.audio:
             raise OptionError(f"{path} holds no sound")
-        stream = container.streams.audio[0]
-        rate = stream.rate if RATES[0] <= stream.rate <= RATES[1] else 48000
-        layout = "mono" if stream.channels == 1 else "stereo"
-        found = _resampled(container.decode(audio=0), layout, rate, path)
+        codec = container.streams.audio[0].codec_context
+        if codec is None:
+            raise OptionError(f"cannot read {path} as sound: it is stored in a way that is not known here")
+        rate = codec.sample_rate if RATES[0] <= codec.sample_rate <= RATES[1] else 48000
+        found = _resampled(container.decode(audio=0), 1 if codec.channels == 1 else 2, rate, path)
     if not found.shape[1]:
         raise OptionError(f"cannot read {path} as sound (it holds no samples)")
     if not np.isfinite(found).all():
@@ -78,25 +80,37 @@ def _read(path: str, size: int, changed: int) -> Sound:
 
 def mono(sound: Sound, rate: int) -> NDArray[np.float32]:
     """[N] at so many samples per second: the mean of all channels."""
-    mixed = np.ascontiguousarray(sound.samples.mean(0, keepdims=True, dtype=np.float32))
-    return mixed[0] if sound.rate == rate else _resampled(_frames(mixed, sound.rate), "mono", rate, "the sound")[0]
+    if sound.rate == rate:
+        return sound.samples.mean(0, dtype=np.float32)
+    return _resampled(_seconds(sound), 1, rate, "the sound")[0]
 
 
-def _frames(samples: NDArray[np.float32], rate: int) -> Iterator[av.AudioFrame]:
-    frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
-    frame.sample_rate = rate
-    yield frame
+def _seconds(sound: Sound) -> Iterator[av.AudioFrame]:
+    """The mean of all channels, a second at a time."""
+    for first in range(0, sound.samples.shape[1], sound.rate):
+        part = sound.samples[:, first : first + sound.rate].mean(0, keepdims=True, dtype=np.float32)
+        frame = av.AudioFrame.from_ndarray(part, format="fltp", layout="mono")
+        frame.sample_rate = sound.rate
+        yield frame
 
 
-def _resampled(frames: Iterable[av.AudioFrame], layout: str, rate: int, path: str) -> NDArray[np.float32]:
+def _resampled(frames: Iterable[av.AudioFrame], channels: int, rate: int, path: str) -> NDArray[np.float32]:
     """float32 [c, N]. Raises OptionError for more than `MAX_SOUND` samples."""
-    resampler, found, count = av.AudioResampler(format="fltp", layout=layout, rate=rate), [], 0
-    for frame in frames:
-        frame.pts = None  # gaps in a file's times are none in its samples
-        for piece in resampler.resample(frame):
-            found.append(piece.to_ndarray())
-            count += found[-1].size
-            if count > MAX_SOUND:
-                raise OptionError(f"{path} has more than {MAX_SOUND} samples of sound: cut it first")
-    found += [piece.to_ndarray() for piece in resampler.resample(None)]
-    return np.concatenate(found, 1) if found else np.empty((1, 0), np.float32)
+    resampler = av.AudioResampler(format="fltp", layout="mono" if channels == 1 else "stereo", rate=rate)
+    found, count = np.empty((0, channels), np.float32), 0
+
+    def pieces() -> Iterator[av.AudioFrame]:
+        for frame in frames:
+            frame.pts = None  # gaps in a file's times are none in its samples
+            yield from resampler.resample(frame)
+        yield from resampler.resample(None)
+
+    for piece in pieces():
+        if (count + piece.samples) * channels > MAX_SOUND:
+            raise OptionError(f"{path} has more than {MAX_SOUND} samples of sound: cut it first")
+        if count + piece.samples > len(found):  # grows in place, so that memory holds each sample once
+            found.resize((count + piece.samples + GROWTH, channels), refcheck=False)
+        found[count : count + piece.samples] = piece.to_ndarray().T
+        count += piece.samples
+    found.resize((count, channels), refcheck=False)
+    return np.ascontiguousarray(found.T)
