@@ -136,7 +136,7 @@ def test_control_of_the_positive_prompt_alone_is_not_that_of_the_negative_one(tm
 
 def test_strengths_that_change_during_the_run_are_in_the_plan(tmp_path):
     """As ConditioningSetTimestepRange and ConditioningCombine give them."""
-    experts, plan, rows = vace_experts(tmp_path), make_plan(task="vace-14B", steps=8, shift=1.0), torch.zeros(1, 5, 24)
+    experts, plan, rows = vace_experts(tmp_path), make_plan(task="vace-14B", steps=10, shift=1.0), torch.zeros(1, 5, 24)
 
     def prompt(*strengths: float) -> list[Any]:
         n = len(strengths)
@@ -145,13 +145,15 @@ def test_strengths_that_change_during_the_run_are_in_the_plan(tmp_path):
 
     both = prompt(0.7, 0.0), prompt(0.7, 0.0)
     found = join(*both, LATENT, experts, plan)
-    assert [step.control for step in found.plan.steps] == [(0.7,)] * 4 + [(0.0,)] * 4
+    assert [step.control for step in found.plan.steps] == [(0.7,)] * 5 + [(0.0,)] * 5
     assert found.conditioning.inputs["control_scale"].tolist() == [[1.0]] and not found.conditioning.uncond_inputs
     assert plan_from(json.loads(json.dumps(asdict(found.plan)))) == found.plan
     assert "control 0.7" in found.plan.table() and "control 0" in found.plan.table()
     with pytest.raises(OptionError, match="those of `positive` and `negative` differ"):
         join(both[0], prompt(0.7, 0.5), LATENT, experts, plan)
-    skipping = skip_forwards(plan, SkipOptions(taylorseer=TaylorSeerOptions(interval=2, retention=0.1)), None, None)
+    taylorseer = TaylorSeerOptions(interval=2, order=1, retention=0.2)
+    skipping = skip_forwards(plan, SkipOptions(taylorseer=taylorseer), None, None)
+    assert any(step.skipped for step in skipping.steps)
     with pytest.raises(OptionError, match="leave out step caching"):
         join(*both, LATENT, experts, skipping)
 
