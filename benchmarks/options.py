@@ -126,6 +126,11 @@ ATTENTION_PARTS = ("kernels", "tune", "rounding")
 TUNED = ("bf16", "int8", "8bit")  # kinds of kernels that the part tune has; named in its place, only these
 EVERYDAY_PARTS = ("on", "other", "off", "cold", "errors")
 NATIVE_PARTS = ("steps", "guided", "templates")
+TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of them
+    "animate2": "video_wan_animate2",
+    "s2v": "video_wan2_2_14B_s2v",
+    "vace": "video_wan_vace_14B_v2v",
+}
 STARTUP_PARTS = ("load", "cold", "ready")
 STREAMING_PARTS = ("cards", "switch", "turns")
 STREAMING_PRECISIONS = ("bf16", "fp8")

@@ -22,6 +22,7 @@ from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
+from .resolution import WanCoreResolutionSchedule
 from .sampling import WanCoreSampler
 from .sound import WanCoreSoundToVideo
 from .sparse import WanCoreSparseAttention
@@ -58,6 +59,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreAnimate,
     WanCoreAnimate2,
     WanCoreMotionPositions,
+    WanCoreResolutionSchedule,
     WanCoreSoundToVideo,
     WanCoreVACE,
     WanCoreCamera,

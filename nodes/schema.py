@@ -28,6 +28,7 @@ ALIASES = {
     "WanCoreTaylorSeer": ("taylorseer", "teacache", "easycache", "step caching", "cache"),
     "WanCoreAdaptiveCache": ("teacache", "easycache", "first block cache", "step caching", "wan fast", "cache"),
     "WanCoreGuidanceSchedule": ("cfg schedule", "cfg zero", "skip cfg", "guidance"),
+    "WanCoreResolutionSchedule": ("progressive resolution", "jenga", "dynamic resolution", "wan fast"),
     "WanCoreCalibrate": ("magcache calibration", "magcache ratios"),
     "WanCoreCompare": ("compare videos", "psnr", "quality"),
     "WanCoreLoRA": ("wan lora", "lora loader", "lora stack", "lightx2v"),
@@ -51,6 +52,7 @@ SHOWS_TEXT = (
     "WanCoreModelLoader", "WanCoreTextEncoderLoader", "WanCoreVAELoader", "WanCoreLoRA", "WanCoreLauncher",
     "WanCoreSampler", "WanCoreFromModel", "WanCoreAccelerate", "WanCoreTextEncode", "WanCoreNAG", "WanCoreMagCache",
     "WanCoreTaylorSeer", "WanCoreAdaptiveCache", "WanCoreGuidanceSchedule", "WanCoreSparseAttention",
+    "WanCoreResolutionSchedule",
 )  # fmt: skip
 
 

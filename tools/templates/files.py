@@ -45,7 +45,18 @@ def transformer(kind: str, seed: int, layers: int | None) -> dict[str, Any]:
     made = config({**config.unet_config, **sizes, **changed})
     made.set_inference_dtype(torch.float32 if layers is None else torch.bfloat16, None)
     device = None if layers is None or not torch.cuda.is_available() else torch.device("cuda")
-    return _drawn(made.get_model({}, device=device).diffusion_model, seed)
+    drawn = _drawn(made.get_model({}, device=device).diffusion_model, seed)
+    return _with_used_injectors(drawn, sizes["num_layers"]) if kind == "s2v" else drawn
+
+
+def _with_used_injectors(tensors: dict[str, Any], layers: int) -> dict[str, Any]:
+    """S2V without those of its 12 injectors that belong behind blocks which it does not have."""
+    used = sum(block < layers for block in (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39))
+    return {
+        name: value
+        for name, value in tensors.items()
+        if not name.startswith("audio_injector.") or int(name.split(".")[2]) < used
+    }
 
 
 def vae() -> dict[str, Any]:

@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.comfyui import ComfyUI, Graph, make_base, python_of
 from tools.templates.expand import expand
+from tools.templates.our_sampler import OURS, SAMPLERS
 
 HERE = Path(__file__).resolve().parent
 # Template -> kind of its transformers (`files.KINDS`).
@@ -50,7 +51,6 @@ TEMPLATES = {
 }
 # Those that also run with WanCore's sampler in the place of theirs.
 OWN = tuple(name for name in TEMPLATES if "vace" in name or "_fun_" in name)
-SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced", "WanCoreSampler")
 SMALL = {"width": 64, "height": 64, "length": 9, "resize_type.width": 64, "resize_type.height": 64}
 STAND_INS = {
     "CLIPTextEncode": "StandInText",
@@ -114,6 +114,14 @@ def reduced(graph: Graph, scale: Scale) -> Graph:
     return made
 
 
+def with_steps(graph: Graph, steps: int) -> Graph:
+    """The graph with so many steps of every sampler."""
+    made = deepcopy(graph)
+    for one in made.values():
+        _fewer_steps(one["class_type"], one["inputs"], steps)
+    return made
+
+
 def _has_size(kind: str) -> bool:
     return kind.startswith(("Wan", "Empty", "Resize"))
 
@@ -131,7 +139,7 @@ def observed(graph: Graph, run: str, accelerate: Mapping[str, Any] | None = None
     Accelerate in front of each."""
     made = deepcopy(graph)
     for name, one in graph.items():
-        if one["class_type"] not in SAMPLERS:
+        if one["class_type"] not in (*SAMPLERS, OURS):
             continue
         source = one["inputs"]["model"]
         if accelerate is not None:
@@ -184,11 +192,12 @@ class Templates:
         self.folder, self.base = folder, make_base(base, {"stand_ins": (HERE / "stand_ins.py").read_text()})
         self.server = ComfyUI(checkout, base, **server)
         self.info: Mapping[str, Any] = self.server.get("/object_info")
+        self.written: dict[str, str] = {}
 
-    def graph(self, template: str) -> Graph:
-        """The template as it runs, and its files written."""
+    def graph(self, template: str, scale: Scale | None = None) -> Graph:
+        """The template as it runs, and its files written. scale: another than that of all templates."""
         workflow = json.loads((self.folder / f"{template}.json").read_text(encoding="utf-8"))
-        graph = reduced(expand(workflow, self.info), self.scale)
+        graph = reduced(expand(workflow, self.info), scale or self.scale)
         self._write(files_of(observed(graph, ""), TEMPLATES[template], self.base / "models"))
         return graph
 
@@ -219,10 +228,13 @@ class Templates:
         return {"comfyui": comfyui[1], "comfyui-workflow-templates-json": found[0], "torch": found[1]}
 
     def _write(self, files: dict[str, str]) -> None:
+        if files == self.written:
+            return
         shutil.rmtree(self.base / "models", ignore_errors=True)
         command = [self.python, str(HERE / "files.py"), str(self.checkout), json.dumps(files)]
         command += [] if self.scale.layers is None else [str(self.scale.layers)]
         subprocess.run(command, check=True, capture_output=True, cwd=self.checkout)
+        self.written = files
 
     def stop(self) -> None:
         self.server.stop()

@@ -18,7 +18,7 @@ class _StandIn:
 
 
 class StandInText(_StandIn):
-    """In place of CLIPTextEncode and its UMT5, which gives as many rows."""
+    """In place of CLIPTextEncode and its UMT5."""
 
     RETURN_TYPES = ("CONDITIONING",)
 
@@ -27,7 +27,9 @@ class StandInText(_StandIn):
         return {"required": {"text": ("STRING", {"default": ""})}}
 
     def run(self, text):
-        return ([[_rows(text, 1, 512, 4096), {"pooled_output": None}]],)
+        rows = torch.zeros(1, 512, 4096)
+        rows[:, :11] = _rows(text, 1, 11, 4096)
+        return ([[rows, {"pooled_output": None}]],)
 
 
 class _Seen:

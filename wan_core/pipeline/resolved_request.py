@@ -15,7 +15,7 @@ from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import check_sparse, family_of
+from wan_core.models.wan.families import check_sparse, check_stages, family_of
 from wan_core.models.wan.families.clips import Clip, MediaRules, check_clips, cut_clips
 from wan_core.models.wan.tasks import Task
 from wan_core.pipeline.control_media import given_size
@@ -144,6 +144,8 @@ def make_job(
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
     if plan.sparse is not None:
         check_sparse(task)
+    if plan.stages:
+        check_stages(task)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
     plan = plan if request.control is None else with_control(plan, request.control)
     if request.from_video is not None and not plan.from_latents:
@@ -181,7 +183,7 @@ def make_job(
         width // vae.spatial_stride,
     )
     tokens = dit.tokens(T + beside, Y, X)
-    plan = with_control_costs(with_costs(plan, dit, tokens), dit)
+    plan = with_control_costs(with_costs(plan, dit, (T + beside, Y, X)), dit)
     batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
     return Job(
         request=request,

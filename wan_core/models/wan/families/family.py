@@ -132,6 +132,8 @@ class Family:
     conditioning_keys: of ComfyUI's CONDITIONING, what it understands; other keys are refused.
     read_conditioning(task, vae, extras, latent): the fields of `Conditioning` that these keys and a LATENT give.
     why_not_sparse: why a task cannot have sparse attention; "": it can.
+    stages: whether steps may run at a smaller size: nothing that has a size reaches its models but latents, and the
+    fields `concat` and `known` of `Conditioning`.
     prepared_bytes(dit, latents, itemsize): of what is prepared beside text, for latents [B, C, T, Y, X].
     clips: how a long video is cut into clips; None: it is made in one.
     media: which videos and pictures drive it; None: none do.
@@ -160,6 +162,7 @@ class Family:
     branch_keys: frozenset[str] = frozenset()
     strength_key: str = ""
     why_not_sparse: Callable[[Task], str] = lambda _: ""
+    stages: bool = False
     prepared_bytes: Callable[[DiTConfig, tuple[int, ...], int], int] = lambda *_: 0
     constants: re.Pattern[str] | None = None
     assembled: Callable[[Shapes], Mapping[str, Assembled]] = lambda _: {}
