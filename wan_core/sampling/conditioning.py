@@ -73,10 +73,21 @@ class Conditioning:
             if all(one is value for one in each):
                 found[name] = value
             elif isinstance(value, Tensor):
-                found[name] = torch.cat([one.expand(batch, *one.shape[1:]) for one in each])
+                found[name] = torch.cat([one.expand(batch, *one.shape[1:]) for one in as_wide(each)])
             else:
                 found[name] = [one for one in each for _ in range(batch)]
         return found
+
+
+def as_wide(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros after those that have fewer control videos along the second axis, so that all have as many."""
+    widest = max(one.shape[1] for one in tensors)
+
+    def widened(one: Tensor) -> Tensor:
+        missing = one.shape[0], widest - one.shape[1], *one.shape[2:]
+        return torch.cat([one, one.new_zeros(missing)], 1) if missing[1] else one
+
+    return [widened(one) for one in tensors]
 
 
 def empty_latents(config: VAEConfig, width: int, height: int, frames: int) -> Tensor:

@@ -269,7 +269,7 @@ class Guided:
         """The velocity of each branch that the step has. spacing: of rows and columns (`ForwardInfo`)."""
 
         def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
-            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block, spacing)
+            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block, spacing, step.control)
 
         def forward(branch: Branch) -> Tensor:
             text = self.nag_text if step.nag else self.text[branch]
