@@ -23,6 +23,7 @@ from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
 from .resolution import WanCoreResolutionSchedule
 from .sampling import WanCoreSampler
+from .sound import WanCoreSoundToVideo
 from .sparse import WanCoreSparseAttention
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
@@ -58,6 +59,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreAnimate2,
     WanCoreMotionPositions,
     WanCoreResolutionSchedule,
+    WanCoreSoundToVideo,
 ]
 
 

@@ -35,6 +35,7 @@ ALIASES = {
     "WanCoreSparseAttention": ("sparse attention", "radial attention", "sage", "wan fast", "sla"),
     "WanCoreNAG": ("nag", "normalized attention guidance", "negative prompt", "cfg 1"),
     "WanCoreMotionPositions": ("wan s2v", "sound to video", "speech to video"),
+    "WanCoreSoundToVideo": ("wan s2v", "sound to video", "speech to video", "audio", "lip sync", "talking"),
     "WanCoreLauncher": ("multi gpu", "xdit", "ulysses", "parallel", "distributed"),
     "WanCoreAccelerate": ("wan fast", "sage", "sage attention", "sageattention", "flash attention", "patch sage"),
     "WanCoreNativePlan": ("wan schedule", "steps preview", "ksampler plan", "teacache", "magcache"),

@@ -168,7 +168,7 @@ def make_job(
         fit = size_for_image if task.image == "channels" else best_size_for_image
         width, height = fit(*picture, task.width * task.height, multiple)
     clips, leading = cut(request, task, frames)
-    longest = max(clip.frames for clip in clips)
+    longest = clips[0].frames
     check_size(width, height, longest, multiple=multiple, temporal=vae.temporal_stride)
     T, Y, X = (
         (longest - 1) // vae.temporal_stride + 1 + leading,

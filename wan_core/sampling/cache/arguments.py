@@ -60,8 +60,8 @@ def add_skip_options(parser: argparse.ArgumentParser) -> None:
         "--sparse",
         metavar="S/D/L",
         help=f"block-sparse self-attention: {', '.join(SPARSE_PRESETS)}, or sparsity/share of dense steps/dense layers "
-        "such as 0.8125/0/0; then options after colons: ramp0.3, mass0.9, reuse2, even, alone, mean or a kernel "
-        "(docs/sparse.md)",
+        "such as 0.8125/0/0; then options after colons: ramp0.3, mass0.9, reuse2, parts4, slope, error, even, alone, "
+        "mean or a kernel (docs/sparse.md)",
     )
     group.add_argument(
         "--stages",
