@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import wave
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +43,7 @@ from wan_core.workers.video_list import ListedVideo
 SPEECH = SpeechConfig(dim=128, ffn_dim=32, num_layers=2, conv_dim=16, position_kernel=8)
 # One that hears so few states, of a small encoder.
 SMALL = replace(loop.CONFIG, audio_layers=3, audio_dim=128)
+PARTS = ("text_encoder", "vae")
 FRAMES = loop.CLIP - 3  # of the first clip
 
 
@@ -270,7 +272,7 @@ def test_what_does_not_belong_together_is_refused(folder: Path) -> None:
     assert made.width % 64 == made.height % 64 == 0
 
 
-def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path) -> None:
+def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path, tmp_path: Path) -> None:
     def find(**changed: object) -> Callable[[], object]:
         parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
         given = {"high": str(folder / "small.safetensors"), **parts, **changed}
@@ -288,6 +290,14 @@ def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path) -
             find(**changed)()
     with pytest.raises(OptionError, match="hears no sound: leave --audio-encoder out"):
         find_models(LoadOptions(model="tiny", audio_encoder=str(folder / "wav2vec2.safetensors")))
+    for found, name in (
+        ("t2v_high", "high_noise_model"),
+        ("t2v_low", "low_noise_model"),
+        *zip(PARTS, PARTS, strict=True),
+    ):
+        shutil.copy(TINY / f"{found}.safetensors", tmp_path / f"{name}.safetensors")
+    shutil.copy(folder / "wav2vec2.safetensors", tmp_path / "wav2vec2_large.safetensors")  # beside other models
+    assert find_models(LoadOptions(model=str(tmp_path))).speech is None
     tiny = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
     with pytest.raises(OptionError, match="t2v-tiny does not take --audio"):
         tiny.prepare(Request(prompt="a", audio=str(folder / "speech.wav")))

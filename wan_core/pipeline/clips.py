@@ -36,7 +36,8 @@ from wan_core.sampling.pace import BlockChecks
 
 log = logging.getLogger(__name__)
 # What a report says of a run that decides nothing of its result.
-NOT_DECIDING = frozenset({"memory", "residency", *MEDIA, "image", "models"})
+FILES = (*MEDIA, "image", "last_image")  # whose contents decide, and not their names
+NOT_DECIDING = frozenset({"memory", "residency", *FILES, "models"})
 Write = Callable[[Iterator[np.ndarray]], object]
 Module = TypeVar("Module")
 
@@ -258,5 +259,5 @@ def run_key(pipe: ClipMaker, job: Job) -> str:
     files = [part.part.path for part in models.settings.parts.values() if part.part.path is not None]
     if job.request.audio is not None and models.speech.path is not None:
         files.append(models.speech.path)
-    media = [getattr(job.request, field) for field in (*MEDIA, "image")]
+    media = [getattr(job.request, field) for field in FILES]
     return key_of(settings, [*files, *models.loras], [Path(path) for path in media if path is not None])
