@@ -22,6 +22,7 @@ from tests.animate_references import draw_weights
 from tests.pipeline.test_clips import Stopped, stop_after
 from wan_core.checkpoint.speech import load_speech
 from wan_core.cli import main
+from wan_core.cli.generate import VideoWriting
 from wan_core.cli.prompt_list import write_with_report
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.execution.report import Report
@@ -188,6 +189,14 @@ def test_the_file_has_the_sound_and_its_length(folder: Path, tmp_path: Path) -> 
     spoken = read_sound(folder / "speech.wav").samples[0]
     both = min(len(spoken), sound.samples.shape[1])
     assert np.corrcoef(spoken[:both], sound.samples[0, :both])[0, 1] > 0.9  # it begins where the video begins
+
+
+def test_a_sound_that_is_gone_by_the_end_is_in_the_file(folder: Path, tmp_path: Path) -> None:
+    sound = shutil.copy(folder / "speech.wav", tmp_path / "speech.wav")
+    writing = VideoWriting(tmp_path / "x.mp4", str(sound))
+    Path(sound).unlink()
+    writing.write(iter(np.zeros((loop.FRAMES, 32, 32, 3), np.uint8)), fps=16, settings={})
+    assert writing.fault is None and abs(read_sound(tmp_path / "x.mp4").seconds - loop.FRAMES / 16) <= 1 / 16
 
 
 def test_every_part_of_the_sound_counts_where_it_is_heard(folder: Path, tmp_path: Path) -> None:

@@ -144,10 +144,11 @@ def generate(
 
 class VideoWriting:
     """Writes the video to `path` while it is decoded, or else into the folder for temporary files: it took too long to
-    be lost. audio: path of its sound. fault: why `path` could not be written."""
+    be lost. audio: path of its sound, which is read before anything is made. fault: why `path` could not be
+    written."""
 
     def __init__(self, path: Path, audio: str | None = None) -> None:
-        self.path, self.audio = path, audio
+        self.path, self.sound = path, sound_of(audio)
         self.fault: str | None = None
 
     def write(self, frames: Iterator[Any], /, *, fps: int, settings: Mapping[str, Any]) -> None:
@@ -156,7 +157,7 @@ class VideoWriting:
         from wan_core.pipeline.pipeline import metadata
 
         try:
-            write_mp4(self.path, frames, fps=fps, sound=sound_of(self.audio), metadata=metadata(settings))
+            write_mp4(self.path, frames, fps=fps, sound=self.sound, metadata=metadata(settings))
         except (OSError, OptionError) as fault:  # the disk is full, or the folder is gone
             self.fault = f"the video could not be written to {self.path}: {getattr(fault, 'strerror', None) or fault}"
             print(self.fault, file=sys.stderr)
@@ -166,11 +167,11 @@ class VideoWriting:
         from wan_core.media.mp4 import write_mp4
         from wan_core.pipeline.pipeline import metadata
 
-        settings, sound = metadata(result.report.settings), sound_of(self.audio)
+        settings = metadata(result.report.settings)
         try:
             with result.report.phase("write"), Outputs({}) as outputs:
                 elsewhere = outputs.add("--out", Path(tempfile.gettempdir(), self.path.name))
-                return write_mp4(elsewhere, result.frames, fps=result.fps, sound=sound, metadata=settings)
+                return write_mp4(elsewhere, result.frames, fps=result.fps, sound=self.sound, metadata=settings)
         except (OSError, OptionError) as fault:
             second = getattr(fault, "strerror", None) or fault
             raise OSError(f"{self.fault}; nor to {tempfile.gettempdir()}: {second}") from fault
