@@ -17,6 +17,7 @@ from wan_core.cli.generate import run_decode, run_generate, run_warmup
 from wan_core.cli.inform import run_check, run_doctor, run_plan, run_quantize
 from wan_core.cli.inspect import add_inspect_options, run_inspect
 from wan_core.cli.options import (
+    add_clip_options,
     add_lora_options,
     add_memory_plan_options,
     add_model_options,
@@ -146,6 +147,13 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     add_plan_options(parser)
     add_window_options(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_clip_options(parser, "print the clips of a video of --frames, this many frames each")
+    parser.add_argument(
+        "--seconds-per-forward",
+        type=float,
+        metavar="S",
+        help="of one clip, dense: print the time of all steps and clips",
+    )
     add_memory_plan_options(parser)
 
 

@@ -162,10 +162,16 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
     group.add_argument("--face-video", help="video of a face whose expression is followed (Animate)")
     group.add_argument("--background", help="video in which the reference replaces somebody (Animate)")
     group.add_argument("--mask", help="video that is white where that somebody is (Animate)")
+    group.add_argument("--pose-prompt", help="what the driving video shows (Animate-2; default: the prompt)")
+    group.add_argument("--pose-strength", type=float, help="how strongly the driving video counts (Animate-2; 1)")
+    group.add_argument("--reference-strength", type=float, help="how strongly the reference counts (Animate-2; 1)")
     group.add_argument(
-        "--clip-frames", type=int, metavar="N", help="make a longer video in clips of N frames (default: the family's)"
+        "--face-guidance",
+        action=argparse.BooleanOptionalAction,
+        help="guidance above 1 also leads away from a still face; without it, from the negative prompt alone (Animate; "
+        "default: it does)",
     )
-    group.add_argument("--overlap", type=int, metavar="N", help="N of them are the last frames of the clip before")
+    add_clip_options(group, "make a longer video in clips of N frames (default: the family's)")
     group.add_argument(
         "--nag",
         type=_nag,
@@ -184,6 +190,11 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
         help="run the two guidance branches one after the other (sequential) or as one batch",
     )
     add_plan_options(parser)
+
+
+def add_clip_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, help: str) -> None:
+    parser.add_argument("--clip-frames", type=int, metavar="N", help=help)
+    parser.add_argument("--overlap", type=int, metavar="N", help="N of them are the last frames of the clip before")
 
 
 def _nag(text: str) -> NagOptions:

@@ -16,9 +16,10 @@ from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import check_sparse, family_of
-from wan_core.models.wan.families.clips import Clip, MediaRules, check_clips, cut_clips
+from wan_core.models.wan.families.clips import Clip, MediaRules
+from wan_core.models.wan.families.long_video import LongVideo, cut_video
 from wan_core.models.wan.tasks import Task
-from wan_core.pipeline.driving import MEDIA, check_media, driven_size
+from wan_core.pipeline.driving import MEDIA, SETTINGS, check_media, driven_size
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
 from wan_core.sampling.denoise import choose_batched
@@ -52,6 +53,13 @@ class Job:
     media: MediaRules | None = None  # of a family that is driven by videos
 
     @property
+    def pose_prompt(self) -> str | None:
+        """What the driving video is described by; None: the family reads nothing for it."""
+        if self.media is None or "pose_prompt" not in self.media.settings:
+            return None
+        return self.request.prompt if self.request.pose_prompt is None else self.request.pose_prompt
+
+    @property
     def alone(self) -> bool:
         """Whether the video is made in one piece, and all of its latents are of the video."""
         return len(self.clips) == 1 and self.media is None
@@ -76,7 +84,7 @@ class Job:
         """What reports and video files say about it."""
         request, plan = self.request, self.plan
         images = {"image": request.image, "last_image": request.last_image, "video": request.from_video}
-        images |= {field: getattr(request, field) for field in MEDIA}
+        images |= {field: getattr(request, field) for field in (*MEDIA, *SETTINGS)}
         return {
             "task": plan.task,
             "prompt": request.prompt,
@@ -86,7 +94,7 @@ class Job:
             "frames": self.frames,
             "fps": self.fps,
             "tokens": self.tokens,
-            **({} if self.alone else {"clips": self.clip_words()}),
+            **({} if self.alone else {"clips": LongVideo(self.clips).words(plan.count)}),
             "steps": plan.count,
             **({} if request.from_video is None else {"denoise": strength(request)}),
             "shift": plan.shift,
@@ -98,13 +106,6 @@ class Job:
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,
         }
-
-    def clip_words(self) -> str:
-        """`3 of 77 frames, 1 carried over: 3 x 20 steps`."""
-        count, carried = len(self.clips), self.clips[-1].carried
-        lengths = " and ".join(str(n) for n in dict.fromkeys(clip.frames for clip in self.clips))
-        over = f", {carried} carried over" if carried else ""
-        return f"{count} of {lengths} frames{over}: {count} x {self.plan.count} steps"
 
 
 def make_job(
@@ -165,11 +166,12 @@ def make_job(
     if request.width is None and picture is not None:
         fit = size_for_image if task.image == "channels" else best_size_for_image
         width, height = fit(*picture, task.width * task.height, multiple)
-    clips, leading = cut(request, task, frames)
-    longest = max(clip.frames for clip in clips)
+    from_noise = request.last_image is None and request.from_video is None
+    long = cut_video(task, frames, request.clip_frames, request.overlap, from_noise=from_noise)
+    longest = max(clip.frames for clip in long.clips)
     check_size(width, height, longest, multiple=multiple, temporal=vae.temporal_stride)
     T, Y, X = (
-        (longest - 1) // vae.temporal_stride + 1 + leading,
+        (longest - 1) // vae.temporal_stride + 1 + long.leading,
         height // vae.spatial_stride,
         width // vae.spatial_stride,
     )
@@ -189,28 +191,9 @@ def make_job(
         tokens=tokens,
         batched=batched,
         batched_why=why,
-        clips=clips,
+        clips=long.clips,
         media=media,
     )
-
-
-def cut(request: Request, task: Task, frames: int) -> tuple[tuple[Clip, ...], int]:
-    """The clips of a video of so many frames, and how many latent frames each has before its own. Raises
-    OptionError."""
-    rules = family_of(task).clips
-    if rules is None or not (rules.always or request.clip_frames is not None):
-        if request.clip_frames is not None or request.overlap is not None:
-            why = "give --clip-frames as well" if rules is not None else f"{task.name} makes a video in one piece"
-            raise OptionError(f"clips of {request.clip_frames or 'no'} frames asked for: {why}")
-        return (Clip(0, 0, frames, 0),), 0
-    clip, overlap = given(request.clip_frames, task.frames), given(request.overlap, rules.overlaps[0])
-    check_clips(rules, clip, overlap, task.name)
-    if not rules.always and (task.image == "none" or request.last_image or request.from_video):
-        raise OptionError(
-            f"--clip-frames {clip} given: the next clip begins with frames of the one before, which needs an "
-            "image-to-video model, and no --last-image or --from-video"
-        )
-    return cut_clips(rules, frames, clip, overlap), rules.leading
 
 
 def given(value: int | None, default: int) -> int:

@@ -53,7 +53,7 @@ class MediaRules:
     size the video has, where none is asked for. resampled: driving videos are read at the video's rate; otherwise all
     of their frames are, and the video gets the rate of `pose_video`. cropped: the bars beside the fitted reference are
     cut off. by_area: a picture that gets smaller is averaged, not interpolated. seen: fields whose first frame CLIP
-    sees.
+    sees. settings: fields of a request beside media that may be given.
     """
 
     needs: tuple[str, ...]
@@ -64,6 +64,7 @@ class MediaRules:
     cropped: bool = False
     by_area: bool = False
     seen: tuple[str, ...] = ("reference",)
+    settings: tuple[str, ...] = ()
 
 
 def cut_clips(rules: ClipRules, frames: int, clip: int, overlap: int) -> tuple[Clip, ...]:
