@@ -18,6 +18,7 @@ from wan_core.config import (
     LoadOptions,
     MagCacheOptions,
     NagOptions,
+    PatternOptions,
     Request,
     SkipOptions,
     SparseOptions,
@@ -32,6 +33,7 @@ SKIPS = {
     "magcache": MagCacheOptions,
     "taylorseer": TaylorSeerOptions,
     "adaptive": AdaptiveOptions,
+    "pattern": PatternOptions,
     "guidance": GuidanceOptions,
     "sparse": SparseOptions,
 }

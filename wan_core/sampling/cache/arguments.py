@@ -18,6 +18,7 @@ from wan_core.config import (
     TaylorSeerOptions,
 )
 from wan_core.sampling.cache.magcache import PRESETS, parse_magcache
+from wan_core.sampling.cache.pattern import number, parse_pattern
 from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
 from wan_core.sampling.sparsity.schedule import parse_sparse
 
@@ -39,7 +40,10 @@ def add_skip_options(parser: argparse.ArgumentParser) -> None:
         help="joint: one decision for both guidance branches (default); published: one for each, as in the paper",
     )
     group.add_argument(
-        "--magcache-order", type=int, choices=(0, 1, 2), help="order of the forecast; 0 reuses the last residual"
+        "--magcache-order",
+        type=number,
+        choices=(0, 1, 1.5, 2),
+        help="order of the forecast; 0 reuses the last residual",
     )
     group.add_argument(
         "--taylorseer",
@@ -50,6 +54,11 @@ def add_skip_options(parser: argparse.ArgumentParser) -> None:
         "--adaptive",
         metavar="T[/K[/R]]",
         help="decide during the run which steps to skip; threshold/skips in a row/retention: 0.1/3/0.2",
+    )
+    group.add_argument(
+        "--pattern",
+        metavar="HIGH/LOW[/ORDER]",
+        help="marks of each expert's steps, 1 computed, 0 forecast, for any number of steps: 1101010/1101/1.5",
     )
     group.add_argument("--guidance-interval", metavar="LOW-HIGH", help="guide only steps with sigma between: 0.2-0.95")
     group.add_argument(
@@ -80,6 +89,7 @@ def skip_options(options: argparse.Namespace) -> SkipOptions | None:
         taylorseer=None if seer is None else _parse(seer, TaylorSeerOptions, "taylorseer", SEER_FORM),
         adaptive=None if adaptive is None else _parse(adaptive, AdaptiveOptions, "adaptive", ADAPTIVE_FORM),
         guidance=guidance,
+        pattern=None if options.pattern is None else parse_pattern(options.pattern),
         sparse=None if options.sparse is None else parse_sparse(options.sparse),
     )
     return None if skipping == SkipOptions() else skipping
@@ -92,7 +102,7 @@ def _parse(text: str, kind: type[Cache], name: str, form: str) -> Cache:
         if len(parts) > len(known):
             raise ValueError(text)
         pairs = zip(known, parts)  # noqa: B905
-        given: dict[str, Any] = {f.name: (int if f.type == "int" else float)(part) for f, part in pairs}
+        given: dict[str, Any] = {f.name: (int if f.type == "int" else number)(part) for f, part in pairs}
         return kind(**given)
     except OptionError:
         raise
@@ -104,7 +114,8 @@ def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
     The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`, `adaptive:0.1`,
-    `guidance:0.2-0.9`, `every:2` and `sparse:balanced:reuse2`; `full` is the run without any of them.
+    `pattern:1101/101/1.5`, `guidance:0.2-0.9`, `every:2` and `sparse:balanced:reuse2`; `full` is the run without any of
+    them.
     """
     if text == "full":
         return None
@@ -122,11 +133,11 @@ def parse_setting(text: str) -> SkipOptions | None:
             for word in words:
                 if word in MAGCACHE_RULES and options.magcache_rule is None:
                     options.magcache_rule = word
-                elif word in ("order0", "order1", "order2") and options.magcache_order is None:
-                    options.magcache_order = int(word[-1])
+                elif word in ("order0", "order1", "order1.5", "order2") and options.magcache_order is None:
+                    options.magcache_order = number(word.removeprefix("order"))
                 else:
                     raise _unknown(text)
-        elif name in ("taylorseer", "adaptive", "sparse"):
+        elif name in ("taylorseer", "adaptive", "pattern", "sparse"):
             setattr(options, name, value)
         elif name == "guidance":
             options.guidance_interval = value
