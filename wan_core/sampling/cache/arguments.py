@@ -21,14 +21,25 @@ from wan_core.sampling.cache.magcache import PRESETS, parse_magcache
 from wan_core.sampling.cache.pattern import number, parse_pattern
 from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
 from wan_core.sampling.sparsity.schedule import parse_sparse
+from wan_core.sampling.speed_presets import SUFFIX, find_speed, speed_names
 
 Cache = TypeVar("Cache", TaylorSeerOptions, AdaptiveOptions)
 SEER_FORM = "interval/order/retention such as 2/1/0.2"
+PARTS = (
+    "magcache", "magcache_rule", "magcache_order", "taylorseer", "adaptive", "pattern", "guidance_interval",
+    "guidance_every", "sparse",
+)  # fmt: skip
 ADAPTIVE_FORM = "threshold/skips in a row/retention such as 0.1/3/0.2"
 
 
 def add_skip_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("step caching, guidance schedule, sparse attention (default: off)")
+    group.add_argument(
+        "--speed",
+        metavar="NAME",
+        help="a whole preset, for which a search measured seconds and quality: "
+        f"{', '.join(speed_names())}, or a file {SUFFIX} of the command search",
+    )
     group.add_argument(
         "--magcache",
         metavar="T/K/R",
@@ -84,6 +95,13 @@ def skip_options(options: argparse.Namespace) -> SkipOptions | None:
         every = 1 if options.guidance_every is None else options.guidance_every
         guidance = GuidanceOptions(low=low, high=high, every=every)
     magcache, seer, adaptive = options.magcache, options.taylorseer, options.adaptive  # "" is given, and an error
+    if options.speed is not None:
+        others = [name for name in PARTS if getattr(options, name) is not None]
+        if others:
+            raise OptionError(
+                f"--speed and --{others[0].replace('_', '-')} given, which the preset sets too: leave one of them out"
+            )
+        return speed_options(options.speed)
     skipping = SkipOptions(
         magcache=None if magcache is None else parse_magcache(magcache, rule=rule or "joint", order=order),
         taylorseer=None if seer is None else _parse(seer, TaylorSeerOptions, "taylorseer", SEER_FORM),
@@ -93,6 +111,17 @@ def skip_options(options: argparse.Namespace) -> SkipOptions | None:
         sparse=None if options.sparse is None else parse_sparse(options.sparse),
     )
     return None if skipping == SkipOptions() else skipping
+
+
+def speed_options(name: str) -> SkipOptions | None:
+    """What the speed preset `name` sets; a name or a file as for `find_speed`. Raises OptionError."""
+    preset = find_speed(name)
+    try:
+        if "speed:" in preset.setting:
+            raise OptionError("a preset within a preset")
+        return parse_setting(preset.setting)
+    except OptionError as fault:
+        raise OptionError(f"speed preset {name}: {fault}") from fault
 
 
 def _parse(text: str, kind: type[Cache], name: str, form: str) -> Cache:
@@ -115,7 +144,7 @@ def parse_setting(text: str) -> SkipOptions | None:
 
     The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`, `adaptive:0.1`,
     `pattern:1101/101/1.5`, `guidance:0.2-0.9`, `every:2` and `sparse:balanced:reuse2`; `full` is the run without any of
-    them.
+    them, `speed:balanced` a speed preset.
     """
     if text == "full":
         return None
@@ -137,7 +166,7 @@ def parse_setting(text: str) -> SkipOptions | None:
                     options.magcache_order = number(word.removeprefix("order"))
                 else:
                     raise _unknown(text)
-        elif name in ("taylorseer", "adaptive", "pattern", "sparse"):
+        elif name in ("taylorseer", "adaptive", "pattern", "sparse", "speed"):
             setattr(options, name, value)
         elif name == "guidance":
             options.guidance_interval = value
