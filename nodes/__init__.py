@@ -23,6 +23,7 @@ from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
 from .sampling import WanCoreSampler
 from .sparse import WanCoreSparseAttention
+from .speed import WanCoreSpeedPreset
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
 from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
@@ -56,6 +57,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreAnimate,
     WanCoreAnimate2,
     WanCoreMotionPositions,
+    WanCoreSpeedPreset,
 ]
 
 

@@ -32,6 +32,7 @@ ALIASES = {
     "WanCoreCompare": ("compare videos", "psnr", "quality"),
     "WanCoreLoRA": ("wan lora", "lora loader", "lora stack", "lightx2v"),
     "WanCoreSparseAttention": ("sparse attention", "radial attention", "sage", "wan fast", "sla"),
+    "WanCoreSpeedPreset": ("speed", "preset", "wan fast", "teacache", "step caching", "sparse attention"),
     "WanCoreNAG": ("nag", "normalized attention guidance", "negative prompt", "cfg 1"),
     "WanCoreMotionPositions": ("wan s2v", "sound to video", "speech to video"),
     "WanCoreLauncher": ("multi gpu", "xdit", "ulysses", "parallel", "distributed"),
@@ -48,6 +49,7 @@ SHOWS_TEXT = (
     "WanCoreModelLoader", "WanCoreTextEncoderLoader", "WanCoreVAELoader", "WanCoreLoRA", "WanCoreLauncher",
     "WanCoreSampler", "WanCoreFromModel", "WanCoreAccelerate", "WanCoreTextEncode", "WanCoreNAG", "WanCoreMagCache",
     "WanCoreTaylorSeer", "WanCoreAdaptiveCache", "WanCoreGuidanceSchedule", "WanCoreSparseAttention",
+    "WanCoreSpeedPreset",
 )  # fmt: skip
 
 
