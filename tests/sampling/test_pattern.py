@@ -11,6 +11,7 @@ from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.pattern import parse_pattern, pattern_words
 from wan_core.sampling.cache.residual import residual_program
 from wan_core.sampling.cache.skipping import leave_out, skip_forwards
+from wan_core.sampling.native.plan import WholeRun, cut, plan_part
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.window import Window
 
@@ -81,3 +82,17 @@ def test_as_a_setting():
     assert parse_setting("pattern:1101/101+sparse:fast").pattern == PatternOptions(high="1101", low="101", order=1.5)
     with pytest.raises(OptionError, match="only one step cache"):
         parse_setting("pattern:11/11+taylorseer:2")
+
+
+def test_two_samplers_of_a_native_model_compute_the_pattern_of_the_run():
+    """Each sampler knows its own sigmas and the number of steps; together they compute what one run does."""
+    options = SkipOptions(pattern=PatternOptions(high="101001", low="1100"))
+    sigmas = [1 - i / 20 for i in range(21)]
+    run = {"task": "Wan 2.2", "solver": "euler", "shift": 5.0, "boundary": 0.875, "guidance": 3.5}
+    found = []
+    for part in (sigmas[:11], sigmas[10:]):
+        place = WholeRun(sigmas=tuple(sigmas)).place(part, 5.0)
+        plan = leave_out(plan_part(place, branches=("cond", "uncond"), **run), options, None)
+        found += [step.index for step in cut(plan, place).steps if not step.skipped]
+    # 6 marks on the first 10 steps, 4 on the last 10, whose last step is always computed
+    assert found == [0, 2 * 10 // 6, 5 * 10 // 6, 10, 10 + 10 // 4, 19]
