@@ -1,26 +1,30 @@
 """Train the embedded model: a miniature Wan 2.2 on drawn clips, on one GPU, offline.
 
-    python -m tools.train_tiny vae  --out runs/tiny --minutes 8
-    python -m tools.train_tiny t2v  --out runs/tiny --minutes 9
-    python -m tools.train_tiny i2v  --out runs/tiny --minutes 6
-    python -m tools.train_tiny eval --out runs/tiny
+    python -m tools.train_tiny vae    --out runs/tiny --minutes 8
+    python -m tools.train_tiny t2v    --out runs/tiny --minutes 9
+    python -m tools.train_tiny i2v    --out runs/tiny --minutes 6
+    python -m tools.train_tiny driven --out runs/tiny --minutes 9
+    python -m tools.train_tiny eval   --out runs/tiny
 
 A phase reads what the phases before it left in --init (the same folder as --out unless given), and goes on from its
-own `resume_*.pt` if there is one. --minutes limits the whole command; the learning rate reaches zero when they are
-over. Needs torch, numpy, safetensors and sentencepiece. On a CPU, try `--device cpu --steps 3 --batch 2 --size 32
---frames 5`.
+own `resume_*.pt` if there is one, else from its own finished part. A text encoder that is in --init without its
+`resume_text.pt` stays as it is. --minutes limits the whole command; the learning rate reaches zero when they are
+over. Transformers are trained on several sizes in turn. Needs torch, numpy, safetensors and sentencepiece. On a CPU,
+try `--device cpu --steps 3 --batch 2 --size 32 --frames 5`.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from tools.tiny.clips import Size
+from tools.tiny.driven import train_driven
 from tools.tiny.evaluate import evaluate
-from tools.tiny.experts import Training, train_i2v, train_t2v
+from tools.tiny.experts import ROUND, Training, train_i2v, train_t2v
 from tools.tiny.vae import train_vae
 from tools.tiny.words import train_tokenizer
 
@@ -28,6 +32,7 @@ DEFAULTS = {  # phase: batch, learning rate, clips kept
     "vae": (8, 7e-4, 4096),
     "t2v": (256, 2e-3, 65536),
     "i2v": (256, 2e-3, 65536),
+    "driven": (128, 1.5e-3, 32768),
 }
 
 
@@ -39,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     init = options.init or options.out
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    size = Size(options.frames, options.size, options.size)
+    sizes = [replace(size, frames=options.frames) for size in options.size or ()]
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")  # TF32: training does not need more
     if device.type == "cuda":
@@ -51,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         evaluate(
             init,
             options.out,
-            size=size,
+            sizes=sizes or [Size()],
             device=device,
             samples=options.samples,
             steps=options.steps or 20,
@@ -63,7 +68,6 @@ def main(arguments: list[str] | None = None) -> None:
         return
     batch, lr, bank = DEFAULTS[options.phase]
     common = {
-        "size": size,
         "device": device,
         "minutes": options.minutes,
         "steps": options.steps,
@@ -73,11 +77,20 @@ def main(arguments: list[str] | None = None) -> None:
         "seed": options.seed,
     }
     if options.phase == "vae":
-        train_vae(options.out, init, bf16=options.bf16, checks=options.checks, **common)
+        train_vae(
+            options.out, init, size=sizes[0] if sizes else Size(), bf16=options.bf16, checks=options.checks, **common
+        )
         return
     bf16 = options.bf16 if options.bf16 is not None else device.type == "cuda"
-    run = Training(out=options.out, init=init, bf16=bf16, compile=options.compile, **common)
-    (train_t2v if options.phase == "t2v" else train_i2v)(run)
+    turns = sizes or [replace(size, frames=options.frames) for size in ROUND]
+    train = {"t2v": train_t2v, "i2v": train_i2v, "driven": train_driven}[options.phase]
+    train(Training(out=options.out, init=init, sizes=turns, bf16=bf16, compile=options.compile, **common))
+
+
+def read_size(text: str) -> Size:
+    """`96`, or `128x96`, width first."""
+    width, _, height = text.partition("x")
+    return Size(width=int(width), height=int(height or width))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,7 +98,13 @@ def parser() -> argparse.ArgumentParser:
     shared.add_argument("--out", type=Path, required=True, help="folder for the results")
     shared.add_argument("--init", type=Path, help="folder with what earlier phases and runs left (default: --out)")
     shared.add_argument("--device", help="default: cuda if there is one")
-    shared.add_argument("--size", type=int, default=96, help="pixels a side (default 96)")
+    shared.add_argument(
+        "--size",
+        type=read_size,
+        nargs="+",
+        help="pixels a side, or WIDTHxHEIGHT; several take turns, one a step (default: 96, and for transformers "
+        f"{' '.join(f'{size.width}x{size.height}' for size in ROUND)})",
+    )
     shared.add_argument("--frames", type=int, default=17, help="4n + 1 (default 17)")
     shared.add_argument("--batch", type=int)
     shared.add_argument("--seed", type=int, default=0)
@@ -110,7 +129,12 @@ def parser() -> argparse.ArgumentParser:
     phases.add_parser("tokenizer", parents=[shared], help="write spiece.model, to look at: t2v makes its own")
     vae = phases.add_parser("vae", parents=[training], help="the video VAE")
     vae.add_argument("--checks", type=int, default=112, help="held-out clips measured at the end")
-    for name, what in (("t2v", "text encoder and text-to-video experts"), ("i2v", "image-to-video experts")):
+    experts = {
+        "t2v": "text encoder and text-to-video experts",
+        "i2v": "image-to-video experts",
+        "driven": "a shape in a picture moves as one in a video",
+    }
+    for name, what in experts.items():
         phase = phases.add_parser(name, parents=[training], help=what)
         phase.add_argument(
             "--compile", action="store_true", help="compile the blocks: a minute at the start, faster steps"

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tools.tiny.clips import HELD_OUT, TRAINED, ClipRing, Drawing, Ring, Size, image_rows
-from tools.tiny.experts import caption_rows, draw_sigmas
+from tools.tiny.clips import HELD_OUT, TRAINED, ClipRing, Drawing, Ring, Size, image_rows, outline_rows
+from tools.tiny.driven import VISION
+from tools.tiny.experts import ROUND, T2V, adopt, caption_rows, draw_sigmas, initialise, outline_weights
+from tools.tiny.loop import Clock, Trainer
 from tools.tiny.vae import CONFIG, Kernels, choose_kernels, pixel_weights, set_memory_format, vae_losses
 from tools.tiny.words import DROPPED_ROWS, TEXT_LEN, token_table, train_tokenizer
 from tools.train_tiny import main
-from wan_core.checkpoint import load_dit, load_text_encoder, load_vae
+from wan_core.checkpoint import load_dit, load_text_encoder, load_vae, save
+from wan_core.checkpoint.vision import load_vision
 from wan_core.media.shapes import SCENES, draw
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.families.wan.inputs import image_channels
+from wan_core.models.wan.model import WanModel
+from wan_core.pipeline.sources import TINY_LORAS
 
 SMALL = ["--device", "cpu", "--size", "32", "--frames", "5"]
 
@@ -31,11 +38,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     main(["vae", *out, "--steps", "2", "--batch", "2", "--bank", "4", "--checks", "2"])
     main(["t2v", *out, "--steps", "2", "--batch", "4", "--bank", "8"])
     main(["i2v", *out, "--steps", "2", "--batch", "4", "--bank", "8"])
+    main(["driven", *out, "--steps", "2", "--batch", "2", "--bank", "4"])
     main(["eval", *out, "--steps", "2", "--samples", "2", "--guidance", "3"])
     return folder
 
 
-def test_every_part_loads_and_all_fit_in_twelve_megabytes(trained: Path):
+def test_every_part_loads_and_all_fit_in_twenty_megabytes(trained: Path):
     vae = load_vae(trained / "vae.safetensors")
     assert vae.config.latents_std != CONFIG.latents_std, "the statistics were not measured"
     text = load_text_encoder(trained / "text_encoder.safetensors", dtype=torch.float32)
@@ -44,15 +52,20 @@ def test_every_part_loads_and_all_fit_in_twelve_megabytes(trained: Path):
         for expert in ("high", "low"):
             config = load_dit(trained / f"{task}_{expert}.safetensors").config
             assert (config.in_channels, config.text_dim, config.text_len) == (channels, 64, TEXT_LEN)
-    assert sum(path.stat().st_size for path in trained.glob("*.safetensors")) < 12e6
-    assert all(path.stat().st_size < 16 * 2**20 for path in trained.iterdir())
+    driven, vision = load_dit(trained / "driven.safetensors"), load_vision(trained / "clip_vision.safetensors")
+    assert (driven.family, driven.config.image_dim, vision.config) == ("animate2", VISION.dim, VISION)
+    loras = sum(path.stat().st_size for path in TINY_LORAS.values())
+    assert loras + sum(path.stat().st_size for path in trained.glob("*.safetensors")) < 20e6
+    assert all(path.stat().st_size < 20e6 for path in trained.iterdir())
 
 
 def test_the_evaluation_reports_both_tasks(trained: Path):
     rows = json.loads(next(trained.glob("embedded-*.json")).read_text())["rows"]
-    assert [row["name"] for row in rows] == ["text-to-video, guidance 3", "image-to-video, guidance 3"]
+    small = ", 32x32x5"
+    names = ["text-to-video, guidance 3", "image-to-video, guidance 3", "driven"]
+    assert [row["name"] for row in rows] == [name + small for name in names]
     assert all(0 <= row["all"] <= row["shape"] <= 1 for row in rows)
-    assert (trained / "i2v_guidance3.png").read_bytes().startswith(b"\x89PNG")
+    assert (trained / "i2v_32x32_guidance3.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_phase_goes_on_from_its_own_files(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -63,6 +76,57 @@ def test_a_phase_goes_on_from_its_own_files(trained: Path, tmp_path: Path, capsy
     assert "going on from" in capsys.readouterr().out
     change = max(float((after[name] - before[name]).abs().max()) for name in before)
     assert 0 < change < 1e-3, "one step of a warm-up changes weights, but hardly"
+
+
+def test_experts_go_on_from_finished_ones_with_more_blocks(trained: Path, tmp_path: Path):
+    """Two blocks more, which change nothing at first, and a text encoder that is trained no more."""
+    few = WanModel(replace(T2V, num_layers=3)).requires_grad_(False)
+    initialise(few)
+    torch.nn.init.normal_(few.head.head.weight, std=0.1)
+    save(few, tmp_path / "few.safetensors")
+    more = WanModel(T2V).requires_grad_(False)
+    initialise(more)
+    adopt(more, tmp_path / "few.safetensors")
+    given = torch.randn(2, 16, 2, 4, 4), torch.tensor([300.0, 900.0]), torch.randn(2, 5, 64)
+    assert torch.equal(more(*given), few(*given)) and len(more.blocks) == 8
+    (trained / "resume_text.pt").rename(tmp_path / "resume_text.pt")
+    before = (trained / "text_encoder.safetensors").read_bytes()
+    out = ["--out", str(tmp_path), "--init", str(trained), "--device", "cpu", "--frames", "5", "--steps", "3"]
+    main(["t2v", *out, "--size", "32", "48x32", "--batch", "8", "--bank", "8"])
+    assert (trained / "text_encoder.safetensors").read_bytes() == before
+    assert not (tmp_path / "text_encoder.safetensors").exists()
+    assert (tmp_path / "t2v_low.safetensors").is_file()
+
+
+def test_sizes_take_turns_and_have_about_as_many_tokens():
+    assert sum(size == Size() for size in ROUND) == len(ROUND) // 2
+    for size in ROUND:
+        assert size.share_of(256) * size.width * size.height == pytest.approx(256 * 96 * 96, rel=0.05)
+    turns: list[int] = []
+    weight = torch.nn.Linear(1, 1)
+    losses = [partial(take, turns, number, weight) for number in (0, 1, 0, 2)]
+    trainer = Trainer({"one": weight}, losses, peak_lr=1e-3)
+    trainer.run(Clock(1.0, 8))
+    assert turns == [0, 1, 0, 2] * 2
+
+
+def take(turns: list[int], number: int, module: torch.nn.Linear) -> dict[str, torch.Tensor]:
+    turns.append(number)
+    return {"one": module.weight.square().sum() + module.bias.square().sum()}
+
+
+def test_outlines_are_where_colours_change():
+    clips = draw(SCENES[:4], seed=0, frames=9, height=64, width=64)
+    outline = outline_rows(clips)
+    assert outline.shape == (4, 1, 3, 8, 8)
+    changes = (clips.diff(dim=-1).abs().amax(1) > 0.1).float()  # [B, F, H, W - 1]
+    cells = torch.nn.functional.max_pool2d(torch.nn.functional.pad(changes, (0, 1)), 8).bool()
+    assert not (cells[:, 0] & ~outline[:, 0, 0]).any() and not (cells[:, 1:5].any(1) & ~outline[:, 0, 1]).any()
+    assert 0.1 < outline.float().mean() < 0.7
+    weight = outline_weights(outline, torch.tensor([0.0, 0.5, 0.9, 1.0]))
+    assert torch.allclose(weight.mean((1, 2, 3, 4)), torch.ones(4))
+    assert weight[3].unique().tolist() == [1.0]
+    assert float(weight[0].max() / weight[0].min()) == pytest.approx(5)
 
 
 def test_the_tokenizer_is_the_same_every_time_and_knows_every_word():

@@ -6,10 +6,11 @@ Shapes: N bank size, B batch, z latent channels, F/H/W video frames, rows, colum
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.media.shapes import SCENES, Scene, held_out, render, sample_paths, scene_table
@@ -30,6 +31,13 @@ class Size:
     frames: int = 17
     height: int = 96
     width: int = 96
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}x{self.frames}"
+
+    def share_of(self, count: int) -> int:
+        """How many videos of this size are about as much work as `count` of 96x96, in eights."""
+        return max(1, count * 96 * 96 // (self.height * self.width * 8) * 8) if count >= 8 else count
 
 
 class Drawing:
@@ -93,8 +101,8 @@ class ClipRing(Ring):
 
 
 class LatentRing(Ring):
-    """Normalised latents for the transformers: {"latent": [B, z, T, Y, X], "scene": [B]}, and with `image` {"image":
-    [B, 4 + z, T, Y, X]}, the mask and image channels of image-to-video."""
+    """Normalised latents for the transformers: {"latent": [B, z, T, Y, X], "outline": as of `outline_rows`, "scene":
+    [B]}, and with `image` {"image": [B, 4 + z, T, Y, X]}, the mask and image channels of image-to-video."""
 
     def __init__(self, drawing: Drawing, vae: VideoVAE, capacity: int, image: bool) -> None:
         super().__init__(capacity)
@@ -103,7 +111,7 @@ class LatentRing(Ring):
     @torch.no_grad()
     def grow(self, count: int) -> None:
         clips, scene = self.drawing.draw(count)
-        rows = {"latent": encode(self.vae, clips), "scene": scene}
+        rows = {"latent": encode(self.vae, clips), "outline": outline_rows(clips), "scene": scene}
         if self.image:
             last = torch.rand(count, device=clips.device) < LAST_FRAME_SHARE
             rows["image"] = image_rows(self.vae, clips, last)
@@ -113,6 +121,15 @@ class LatentRing(Ring):
 def encode(vae: VideoVAE, clips: Tensor) -> Tensor:
     """Normalised latents, float32 [B, z, T, Y, X], of clips in -1..1."""
     return vae.normalise(vae.encode(clips, chunk=None))
+
+
+def outline_rows(clips: Tensor) -> Tensor:
+    """Which latents of clips [B, 3, F, H, W] hold an outline, or are within two pixels of one: bool [B, 1, T, Y, X]."""
+    frames = clips.transpose(1, 2).flatten(0, 1)  # [B * F, 3, H, W]
+    span = F.max_pool2d(frames, 5, 1, 2) + F.max_pool2d(-frames, 5, 1, 2)
+    near = F.max_pool2d(span.amax(1, keepdim=True), 8).unflatten(0, (len(clips), -1)).transpose(1, 2)
+    later = F.max_pool3d(near[:, :, 1:], (4, 1, 1)) if clips.shape[2] > 1 else near[:, :, :0]
+    return torch.cat([near[:, :, :1], later], 2) > 0.1
 
 
 def image_rows(vae: VideoVAE, clips: Tensor, last: Tensor) -> Tensor:
@@ -130,11 +147,11 @@ def image_rows(vae: VideoVAE, clips: Tensor, last: Tensor) -> Tensor:
 
 
 def fill(ring: Ring, count: int, chunk: int, seconds: float) -> float:
-    """Add rows until there are `count` (at least one chunk) or the seconds are over. Returns seconds per chunk, warmed
-    up.
+    """Add rows until there are `count` or the seconds are over, but two chunks in any case: the first tunes kernels.
+    Returns seconds per chunk, warmed up.
     """
     begin, per_chunk = time.monotonic(), 0.0
-    while ring.added < count and (not ring.added or time.monotonic() - begin < seconds):
+    while ring.added < count and (ring.added <= chunk or time.monotonic() - begin < seconds):
         start = time.monotonic()
         ring.grow(chunk)
         assert ring.count is not None
@@ -145,14 +162,16 @@ def fill(ring: Ring, count: int, chunk: int, seconds: float) -> float:
     return per_chunk
 
 
-def keep_growing(ring: Ring, chunk: int, seconds_per_chunk: float, share: float) -> Callable[[int], None]:
-    """A `between` for Trainer.run that spends about `share` of the time on new clips."""
-    spent, begin = 0.0, time.monotonic()
+def keep_growing(rings: Sequence[tuple[Ring, int, float]], share: float) -> Callable[[int], None]:
+    """A `between` for Trainer.run that spends about `share` of the time on new clips. rings: they get them in turn;
+    each with its chunk and the seconds that one takes."""
+    spent, begin, grown = 0.0, time.monotonic(), 0
 
     def between(step: int) -> None:
-        nonlocal spent
-        if step and spent + seconds_per_chunk < share * (time.monotonic() - begin):
+        nonlocal spent, grown
+        ring, chunk, seconds = rings[grown % len(rings)]
+        if step and spent + seconds < share * (time.monotonic() - begin):
             ring.grow(chunk)
-            spent += seconds_per_chunk
+            spent, grown = spent + seconds, grown + 1
 
     return between

@@ -307,8 +307,8 @@ def distill(run: Distillation) -> dict[str, float | int]:
 
     losses = path_losses(student, experts, ring, text, run.batch)
     named: dict[str, nn.Module] = {f"lora_{name}": adapter for name, adapter in adapters.items()}
-    trainer = Trainer(named, losses, peak_lr=run.lr, init=run.out)
-    grow = keep_growing(ring, chunk, per_chunk, run.share)
+    trainer = Trainer(named, [losses], peak_lr=run.lr, init=run.out)
+    grow = keep_growing([(ring, chunk, per_chunk)], run.share)
     best, looked = float("inf"), time.monotonic()
 
     def look(step: int) -> None:

@@ -1,6 +1,6 @@
 """What a training run leaves in its folder: the parts as fp16 safetensors, and fp32 weights to go on from.
 
-A `resume_<part>.pt` holds the raw weights and their moving average; each stays below 16 MB.
+A `resume_<part>.pt` holds the raw weights and their moving average; each stays below 20 MB.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.model import WanModel
 
-PART_FILES = ("vae", "text_encoder", "t2v_high", "t2v_low", "i2v_high", "i2v_low")
+PART_FILES = ("vae", "text_encoder", "t2v_high", "t2v_low", "i2v_high", "i2v_low", "driven", "clip_vision")
 
 
 def part_path(folder: Path, part: str) -> Path:
@@ -36,17 +36,21 @@ def round_to_fp16(module: nn.Module) -> None:
             parameter.copy_(parameter.half())
 
 
+def resume_path(folder: Path, part: str) -> Path:
+    return folder / f"resume_{part}.pt"
+
+
 def write_resume(folder: Path, part: str, weights: dict[str, Tensor], average: dict[str, Tensor]) -> None:
     state = {
         kind: {name: value.detach().cpu() for name, value in values.items()}
         for kind, values in (("weights", weights), ("average", average))
     }
-    torch.save(state, folder / f"resume_{part}.pt")
+    torch.save(state, resume_path(folder, part))
 
 
 def read_resume(folder: Path, part: str) -> dict[str, dict[str, Tensor]] | None:
     """{"weights", "average"} of an earlier run, or None if it left nothing in `folder`."""
-    path = folder / f"resume_{part}.pt"
+    path = resume_path(folder, part)
     if not path.is_file():
         return None
     print(f"going on from {path}", flush=True)

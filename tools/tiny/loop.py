@@ -1,12 +1,12 @@
-"""The training loop that every phase shares: one step as one CUDA graph, a learning rate that falls to zero exactly
-when the time is up, and a moving average of the weights.
+"""The training loop that every phase shares: a step as a CUDA graph, one for each size of video, a learning rate that
+falls to zero exactly when the time is up, and a moving average of the weights.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tools.tiny.files import read_resume, write_resume
 
+Losses = Callable[[], dict[str, Tensor]]
 STARTED = time.monotonic()  # the time limit counts from here: imports and compilation included
 REPORT_SECONDS = 10.0
 CALIBRATION = 8  # steps that are timed before the first report
@@ -44,15 +45,16 @@ class Trainer:
     """AdamW on `modules` for a loss, with a moving average of the weights.
 
     Args:
-        modules: part name -> module, trained together. The names are those of the resume files. losses: draws a batch
-        and returns named scalar losses, whose sum is minimised. It must not synchronise with the device,
-            nor depend on Python state that changes: on a GPU it is captured once and replayed.
+        modules: part name -> module, trained together. The names are those of the resume files.
+        losses: each draws a batch and returns named scalar losses, whose sum is minimised. They take turns, one a step;
+            one that stands there several times has several turns. They must not synchronise with the device, nor
+            depend on Python state that changes: on a GPU each is captured once and replayed.
     """
 
     def __init__(
         self,
         modules: dict[str, nn.Module],
-        losses: Callable[[], dict[str, Tensor]],
+        losses: Sequence[Losses],
         *,
         peak_lr: float,
         weight_decay: float = 0.0,
@@ -79,45 +81,49 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay, fused=self.cuda, capturable=self.cuda
         )
-        self.graph: torch.cuda.CUDAGraph | None = None
+        # Of all graphs: each is done with what it keeps there when it ends, but for losses that are read at once.
+        self.pool = torch.cuda.graph_pool_handle() if self.cuda else None
+        self.graphs: dict[Losses, tuple[torch.cuda.CUDAGraph, dict[str, Tensor]]] = {}  # and the losses it writes
         self.current: dict[str, Tensor] = {}
 
     def _names(self) -> list[tuple[str, str]]:
         return [(part, name) for part, named in self.named.items() for name in named]
 
-    def _body(self) -> None:
+    def _body(self, draw: Losses) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        losses = self.losses()
+        losses = draw()
         torch.stack(list(losses.values())).sum().backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
         self.optimizer.step()
         self.current = {name: value.detach() for name, value in losses.items()}
 
-    def _capture(self) -> None:
+    def _capture(self, draw: Losses) -> None:
         """Record one step. The rehearsals before it run with a learning rate of zero: they only fill the moments."""
+        self.optimizer.param_groups[0]["lr"].zero_()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
-                self._body()
+                self._body(draw)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.cuda.graph(self.graph):
-            self._body()
+        with torch.cuda.graph(graph, pool=self.pool):
+            self._body(draw)
+        self.graphs[draw] = graph, self.current
 
     def step(self, index: int, lr: float) -> None:
-        group = self.optimizer.param_groups[0]
+        group, draw = self.optimizer.param_groups[0], self.losses[index % len(self.losses)]
         if self.cuda:
-            if self.graph is None:
-                self._capture()
-            assert self.graph is not None
+            if draw not in self.graphs:
+                self._capture(draw)
+            graph, self.current = self.graphs[draw]
             group["lr"].fill_(lr)
-            self.graph.replay()
+            graph.replay()
         else:
             group["lr"] = lr
-            self._body()
+            self._body(draw)
         # Early on, a long memory would average in the random start.
         decay = min(self.average_decay, (1 + index) / (10 + index))
         with torch.no_grad():

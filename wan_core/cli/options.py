@@ -245,6 +245,7 @@ INPUTS = (
     "background",
     "mask",
     "latents",
+    "samples",
     "source",
 )
 

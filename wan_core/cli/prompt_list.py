@@ -121,11 +121,11 @@ class MakerHere:
 
     def make(self, video: ListedVideo) -> None:
         from wan_core.pipeline.pipeline import Pipeline
-        from wan_core.pipeline.sources import own_loras
+        from wan_core.pipeline.sources import for_request
 
         request = video.request
         image = bool(request.image or request.last_image)
-        spec = own_loras(self.loaded, request.preset, image=image), image
+        spec = for_request(self.loaded, request), image
         if self.pipe is None or self.pipe[0] != spec:
             self.pipe = None  # gone before the next is loaded
             self.pipe = spec, Pipeline.load(self.loaded, request=request)

@@ -74,7 +74,10 @@ def judge(frames: Tensor, scene: Scene | str) -> Verdict:
     """Whether `frames` [F, H, W, 3] show `scene` (or the scene of a caption). Raises ValueError for a caption outside
     the grammar."""
     wanted = parse_caption(scene) if isinstance(scene, str) else scene
-    seen = describe(frames)
+    return verdict(describe(frames), wanted)
+
+
+def verdict(seen: Observation, wanted: Scene) -> Verdict:
     return Verdict(
         background=seen.background == wanted.background,
         colour=seen.colour == wanted.colour,
@@ -91,12 +94,9 @@ def describe(frames: Tensor) -> Observation:
     background's to the shape's colour; the shape is the template that overlaps best at the mask's own centre and
     size; the motion is the track of the mask's centre.
     """
-    video = unit_range(frames).permute(0, 3, 1, 2)  # [F, 3, H, W]
-    scale = min(video.shape[2:]) / REFERENCE_SIZE
-    video = _blur(video, scale)
-    border = _border(video, width=max(2, round(2 * scale)))  # [3]
+    scale = min(frames.shape[1:3]) / REFERENCE_SIZE
+    border, mask, colour = _seen(frames, scale)
     background = _nearest_colour(border)
-    mask, colour = _mask(video, border)
     if mask is None:
         return Observation(background, None, None, None, 0.0)
     centre, area = _centre_and_area(mask)
@@ -105,6 +105,30 @@ def describe(frames: Tensor) -> Observation:
         return Observation(background, colour, None, None, 0.0)
     shape, overlap = _shape(mask[visible], centre[visible], area[visible], scale)
     return Observation(background, colour, shape, _motion(centre[visible], scale), overlap)
+
+
+@torch.no_grad()
+def track(frames: Tensor) -> Tensor | None:
+    """Where the shape of `frames` [F, H, W, 3] is: the centre of its bounding box (x, y) in pixels [F, 2]; None where
+    no shape is seen, or not in every frame."""
+    scale = min(frames.shape[1:3]) / REFERENCE_SIZE
+    _, mask, _ = _seen(frames, scale)
+    if mask is None:
+        return None
+    centre, area = _centre_and_area(mask)
+    if area.min() < (8 * scale) ** 2:
+        return None
+    shape, _ = _shape(mask, centre, area, scale)
+    index = 0 if shape is None else SHAPES.index(shape)
+    drop = UNIT_CENTROID[index] * (area / UNIT_AREA[index]).sqrt()
+    return centre - torch.stack([torch.zeros_like(drop), drop], 1)
+
+
+def _seen(frames: Tensor, scale: float) -> tuple[Tensor, Tensor | None, str | None]:
+    """Colour of the border [3], and the shape's mask and colour as of `_mask`."""
+    video = _blur(unit_range(frames).permute(0, 3, 1, 2), scale)  # [F, 3, H, W]
+    border = _border(video, width=max(2, round(2 * scale)))
+    return border, *_mask(video, border)
 
 
 def unit_range(frames: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class Paths:
     """The drawing parameters of a batch of clips, one row per clip. Colours are RGB 0..1, lengths in pixels.
 
     `shape` [B] indexes SHAPES, `colour` and `background` are [B, 3], `start` and `travel` [B, 2] are (x, y), `radius`
-    [B].
+    [B]. `bend` [B, 2], where it is given, times t (1 - t) is added to a centre at time t: a curve instead of a line.
     """
 
     shape: Tensor
@@ -117,9 +117,10 @@ class Paths:
     start: Tensor
     travel: Tensor
     radius: Tensor
+    bend: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Paths:
-        return Paths(**{name: value.to(device) for name, value in vars(self).items()})
+        return Paths(**{name: value.to(device) for name, value in vars(self).items() if value is not None})
 
 
 def scene_table(scenes: Sequence[Scene] = SCENES) -> Tensor:
@@ -154,6 +155,23 @@ def sample_paths(table: Tensor, *, height: int, width: int, generator: torch.Gen
     return Paths(table[:, 1], palette[table[:, 0]], palette[table[:, 3]], start, travel, radius)
 
 
+def curved(paths: Paths, *, height: int, width: int, generator: torch.Generator) -> Paths:
+    """`paths` whose motion is a random curve that stays in frame: of a Bezier curve with one control point, as long and
+    in whatever direction it comes."""
+    reach = (paths.radius + MARGIN * min(height, width) / REFERENCE_SIZE)[:, None]  # [B, 1]
+    room = torch.tensor([width, height], device=reach.device) - 2 * reach  # [B, 2]
+    points = torch.rand(3, len(reach), 2, generator=generator, device=generator.device).to(reach.device)
+    first, middle, last = reach + room * points
+    return replace(paths, start=first, travel=last - first, bend=2 * middle - first - last)
+
+
+def repainted(paths: Paths, table: Tensor) -> Paths:
+    """`paths` with the shape and the colours of other scenes, rows of `table` [B, 4]."""
+    table = table.to(paths.start.device)
+    palette = torch.tensor(list(PALETTE.values()), device=table.device) / 255.0
+    return replace(paths, shape=table[:, 1], colour=palette[table[:, 0]], background=palette[table[:, 3]])
+
+
 def signed_distance(x: Tensor, y: Tensor, radius: Tensor) -> Tensor:
     """Distances in pixels to the outline of every shape, negative inside: broadcast (x, y, radius) -> [..., 4] as
     SHAPES.
@@ -182,10 +200,12 @@ def coverage(shape: Tensor, centre: Tensor, radius: Tensor, *, height: int, widt
 
 
 def render(paths: Paths, *, frames: int = FRAMES, height: int = SIZE, width: int = SIZE) -> Tensor:
-    """Draw every path: -> float32 [B, 3, F, H, W] in -1..1, on the paths' device. Motion is uniform."""
+    """Draw every path: -> float32 [B, 3, F, H, W] in -1..1, on the paths' device. Motion in a line is uniform."""
     batch = len(paths.shape)
     time = torch.linspace(0, 1, frames, device=paths.start.device)  # [F]
     centre = paths.start[:, None] + paths.travel[:, None] * time[:, None]  # [B, F, 2]
+    if paths.bend is not None:
+        centre = centre + paths.bend[:, None] * (time * (1 - time))[:, None]
     alpha = coverage(
         paths.shape.repeat_interleave(frames),
         centre.reshape(-1, 2),

@@ -40,7 +40,7 @@ from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.resolved_request import Job, make_job
 from wan_core.pipeline.sample import OnStep, sample_latents
 from wan_core.pipeline.settings import choose_device, compute_dtype
-from wan_core.pipeline.sources import find_models, own_loras
+from wan_core.pipeline.sources import find_models, for_request
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import retried
 from wan_core.sampling.pace import BlockChecks
@@ -88,7 +88,7 @@ class Pipeline:
         report = Report(choose_device(options.device) if ranks is None else ranks.device)
         image = request is not None and bool(request.image or request.last_image)
         if request is not None:
-            options = own_loras(options, request.preset, image=image)
+            options = for_request(options, request)
         with report.phase("load"):
             found = find_models(options, image=image)
             job = None if request is None else first_job(found, options, request, report.device)
@@ -335,7 +335,7 @@ class Pipeline:
 def check_request(options: LoadOptions, request: Request, device: torch.device) -> None:
     """Raise what loading and `generate` on `device` would refuse, from the headers of the files alone."""
     image = bool(request.image or request.last_image)
-    options = own_loras(options, request.preset, image=image)
+    options = for_request(options, request)
     first_job(find_models(options, image=image), options, request, device)
 
 

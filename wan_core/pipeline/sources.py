@@ -22,7 +22,7 @@ from wan_core.checkpoint.detect import Config, Detected, Kind, empty_module
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.vision import find_vision_file, load_vision
-from wan_core.config import LoadOptions, LoraOptions, OptionError
+from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.models.text.config import UMT5_XXL
 from wan_core.models.text.tokenizer import Tokenizer
 from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
@@ -39,6 +39,12 @@ from wan_core.pipeline.model_parts import Experts, PackedSize, Part, Parts, Shar
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 TINY_LORAS = {expert: TINY / "lora" / f"t2v_4step_lora_{expert}_noise.safetensors" for expert in ("high", "low")}
+TINY_DRIVEN = "animate2-tiny"
+TINY_FILES = {  # task -> files of its parts beside text encoder and VAE
+    "t2v-tiny": {"high": "t2v_high", "low": "t2v_low"},
+    "i2v-tiny": {"high": "i2v_high", "low": "i2v_low"},
+    TINY_DRIVEN: {"high": "driven", "clip_vision": "clip_vision"},
+}
 PARTS = ("high", "low", "text_encoder", "vae", "clip_vision")
 RANDOM = {task.name: (task.full_size, task.vae) for task in TASKS.values() if task.full_size is not None}
 
@@ -63,6 +69,13 @@ def own_loras(options: LoadOptions, preset: str, *, image: bool = False) -> Load
     return replace(options, loras=tuple(loras))
 
 
+def for_request(options: LoadOptions, request: Request) -> LoadOptions:
+    """`options` with what a request asks of the embedded model: its driven variant, or its LoRAs."""
+    if options.model == "tiny" and options.task is None and request.pose_video is not None:
+        return replace(options, task=TINY_DRIVEN)
+    return own_loras(options, request.preset, image=bool(request.image or request.last_image))
+
+
 def file_parts(options: LoadOptions, image: bool) -> Parts:
     """Recognise the files of `options`. Raises CheckpointError or OptionError."""
     paths = resolve_paths(options, image)
@@ -78,7 +91,7 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     if options.task is not None:
         task = find_task(options.task)
     elif options.model == "tiny":
-        task = find_task("i2v-tiny" if image else "t2v-tiny")
+        task = find_task(embedded_variant(None, image))
     else:
         task, why = choose_task(dit, clues_of(found["high"], alone="low" not in found))
     if task.in_channels != dit.in_channels:
@@ -130,7 +143,9 @@ def check_features(task: Task, dit: DiTConfig, source: str) -> None:
 
 def embedded_task(dit: DiTConfig) -> Task:
     """The task of a transformer of the embedded model."""
-    return next(task for task in TASKS.values() if task.release == "embedded" and task.in_channels == dit.in_channels)
+    same = dit.family, dit.in_channels
+    embedded = (task for task in TASKS.values() if task.release == "embedded")
+    return next(task for task in embedded if (task.family, task.in_channels) == same)
 
 
 def clues_of(part: Part, *, alone: bool) -> Clues:
@@ -159,10 +174,8 @@ def find_experts(high: str | Path | Checkpoint, low: str | Path | Checkpoint | N
 def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
     """Where each part is. Raises OptionError naming what is missing, CheckpointError for a folder that is none."""
     if options.model == "tiny":
-        variant = (options.task or ("i2v" if image else "t2v")).lower()[:3]
-        if variant not in ("t2v", "i2v"):
-            raise OptionError(f"task {options.task} is not one of the embedded model's: t2v-tiny and i2v-tiny")
-        names = {"high": f"{variant}_high", "low": f"{variant}_low", "text_encoder": "text_encoder", "vae": "vae"}
+        task = embedded_variant(options.task, image)
+        names = {**TINY_FILES[task], "text_encoder": "text_encoder", "vae": "vae"}
         paths = {part: TINY / f"{name}.safetensors" for part, name in names.items()}
     else:
         paths = find_parts(options.model) if options.model is not None else {}
@@ -177,6 +190,16 @@ def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
             f"no {' and no '.join(missing)} given or found in {options.model or 'the options'}: add {flags}"
         )
     return paths
+
+
+def embedded_variant(task: str | None, image: bool) -> str:
+    """The embedded model's task that is meant by a name, or by whether an image is given. Raises OptionError."""
+    if task is None:
+        return "i2v-tiny" if image else "t2v-tiny"
+    found = [name for name in TINY_FILES if name[:3] == task.lower()[:3]]
+    if not found:
+        raise OptionError(f"task {task} is not one of the embedded model's: {', '.join(TINY_FILES)}")
+    return found[0]
 
 
 def recognise(

@@ -41,7 +41,7 @@ from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import OnStep, Pipeline, sample_latents
 from wan_core.pipeline.resolved_request import Job, make_job
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
-from wan_core.pipeline.sources import find_experts, find_models, own_loras, recognise
+from wan_core.pipeline.sources import find_experts, find_models, for_request, recognise
 from wan_core.sampling.chords import check_chords
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
@@ -107,7 +107,7 @@ class Jobs:
         request = request_from(header["request"])
         options = load_options_from(header["options"], self.rank.device)
         image = bool(request.image or request.last_image)
-        options = own_loras(options, request.preset, image=image)
+        options = for_request(options, request)
         found = find_models(options, image=image)
         files = found.of["high"].path, found.low_path, lora_files(options.loras)
         job = make_job(request, found.task, found.dit, found.vae, *files)

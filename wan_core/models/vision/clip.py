@@ -50,7 +50,11 @@ class VisionEncoder(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """image [B, 3, H, W] in -1..1, of any size: stretched to the encoder's own. Returns [B, N, C]."""
-        x = self.patch(prepared(image, self.config.size).to(self.patch.weight)).flatten(2).transpose(1, 2)
+        return self.features(prepared(image, self.config.size))
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Of what `prepared` made of an image."""
+        x = self.patch(pixels.to(self.patch.weight)).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls.expand(x.shape[0], 1, -1), x], 1) + self.positions
         x = self.norm(x)
         for layer in self.layers:

@@ -19,11 +19,20 @@ from wan_core.config.outputs import Outputs, keep_old
 from wan_core.execution.report import Report
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.pictures import save_picture
+from wan_core.models.wan.families import family_of
 from wan_core.pipeline.evaluate.calibrate import measure, plain
 from wan_core.pipeline.evaluate.compare import Comparison, compare, find_perceptual, pareto, summary, truth
 from wan_core.pipeline.evaluate.pictures import draw_curve, draw_quality, preset_plans, side_by_side
 from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
-from wan_core.pipeline.evaluate.samples import Batch, Sample, batches, choose_samples, one_by_one
+from wan_core.pipeline.evaluate.samples import (
+    Batch,
+    Sample,
+    batches,
+    choose_samples,
+    driving_frames,
+    one_by_one,
+    read_samples,
+)
 from wan_core.pipeline.evaluate.sparsity import coverage_places, draw_coverage, measure_coverage
 from wan_core.pipeline.evaluate.sparsity import words as coverage_words
 from wan_core.pipeline.images import decode_images
@@ -49,11 +58,12 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     if options.sparsity:
         return calibrate_sparsity(options, pipe, base, outputs)
     models, out = pipe.models, options.out
-    if out is None:
-        place = beside(models.checkpoint, models.task.name, image=base.image is not None)
-        out = outputs.add("the curve", place, overwrite=True)
     samples = chosen(options, pipe)
-    plan, videos = pipe.prepare(base).plan, shown(pipe, base, samples, options.batch)
+    if out is None:
+        image = base.image is not None or samples[0].image is not None
+        out = outputs.add("the curve", beside(models.checkpoint, models.task.name, image=image), overwrite=True)
+    plan = next(batches(pipe, base, samples[:1], 1)).job.plan  # of all: they differ in caption, seed and picture
+    videos = shown(pipe, base, samples, options.batch)
     with torch.no_grad():
         curve = measure(plan, pipe.models.expert, videos, source=source(pipe))
     replace_curve(out, options.overwrite, lambda: write_curve(curve, out))
@@ -88,7 +98,7 @@ def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Reques
         named = {e: coverage_path(path, models.task.name, e) for e in experts if (path := files[e]) is not None}
         places = {e: outputs.add(f"the coverage ({e})", path, overwrite=True) for e, path in named.items()}
     samples = chosen(options, pipe)
-    plan = plain(next(batches(pipe, base, samples[:1], 1)).job.plan)  # of all: they differ in caption and seed
+    plan = plain(next(batches(pipe, base, samples[:1], 1)).job.plan)
     with torch.no_grad():
         videos = shown(pipe, base, samples, options.batch)
         found = measure_coverage(plan, pipe.models.expert, videos, source=source(pipe))
@@ -236,8 +246,10 @@ def measure_quality(
                 parts = one_by_one(batch) if setting in found.alone else [batch]
                 frames = found.add(setting, [make(pipe, part, skipping(pipe, batch, plan, options)) for part in parts])
             found.first.setdefault(setting, frames[0])
-            trios = zip(frames, exact, batch.samples, strict=True)
-            found.comparisons[setting] += [compare(video, full, s.caption, perceptual) for video, full, s in trios]
+            for video, full, sample in zip(frames, exact, batch.samples, strict=True):
+                driving = driving_frames(batch.job, sample)
+                compared = compare(video, full, sample.caption, perceptual, driving, pipe.models.device)
+                found.comparisons[setting].append(compared)
             newest = summary(found.comparisons[setting])
             show(f"{setting}: {len(found.comparisons[setting])} of {len(samples)} videos, {newest['psnr']} dB so far")
         found.full["size"] = f"{batch.job.width}x{batch.job.height}x{batch.job.frames}"
@@ -282,7 +294,9 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
         on_step=count,
     )
     seconds = time.perf_counter() - begin
-    images = decode_images(models.vae(), latents, report, dtype=torch.uint8)
+    rules = family_of(models.task).clips
+    own = latents[:, :, rules.leading if rules is not None and rules.always else 0 :]
+    images = decode_images(models.vae(), own, report, dtype=torch.uint8)
     return Run(images.unflatten(0, (len(batch.samples), -1)), seconds, forwards)
 
 
@@ -292,6 +306,10 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
 def chosen(options: argparse.Namespace, pipe: Pipeline) -> list[Sample]:
     if options.count < 1 or options.batch < 1:
         raise OptionError(f"count {options.count} and batch {options.batch} given; both must be at least 1")
+    if options.samples is not None:
+        if options.prompts or options.image:
+            raise OptionError("--samples has prompts and images: leave --prompt and --image out")
+        return read_samples(options.samples, options.count, options.seed)
     return choose_samples(options.prompts, options.count, options.seed, pipe.models.task.name.endswith("-tiny"))
 
 
@@ -302,7 +320,11 @@ def show(words: str) -> None:
 def table(rows: Sequence[Mapping[str, Any]], perceptual: str) -> str:
     """The rows as text; `*` marks the Pareto front."""
     names = {"perceptual": perceptual, "psnr_worst": "worst"}
-    columns = [c for c in ("saved", "psnr", "psnr_worst", "ssim", "perceptual", "flicker", "truth") if c in rows[0]]
+    columns = [
+        c
+        for c in ("saved", "psnr", "psnr_worst", "ssim", "perceptual", "flicker", "truth", "look", "motion")
+        if c in rows[0]
+    ]
     lines = [f"  {'setting':<38}" + "".join(f"{names.get(c, c):>10}" for c in columns) + f"{'speed-up':>10}"]
     for row in rows:
         numbers = "".join(f"{row[c]:>10.4g}" for c in columns) + f"{row['ratio']:>10.2f}"

@@ -1,4 +1,5 @@
-"""The tasks of Wan-Animate-2 and their defaults: the weights as trained, and distilled ones for few steps.
+"""The tasks of Wan-Animate-2 and their defaults: the weights as trained, distilled ones for few steps, the embedded
+model.
 
 Source: the defaults of its README and of LightX2V's configuration.
 """
@@ -18,4 +19,9 @@ BASE = Task(
     guidance_high=3.0, guidance_low=3.0, width=1280, height=720, frames=81, fps=24,
 )  # fmt: skip
 DISTILLED = replace(BASE, name="animate2-14B-distilled", distilled=True, steps=10, guidance_high=1.0, guidance_low=1.0)
-TASKS = (BASE, DISTILLED)
+# the embedded model, see docs/design.md
+TINY = replace(
+    BASE, name="animate2-tiny", release="embedded", image_dim=80, full_size=None, steps=20, guidance_high=1.0,
+    guidance_low=1.0, width=96, height=96, frames=17, fps=8, negative_prompt="",
+)  # fmt: skip
+TASKS = (BASE, DISTILLED, TINY)
