@@ -136,12 +136,14 @@ class Search:
         """`one` with as many computed steps as fit into `target`; None if too few do."""
         if self.seconds(one.setting) <= target:
             return one
-        fits = None
-        for count in range(LEAST, sum(self.phases)):
+        fits, low, high = None, LEAST, sum(self.phases) - 1
+        while low <= high:
+            count = (low + high) // 2
             filled = replace(one, steps=spread(count, self.phases, one.early))
-            if self.seconds(filled.setting) > target:
-                break
-            fits = filled
+            if self.seconds(filled.setting) <= target:
+                fits, low = filled, count + 1
+            else:
+                high = count - 1
         return fits
 
     def fastest(self) -> float:

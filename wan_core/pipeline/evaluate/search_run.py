@@ -26,7 +26,7 @@ from wan_core.pipeline.evaluate.calibrate import plain
 from wan_core.pipeline.evaluate.compare import Comparison, compare, find_perceptual, pareto, summary
 from wan_core.pipeline.evaluate.results import envelope
 from wan_core.pipeline.evaluate.run import chosen, make, show, skipping, source
-from wan_core.pipeline.evaluate.samples import Batch, batches
+from wan_core.pipeline.evaluate.samples import Batch, batches, driving_frames
 from wan_core.pipeline.evaluate.search import Candidate, Search, least_seconds, words_of
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
@@ -101,14 +101,15 @@ class Videos:
         self.plan = plain(self.batches[0].job.plan)
         self.phases = tuple(len(phase) for phase in self.plan.phases)
         self.full: list[Tensor] = []  # frames of the full runs, uint8, by batch
-        self.perceptual = find_perceptual()
+        self.perceptual_name, self.perceptual = find_perceptual()
         self.found: dict[str, list[Comparison]] = {}
         job = self.batches[0].job
         self.described = {
             "task": self.plan.task,
             "steps": len(self.plan.steps),
             "size": f"{job.width}x{job.height}x{job.frames}",
-            "videos": [[sample.caption, sample.seed] for sample in samples],
+            "videos": [[sample.caption, sample.seed, sample.image] for sample in samples],
+            "perceptual": self.perceptual_name,
             "batch": options.batch,
             "source": source(pipe),
             "precision": options.precision,
@@ -164,8 +165,10 @@ class Videos:
             n = len(done) // size
             batch = self.batches[n]
             run = make(self.pipe, batch, self.planned(batch, setting))
-            trios = zip(run.frames, self.exact(n), batch.samples, strict=True)
-            rows = [compare(video, full, s.caption, self.perceptual[1]) for video, full, s in trios]
+            rows = [
+                compare(video, full, s.caption, self.perceptual, driving_frames(batch.job, s), self.pipe.models.device)
+                for video, full, s in zip(run.frames, self.exact(n), batch.samples, strict=True)
+            ]
             done += rows
             self.keep(setting, rows)
         return [row.psnr for row in done]
