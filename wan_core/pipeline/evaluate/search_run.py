@@ -70,10 +70,11 @@ def run_search(options: argparse.Namespace, pipe: Pipeline, base: Request, outpu
         videos.measure(found[name].setting, options.count)
         show(f"{name}: {found[name].setting}")
     front = videos.front()
+    of = {name: value for name, value in videos.described.items() if name != "videos"} | {"seed": options.seed}
     for name, one in found.items():
         preset = {"format": FORMAT, "name": name, "setting": one.setting, "source": source(pipe)}
         described = envelope("search", pipe.models.device, front)
-        text = json.dumps({**preset, **videos.row(one.setting), "of": videos.described, **described}, indent=1)
+        text = json.dumps({**preset, **videos.row(one.setting), "of": of, **described}, indent=1)
         print(f"{write_text(places[name], text + chr(10))}: {words_of(one.setting)}")
     print(table(front, [one.setting for one in found.values()]))
     return 0
