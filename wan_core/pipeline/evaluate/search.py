@@ -23,14 +23,15 @@ from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.pattern import pattern_words
 from wan_core.sampling.cache.skipping import skip_words
 
-# What a setting may have beside its computed steps: words of `quality --setting`, "" for nothing. Other ways to save
-# work (a resolution schedule) are another row, once a setting has words for them.
+# What a setting may have beside its computed steps: words of `quality --setting`, "" for nothing. Another way to save
+# work is another row.
 AXES: dict[str, tuple[str, ...]] = {
     "sparse": (
         "", "sparse:0.5/0/0", "sparse:0.625/0/0:ramp0", "sparse:0.75/0/0:ramp0", "sparse:0.75/0/0",
         "sparse:0.8125/0/0:ramp0", "sparse:0.8125/0/0", "sparse:0.875/0/0:ramp0", "sparse:0.875/0/0",
     ),
     "guidance": ("", "every:2", "guidance:0.3-1"),
+    "stages": ("", "stages:0.5/0.9-0.98", "stages:0.75/0.8-0.98"),
 }  # fmt: skip
 FIRST = ("sparse",)  # axes that all candidates cover; the others are tried on the best
 ORDERS = (1, 1.5)

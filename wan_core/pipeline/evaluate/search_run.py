@@ -122,14 +122,15 @@ class Videos:
 
     # ----------------------------------------------------------------------------------------------------- estimate
 
-    def costs(self) -> tuple[Any, int, float, float]:
-        """(architecture, tokens, seconds of a dense forward, seconds beside the forwards) of what is estimated."""
+    def costs(self) -> tuple[Any, tuple[int, int, int], float, float]:
+        """Architecture, latent frames, rows and columns, seconds of a dense forward and of all else, of the estimate."""
         options, task = self.options, self.plan.task
         job, config = self.batches[0].job, self.pipe.models.dit_config
         of = options.of_task or FULL_TASKS.get(task)
         if of is None:
+            _, _, T, Y, X = job.latent_shape
             forward = options.forward_seconds or self.timed()
-            return config, job.tokens, forward, options.beside_seconds or 0.0
+            return config, (T, Y, X), forward, options.beside_seconds or 0.0
         full = find_task(of)
         if full.full_size is None:
             raise OptionError(f"task {full.name} has no size of its own to estimate: give another one with --of-task")
@@ -139,7 +140,7 @@ class Videos:
         if (options.of_task or options.of_size) and not options.forward_seconds:
             raise OptionError("--of-task and --of-size need --forward-seconds: what one dense forward takes there")
         beside = H200_BESIDE if options.beside_seconds is None else options.beside_seconds
-        return full.full_size, full.full_size.tokens(*latents), options.forward_seconds or H200_FORWARD, beside
+        return full.full_size, latents, options.forward_seconds or H200_FORWARD, beside
 
     def timed(self) -> float:
         """Seconds of a forward of this model, of the full run of the first batch."""
@@ -147,8 +148,8 @@ class Videos:
         return run.seconds / run.forwards / len(self.batches[0].samples)
 
     def _seconds(self, setting: str) -> float:
-        config, tokens, forward, beside = self.cost
-        plan = with_costs(self.planned(self.batches[0], setting), config, tokens)
+        config, latents, forward, beside = self.cost
+        plan = with_costs(self.planned(self.batches[0], setting), config, latents)
         seconds: dict[Expert, float] = {"high": forward, "low": forward}
         return (plan.estimate(seconds) or 0.0) + beside
 

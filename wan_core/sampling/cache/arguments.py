@@ -22,12 +22,13 @@ from wan_core.sampling.cache.pattern import number, parse_pattern
 from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
 from wan_core.sampling.sparsity.schedule import parse_sparse
 from wan_core.sampling.speed_presets import SUFFIX, find_speed, speed_names
+from wan_core.sampling.stages import parse_stages
 
 Cache = TypeVar("Cache", TaylorSeerOptions, AdaptiveOptions)
 SEER_FORM = "interval/order/retention such as 2/1/0.2"
 PARTS = (
     "magcache", "magcache_rule", "magcache_order", "taylorseer", "adaptive", "pattern", "guidance_interval",
-    "guidance_every", "sparse",
+    "guidance_every", "sparse", "stages",
 )  # fmt: skip
 ADAPTIVE_FORM = "threshold/skips in a row/retention such as 0.1/3/0.2"
 
@@ -79,8 +80,14 @@ def add_skip_options(parser: argparse.ArgumentParser) -> None:
         "--sparse",
         metavar="S/D/L",
         help=f"block-sparse self-attention: {', '.join(SPARSE_PRESETS)}, or sparsity/share of dense steps/dense layers "
-        "such as 0.8125/0/0; then options after colons: ramp0.3, mass0.9, reuse2, even, alone, mean or a kernel "
-        "(docs/sparse.md)",
+        "such as 0.8125/0/0; then options after colons: ramp0.3, mass0.9, reuse2, parts4, slope, error, even, alone, "
+        "mean or a kernel (docs/sparse.md)",
+    )
+    group.add_argument(
+        "--stages",
+        metavar="S/LOW-HIGH",
+        help="run the steps with sigma between at a part of width and height: 0.5/0.9-0.98, several joined by commas "
+        "(docs/performance.md)",
     )
 
 
@@ -109,6 +116,7 @@ def skip_options(options: argparse.Namespace) -> SkipOptions | None:
         guidance=guidance,
         pattern=None if options.pattern is None else parse_pattern(options.pattern),
         sparse=None if options.sparse is None else parse_sparse(options.sparse),
+        stages=() if options.stages is None else parse_stages(options.stages),
     )
     return None if skipping == SkipOptions() else skipping
 
@@ -143,8 +151,8 @@ def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
     The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`, `adaptive:0.1`,
-    `pattern:1101/101/1.5`, `guidance:0.2-0.9`, `every:2` and `sparse:balanced:reuse2`; `full` is the run without any of
-    them, `speed:balanced` a speed preset.
+    `pattern:1101/101/1.5`, `guidance:0.2-0.9`, `every:2`, `sparse:balanced:reuse2` and `stages:0.5/0.9-0.98`; `full` is
+    the run without any of them, `speed:balanced` a speed preset.
     """
     if text == "full":
         return None
@@ -166,7 +174,7 @@ def parse_setting(text: str) -> SkipOptions | None:
                     options.magcache_order = number(word.removeprefix("order"))
                 else:
                     raise _unknown(text)
-        elif name in ("taylorseer", "adaptive", "pattern", "sparse", "speed"):
+        elif name in ("taylorseer", "adaptive", "pattern", "sparse", "stages", "speed"):
             setattr(options, name, value)
         elif name == "guidance":
             options.guidance_interval = value
@@ -182,7 +190,8 @@ def parse_setting(text: str) -> SkipOptions | None:
 def _unknown(text: str) -> OptionError:
     return OptionError(
         f"setting {text!r} is not known, or repeats a part; write magcache:balanced, magcache:0.12/2/0.2:order1, "
-        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.2-0.9, every:2, sparse:balanced, or several joined by +"
+        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.2-0.9, every:2, sparse:balanced, stages:0.5/0.9-0.98, or several "
+        "joined by +"
     )
 
 
