@@ -123,7 +123,7 @@ class Videos:
     # ----------------------------------------------------------------------------------------------------- estimate
 
     def costs(self) -> tuple[Any, tuple[int, int, int], float, float]:
-        """Architecture, latent frames, rows and columns, seconds of a dense forward and of all else, of the estimate."""
+        """Architecture, latent frames, rows and columns, seconds of a dense forward and of all else."""
         options, task = self.options, self.plan.task
         job, config = self.batches[0].job, self.pipe.models.dit_config
         of = options.of_task or FULL_TASKS.get(task)
