@@ -1,4 +1,4 @@
-"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, check, inspect, doctor.
+"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, search, check, inspect, doctor.
 
 User errors (a number out of range, a wrong file) end with one line on stderr and exit code 2. Everything is checked
 before work starts. Finished latents are written to disk before decoding, and stay there if a later phase fails.
@@ -27,11 +27,11 @@ from wan_core.cli.options import (
     add_window_options,
 )
 from wan_core.cli.prompt_list import run_list
-from wan_core.cli.quality import run_calibrate, run_quality
+from wan_core.cli.quality import run_calibrate, run_quality, run_search
 from wan_core.cli.workers import add_worker_options
 from wan_core.config import PRECISIONS, UserError
 from wan_core.models.wan.tasks import TASKS
-from wan_core.pipeline.evaluate.options import add_calibrate_options, add_quality_options
+from wan_core.pipeline.evaluate.options import add_calibrate_options, add_quality_options, add_search_options
 
 OUT_OF_MEMORY = "Try --residency stream, a smaller --size or fewer --frames."
 
@@ -165,6 +165,13 @@ def add_quality_command_options(parser: argparse.ArgumentParser) -> None:
     add_overwrite_option(parser)
 
 
+def add_search_command_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_plan_options(parser)
+    add_search_options(parser)
+    add_overwrite_option(parser)
+
+
 def add_check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("video", type=Path)
     parser.add_argument("--prompt", help="the caption (default: the one in the file's metadata)")
@@ -197,6 +204,11 @@ COMMANDS: dict[str, Command] = {
         "compare step caching, guidance schedules and sparse attention with the full run",
         add_quality_command_options,
         run_quality,
+    ),
+    "search": (
+        "find presets for a model: the most quality in so many seconds",
+        add_search_command_options,
+        run_search,
     ),
     "check": ("check whether a video of the embedded model shows its caption", add_check_options, run_check),
     "inspect": ("show a file's model, layout, precision, LoRA rank and problems", add_inspect_options, run_inspect),

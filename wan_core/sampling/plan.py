@@ -54,7 +54,7 @@ class Step:
     branches: tuple[Branch, ...]
     action: Action = "compute"  # for the skipped branches: reuse the blocks' last residual, or forecast it from several
     skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": may not run, decided in the run)
-    order: int = 0  # order of the forecast
+    order: float = 0  # order of the forecast; 1.5: the mean of the first and the second
     delta: bool = False  # only the conditional branch runs; the last difference of the branches is reused
     sparsity: float = 0.0  # share of the key blocks that attention does not read
     cost: float = 1.0  # estimated time of a forward, relative to one with dense attention
