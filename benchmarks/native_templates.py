@@ -4,7 +4,8 @@ Transformers of the real width with some layers, random bf16 weights; encoders a
 random tensors of the right shape, and nothing is decoded (`tools/templates`). Steps and clips are the template's, all
 solvers are Euler: it takes as long as lcm and unipc, and gives every side the same noise.
 
-seconds   of all samplers of the template; ratio: ComfyUI's own over this row's; error: of the last sampler's latents
+seconds   of all samplers of the template; ratio: ComfyUI's own over this row's; error: of the last sampler's latents.
+That of our sampler in the S2V template is of other mathematics (docs/families.md), not of arithmetic.
 """
 
 from __future__ import annotations

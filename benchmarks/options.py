@@ -48,9 +48,9 @@ SUITES: dict[str, Suite] = {
         takes=("setting", "setup", "layers", "precision", "runs", "steps"),
     ),
     "attention": Suite(
-        "every dense attention kernel on one layer: time, and error on several kinds of data; tiles of our own",
+        "every dense attention kernel on one layer: time, and error on several kinds of data; what rounding costs",
         ("1280x720x81", "832x480x81"),
-        takes=("setting", "runs"),
+        takes=("setting", "runs", "steps"),
     ),
     "profile": Suite(
         "the kernels of one forward by class",
@@ -120,9 +120,15 @@ SUITES: dict[str, Suite] = {
         ("640x640x81",),
         takes=("setting", "layers", "scratch"),
     ),
+    "contributions": Suite(
+        "what each part of each block does on the embedded model, and what a run loses without it",
+        ("96x96x17",),
+        takes=("steps", "samples"),
+    ),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
-ATTENTION_PARTS = ("kernels", "tune")
+ATTENTION_PARTS = ("kernels", "tune", "rounding")
+TUNED = ("bf16", "int8", "8bit")  # kinds of kernels that the part tune has; named in its place, only these
 EVERYDAY_PARTS = ("on", "other", "off", "cold", "errors")
 NATIVE_PARTS = ("steps", "guided", "templates")
 TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of them

@@ -11,6 +11,7 @@ from .animate import WanCoreAnimate, WanCoreAnimate2
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
+from .control import WanCoreCamera, WanCoreVACE
 from .from_model import WanCoreFromModel
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
@@ -21,8 +22,11 @@ from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
+from .resolution import WanCoreResolutionSchedule
 from .sampling import WanCoreSampler
+from .sound import WanCoreSoundToVideo
 from .sparse import WanCoreSparseAttention
+from .speed import WanCoreSpeedPreset
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
 from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
@@ -56,6 +60,11 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreAnimate,
     WanCoreAnimate2,
     WanCoreMotionPositions,
+    WanCoreResolutionSchedule,
+    WanCoreSoundToVideo,
+    WanCoreVACE,
+    WanCoreCamera,
+    WanCoreSpeedPreset,
 ]
 
 

@@ -8,6 +8,7 @@ from .devices import device, gpu_count, to_intermediate
 from .folders import (
     model_names,
     model_path,
+    named_files,
     stamps,
     temporary_folder,
     temporary_video,
@@ -18,6 +19,7 @@ from .memory import Held, Remote, Weights, evict_all, load, log, read_ahead, roo
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
 from .native_cache import StepCache, attach, attached, plan_of_part
 from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of
+from .native_stages import Stages, attach_stages, stages_of
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
 
 __all__ = [
@@ -25,10 +27,12 @@ __all__ = [
     "Held",
     "Progress",
     "Remote",
+    "Stages",
     "StepCache",
     "Weights",
     "accelerate",
     "attach",
+    "attach_stages",
     "attached",
     "background",
     "check_interruption",
@@ -43,6 +47,7 @@ __all__ = [
     "log",
     "model_names",
     "model_path",
+    "named_files",
     "plan_of_part",
     "prepare_kernels",
     "prepare_when_up",
@@ -54,6 +59,7 @@ __all__ = [
     "scheduler_names",
     "show",
     "sparse_of",
+    "stages_of",
     "stamps",
     "temporary_folder",
     "temporary_video",

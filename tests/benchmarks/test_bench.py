@@ -174,7 +174,8 @@ def test_the_ladder_has_a_row_for_everything_that_was_asked_for(tmp_path: Path) 
         assert all(row["seconds"] > 0 and row["tflops"] > 0 and row["of_peak"] > 0 for row in measured.values())
         assert measured["plain torch"]["error"] == measured[TORCH_ONLY]["error"] == 0
         assert 0 < measured["diffusers"]["error"] <= 1e-4
-        assert 0.01 < measured["fp8/sdpa/torch"]["error"] < measured["fp8/math-fp8/torch"]["error"] < 0.12
+        errors = measured["fp8/sdpa/torch"]["error"], measured["fp8/math-fp8/torch"]["error"]
+        assert errors[0] != errors[1] and all(0.01 < error < 0.12 for error in errors)
         assert measured["fp8/sdpa/torch"]["weights_gib"] < 0.5 * measured["plain torch"]["weights_gib"]
 
 
@@ -311,6 +312,8 @@ def test_a_step_that_is_left_out_is_measured_against_a_full_one(tmp_path: Path) 
     assert [row["steps"] for row in skipped] == [8, 7, 6, 6]  # of ten: what each rule must compute is computed
     assert all(row["share"] == pytest.approx(row["seconds"] / full, rel=0.02) and row["share"] < 1 for row in skipped)
     plans = [row for name, row in rows.items() if name.startswith("plan, 12 steps, ")]
+    staged = plans.pop()  # the estimate counts its smaller steps as less than a forward
+    assert staged["forwards"] == 24 and staged["estimate"] < 23 * full and "off" in staged
     assert len(plans) == 2 and all(10 <= row["forwards"] < 24 for row in plans)
     for row in plans:  # an estimate is its forwards at the seconds of one
         assert row["estimate"] == pytest.approx(row["forwards"] * full, rel=0.02)

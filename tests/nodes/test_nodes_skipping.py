@@ -45,11 +45,14 @@ PLAN = {"steps": 12, "shift": 0.0, "boundary": 0.0, "guidance_high": 0.0, "guida
 
 
 def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
-    graph = small(skipping=["guidance", 0])
+    graph = small(skipping=["stages", 0])
     graph["cache"] = node("WanCoreMagCache", **MAG)
     graph["guidance"] = node("WanCoreGuidanceSchedule", low=0.0, high=1.0, every=2, skipping=["cache", 0])
+    graph["stages"] = node(
+        "WanCoreResolutionSchedule", scale=0.5, low=0.9, high=0.97, every=0, skipping=["guidance", 0]
+    )
     graph["plan"] = node(
-        "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=1.0, skipping=["guidance", 0]
+        "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=1.0, skipping=["stages", 0]
     )
     graph["table"] = node("PreviewAny", source=["plan", 1])
     graph["report"] = node("WanCoreReport", report=["decode", 1])
@@ -61,8 +64,8 @@ def test_settings_reach_sampler_preview_and_report(comfy: ComfyUI) -> None:
     run = comfy.run(graph)
     assert run.ok, run.status
     table, words = (run.outputs[key]["text"][0] for key in ("table", "words"))
-    assert "forecast" in table and "last guidance" in table and "% saved" in table
-    assert "of 24 (" in words and "magcache 10/2/0.2, order 1, guidance every 2" in words
+    assert "forecast" in table and "last guidance" in table and "% saved" in table and "0.5 of the size" in table
+    assert "of 24 (" in words and "magcache 10/2/0.2, order 1, guidance every 2, stages 0.5/0.9-0.97" in words
     assert "% saved" in run.outputs["sampler"]["text"][0] and "saved" not in run.outputs["full"]["text"][0]
     text = run.outputs["compare"]["text"][0]
     assert "PSNR" in text and "equal" not in text and "caption" not in text
@@ -142,3 +145,29 @@ def test_the_embedded_model_s_own_curve_is_found(comfy: ComfyUI) -> None:
     run = comfy.run(graph)
     assert run.ok, run.status
     assert TINY in graph["model"]["inputs"].values() and "57 % saved" in run.outputs["plan"]["text"][0]
+
+
+def test_speed_presets_of_the_pack_and_of_the_user(comfy: ComfyUI) -> None:
+    """A preset's pattern and sparsity are in the plan; a file is read again when it changes, and refused when damaged
+    or not there."""
+    graph = loaders() | {"speed": node("WanCoreSpeedPreset", preset="balanced")}
+    graph["plan"] = node(
+        "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=2.0, skipping=["speed", 0]
+    )
+    graph["words"] = node("PreviewAny", source=["plan", 1])
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    assert "% of keys" in run.outputs["words"]["text"][0] and "saved" in run.outputs["words"]["text"][0]
+    path = comfy.base / "models" / "diffusion_models" / "mine.preset.json"
+    mine = {"format": "wancore-preset/1", "name": "mine", "setting": "pattern:100/100/0", "source": "a test"}
+    path.write_text(json.dumps(mine))
+    graph["speed"]["inputs"]["preset"] = "mine.preset.json"
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    assert "reuse" in run.outputs["words"]["text"][0] and "% of keys" not in run.outputs["words"]["text"][0]
+    path.write_text(json.dumps(mine | {"setting": "pattern:012"}))
+    run = comfy.run(graph)
+    assert not run.ok and "mine.preset.json" in run.message("execution_error")["exception_message"]
+    graph["speed"]["inputs"]["preset"] = "../../../etc/x.preset.json"
+    run = comfy.run(graph)
+    assert not run.ok and "is not there" in run.message("execution_error")["exception_message"]

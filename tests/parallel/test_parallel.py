@@ -97,6 +97,19 @@ def test_controlled_families_equal_one_rank(ranks, mesh, name):
             assert error < ROUNDING and counts > 1e-2
 
 
+@settings(max_examples=8, deadline=None, derandomize=True)
+@over(
+    mesh=st.sampled_from(["1x1x2", "1x2x1", "1x2x2"]),
+    name=st.sampled_from(["vace", "fun-control", "camera", "camera 2.1"]),
+    grid=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(2, 5)),
+)
+def test_any_grid_of_controlled_families_equals_one_rank(ranks, mesh, name, grid):
+    frames, rows, columns = grid
+    asked = {"mesh": mesh, "name": name, "frames": frames, "rows": rows, "columns": columns}
+    for error, counts in ranks.ask("controlled_forward", **asked):
+        assert error < ROUNDING and counts > 1e-2
+
+
 @settings(max_examples=6, deadline=None, derandomize=True)
 @over(
     mesh=st.sampled_from(["1x1x2", "1x2x1"]),
@@ -142,6 +155,21 @@ def test_a_layer_pipeline_equals_one_rank_bit_for_bit(ranks, alone, mesh, given)
     assert max(map(len, held)) - min(map(len, held)) <= 1
 
 
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "2x1x1", "layers2"])
+def test_a_resolution_schedule_equals_one_rank(ranks, alone, mesh):
+    """50 tokens, and 18 in the smaller steps, with a cache and sparse attention, which begin anew at each size."""
+    request = {"steps": 10, "width": 80, "height": 80, "frames": 5, "sparse": {"sparsity": 0.5}}
+    request |= {"stages": [{"scale": 0.6, "low": 0.85, "high": 0.98}], "magcache": MAGCACHE}
+    if mesh == "layers2":
+        request = {name: given for name, given in request.items() if name not in ("sparse", "magcache")}
+        request["guidance_mode"] = "sequential"
+    wanted = alone(request=request)
+    equal_on_all(together(ranks, mesh=mesh, request=request), wanted)
+    plain = {name: given for name, given in request.items() if name != "stages"}
+    assert parallel_checks.relative(wanted[0], alone(request=plain)[0]) > 0.01
+    assert any("resolution schedule: 0.6 of width and height in steps" in note for note in wanted[2]["notes"])
+
+
 @pytest.mark.parametrize("mesh", ["1x1x3", "2x2x1", "2x1x3"])
 def test_magcache_and_another_size_and_token_counts_that_do_not_divide(ranks, alone, mesh):
     request = {"steps": 10, "magcache": MAGCACHE, "width": 80, "height": 112, "frames": 9}  # 105 tokens
@@ -173,7 +201,7 @@ def test_sparse_fp8_attention_takes_numbers_as_they_arrive(ranks, alone):
     def distance(latents: torch.Tensor) -> float:
         return float((latents - dense).norm() / dense.norm())
 
-    assert distance(answers[0][0]) < 1.2 * math.hypot(*map(distance, changes))
+    assert distance(answers[0][0]) < 1.5 * math.hypot(*map(distance, changes))
 
 
 @pytest.mark.parametrize("mesh", ["1x1x3", "1x2x2"])
@@ -327,8 +355,15 @@ def test_experts_in_parts(ranks, alone):
 
 @pytest.mark.parametrize("how", ["magcache", "sparse"])
 @pytest.mark.parametrize("name", ["vace", "fun-control", "camera"])
-def test_controlled_runs_that_skip_equal_one_rank(ranks, name, how):
-    for error, counts in ranks.ask("controlled_run", mesh="1x1x2", name=name, how=how):
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x2"])
+def test_controlled_runs_that_skip_equal_one_rank(ranks, mesh, name, how):
+    for error, counts in ranks.ask("controlled_run", mesh=mesh, name=name, how=how):
+        assert error < ROUNDING and counts > 1e-4
+
+
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x2"])
+def test_a_control_for_a_part_of_the_run_equals_one_rank(ranks, mesh):
+    for error, counts in ranks.ask("controlled_run", mesh=mesh, name="vace", how="part"):
         assert error < ROUNDING and counts > 1e-4
 
 
@@ -425,8 +460,9 @@ def test_the_benchmark_refuses_gpus_that_are_not_there(capsys):
         {"grid": (5, 6, 7), "block": 8, "keep": 0.5, "mass": 0.8},
         {"grid": (5, 6, 7), "block": 4, "keep": 0.06, "reuse": 2},  # many rows read nothing of some rank
         {"grid": (5, 6, 7), "block": 8, "heads": 4, "fp8": True},
+        {"grid": (5, 6, 7), "block": 8, "parts": 4, "slope": True, "score": "error"},
     ],
-    ids=["means", "alone", "mass", "reuse", "fp8"],
+    ids=["means", "alone", "mass", "reuse", "fp8", "finer"],
 )
 def test_sparse_attention_over_a_ring_is_that_of_one_rank(ranks, mesh, given):
     answers = ranks.ask("sparse_attention", mesh=mesh, **given)

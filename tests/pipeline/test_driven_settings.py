@@ -21,7 +21,8 @@ from wan_core.sampling.denoise import stack_text
 def conditioned(pipe: Pipeline, given: Request) -> Conditioning:
     job = pipe.prepare(given)
     media = clips_module.load_clip_media(pipe, job)
-    return clips_module.condition(pipe, job, job.clips[0], media, None, pipe.encode_text(job))
+    pixels = clips_module.given_to(pipe, job, job.clips[0], media, None)
+    return clips_module.condition(pipe, job, job.clips[0], pixels, pipe.encode_text(job))
 
 
 @torch.no_grad()

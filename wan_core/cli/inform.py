@@ -6,12 +6,14 @@ import argparse
 import json
 from pathlib import Path
 
+from wan_core.cli.control import control_of
 from wan_core.cli.options import outputs_of, plan_numbers, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.models.wan.families.long_video import LongVideo, cut_video
 from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.control import with_control
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.presets import preset_plan
 from wan_core.sampling.sparsity.schedule import with_costs
@@ -52,9 +54,13 @@ def run_plan(options: argparse.Namespace) -> int:
     files = [path for path in (*loras, options.high, options.low) if path is not None]
     plan = preset_plan(files=files, task=options.task, **plan_numbers(options), window=window_of(options))
     plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
+    control = control_of(options)
+    plan = plan if control is None else with_control(plan, control)
     task = TASKS[plan.task]
     told = options.frames is not None or options.clip_frames is not None or options.overlap is not None
     frames = task.frames if options.frames is None else options.frames
+    if frames < 1:
+        raise OptionError(f"--frames {frames} given; a video has at least 1")
     long = cut_video(task, frames, options.clip_frames, options.overlap) if told else None
     seconds = whole_seconds(plan, long, options.seconds_per_forward)
     if options.json:
@@ -83,8 +89,8 @@ def whole_seconds(plan: Plan, long: LongVideo | None, each: float | None) -> flo
     dit = task.full_size
     if dit is not None:
         T = (task.frames - 1) // task.vae.temporal_stride + 1
-        tokens = dit.tokens(T, task.height // task.vae.spatial_stride, task.width // task.vae.spatial_stride)
-        plan = with_costs(plan, dit, tokens)
+        latents = T, task.height // task.vae.spatial_stride, task.width // task.vae.spatial_stride
+        plan = with_costs(plan, dit, latents)
     seconds = plan.estimate(dict.fromkeys(plan.experts, each))
     assert seconds is not None
     return seconds * (1.0 if long is None else long.cost)

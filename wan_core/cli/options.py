@@ -8,6 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wan_core.cli.control import FILES as CONTROL_FILES
+from wan_core.cli.control import add_control_options, add_strength_options
+from wan_core.cli.sound import FILES as SOUND_FILES
+from wan_core.cli.sound import add_audio_option, add_encoder_option
 from wan_core.config import (
     COMPILES,
     GUIDANCE_MODES,
@@ -37,6 +41,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer", help="spiece.model, if the text encoder's file does not contain it")
     group.add_argument("--vae", help="VAE: file or folder")
     group.add_argument("--clip-vision", help="CLIP vision encoder: file or folder (Wan 2.1 image-to-video)")
+    add_encoder_option(group)
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default %(default)s)")
     group.add_argument(
         "--precision",
@@ -151,17 +156,28 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
             "(docs/parallel.md)",
         )
     group.add_argument("--negative-prompt", help="default: the task's own; an empty text is allowed")
-    group.add_argument("--image", help="first frame (image-to-video)")
-    group.add_argument("--last-image", help="last frame (image-to-video)")
+    group.add_argument("--image", help="first frame (image-to-video, Fun, VACE)")
+    group.add_argument("--last-image", help="last frame (image-to-video, Fun inpaint, VACE)")
     group.add_argument("--from-video", help="video to start from (video-to-video)")
     group.add_argument(
         "--denoise", type=float, help="strength of video-to-video, 0 to 1: how much of the noise it gets (default 0.7)"
     )
-    group.add_argument("--reference", help="picture of who moves as in the driving videos (Animate)")
-    group.add_argument("--pose-video", help="video that is followed: drawn poses (Animate), any video (Animate-2)")
+    add_audio_option(group)
+    add_control_options(group)
+    add_strength_options(group)
+    group.add_argument(
+        "--reference",
+        help="picture of who moves as in the driving videos (Animate) or speaks (S2V), or of what is to be seen (VACE, "
+        "Fun control)",
+    )
+    group.add_argument("--pose-video", help="video that is followed: drawn poses (Animate, S2V), any video (Animate-2)")
     group.add_argument("--face-video", help="video of a face whose expression is followed (Animate)")
     group.add_argument("--background", help="video in which the reference replaces somebody (Animate)")
-    group.add_argument("--mask", help="video that is white where that somebody is (Animate)")
+    group.add_argument(
+        "--mask",
+        help="video that is white where that somebody is (Animate), or picture or video that is white where "
+        "--control-video is made anew (VACE)",
+    )
     group.add_argument("--pose-prompt", help="what the driving video shows (Animate-2; default: the prompt)")
     group.add_argument("--pose-strength", type=float, help="how strongly the driving video counts (Animate-2; 1)")
     group.add_argument("--reference-strength", type=float, help="how strongly the reference counts (Animate-2; 1)")
@@ -256,7 +272,10 @@ INPUTS = (
     "background",
     "mask",
     "latents",
+    "samples",
     "source",
+    *SOUND_FILES,
+    *CONTROL_FILES,
 )
 
 

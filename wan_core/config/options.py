@@ -15,6 +15,7 @@ COMPILES = ("off", "blocks")
 RESIDENCIES = ("auto", "resident", "swap", "stream", "shard")
 GUIDANCE_MODES = ("auto", "sequential", "batched")
 LORA_MODES = ("auto", "merge", "attach")
+MAX_OUTPAINT = 8192
 LORA_EXPERTS = ("auto", "high", "low")
 
 
@@ -45,6 +46,23 @@ class NagOptions:
         if not 1 <= len(numbers) <= 3:
             raise OptionError(f"NAG {text!r} given; write scale, or scale/tau/alpha such as 11/2.5/0.25")
         return cls(**dict(zip(("scale", "tau", "alpha"), numbers, strict=False)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions:
+    """How much a control video counts (VACE), 1 as trained, and from which share of the run to which. Raises
+    OptionError."""
+
+    scale: float = 1.0
+    start: float = 0.0
+    end: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_range("control scale", self.scale, 0, 100, "1 is as trained, 0 has no effect")
+        check_range("control start", self.start, 0, 1, "a share of the run")
+        check_range("control end", self.end, 0, 1, "a share of the run")
+        if not self.start < self.end:
+            raise OptionError(f"control from {self.start:g} to {self.end:g} of the run given: the end comes later")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +112,7 @@ class LoadOptions:
     tokenizer: str | None = None
     vae: str | None = None
     clip_vision: str | None = None  # of image-to-video models that need one (Wan 2.1)
+    audio_encoder: str | None = None  # wav2vec 2.0, of models that hear (S2V)
     device: str = "auto"
     precision: str = "checkpoint"
     keep_blocks: int = 0
@@ -127,6 +146,15 @@ class LoadOptions:
             raise OptionError(
                 "no model given: use --model tiny, --model FOLDER of a release, or --high FILE and --low FILE"
             )
+
+
+def check_outpaint(pixels: tuple[int, ...]) -> None:
+    """Raise OptionError unless these are pixels to the left, top, right and bottom."""
+    if len(pixels) != 4 or not all(0 <= side <= MAX_OUTPAINT for side in pixels) or not any(pixels):
+        raise OptionError(
+            f"outpaint {'/'.join(map(str, pixels))} given; write pixels to the left, top, right and bottom, 0 to "
+            f"{MAX_OUTPAINT} each, for example 120/0/120/0"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +193,11 @@ class Request:
     pose_strength: float | None = None  # factor on what is read of the driving video; None: 1
     reference_strength: float | None = None  # the same of the reference
     face_guidance: bool | None = None  # whether guidance leads away from a still face as well; None: yes
+    control_video: str | None = None  # path of a video that is followed, or of which a part is made anew
+    outpaint: tuple[int, int, int, int] | None = None  # so many pixels left, top, right and bottom of that are made
+    camera: str | None = None  # motions of a camera, or the lines of a file of poses
+    control: ControlOptions | None = None  # how much the control video counts
+    audio: str | None = None  # path of the sound of a video whose model hears it
     clip_frames: int | None = None  # a longer video is made in clips of so many frames
     overlap: int | None = None  # so many of them are the last of the clip before
     nag: NagOptions | None = None  # the negative prompt in steps without guidance
@@ -181,3 +214,6 @@ class Request:
                 raise OptionError(f"{name.replace('_', ' ')} {strength:g} given; allowed are 0 to 10")
         if self.fps is not None and not 1 <= self.fps <= 240:
             raise OptionError(f"fps {self.fps} given; allowed are 1 to 240")
+        if self.outpaint is not None:
+            object.__setattr__(self, "outpaint", tuple(self.outpaint))  # a list, where it was sent to workers
+            check_outpaint(self.outpaint)

@@ -1,4 +1,4 @@
-"""Pictures fitted into a size with black bars, as the reference implementations of Animate fit them.
+"""Pictures fitted into a size with black bars, as the reference implementations of Animate fit them, or covering it.
 
 Legend: H rows, W columns, n pixels of a side. The numbers are those of OpenCV's `resize`, bit for bit when it enlarges.
 Source: `padding_resize` of Wan2.2/wan/animate.py; LightX2V's Animate-2 shrinks by area.
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
 Pixels = NDArray[np.uint8]  # [H, W, 3]
 Weights = NDArray[np.int32]
@@ -35,8 +36,9 @@ def fitted_box(picture: tuple[int, int], size: tuple[int, int]) -> Box:
     return Box(0, (height - inner) // 2, width, inner)
 
 
-def fit_with_bars(pixels: Pixels, size: tuple[int, int], *, by_area: bool = False) -> Pixels:
-    """[H, W, 3] fitted into `size` (width, height). by_area: average where it gets smaller, else interpolate always."""
+def fit_with_bars(pixels: Pixels, size: tuple[int, int], *, by_area: bool = False, bars: int = 0) -> Pixels:
+    """[H, W, 3] fitted into `size` (width, height). by_area: average where it gets smaller, else interpolate always.
+    bars: their grey value."""
     rows, columns = pixels.shape[:2]
     if (columns, rows) == size:
         return pixels
@@ -44,9 +46,16 @@ def fit_with_bars(pixels: Pixels, size: tuple[int, int], *, by_area: bool = Fals
     box = fitted_box((columns, rows), size)
     average = by_area and width * height < rows * columns
     inner = (averaged if average else interpolated)(pixels, (box.width, box.height))
-    found = np.zeros((height, width, 3), np.uint8)
+    found = np.full((height, width, 3), bars, np.uint8)
     found[box.top : box.top + box.height, box.left : box.left + box.width] = inner
     return found
+
+
+def fit_covering(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+    """[H, W, 3] scaled (Lanczos) to cover `size` (width, height); what sticks out is cut off, as much on both sides."""
+    if pixels.shape[1::-1] == size:
+        return pixels
+    return np.asarray(ImageOps.fit(Image.fromarray(pixels), size, Image.Resampling.LANCZOS))
 
 
 def interpolated(pixels: Pixels, size: tuple[int, int]) -> Pixels:

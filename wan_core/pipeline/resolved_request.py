@@ -15,13 +15,15 @@ from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import check_sparse, family_of
+from wan_core.models.wan.families import check_sparse, check_stages, family_of
 from wan_core.models.wan.families.clips import Clip, MediaRules
 from wan_core.models.wan.families.long_video import LongVideo, cut_video
 from wan_core.models.wan.tasks import Task
-from wan_core.pipeline.driving import MEDIA, SETTINGS, check_media, driven_size
+from wan_core.pipeline.control_media import given_size
+from wan_core.pipeline.driving import MEDIA, OTHERS, SETTINGS, check_media, driven_size
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
+from wan_core.sampling.control import control_words, with_control, with_control_costs
 from wan_core.sampling.denoise import choose_batched
 from wan_core.sampling.nag import nag_words, with_nag
 from wan_core.sampling.plan import Plan
@@ -51,6 +53,7 @@ class Job:
     batched_why: str
     clips: tuple[Clip, ...]  # that a long video is made in; one for others
     media: MediaRules | None = None  # of a family that is driven by videos
+    leading: int = 0  # latent frames before those of the video
 
     @property
     def pose_prompt(self) -> str | None:
@@ -103,6 +106,8 @@ class Job:
             "guidance_mode": "batched" if self.batched else "sequential",
             "solver": plan.solver,
             **({} if plan.nag is None else {"nag": nag_words(plan.nag)}),
+            **({} if request.control is None else {"control": control_words(request.control)}),
+            **{field: getattr(request, field) for field in OTHERS if getattr(request, field) is not None},
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,
         }
@@ -140,7 +145,10 @@ def make_job(
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
     if plan.sparse is not None:
         check_sparse(task)
+    if plan.stages:
+        check_stages(task)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
+    plan = plan if request.control is None else with_control(plan, request.control)
     if request.from_video is not None and not plan.from_latents:
         raise OptionError(
             f"denoise {strength(request):g} of {plan.count} steps leaves nothing of the video: use less, or more steps"
@@ -151,8 +159,9 @@ def make_job(
     frames, fps = given(request.frames, task.frames), given(request.fps, task.fps)
     media = family_of(task).media
     if media is not None:
-        width, height, frames, fps = driven_size(request, task, media, multiple)
-    picture = None if request.image is None else picture_size(request.image)
+        size_of = given_size if media.size_of == "given" else driven_size
+        width, height, frames, fps = size_of(request, task, media, multiple)
+    picture = picture_size(request.image) if request.image is not None and media is None else None
     if request.from_video is not None:
         columns, rows, count = video_size(request.from_video, frames)
         picture = columns, rows
@@ -166,17 +175,16 @@ def make_job(
     if request.width is None and picture is not None:
         fit = size_for_image if task.image == "channels" else best_size_for_image
         width, height = fit(*picture, task.width * task.height, multiple)
-    from_noise = request.last_image is None and request.from_video is None
-    long = cut_video(task, frames, request.clip_frames, request.overlap, from_noise=from_noise)
-    longest = max(clip.frames for clip in long.clips)
+    long, beside = cut(request, task, frames)
+    longest = long.clips[0].frames
     check_size(width, height, longest, multiple=multiple, temporal=vae.temporal_stride)
     T, Y, X = (
         (longest - 1) // vae.temporal_stride + 1 + long.leading,
         height // vae.spatial_stride,
         width // vae.spatial_stride,
     )
-    tokens = dit.tokens(T, Y, X)
-    plan = with_costs(plan, dit, tokens)
+    tokens = dit.tokens(T + beside, Y, X)
+    plan = with_control_costs(with_costs(plan, dit, (T + beside, Y, X)), dit)
     batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
     return Job(
         request=request,
@@ -193,7 +201,21 @@ def make_job(
         batched_why=why,
         clips=long.clips,
         media=media,
+        leading=long.leading,
     )
+
+
+def cut(request: Request, task: Task, frames: int) -> tuple[LongVideo, int]:
+    """The clips of a video of so many frames, and how many frames of tokens the transformer adds. Raises
+    OptionError."""
+    media = family_of(task).media
+    front = beside = 0
+    if media is not None:
+        front = sum(getattr(request, field) is not None for field in media.front)
+        beside = sum(getattr(request, field) is not None for field in media.beside)
+    from_noise = request.last_image is None and request.from_video is None
+    long = cut_video(task, frames, request.clip_frames, request.overlap, from_noise=from_noise)
+    return replace(long, leading=long.leading + front), beside
 
 
 def given(value: int | None, default: int) -> int:

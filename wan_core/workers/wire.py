@@ -14,13 +14,16 @@ from torch import Tensor
 
 from wan_core.config import (
     AdaptiveOptions,
+    ControlOptions,
     GuidanceOptions,
     LoadOptions,
     MagCacheOptions,
     NagOptions,
+    PatternOptions,
     Request,
     SkipOptions,
     SparseOptions,
+    StageOptions,
     TaylorSeerOptions,
 )
 from wan_core.execution.report import Phase, Report
@@ -32,6 +35,7 @@ SKIPS = {
     "magcache": MagCacheOptions,
     "taylorseer": TaylorSeerOptions,
     "adaptive": AdaptiveOptions,
+    "pattern": PatternOptions,
     "guidance": GuidanceOptions,
     "sparse": SparseOptions,
 }
@@ -46,6 +50,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
                 "branches": tuple(step["branches"]),
                 "skipped": tuple(step["skipped"]),
                 "texts": tuple(step["texts"]),
+                "control": None if step["control"] is None else tuple(step["control"]),
             }
         )
         for step in data["steps"]
@@ -54,8 +59,9 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
     sparse = None if data["sparse"] is None else SparseOptions(**data["sparse"])
     keeps = tuple((expert, tuple(shares)) for expert, shares in data["keeps"])
     nag = None if data["nag"] is None else NagOptions(**data["nag"])
+    stages = tuple(StageOptions(**stage) for stage in data["stages"])
     made = {"steps": steps, "notes": tuple(data["notes"]), "adaptive": adaptive, "sparse": sparse, "keeps": keeps}
-    made |= {"nag": nag, "before": tuple(data["before"])}
+    made |= {"nag": nag, "before": tuple(data["before"]), "stages": stages}
     return Plan(**{**data, **made})
 
 
@@ -63,9 +69,11 @@ def request_from(data: Mapping[str, Any]) -> Request:
     """Likewise."""
     skip = data["skip"]
     if skip is not None:
-        skip = SkipOptions(**{name: SKIPS[name](**given) for name, given in skip.items() if given is not None})
+        given = {name: one for name, one in skip.items() if one is not None}
+        skip = SkipOptions(**{name: SKIPS[name](**one) if name in SKIPS else one for name, one in given.items()})
     nag = None if data["nag"] is None else NagOptions(**data["nag"])
-    return Request(**{**data, "skip": skip, "nag": nag})
+    control = None if data["control"] is None else ControlOptions(**data["control"])
+    return Request(**{**data, "skip": skip, "nag": nag, "control": control})
 
 
 def start_data(start: Start) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -45,6 +45,8 @@ class ForwardInfo:
     step: index in the plan. branches: guidance branches along the batch. skip: the blocks need not run, a residual
     cache replaces them. sparsity: share of the blocks of keys that attention does not read.
     after_block: called when the work of a block has been launched; may raise to interrupt.
+    spacing: from one row of tokens to the next, and one column, in rotary positions; 2 at half the size of the video.
+    control: factors of how much each control video counts, or one for all; None: all count as prepared.
     """
 
     step: int = 0
@@ -52,6 +54,8 @@ class ForwardInfo:
     skip: bool = False
     sparsity: float = 0.0
     after_block: Callable[[], None] | None = None
+    spacing: tuple[float, float] = (1.0, 1.0)
+    control: tuple[float, ...] | None = None
 
 
 SINGLE_FORWARD = ForwardInfo()

@@ -13,11 +13,13 @@ from wan_core.sampling.cache.adaptive import mark_adaptive
 from wan_core.sampling.cache.curves import Curve, find_curve
 from wan_core.sampling.cache.guidance import schedule_guidance
 from wan_core.sampling.cache.magcache import skip_magcache
+from wan_core.sampling.cache.pattern import pattern_words, skip_pattern
 from wan_core.sampling.cache.taylorseer import skip_taylorseer
-from wan_core.sampling.cutting import cut_plan
+from wan_core.sampling.cutting import cut_plan, without_lost_sources
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.budgets import find_keeps
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
+from wan_core.sampling.stages import stage_words, with_stages
 
 MIN_STEPS = 10
 # Solvers whose forwards do not follow one another as a cache expects, and why.
@@ -46,8 +48,8 @@ def skip_forwards(
     image: bool = False,
     loras: Sequence[Path] = (),
 ) -> Plan:
-    """The part of `plan` that is to run, with `options` applied to the whole: sparse attention and `leave_out`, with
-    the model's own files.
+    """The part of `plan` that is to run, with `options` applied to the whole: the sizes of the steps, sparse attention
+    and `leave_out`, with the model's own files.
 
     Those are the sparse budgets beside the checkpoints, and the MagCache curve beside the checkpoint or published for
     the task. File names tell whether the weights are step-distilled.
@@ -57,14 +59,17 @@ def skip_forwards(
     """
     if options is None:
         return cut_plan(plan)
+    plan = with_stages(plan, options.stages)
     everything = cut_plan(plan).forwards
     if options.sparse is not None:
         keeps = find_keeps(plan, options.sparse, checkpoint, low) if options.sparse.budgets else {}
         plan = sparsify(plan, options.sparse, keeps)
     curve = find_curve(checkpoint, plan.task, image=image) if options.magcache else None
     distilled = [path.name for path in (checkpoint, low, *loras) if path is not None and looks_distilled(path)]
-    plan = cut_plan(leave_out(plan, options, curve, distilled="".join(distilled[:1])))
-    return replace(plan, unskipped=everything)
+    plan = leave_out(plan, options, curve, distilled="".join(distilled[:1]))
+    if options.stages:  # what is kept of one size is of no use at another
+        plan = replace(plan, steps=without_lost_sources(plan.steps))
+    return replace(cut_plan(plan), unskipped=everything)
 
 
 def check_cacheable(solver: str, name: str) -> None:
@@ -87,10 +92,11 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         if options.guidance.every > 1 and plan.solver == "lcm":
             raise OptionError(f"the reused guidance does not fit the solver lcm, {UNCACHED['lcm']}: use every 1")
         plan = schedule_guidance(plan, options.guidance)
-    policy = options.magcache or options.taylorseer or options.adaptive
+    policy = options.magcache or options.taylorseer or options.adaptive or options.pattern
     if policy is None:
         return replace(plan, unskipped=full)
-    name = "MagCache" if options.magcache else "TaylorSeer" if options.taylorseer else "the adaptive cache"
+    names = {"magcache": "MagCache", "taylorseer": "TaylorSeer", "adaptive": "the adaptive cache"}
+    name = next((name for field, name in names.items() if getattr(options, field)), "the step pattern")
     check_cacheable(plan.solver, name)
     if distilled or steps < MIN_STEPS:
         too_few = f"{steps} steps, fewer than {MIN_STEPS}, differ too much from each other"
@@ -106,6 +112,8 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         return replace(skip_magcache(plan, options.magcache, curve), unskipped=full)
     if options.taylorseer:
         return replace(skip_taylorseer(plan, options.taylorseer), unskipped=full)
+    if options.pattern:
+        return replace(skip_pattern(plan, options.pattern), unskipped=full)
     assert options.adaptive is not None
     note = "adaptive: the run decides which of the marked steps it skips"
     return replace(mark_adaptive(plan, options.adaptive), unskipped=full, notes=(*plan.notes, note))
@@ -116,13 +124,15 @@ def skip_words(options: SkipOptions) -> str:
     words: list[str] = []
     if cache := options.magcache:
         words.append(f"magcache {cache.threshold:g}/{cache.max_skips}/{cache.retention:g}")
-        words += [f"rule {cache.rule}"] * (cache.rule != "joint") + [f"order {cache.order}"] * (cache.order > 0)
+        words += [f"rule {cache.rule}"] * (cache.rule != "joint") + [f"order {cache.order:g}"] * (cache.order > 0)
     if seer := options.taylorseer:
-        words.append(f"taylorseer {seer.interval}/{seer.order}/{seer.retention:g}")
+        words.append(f"taylorseer {seer.interval}/{seer.order:g}/{seer.retention:g}")
     if adaptive := options.adaptive:
         words.append(f"adaptive {adaptive.threshold:g}/{adaptive.max_skips}/{adaptive.retention:g}")
+    words += [] if options.pattern is None else [f"pattern {pattern_words(options.pattern)}"]
     if guidance := options.guidance:
         words += [f"guidance in {guidance.low:g}-{guidance.high:g}"] * ((guidance.low, guidance.high) != (0, 1))
         words += [f"guidance every {guidance.every}"] * (guidance.every > 1)
     words += [] if options.sparse is None else [f"sparse {sparse_words(options.sparse)}"]
+    words += [f"stages {stage_words(options.stages)}"] * bool(options.stages)
     return ", ".join(words) or "nothing"

@@ -42,20 +42,19 @@ def cut_video(
 ) -> LongVideo:
     """How a video of so many frames is made. clip_frames, overlap: None stands for the family's. from_noise: no last
     picture and no video is given. Raises OptionError."""
-    if frames < 1:
-        raise OptionError(f"{frames} frames given; a video has at least 1")
-    rules = family_of(task).clips
+    rules, media = family_of(task).clips, family_of(task).media
+    leading = 0 if rules is None else rules.leading
     if rules is None or not (rules.always or clip_frames is not None):
         if clip_frames is not None or overlap is not None:
             why = "give --clip-frames as well" if rules is not None else f"{task.name} makes a video in one piece"
             raise OptionError(f"clips of {clip_frames or 'no'} frames asked for: {why}")
-        return LongVideo((Clip(0, 0, frames, 0),))
+        return LongVideo((Clip(0, 0, frames, 0),), leading)
     clip = task.frames if clip_frames is None else clip_frames
     carried = rules.overlaps[0] if overlap is None else overlap
     check_clips(rules, clip, carried, task.name)
-    if not rules.always and (task.image == "none" or not from_noise):
+    if not rules.always and ((task.image == "none" and media is None) or not from_noise):
         raise OptionError(
             f"--clip-frames {clip} given: the next clip begins with frames of the one before, which needs an "
             "image-to-video model, and no --last-image or --from-video"
         )
-    return LongVideo(cut_clips(rules, frames, clip, carried), rules.leading)
+    return LongVideo(cut_clips(rules, frames, clip, carried), leading)
