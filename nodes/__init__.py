@@ -11,6 +11,7 @@ from .animate import WanCoreAnimate, WanCoreAnimate2
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
+from .control import WanCoreCamera, WanCoreVACE
 from .from_model import WanCoreFromModel
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
@@ -60,6 +61,8 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreMotionPositions,
     WanCoreResolutionSchedule,
     WanCoreSoundToVideo,
+    WanCoreVACE,
+    WanCoreCamera,
 ]
 
 

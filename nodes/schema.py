@@ -41,6 +41,8 @@ ALIASES = {
     "WanCoreNativePlan": ("wan schedule", "steps preview", "ksampler plan", "teacache", "magcache"),
     "WanCoreAnimate": ("wan animate", "pose video", "character replacement", "wan animate to video"),
     "WanCoreAnimate2": ("wan animate 2", "motion transfer", "driving video", "wan animate2 to video"),
+    "WanCoreVACE": ("wan vace", "control video", "inpainting", "outpainting", "reference to video"),
+    "WanCoreCamera": ("wan camera", "fun camera", "camera poses", "cameractrl", "camera trajectory"),
     "WanCoreFromModel": ("wan bridge", "model to wancore", "convert model", "block swap", "wan fast"),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from wan_core.cli.control import add_strength_options
 from wan_core.cli.generate import run_decode, run_generate, run_warmup
 from wan_core.cli.inform import run_check, run_doctor, run_plan, run_quantize
 from wan_core.cli.inspect import add_inspect_options, run_inspect
@@ -145,6 +146,7 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     add_lora_options(parser)
     add_plan_options(parser)
     add_window_options(parser)
+    add_strength_options(parser.add_argument_group("control (VACE)"))
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     add_memory_plan_options(parser)
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wan_core.cli.control import control_of
 from wan_core.cli.options import outputs_of, plan_numbers
 from wan_core.cli.progress import ProgressLine
 from wan_core.cli.sound import sound_of
@@ -27,7 +28,7 @@ def request_of(options: argparse.Namespace) -> Request:
     arguments = vars(options)
     width, height = options.size or (None, None)
     settings = {f.name: arguments[f.name] for f in fields(Request) if f.name in arguments} | plan_numbers(options)
-    settings["prompt"] = options.prompt or ""
+    settings |= {"prompt": options.prompt or "", "control": control_of(options)}
     return Request(**{**settings, "width": width, "height": height, "skip": skip_options(options)})
 
 
