@@ -134,6 +134,12 @@ def run_check(options: argparse.Namespace) -> int:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
+    from wan_core.cli import libraries
+
+    if libraries.missing():
+        without = libraries.without_torch()
+        print(json.dumps(without, indent=1) if options.json else libraries.text(without))
+        return 1
     from wan_core.cli.doctor import examine, text
 
     findings = examine(options.device)

@@ -80,11 +80,18 @@ class Pipeline:
         self.relieved = False  # it ran out of memory and went on
 
     @classmethod
-    def load(cls, options: LoadOptions, *, request: Request | None = None, ranks: RankMesh | None = None) -> Pipeline:
+    def load(
+        cls,
+        options: LoadOptions,
+        *,
+        request: Request | None = None,
+        ranks: RankMesh | None = None,
+        on_found: Callable[[Parts], None] = lambda _: None,
+    ) -> Pipeline:
         """Recognise the files, then load them. A `request` given here is checked in between, before any weights are
         read, and picks the embedded model's image variant if it has an image. ranks: those that do all of it together,
-        each calling this and everything after it alike, on its own device; all have the same results. Raises
-        CheckpointError, OptionError or AttentionError."""
+        each calling this and everything after it alike, on its own device; all have the same results. on_found: told
+        what will be loaded, after every check. Raises CheckpointError, OptionError or AttentionError."""
         report = Report(choose_device(options.device) if ranks is None else ranks.device)
         image = request is not None and bool(request.image or request.last_image)
         if request is not None:
@@ -92,6 +99,7 @@ class Pipeline:
         with report.phase("load"):
             found = find_models(options, image=image)
             job = None if request is None else first_job(found, options, request, report.device)
+            on_found(found)
             models = load_models(found, options, report, None if job is None else Workload.of(job), ranks)
         return cls(models, report)
 

@@ -131,7 +131,8 @@ def recognise_vision(path: Path | None, task: Task) -> Part:
 
     parameters = sum(p.numel() for p in empty_module(found.config).parameters())
     stored = max(infos, key=lambda info: info.nbytes).dtype
-    return Part(f"{checkpoint.describe()} ({found.layout})", found.config, stored, parameters, load, path=path)
+    label, size = f"{checkpoint.describe()} ({found.layout})", sum(info.nbytes for info in infos)
+    return Part(label, found.config, stored, parameters, load, path=path, stored_bytes=size)
 
 
 def check_features(task: Task, dit: DiTConfig, source: str) -> None:
@@ -228,6 +229,7 @@ def recognise(
         path=source.path if isinstance(source, Checkpoint) else Path(source),
         memory=source if isinstance(source, Checkpoint) and source.path is None else None,
         metadata=checkpoint.metadata,
+        stored_bytes=sum(info.nbytes for info in infos),
         scaled=bool(found.scales),
         packed=packed_size(checkpoint, found),
         quantized_parameters=sum(
