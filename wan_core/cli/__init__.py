@@ -17,11 +17,12 @@ from pathlib import Path
 
 from wan_core import __version__
 from wan_core.cli.generate import run_decode, run_generate, run_warmup
-from wan_core.cli.inform import run_check, run_doctor, run_plan, run_quantize
+from wan_core.cli.inform import PLANNED_TASK, run_check, run_doctor, run_plan, run_quantize
 from wan_core.cli.inspect import add_inspect_options, run_inspect
 from wan_core.cli.libraries import missing_library
 from wan_core.cli.options import (
     DEVICE_HELP,
+    MODEL_HELP,
     VAE_PRECISION_HELP,
     add_lora_options,
     add_memory_plan_options,
@@ -161,7 +162,7 @@ def add_warmup_options(parser: argparse.ArgumentParser) -> None:
 
 def add_decode_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("latents", type=Path, help="a file written by --save-latents, or kept after a failed run")
-    parser.add_argument("--model", help="tiny, or the folder of a release")
+    parser.add_argument("--model", help="tiny, the folder of a release, or ComfyUI's models folder")
     parser.add_argument("--vae", help="VAE file or folder")
     parser.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"), help=VAE_PRECISION_HELP)
     parser.add_argument("--device", default="auto", help=DEVICE_HELP)
@@ -187,7 +188,8 @@ def add_quantize_options(parser: argparse.ArgumentParser) -> None:
 
 def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = task_table()
-    parser.add_argument("--task", default="t2v-A14B", help=f"one of {', '.join(TASKS)} (default %(default)s)")
+    parser.add_argument("--model", help=f"{MODEL_HELP}: the plan is for its task and files")
+    parser.add_argument("--task", help=f"one of {', '.join(TASKS)} (default: that of --model, else {PLANNED_TASK})")
     parser.add_argument("--high", type=Path, help="the expert's file or folder: uses the MagCache curve beside it")
     parser.add_argument("--low", type=Path, help="the low-noise expert's; its name may say that it is step-distilled")
     parser.add_argument("--image", action="store_true", help="plan a video that starts from an image (TI2V-5B)")

@@ -204,7 +204,7 @@ def run_decode(options: argparse.Namespace) -> int:
     with outputs_of(options) as outputs:
         out = video_output(outputs, options.out)
         latents, fps, settings = load_latents(options.latents)
-        vae, device = load_vae_only(options.model, options.vae, options.device, options.vae_precision)
+        vae, device = load_vae_only(options.model, options.vae, options.device, options.vae_precision, latents.shape[1])
         report = Report(device, settings=settings)
         progress = ProgressLine()
         progress.phase("decode")

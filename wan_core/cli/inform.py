@@ -12,6 +12,8 @@ from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.presets import preset_plan
 
+PLANNED_TASK = "t2v-A14B"  # where neither a task nor a model is named
+EXPERTS = ("high", "low")
 # Pixels of a frame, and of all frames, of the largest video that `check` compares: it takes 300 bytes for each.
 CHECK_FRAME, CHECK_VIDEO = 2**18, 2**22
 
@@ -43,6 +45,9 @@ def run_plan(options: argparse.Namespace) -> int:
         if path is not None and not path.exists():
             raise OptionError(f"{path} does not exist: give an existing file or folder, or omit the option")
     check_headers([path for path in (options.high, options.low) if path is not None], loras)
+    if options.model is not None:
+        take_model(options)
+    options.task = options.task or PLANNED_TASK
     if options.memory:
         return run_memory_plan(options)
     files = [path for path in (*loras, options.high, options.low) if path is not None]
@@ -50,6 +55,16 @@ def run_plan(options: argparse.Namespace) -> int:
     plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0
+
+
+def take_model(options: argparse.Namespace) -> None:
+    """Fill in `task`, `high` and `low` from --model. Raises CheckpointError or OptionError."""
+    from wan_core.pipeline.sources import find_transformers
+
+    named = {name: None if value is None else str(value) for name, value in vars(options).items() if name in EXPERTS}
+    found = find_transformers(LoadOptions(model=options.model, task=options.task, **named), image=options.image)
+    options.task = found.task.name
+    options.high, options.low = found.of["high"].path, found.low_path
 
 
 def check_headers(models: list[Path], loras: list[Path]) -> None:
@@ -82,10 +97,10 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     cuda = torch.device("cuda", 0)
     if options.memory_limit is None and not torch.cuda.is_available():
         raise OptionError("this machine has no GPU: give the memory of one in GiB, for example --memory-limit 24")
-    model = "tiny" if options.task.endswith("-tiny") else f"random:{options.task}"
+    model = options.model or ("tiny" if options.task.endswith("-tiny") else f"random:{options.task}")
     load_options = LoadOptions(
         model=model,
-        task=options.task if model == "tiny" else None,
+        task=None if model.startswith("random:") else options.task,
         precision=options.precision,
         compile=options.compile,
         residency=options.residency,

@@ -27,13 +27,17 @@ from wan_core.sampling.presets import CHOICES as PRESETS
 from wan_core.sampling.window import Window
 
 RANDOM_SEED = "random"
+MODEL_HELP = (
+    "tiny (the embedded model), random:TASK, the folder of a release, or ComfyUI's models folder (with --task where it "
+    "holds several models); the name of a repository prints the command that downloads it"
+)
 DEVICE_HELP = "auto, cpu, cuda, cuda:N (default %(default)s)"
 VAE_PRECISION_HELP = "of the VAE; auto: bf16 on a GPU, fp32 on a CPU"
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
-    group.add_argument("--model", help="tiny (the embedded model), random:TASK, or the folder of a release")
+    group.add_argument("--model", help=MODEL_HELP)
     group.add_argument("--task", help="override the recognised task: " + ", ".join(TASKS))
     group.add_argument("--high", help="high-noise expert, or the only transformer: file, shard index or folder")
     group.add_argument("--low", help="low-noise expert")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from wan_core.sampling.plan import Plan
 
-BAR = 20  # characters
+BAR = 14  # characters
 AVERAGED = 8  # steps whose speed the time left is averaged over
 GIB = 1024**3
 Frame = TypeVar("Frame")
@@ -43,7 +43,7 @@ class ProgressLine:
         self.say(f"{name} ...")
         if name == "denoise" and self.plan is not None:
             expert = self.plan.steps[0].expert
-            self._show(self._bar("step", 0, self.plan.count), f"{expert}-noise expert  the first step takes longest")
+            self._show(self._bar("step", 0, self.plan.count), f"running the first, which takes longest  {expert} noise")
 
     def say(self, words: str) -> None:
         """A line of its own."""
@@ -76,10 +76,10 @@ class ProgressLine:
             self.speeds.append(seconds)
             average = fmean(self.speeds[1:][-AVERAGED:] or self.speeds)  # the first step also compiles and warms up
             each = average * len(progress.step.branches) * progress.step.cost
-            speed = f"{each:.3f} s/step  {self._times(progress.left(average))}"
+            speed = f"{self._times(progress.left(average))}  {each:.3f} s/step  "
         number, clips = progress.clip
         clip = f"clip {number}/{clips}  " if clips > 1 else ""
-        self._show(clip + self._bar("step", done, total), f"{progress.step.expert}-noise expert  {speed}")
+        self._show(clip + self._bar("step", done, total), f"{speed}{progress.step.expert} noise")
 
     def frames(self, frames: Iterator[Frame], total: int) -> Iterator[Frame]:
         """`frames`, counted while they are decoded."""
