@@ -90,9 +90,8 @@ def generate_files(
     from wan_core.pipeline.kept_clips import remove_kept
 
     kept: list[Path] = []
-    progress = ProgressLine()
+    progress = ProgressLine(request.seed)
     writing = VideoWriting(files.video, progress)
-    progress.say(f"seed {request.seed}")
     try:
         result = generate(options, load_options, request, progress, files, kept.append, writing.write)
         video = files.video if writing.fault is None else writing.elsewhere(result)

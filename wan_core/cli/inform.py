@@ -8,12 +8,12 @@ from pathlib import Path
 
 from wan_core.cli.options import outputs_of, plan_numbers, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
+from wan_core.config.checks import near_file
 from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.presets import preset_plan
 
 PLANNED_TASK = "t2v-A14B"  # where neither a task nor a model is named
-EXPERTS = ("high", "low")
 # Pixels of a frame, and of all frames, of the largest video that `check` compares: it takes 300 bytes for each.
 CHECK_FRAME, CHECK_VIDEO = 2**18, 2**22
 
@@ -43,7 +43,8 @@ def run_plan(options: argparse.Namespace) -> int:
     loras = [Path(lora.path) for lora in options.loras if lora.strength]
     for path in (options.high, options.low, *loras):
         if path is not None and not path.exists():
-            raise OptionError(f"{path} does not exist: give an existing file or folder, or omit the option")
+            hint = near_file(path) or ": give an existing file or folder, or omit the option"
+            raise OptionError(f"{path} does not exist{hint}")
     check_headers([path for path in (options.high, options.low) if path is not None], loras)
     if options.model is not None:
         take_model(options)
@@ -61,8 +62,9 @@ def take_model(options: argparse.Namespace) -> None:
     """Fill in `task`, `high` and `low` from --model. Raises CheckpointError or OptionError."""
     from wan_core.pipeline.sources import find_transformers
 
-    named = {name: None if value is None else str(value) for name, value in vars(options).items() if name in EXPERTS}
-    found = find_transformers(LoadOptions(model=options.model, task=options.task, **named), image=options.image)
+    high, low = (None if path is None else str(path) for path in (options.high, options.low))
+    named = LoadOptions(model=options.model, task=options.task, high=high, low=low)
+    found = find_transformers(named, image=options.image)
     options.task = found.task.name
     options.high, options.low = found.of["high"].path, found.low_path
 

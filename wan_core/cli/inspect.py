@@ -18,11 +18,8 @@ _LAYER = re.compile(r"blocks[._](\d+)[._]")
 
 
 def add_inspect_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "file",
-        type=Path,
-        help="safetensors, gguf, pth, a shard index, a LoRA, or a folder: of one part, a release, or ComfyUI's models",
-    )
+    kinds = "safetensors, gguf, pth, a shard index, a LoRA; a folder of one part, of a release, or ComfyUI's models"
+    parser.add_argument("file", type=Path, help=kinds)
     parser.add_argument("--json", action="store_true")
 
 
@@ -68,11 +65,8 @@ def inspect_parts(folder: Path, parts: Mapping[str, Path]) -> dict[str, Any]:
     from wan_core.pipeline.sources import find_models
 
     found = {name: inspect_file(path) for name, path in parts.items() if name != "tokenizer"}
-    described: dict[str, Any] = {
-        "folder": str(folder),
-        "gib": round(sum(one.get("gib", 0) for one in found.values()), 3),
-    }
-    described |= {"parts": found, "models": [], "problems": []}
+    total = round(sum(one.get("gib", 0) for one in found.values()), 3)
+    described: dict[str, Any] = {"folder": str(folder), "gib": total, "parts": found, "models": [], "problems": []}
     root = models_root(folder)
     if root is not None:
         described["models"] = [model.words(root) for model in models_in(root)[0]]
@@ -233,7 +227,7 @@ def part_line(name: str, found: Mapping[str, Any]) -> str:
     if found["problems"]:
         return f"{name}: not usable: {found['problems'][0]}"
     words = [found.get("family", found["kind"]), f"{found['layout']} layout", next(iter(found["precision"]), "")]
-    words += [found["expert"]] * ("expert" in found)
+    words += [found["expert"]] if "expert" in found else []
     return f"{name}: {', '.join(words)}, {found['gib']:.2f} GiB"
 
 

@@ -26,8 +26,8 @@ class ProgressLine:
     every ten seconds. Nothing is raised where nobody reads stderr any more. Methods may be called from any thread.
     """
 
-    def __init__(self) -> None:
-        self.name = "load"
+    def __init__(self, seed: int | None = None) -> None:
+        self.name, self.seed = "load", seed
         self.begin = time.perf_counter()
         self.terminal = sys.stderr.isatty()
         self.interval = 0.1 if self.terminal else 10.0
@@ -51,19 +51,22 @@ class ProgressLine:
         self._write(f"{words}\n")
 
     def planned(self, plan: Plan) -> None:
-        """What will run, before its first step."""
+        """What will run, before its first step, after every check."""
         self.plan = plan
+        if self.seed is not None:
+            self.say(f"seed {self.seed}")
 
     def found(self, parts: Any) -> None:
         """The models that will be loaded (`Parts`)."""
         self.to_load = sum(part.stored_bytes for part in parts.of.values())
-        self.say(f"load {self.to_load / GIB:.2f} GiB ..." if self.to_load else "load ...")
 
     def read(self, count: int) -> None:
         """So many bytes more were read."""
         with self.lock:
+            first, due = not self.loaded, self._due()
             self.loaded += count
-            due = self._due()
+        if first and self.to_load:
+            self.say(f"load {self.to_load / GIB:.2f} GiB ...")
         if due and self.to_load:
             done = min(self.loaded, self.to_load)
             self._show(self._bar("load", done, self.to_load), f"{done / GIB:.2f} GiB  {self._times()}")

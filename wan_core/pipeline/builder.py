@@ -39,7 +39,7 @@ from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
-from wan_core.pipeline.host_planning import HostPlan, host_room, plan_host, staying_in_file
+from wan_core.pipeline.host_planning import HostPlan, check_host, host_room, plan_host, staying_in_file
 from wan_core.pipeline.loading import load_parts
 from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
@@ -139,6 +139,8 @@ def load_models(
     any weights are read."""
     device = report.device
     settings = resolve_settings(found, options, device)
+    if device.type == "cpu":
+        check_host(settings.parts, host_room(options.host_memory_limit))
     layers = held_layers(found.dit.num_layers, ranks)
     planner = make_planner(settings, options, layers)
     plan = None if planner is None or options.residency == "shard" else planner.plan(workload)

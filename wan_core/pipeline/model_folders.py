@@ -64,7 +64,7 @@ def no_folder(model: str) -> OptionError:
         return OptionError(f"{model} is not a folder: name single files by --high, --low, --text-encoder and --vae")
     known = next((name for name in RELEASES if model.lower() in (name.lower(), name.partition("/")[2].lower())), None)
     if known is None and (re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) is None or path.parent.is_dir()):
-        nearby = near_file(path) or meant_hint(model, [name.partition("/")[2] for name in RELEASES])
+        nearby = near_file(path) or meant_hint(model, ["tiny", *(name.partition("/")[2] for name in RELEASES)])
         return OptionError(f"{model} is not a folder{nearby or ', and there is none of that name'}")
     name = known or model
     folder = name.partition("/")[2]

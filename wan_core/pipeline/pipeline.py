@@ -33,6 +33,7 @@ from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.builder import Models, load_models
 from wan_core.pipeline.clips import ClipRun, condition, load_clip_media
+from wan_core.pipeline.embedded import never_seen
 from wan_core.pipeline.images import decode_latents, encode_images, load_video, pixels_to_video
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
@@ -191,6 +192,8 @@ class Pipeline:
                 job = replace(job, batched=False, batched_why="the branches follow each other through the layers")
                 self.report.settings["guidance_mode"] = "sequential"
         self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
+        for note in never_seen(job):
+            self.warn(note)
         if job.plan.sparse is not None:
             check_kernel(job.plan.sparse, models.attention, models.device, models.dit_config.head_dim, job.tokens)
         return job
@@ -252,9 +255,13 @@ class Pipeline:
         """Say what was cut, or is not read as it may be meant."""
         for name, text, count in zip(("prompt", "negative prompt"), prompts, counts, strict=False):
             for note in prompt_notes(name, text, count):
-                self.report.notes.append(note)
-                if self.models.ranks is None or self.models.ranks.rank == 0:
-                    log.warning("%s", note)
+                self.warn(note)
+
+    def warn(self, note: str) -> None:
+        """A note of the report that a user should see before the run."""
+        self.report.notes.append(note)
+        if self.models.ranks is None or self.models.ranks.rank == 0:
+            log.warning("%s", note)
 
     def image_features(self, job: Job) -> Tensor | None:
         """What CLIP sees in the first image, or in the last where only that is known; None for tasks without it.
