@@ -88,8 +88,7 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
     """As `wancore plan | head -1`."""
     with subprocess.Popen(PLAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None and running.stderr is not None
-        assert running.stdout.readline().startswith("t2v-A14B: 1000 steps")
-        running.stdout.close()
+        running.stdout.close()  # before it has written anything
         assert running.stderr.read() == ""
     assert running.returncode == PIPE_CLOSED
 

@@ -20,12 +20,14 @@ from wan_core.config import (
 )
 from wan_core.config.checks import parse_size
 from wan_core.config.outputs import Outputs
+from wan_core.models.wan.families.family import NEGATIVE_SOURCE
 from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.arguments import add_skip_options
 from wan_core.sampling.plan import SCHEDULES
 from wan_core.sampling.presets import CHOICES as PRESETS
 from wan_core.sampling.window import Window
 
+NEGATIVE_HELP = f"what the video should not show; an empty text is allowed (default: {NEGATIVE_SOURCE})"
 RANDOM_SEED = "random"
 MODEL_HELP = (
     "tiny (the embedded model), random:TASK, the folder of a release, or ComfyUI's models folder (with --task where it "
@@ -163,7 +165,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
             "time, or each group of GPUs that --mesh needs. Videos that are there are not made again "
             "(docs/parallel.md)",
         )
-    group.add_argument("--negative-prompt", help="default: the task's own; an empty text is allowed")
+    group.add_argument("--negative-prompt", help=NEGATIVE_HELP)
     group.add_argument("--image", help="first frame (image-to-video)")
     group.add_argument("--last-image", help="last frame (image-to-video)")
     group.add_argument("--from-video", help="video to start from (video-to-video)")
