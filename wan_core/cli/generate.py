@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from wan_core.cli.options import RANDOM_SEED, outputs_of, plan_numbers
 from wan_core.cli.progress import ProgressLine
-from wan_core.cli.video_writing import VideoWriting
+from wan_core.cli.video_writing import VideoWriting, video_output
 from wan_core.cli.workers import generate_on, worker_options
 from wan_core.config import LoadOptions, Request
-from wan_core.config.outputs import Outputs
 from wan_core.sampling.cache.arguments import skip_options
 
 if TYPE_CHECKING:
@@ -152,13 +151,6 @@ def load_with_progress(load_options: LoadOptions, request: Request, progress: Pr
         pipe = Pipeline.load(load_options, request=request, on_found=progress.found)
     progress.end()
     return pipe
-
-
-def video_output(outputs: Outputs, path: Path) -> Path:
-    """Where the video that --out names is written. Raises OptionError."""
-    from wan_core.media.video_formats import FRAME_NAME, is_folder
-
-    return outputs.add("--out", path, pictures=FRAME_NAME.format(1) if is_folder(path) else None)
 
 
 def write_beside_video(result: Any, files: GeneratedFiles) -> list[str]:

@@ -13,6 +13,13 @@ from wan_core.config import OptionError
 from wan_core.config.outputs import Outputs
 
 
+def video_output(outputs: Outputs, path: Path) -> Path:
+    """Where the video that --out names is written. Raises OptionError."""
+    from wan_core.media.video_formats import FRAME_NAME, is_folder
+
+    return outputs.add("--out", path, pictures=FRAME_NAME.format(1) if is_folder(path) else None)
+
+
 class VideoWriting:
     """Writes the video to `path` while it is decoded, or else into the folder for temporary files: it took too long to
     be lost. fault: why `path` could not be written."""
@@ -41,7 +48,7 @@ class VideoWriting:
         settings = metadata(result.report.settings)
         try:
             with result.report.phase("write"), Outputs({}) as outputs:
-                elsewhere = outputs.add("--out", Path(tempfile.gettempdir(), self.path.name))
+                elsewhere = video_output(outputs, Path(tempfile.gettempdir(), self.path.name))
                 return write_video(elsewhere, result.frames, fps=result.fps, metadata=settings)
         except (OSError, OptionError) as fault:
             second = getattr(fault, "strerror", None) or fault
