@@ -3,9 +3,13 @@
 kernels   time of each backend and of FlexAttention, all heads; `ratio` is over torch's own kernel. Errors are against
           the formula in float32, for some queries of some heads over all keys: on normal numbers (`error`); with keys
           that have a mean (`offset`); with four channels of q and k 12 times larger (`outliers`); with a few keys that
-          every query looks at (`sinks`); and on q, k and v like those of video models (`structured`, a smaller video)
-tune      our own kernel with every tile that fits the card, in bf16 and INT8: the fastest of each belongs into
-          `wan_core/ops/kernels/attention_tiles.py`, and stands in the result as `best`
+          every query looks at (`sinks`); on q, k and v like those of video models (`structured`, a smaller video); and
+          on the embedded model's (`embedded`, the mean of some layers and steps)
+tune      our own kernels with every tile that fits the card, in bf16, INT8, and INT8 with FP8 values: the fastest of
+          each belongs into `wan_core/ops/kernels/attention_tiles.py`, and stands in the result as `best`.
+          `--setting 8bit`: only that kind
+rounding  which rounding makes the error of 8-bit attention, on the same kinds of data and, with --model tiny or the
+          folder of a release, on that model's own q, k and v (see `benchmarks.attention_rounding`)
 
 Sparse kernels are in the suite `sparse`.
 """
@@ -14,15 +18,17 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.attention_rounding import own_data, recorded_rows, rounding
 from benchmarks.cases import parse_size
 from benchmarks.measure import make_room, measure, relative_error
-from benchmarks.options import ATTENTION_PARTS
+from benchmarks.options import ATTENTION_PARTS, TUNED
 from benchmarks.rows import Row, guarded
 from benchmarks.structured import structured
 from wan_core.ops.attention.fp8 import key_mean
@@ -42,24 +48,33 @@ Data = tuple[Tensor, Tensor, Tensor]
 def attention_rows(
     name: str, sizes: list[str], device: torch.device, options: argparse.Namespace, details: dict[str, Any]
 ) -> Iterator[Row]:
-    """`name` of a model means nothing here: q, k and v are drawn."""
-    cuda, runs = device.type == "cuda", options.runs or 5
+    """`name` of a model means something to the part `rounding` alone: elsewhere q, k and v are drawn."""
+    cuda, runs, settings = device.type == "cuda", options.runs or 5, options.setting or ()
     dtype, heads, dim = (torch.bfloat16, 40, 128) if cuda else (torch.float32, 2, 64)
+    kinds = [kind for kind in TUNED if kind in settings]
+    parts = [part for part in ATTENTION_PARTS if part in settings or (part == "tune" and kinds)] or ATTENTION_PARTS[:1]
     for size in sizes:
         width, height, frames = parse_size(size)
         tokens = ((frames - 1) // 4 + 1) * (height // 16) * (width // 16)
         data = normal(tokens, heads, dim, dtype, device)
-        for part in options.setting or ATTENTION_PARTS[:1]:
+        for part in parts:
             make_room(device)
             if part == "kernels":
                 yield from kernel_rows(size, data, runs)
+            elif part == "rounding":
+                yield from (
+                    {"name": label, "size": size, **rounding(some)} for label, some in checked_data(data).items()
+                )
+                if not name.startswith("random:"):
+                    yield from recorded_rows(name, size, device, options.steps)
             else:
-                yield from tune_rows(size, data, runs, details)
+                yield from tune_rows(size, data, runs, details, kinds or TUNED)
 
 
 def kernel_rows(size: str, data: Data, runs: int) -> Iterator[Row]:
     device, dtype, dim = data[0].device, data[0].dtype, data[0].shape[-1]
-    checked = checked_data(data)
+    checked = {label: [some] for label, some in checked_data(data).items()}
+    checked["embedded"] = [tuple(x.to(dtype) for x in some) for some in own_data(device)]  # type: ignore[misc]
     base = None
     names = [BASE, *(name for name in BACKENDS if name != BASE and not name.startswith("math"))]
     for name in [*names, "flex"]:
@@ -85,21 +100,22 @@ def flex(device: torch.device) -> Attend:
 
 
 @torch.no_grad()
-def timed(attend: Attend, data: Data, checked: dict[str, Data], runs: int) -> Row:
+def timed(attend: Attend, data: Data, checked: dict[str, list[Data]], runs: int) -> Row:
     q, k, v = data
     measured = measure(lambda: lambda: attend(q, k, v), q.device, runs)
     operations = 4 * q.shape[1] * k.shape[1] * q.shape[2] * q.shape[3] * q.shape[0]
     row: Row = {"seconds": measured.median, "tflops": operations / measured.median / 1e12}
-    for label, some in checked.items():
-        row[label] = relative_error(attend(*some).float(), math_reference(*(x.float() for x in some)))
+    for label, several in checked.items():
+        errors = [relative_error(attend(*x).float(), math_reference(*(y.float() for y in x))) for x in several]
+        row[label] = float(f"{mean(errors):.3g}")
     return row
 
 
-def tune_rows(size: str, data: Data, runs: int, details: dict[str, Any]) -> Iterator[Row]:
+def tune_rows(size: str, data: Data, runs: int, details: dict[str, Any], kinds: Sequence[str] = TUNED) -> Iterator[Row]:
     device, dim = data[0].device, data[0].shape[-1]
-    kinds: tuple[Kind, ...] = ("bf16", "int8")
-    for kind in kinds:
-        reason = BACKENDS["triton" if kind == "bf16" else "triton-int8"].why_not(device, data[0].dtype, dim)
+    backends: dict[Kind, str] = {"bf16": "triton", "int8": "triton-int8", "8bit": "triton-8bit"}
+    for kind, backend in ((kind, name) for kind, name in backends.items() if kind in kinds):
+        reason = BACKENDS[backend].why_not(device, data[0].dtype, dim)
         found: dict[str, float] = {}
         for tile in candidates(capability(device), dim, kind):
             row = guarded(f"{kind}, {tile}", size, reason, lambda t=tile, k=kind: tuned(t, k, data, runs))
@@ -114,11 +130,18 @@ def tune_rows(size: str, data: Data, runs: int, details: dict[str, Any]) -> Iter
 def tuned(tile: Tile, kind: Kind, data: Data, runs: int) -> Row:
     from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
 
-    from wan_core.ops.kernels.triton_attention import attention
+    from wan_core.ops.kernels import triton_8bit, triton_attention
 
-    centre = key_mean(data[1]) if kind == "int8" else None
+    taken = key_mean(data[1])
+    centre = taken if kind == "int8" else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if kind == "8bit":
+            return triton_8bit.attention(q, k, v, taken, tile)[0]
+        return triton_attention.attention(q, k, v, centre=centre, tile=tile)[0]
+
     try:
-        return timed(lambda q, k, v: attention(q, k, v, centre=centre, tile=tile)[0], data, {}, runs)
+        return timed(attend, data, {}, runs)
     except TritonError as fault:  # more shared memory or registers than there are
         raise RuntimeError(str(fault)) from fault
 

@@ -9,6 +9,7 @@ guided   40 steps with guidance 3.5. The native side runs 4 of them (`--steps`),
          sides run all, with FP8, sparse attention and step caching
 templates  Animate-2, S2V and VACE by ComfyUI's official templates: see `native_templates`. The templates are those of
          ComfyUI's Python, or in the folder `templates` of --scratch
+animate2, s2v, vace   one of these templates
 
 seconds   of the two samplers; ratio: seconds of the native side over this one's
 """
@@ -28,8 +29,9 @@ from benchmarks.cases import parse_size
 from benchmarks.comfy_graphs import Job, accelerated_graph
 from benchmarks.everyday import NATIVE, NATIVE_KITCHEN, Files, Server, Side, saved_latents, server_files
 from benchmarks.measure import relative_error
-from benchmarks.native_templates import template_rows, templates_of
-from benchmarks.options import NATIVE_PARTS
+from benchmarks.native_templates import SIDES as TEMPLATE_SIDES
+from benchmarks.native_templates import template_rows
+from benchmarks.options import NATIVE_PARTS, TEMPLATE_PARTS
 from benchmarks.rows import Row, guarded
 from wan_core.config import OptionError
 
@@ -55,25 +57,24 @@ def native_rows(
 ) -> Iterator[Row]:
     """Rows of the suite. Raises OptionError where there is no ComfyUI."""
     layers = options.layers or LAYERS
-    if unknown := set(options.setup or ()) - {side.name for side in SIDES}:
-        raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(side.name for side in SIDES)}")
+    wanted = options.setting or NATIVE_PARTS
+    known = [side.name for side in (*SIDES, *TEMPLATE_SIDES)]
+    if unknown := set(options.setup or ()) - set(known):
+        raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(dict.fromkeys(known))}")
     details |= {"layers": layers}
     with server_files(options.scratch, options.checkout) as (checkout, base):
         files = Files(base / "models", device)
-        for size in sizes:
+        for size in sizes if set(wanted) & set(PARTS) else ():
             width, height, frames = parse_size(size)
             job = Job("t2v", width, height, frames, four_steps=False, layers=layers, denoise_only=True)
-            wanted = options.setting or NATIVE_PARTS
-            if set(wanted) & set(PARTS):
-                files.write(job)
-                with Server(checkout, base, device) as server:
-                    for part in wanted:
-                        if part in PARTS:
-                            yield from PARTS[part](server, job, options)
-            if "templates" in wanted:
-                folder = templates_of(options.scratch)
-                few = layers if device.type == "cuda" else None
-                yield from template_rows(checkout, folder, (width, height, frames), few, device)
+            files.write(job)
+            with Server(checkout, base, device) as server:
+                for part in wanted:
+                    if part in PARTS:
+                        yield from PARTS[part](server, job, options)
+        names = [name for part, name in TEMPLATE_PARTS.items() if {part, "templates"} & set(wanted)]
+        if names:
+            yield from template_rows(checkout, options.scratch, names, options.setup or (), sizes, layers, device)
 
 
 def step_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:

@@ -1,79 +1,153 @@
-"""Part `templates` of suite `native`: variants of Wan by ComfyUI's official templates, as they are and with our node.
+"""Variants of Wan by ComfyUI's official templates: as they are, with our node for native models, with our sampler.
 
 Transformers of the real width with some layers, random bf16 weights; encoders are replaced by small nodes that give
-random tensors of the right shape, and nothing is decoded (`tools/templates`). Steps and clips are the template's.
+random tensors of the right shape, and nothing is decoded (`tools/templates`). Steps and clips are the template's, all
+solvers are Euler: it takes as long as lcm and unipc, and gives every side the same noise.
 
-seconds   of all samplers of the template; ratio: ComfyUI's own over this row's; error: of the last sampler's latents
+seconds   of all samplers of the template; ratio: ComfyUI's own over this row's; error: of the last sampler's latents.
+That of our sampler in the S2V template is of other mathematics (docs/families.md), not of arithmetic.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.cases import parse_size
+from benchmarks.comfy_graphs import with_defaults
 from benchmarks.comfyui import Graph, without_page
 from benchmarks.measure import relative_error
+from benchmarks.options import TEMPLATE_PARTS
 from benchmarks.rows import Row, guarded
-from tools.templates.run import SAMPLERS, Scale, Templates, observed
+from tools.templates.our_sampler import OURS, SAMPLERS, with_our_sampler
+from tools.templates.run import Scale, Templates, observed, with_euler, with_steps
+from wan_core.ops.attention.registry import BACKENDS
+from wan_core.ops.quant.schemes import SCHEMES
 
-TEMPLATES = ("video_wan_animate2", "video_wan2_2_14B_s2v", "video_wan_vace_14B_v2v")
 PLAIN = "native"
-FP8 = {"attention": "cudnn-fp8", "sparse": "off"}
-SIDES: dict[str, Mapping[str, Any] | None] = {
-    PLAIN: None,
-    "accelerated, auto": {"attention": "auto", "sparse": "off"},
-    "accelerated, cudnn-fp8": FP8,
-    "accelerated, cudnn-fp8, sparse balanced": {**FP8, "sparse": "balanced"},
-}
+HEAD_DIM = 128
+WARM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Side:
+    """A row. accelerate: inputs of WanCore Accelerate. ours: arguments of `with_our_sampler`. Neither: native."""
+
+    name: str
+    accelerate: Mapping[str, Any] | None = None
+    ours: Mapping[str, Any] | None = None
+
+    def graph(self, graph: Graph) -> Graph:
+        if self.ours is not None:
+            return observed(with_our_sampler(graph, **self.ours), "timed")
+        return observed(graph, "timed", self.accelerate)
+
+    def why_not(self, device: torch.device) -> str | None:
+        """None where it runs on the device; else why not."""
+        model = self.accelerate or (self.ours or {}).get("model", {})
+        attention, precision = model.get("attention", "auto"), model.get("precision", "checkpoint")
+        if (self.ours or {}).get("devices") and torch.cuda.device_count() < 2:
+            return "needs two GPUs"
+        if attention in BACKENDS and (reason := BACKENDS[attention].why_not(device, torch.bfloat16, HEAD_DIM)):
+            return f"{attention}: {reason}"
+        if precision in SCHEMES and (reason := SCHEMES[precision].why_not(device)):
+            return f"{precision}: {reason}"
+        return None
+
+
+FP8 = {"precision": "fp8", "attention": "cudnn-fp8"}
+SIDES = (
+    Side(PLAIN),
+    Side("accelerated, auto", {"attention": "auto", "sparse": "off"}),
+    Side("accelerated, cudnn-fp8", {"attention": "cudnn-fp8", "sparse": "off"}),
+    Side("accelerated, cudnn-fp8, sparse balanced", {"attention": "cudnn-fp8", "sparse": "balanced"}),
+    Side("ours, bf16", ours={}),
+    Side("ours, fp8", ours={"model": FP8}),
+    Side("ours, fp8, sparse balanced", ours={"model": FP8, "sparse": "balanced"}),
+    Side("ours, fp8, 2 GPUs", ours={"model": FP8, "devices": "2"}),
+)
 
 
 def template_rows(
-    checkout: Path, folder: Path | None, size: tuple[int, int, int], layers: int | None, device: torch.device
+    checkout: Path,
+    scratch: Path | None,
+    names: Sequence[str],
+    sides: Sequence[str],
+    sizes: Sequence[str],
+    layers: int,
+    device: torch.device,
 ) -> Iterator[Row]:
-    """Rows of every template. folder: of the templates, where ComfyUI's Python has none. layers: None: tiny models."""
-    width, height, frames = size
-    whole = {"width": width, "height": height, "resize_type.width": width, "resize_type.height": height}
+    """Rows of the templates `names` in every size, in one server. sides: names of those to measure. layers: of the real
+    width on a GPU; on a CPU the models are tiny, with two steps."""
     cpu = device.type == "cpu"
-    scale = Scale({**whole, **({"length": frames} if cpu else {})}, 2 if cpu else None, frames, layers)
-    with tempfile.TemporaryDirectory(prefix="wancore-templates-") as base:
+    scale = Scale(None, 2 if cpu else None, 9, None if cpu else layers)
+    with tempfile.TemporaryDirectory(prefix="wancore-templates-", dir=scratch) as base:
         templates = Templates(
-            checkout, Path(base), scale, folder, arguments=without_page(Path(base)), cpu=cpu, patience=400.0
+            checkout,
+            Path(base),
+            scale,
+            templates_of(scratch, names),
+            arguments=without_page(Path(base)),
+            cpu=cpu,
+            patience=400.0,
+            **({"environment": {"WANCORE_ALLOW_CPU_WORKERS": "1"}} if cpu else {}),
         )
         try:
-            for template in TEMPLATES:
-                yield from rows_of(templates, template, f"{width}x{height}x{frames}")
+            for template in names:
+                for size in sizes:
+                    yield from rows_of(templates, template, size, sides, device)
         finally:
             templates.stop()
 
 
-def rows_of(templates: Templates, template: str, size: str) -> Iterator[Row]:
-    made = guarded(template, size, None, lambda: {"graph": templates.graph(template)})
+def sized(scale: Scale, size: str) -> Scale:
+    """The same in the pixels of `size`; its frames are those of the driving videos, and on a CPU of the clips."""
+    width, height, frames = parse_size(size)
+    whole = {"width": width, "height": height, "resize_type.width": width, "resize_type.height": height}
+    return replace(scale, size={**whole, **({"length": frames} if scale.layers is None else {})}, frames=frames)
+
+
+def rows_of(
+    templates: Templates, template: str, size: str, sides: Sequence[str], device: torch.device
+) -> Iterator[Row]:
+    scale = sized(templates.scale, size)
+    made = guarded(template, size, None, lambda: {"graph": with_euler(templates.graph(template, scale))})
     if "failed" in made:
         yield made
         return
     seconds: float | None = None
     exact: torch.Tensor | None = None
-    for side, inputs in SIDES.items():
-        row = guarded(f"{template}: {side}", size, None, lambda i=inputs: sampled(templates, made["graph"], i))
+    for side in SIDES:
+        if sides and side.name not in sides:
+            continue
+        row = guarded(
+            f"{template}: {side.name}",
+            size,
+            side.why_not(device),
+            lambda s=side: sampled(templates, s.graph(made["graph"])),
+        )
         latents = row.pop("latents", None)
-        if latents is not None:
-            exact = latents if exact is None else exact
-            row["error"] = relative_error(latents, exact)
-            seconds = row["seconds"] if seconds is None else seconds
+        if latents is not None and side.name == PLAIN:
+            exact, seconds = latents, row["seconds"]
+        if latents is not None and exact is not None and seconds is not None:
+            row |= {"error": relative_error(latents, exact)}
             row |= {"ratio": round(seconds / row["seconds"], 3), "ratio_to": PLAIN}
         yield row
 
 
-def sampled(templates: Templates, graph: Graph, accelerate: Mapping[str, Any] | None) -> Row:
-    """Seconds of all samplers, after a run with other seeds that is not counted."""
-    for seed in (1, 2):
-        run = templates.server.watch(observed(reseeded(graph, seed), "timed", accelerate))
+def sampled(templates: Templates, graph: Graph) -> Row:
+    """Seconds of all samplers, after a run of few steps with other seeds that is not counted."""
+    graph = with_defaults(graph, templates.info)
+    for given in (reseeded(with_steps(graph, WARM_STEPS), 1), reseeded(graph, 2)):
+        run = templates.server.watch(given)
         if not run.ok:
             said = next((data for kind, data in run.status["messages"] if kind == "execution_error"), {})
             raise RuntimeError(f"{said.get('node_id')}: {str(said.get('exception_message', 'interrupted'))[:500]}")
@@ -82,8 +156,8 @@ def sampled(templates: Templates, graph: Graph, accelerate: Mapping[str, Any] | 
         if event["type"] == "executing":
             seconds += 0.0 if since is None else event["at"] - since
             kind = graph.get(event["data"]["node"] or "", {}).get("class_type")
-            since = event["at"] if kind in SAMPLERS else None
-    kept = sorted((templates.base / "output").glob("timed-*.pt"))
+            since = event["at"] if kind in (*SAMPLERS, OURS) else None
+    kept = sorted((templates.base / "output").glob("timed-*.pt"), key=os.path.getmtime)
     latents = torch.load(kept[-1]).float()
     for path in kept:
         path.unlink()
@@ -99,11 +173,11 @@ def reseeded(graph: Graph, seed: int) -> Graph:
     return made
 
 
-def templates_of(scratch: Path | None) -> Path | None:
+def templates_of(scratch: Path | None, names: Sequence[str] = tuple(TEMPLATE_PARTS.values())) -> Path | None:
     """The folder of templates in `scratch`, as the package has it; None: ComfyUI's Python has them."""
     folder = None if scratch is None else scratch / "templates"
     if folder is None or not folder.is_dir():
         return None
-    for name in TEMPLATES:
+    for name in names:
         json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     return folder

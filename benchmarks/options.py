@@ -48,9 +48,9 @@ SUITES: dict[str, Suite] = {
         takes=("setting", "setup", "layers", "precision", "runs", "steps"),
     ),
     "attention": Suite(
-        "every dense attention kernel on one layer: time, and error on several kinds of data; tiles of our own",
+        "every dense attention kernel on one layer: time, and error on several kinds of data; what rounding costs",
         ("1280x720x81", "832x480x81"),
-        takes=("setting", "runs"),
+        takes=("setting", "runs", "steps"),
     ),
     "profile": Suite(
         "the kernels of one forward by class",
@@ -122,9 +122,15 @@ SUITES: dict[str, Suite] = {
     ),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
-ATTENTION_PARTS = ("kernels", "tune")
+ATTENTION_PARTS = ("kernels", "tune", "rounding")
+TUNED = ("bf16", "int8", "8bit")  # kinds of kernels that the part tune has; named in its place, only these
 EVERYDAY_PARTS = ("on", "other", "off", "cold", "errors")
 NATIVE_PARTS = ("steps", "guided", "templates")
+TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of them
+    "animate2": "video_wan_animate2",
+    "s2v": "video_wan2_2_14B_s2v",
+    "vace": "video_wan_vace_14B_v2v",
+}
 STARTUP_PARTS = ("load", "cold", "ready")
 STREAMING_PARTS = ("cards", "switch", "turns")
 STREAMING_PRECISIONS = ("bf16", "fp8")

@@ -33,6 +33,8 @@ from benchmarks.options import (
     STREAMING_PARTS,
     STREAMING_PRECISIONS,
     SUITES,
+    TEMPLATE_PARTS,
+    TUNED,
 )
 from benchmarks.parallel import parallel_rows
 from benchmarks.peers import PEERS, peer_versions
@@ -82,9 +84,9 @@ MEASURES: dict[str, Rows] = {
 }
 
 PARTS = {
-    "attention": ATTENTION_PARTS,
+    "attention": (*ATTENTION_PARTS, *TUNED),
     "everyday": EVERYDAY_PARTS,
-    "native": NATIVE_PARTS,
+    "native": (*NATIVE_PARTS, *TEMPLATE_PARTS),
     "parallel": PARALLEL_PARTS,
     "startup": STARTUP_PARTS,
     "streaming": (*STREAMING_PARTS, *STREAMING_PRECISIONS),

@@ -5,6 +5,7 @@ kernels           one layer's self-attention, q, k and v as the block hands them
                   permutation of a forward's tokens, and comfy-kitchen's sol_attn where it is installed. `error` is
                   against the formula in bf16 on random numbers, which have no structure: it ranks kernels at the same
                   budget, and says nothing about budgets
+rest              what replaces the blocks that are not read, at three budgets (`benchmarks.sparse_rest`)
 SETTING           a whole video, by phase, as `quality --setting` writes it: magcache:balanced+sparse:balanced
 SETTING@STEPS     the same in so many steps without guidance, as step-distilled weights are run
 native            one forward of ComfyUI's own transformer, compiled, and what a run of the task's steps with guidance
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +30,8 @@ from benchmarks.options import SUITES
 from benchmarks.peers import PEERS
 from benchmarks.rows import Row, guarded
 from benchmarks.setups import Setup, find_setup
-from wan_core.config import OptionError, Request
+from benchmarks.sparse_rest import rest_rows
+from wan_core.config import OptionError, Request, SkipOptions
 from wan_core.execution.report import GIB
 from wan_core.models.wan.tasks import find_task
 from wan_core.ops.attention.protocol import AttentionCall
@@ -55,7 +58,7 @@ def sparse_rows(
     """Raises OptionError for an entry that is not known, before any work."""
     entries = options.setting or SUITES["sparse"].settings
     for entry in entries:
-        if entry not in ("kernels", "native"):
+        if entry not in ("kernels", "native", "rest"):
             parse_setting(entry.partition("@")[0])
             if not (entry.partition("@")[2] or "1").isdecimal():
                 raise OptionError(f"setting {entry!r} given; after @ comes a number of steps")
@@ -72,6 +75,8 @@ def sparse_rows(
             make_room(device)
             if entry == "kernels":
                 yield from trial.kernels(size)
+            elif entry == "rest":
+                yield from rest_rows(size, device, dtype, trial.runs)
             elif entry == "native":
                 yield guarded("native", size, PEERS[NATIVE].why_not(), lambda s=size: trial.native(s))
             else:
@@ -86,7 +91,7 @@ class Trial:
         self.name, self.device, self.dtype, self.runs, self.layers = name, device, dtype, runs, layers
         self.native_forward: dict[str, float] = {}
         self.pipes: dict[str, Pipeline] = {}
-        self.warm: set[tuple[str, bool]] = set()
+        self.warm: set[tuple[object, ...]] = set()
 
     # ----------------------------------------------------------------------------------------------------- kernels
 
@@ -213,10 +218,14 @@ class Trial:
             self.warm.clear()
         pipe = self.pipes[setup.name]
         # What is compiled and tuned on first use is no part of a video: two steps, one of each expert, come before.
-        kind = size, bool(request.skip and request.skip.sparse)
+        stages = request.skip.stages if request.skip else ()
+        kind = size, bool(request.skip and request.skip.sparse), *(stage.scale for stage in stages)
         if kind not in self.warm:
             skip = parse_setting("sparse:0.875/0") if kind[1] else None
             pipe.generate(Request(**{**vars(request), "steps": 2, "boundary": 0.9, "skip": skip}))
+            for stage in stages:
+                skip = SkipOptions(sparse=skip and skip.sparse, stages=(replace(stage, low=0.9, high=1.0),))
+                pipe.generate(Request(**{**vars(request), "steps": 3, "skip": skip}))
             self.warm.add(kind)
         result = pipe.generate(request)
         found = result.report.as_dict()

@@ -21,7 +21,11 @@ SAMPLING = "model_sampling"
 # What a MODEL may carry that changes only how fast it runs, and the words for it.
 SPEED_OBJECTS = {"manual_cast_dtype": "a compute dtype: choose 'precision' here"}
 SPEED_OPTIONS = {"torch_compile_kwargs": "torch compile: choose 'compile' here"}
-SPEED_TRANSFORMER = {"optimized_attention_override": "an attention backend: choose 'attention' here"}
+SPEED_TRANSFORMER = {
+    "optimized_attention_override": "an attention backend: choose 'attention' here",
+    "animate2_cache": "WanAnimate2Cache: the driving video is passed through the model once anyway",
+}
+POSE_CACHE = "WanAnimate2Cache."  # the names of functions that it registers begin so
 SPEED_WRAPPERS = {"torch.compile"}
 OURS = "wancore"  # what keys of WanCore's own nodes for a MODEL begin with
 DATA = {"lora_metadata"}  # attachments that say something and do nothing
@@ -156,5 +160,10 @@ def _is_known(key: str) -> bool:
 
 def _keys(kinds: Mapping[str, Mapping[Any, list[Any]]]) -> list[str]:
     """The keys of wrappers or callbacks; the kind for those without."""
-    found = [(kind, key) for kind, keyed in kinds.items() for key, several in keyed.items() if several]
+    found = [
+        (kind, key)
+        for kind, keyed in kinds.items()
+        for key, several in keyed.items()
+        if not all(getattr(one, "__qualname__", "").startswith(POSE_CACHE) for one in several)
+    ]
     return sorted({kind if key is None else str(key) for kind, key in found})

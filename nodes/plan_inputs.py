@@ -175,7 +175,7 @@ def plan_of(
         [path for path in (*loras, high, low) if path is not None],
         task=model.experts.task.name,
         steps=steps or None,
-        shift=shift or model.shift,
+        shift=shift or (model.shift if sigmas is None else None),  # as in ComfyUI, a MODEL's does not change sigmas
         boundary=boundary or (None if model.experts.low else model.experts.task.boundary),
         guidance_high=guidance_high or None,
         guidance_low=guidance_low or None,
@@ -190,7 +190,7 @@ def plan_of(
         task.height // vae.spatial_stride,
         task.width // vae.spatial_stride,
     )
-    return with_costs(plan, dit, dit.tokens(*latents))  # of the task's own size, until one is known
+    return with_costs(plan, dit, latents)  # of the task's own size, until one is known
 
 
 def window_of(denoise: float, start_step: int, end_step: int, leftover: str) -> Window | None:

@@ -13,6 +13,13 @@ from wan_core.sampling.sparsity.schedule import PRESETS
 from .schema import ADVANCED, newer
 from .skipping import CUSTOM, joined, skipping_input, skipping_output
 
+UNSELECTED: dict[str, dict[str, Any]] = {
+    "means": {},
+    "slope": {"slope": True},
+    "slope, error": {"slope": True, "score": "error"},
+    "parts, slope, error": {"parts": 4, "slope": True, "score": "error"},
+}
+
 
 def custom_inputs() -> list[Any]:
     """The numbers of the preset `custom`."""
@@ -114,6 +121,17 @@ class WanCoreSparseAttention(io.ComfyNode):
                     "(Hopper).",
                 ),
                 skipping_input(),
+                io.Combo.Input(
+                    "unselected",
+                    **ADVANCED,
+                    options=list(UNSELECTED),
+                    default="means",
+                    optional=True,
+                    tooltip="What replaces unselected blocks in any preset, and how blocks are selected. means: one "
+                    "mean for each. slope: their values follow the scores of their keys to first order. error: blocks "
+                    "are selected by the error of replacing them, instead of by their attention. parts: four means "
+                    "for each. What is listed later takes longer; not with pooled off.",
+                ),
             ],
             outputs=[skipping_output()],
         )
@@ -131,6 +149,7 @@ class WanCoreSparseAttention(io.ComfyNode):
         reuse: int,
         kernel: str,
         skipping: SkipOptions | None = None,
+        unselected: str = "means",
     ) -> io.NodeOutput:
         custom = SparseOptions(
             sparsity=sparsity,
@@ -141,4 +160,5 @@ class WanCoreSparseAttention(io.ComfyNode):
             pooled=pooled,
             reuse=reuse,
         )
-        return joined(skipping, sparse=replace(custom if preset == CUSTOM else PRESETS[preset], kernel=kernel))
+        chosen = custom if preset == CUSTOM else PRESETS[preset]
+        return joined(skipping, sparse=replace(chosen, kernel=kernel, **UNSELECTED[unselected]))

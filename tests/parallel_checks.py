@@ -33,7 +33,7 @@ from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseBehindFp8, SparseForward
 from wan_core.ops.attention.sparse.kernels import KERNELS
-from wan_core.ops.attention.sparse.routing import Rule
+from wan_core.ops.attention.sparse.routing import Rule, Score
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.guidance import SplitBranches
@@ -112,11 +112,12 @@ def trajectory(
     request = dict(options.pop("request", {}))
     skip = request.pop("magcache", None)
     guided = request.pop("guidance", None)
-    sparse = request.pop("sparse", None)
+    sparse, stages = request.pop("sparse", None), request.pop("stages", ())
     request["skip"] = SkipOptions(
         magcache=None if skip is None else MagCacheOptions(**skip),
         guidance=None if guided is None else GuidanceOptions(**guided),
         sparse=None if sparse is None else SparseOptions(**sparse),
+        stages=tuple(stages),
     )
     asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})
     given = LoadOptions(**{"model": "tiny", "device": "cpu", **options})
@@ -484,6 +485,9 @@ def sparse_attention(
     pooled: bool = True,
     reuse: int = 1,
     fp8: bool = False,
+    parts: int = 1,
+    slope: bool = False,
+    score: Score = "spread",
 ) -> tuple[float, int]:
     """The difference between sparse attention of all ranks and of one, and how many rows of this rank's blocks
     read nothing of some rank's keys. Twice with other numbers: the second time a choice that is kept is used again.
@@ -491,8 +495,9 @@ def sparse_attention(
     ranks, tokens = ranks_of(mesh), grid[0] * grid[1] * grid[2]
     drawn = torch.randn(2, 3, 2, tokens, heads, 16, generator=torch.Generator().manual_seed(tokens))
     drawn[:, 1, :, : tokens // 3] *= 2  # the keys of some ranks stand out
-    tiles, rule = make_tiles(grid, block, CPU, image=True), Rule(keep, mass, floor=0.05)
-    states = [SparseForward(KERNELS["math"], [], tiles, [rule] * 2, pooled=pooled, reuse=reuse) for _ in range(2)]
+    tiles, rule = make_tiles(grid, block, CPU, image=True, parts=parts), Rule(keep, mass, 0.05, score)
+    how = {"pooled": pooled, "reuse": reuse, "slope": slope}
+    states = [SparseForward(KERNELS["math"], [], tiles, [rule] * 2, **how) for _ in range(2)]
     inside = SparseBehindFp8() if fp8 else SparseAttention()
     sharded = sharded_attention(ranks, "math-fp8" if fp8 else "math", inside)
     lengths, _ = shard_lengths(tokens, 1, ranks.mesh.shards, rings=ranks.mesh.ring, block=block)

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def rows(*setting: str) -> list[dict[str, Any]]:
-    options = argparse.Namespace(setting=list(setting) or None, runs=1)
+    options = argparse.Namespace(setting=list(setting) or None, runs=1, steps=2)
     return list(attention_rows("tiny", ["32x32x5"], CPU, options, {}))
 
 
@@ -26,16 +26,26 @@ def test_every_backend_has_a_row_with_its_errors_or_a_reason():
     assert found.keys() == {*BACKENDS, "flex"} - {"math", "math-fp8"}
     sdpa = found.pop("sdpa")
     assert sdpa["ratio"] == 1 and sdpa["seconds"] > 0
-    assert all(sdpa[kind] < 1e-5 for kind in ("error", "offset", "outliers", "sinks", "structured"))
+    assert all(sdpa[kind] < 1e-5 for kind in ("error", "offset", "outliers", "sinks", "structured", "embedded"))
     assert all("NVIDIA GPU" in row["why_not"] for row in found.values())
 
 
 def test_tiles_are_rows_of_both_kinds():
     found = [row["name"] for row in rows("tune")]
-    assert len(found) == len(set(found)) > 20 and {name.partition(",")[0] for name in found} == {"bf16", "int8"}
+    assert len(found) == len(set(found)) > 20 and {name.partition(",")[0] for name in found} == {"bf16", "int8", "8bit"}
+    assert {row["name"].partition(",")[0] for row in rows("8bit")} == {"8bit"}
     options = argparse.Namespace(size=None, setting=["tiles"], setup=None, suite="attention")
-    with pytest.raises(OptionError, match="has kernels, tune"):
+    with pytest.raises(OptionError, match="has kernels, tune, rounding, bf16"):
         check_options(options)
+
+
+def test_rounding_of_drawn_data_and_of_a_models_own():
+    found = {row["name"]: row for row in rows("rounding")}
+    assert list(found)[-2:] == ["tiny, high", "tiny, low"] and found.keys() > {"error", "offset", "outliers", "sinks"}
+    assert all(row["qk"] + row["v"] + row["p"] > 0.8 * row["fp8"] for row in found.values())
+    outliers, own = found["outliers"], found["tiny, high"]
+    assert outliers["channels"] > 10 and outliers["fp8_rotated"] < 0.8 * outliers["fp8"]
+    assert own["channels_worst"] > own["channels"] > 2 and own["worst_rotated"] < own["worst"]
 
 
 def test_data_is_what_its_name_says():

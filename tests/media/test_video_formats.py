@@ -15,6 +15,7 @@ from PIL import Image
 
 from wan_core.config import OptionError
 from wan_core.config.outputs import Outputs
+from wan_core.media.sound import Sound
 from wan_core.media.video import read_metadata, read_video
 from wan_core.media.video_formats import FRAME_NAME, find_format, gif_durations, is_folder, write_video
 
@@ -96,6 +97,15 @@ def test_gif_frames_keep_their_rate(count: int, rate: Fraction) -> None:
     durations = gif_durations(count, rate)
     assert len(durations) == count and all(abs(one - 1000 / rate) <= 10 for one in durations)
     assert abs(sum(durations) - 1000 * count / rate) <= 5
+
+
+def test_sound_is_refused_where_it_would_be_lost(tmp_path: Path) -> None:
+    sound = Sound(np.zeros((1, 8000), np.float32), 8000)
+    with av.open(str(write_video(tmp_path / "x.mp4", clip(), fps=8, sound=sound))) as container:
+        assert len(container.streams.audio) == 1
+    for name in ("x.webm", "x.gif", "x"):
+        with pytest.raises(OptionError, match="the sound"):
+            write_video(tmp_path / name, clip(), fps=8, sound=sound)
 
 
 def test_unknown_endings_name_the_known_ones() -> None:

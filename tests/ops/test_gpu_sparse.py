@@ -16,15 +16,18 @@ from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.attention.sdpa import math_reference
 from wan_core.ops.attention.sparse.forward import SparseAttention, SparseForward, SparseFp8Attention
 from wan_core.ops.attention.sparse.kernels import KERNELS
+from wan_core.ops.attention.sparse.means import KeyMeans
 from wan_core.ops.attention.sparse.reference import sparse_reference
 from wan_core.ops.attention.sparse.ring import read_around
 from wan_core.ops.attention.sparse.routing import Route, Rule, route
+from wan_core.ops.attention.sparse.slopes import slope_weights, slopes
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels import blocked, fused
 from wan_core.ops.kernels.block_layout import Pooled, block_sizes, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group
 from wan_core.parallel.ring import Ring
+from wan_core.sampling.sparsity.schedule import parse_sparse
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -71,9 +74,9 @@ def random_route(tokens: int, heads: int, counts: bool) -> Route:
     return Route(order, torch.randint(1, n + 1, (1, heads, n), device=CUDA, generator=generator).int())
 
 
-def attention(kernel, tiles, rule: Rule, q, k, v, *, pooled: bool) -> torch.Tensor:
+def attention(kernel, tiles, rule: Rule, q, k, v, *, pooled: bool, slope: bool = False) -> torch.Tensor:
     """As a block runs it, in the precision of the kernel."""
-    call = AttentionCall(0, SparseForward(kernel, [], tiles, [rule], pooled=pooled))
+    call = AttentionCall(0, SparseForward(kernel, [], tiles, [rule], pooled=pooled, slope=slope))
     if not kernel.fp8:
         return SparseAttention()(q, k, v, call)
     laid = blocked.quantize_heads_first(q, 128), blocked.quantize_heads_first(k, 128, key_mean(k))
@@ -135,6 +138,44 @@ def test_what_is_chosen_is_read_and_the_rest_stands_in(kernel, grid, pooled):
     expected = SparseAttention()(*hosts, AttentionCall(0, state))
     # FP8 may rank two blocks of random numbers the other way round: few rows differ by more than rounding.
     assert relative(found.cpu(), expected) < (0.35 if kernel.fp8 else 0.05 + allowed(kernel))
+
+
+@pytest.mark.parametrize("way", ["parts4", "slope", "error", "parts4:slope:error"])
+def test_what_replaces_the_rest_is_that_of_plain_torch(kernel, way):
+    """As above, with finer means, their first-order term and the choice by expected error."""
+    options, grid = parse_sparse(f"0.6/0/0:{way}"), GRIDS[-1]
+    q, k, v = qkv(grid[0] * grid[1] * grid[2])
+    rule = Rule(0.4, score=options.score)
+    tiles, there = (make_tiles(grid, 128, torch.device(d), parts=options.parts) for d in ("cuda", "cpu"))
+    poison()
+    found = attention(kernel, tiles, rule, q, k, v, pooled=True, slope=options.slope)
+    hosts = [t.float().cpu() for t in (q, k, v)]
+    state = SparseForward(KERNELS["math"], [], there, [rule], slope=options.slope)
+    expected = SparseAttention()(*hosts, AttentionCall(0, state))
+    assert relative(found.cpu(), expected) < (0.35 if kernel.fp8 else 0.05 + allowed(kernel))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_finish_adds_parts_and_slopes_as_plain_torch_does(parts, scaled):
+    if fused.why_not(CUDA) is not None:
+        pytest.skip("Triton does not run here")
+    tokens, tiles = 1955, make_tiles((5, 17, 23), 128, CUDA, parts=parts)
+    q, k, v = qkv(tokens)
+    chosen = route(q, k, 128, Rule(0.3), tiles.forced)
+    kept, sizes = chosen.kept(tiles.blocks), block_sizes(tokens, tiles.part, CUDA)
+    known = KeyMeans(*blocked.pool(k, tiles.part), sizes, *blocked.pool(v, tiles.part), parts)
+    weights = slope_weights(blocked.pool(q, 128)[0], known, kept)
+    slope = slopes(weights, known.keys, k, v, tiles.part)
+    hosts = [x.float().cpu() for x in (weights, known.keys, k, v)]
+    assert relative(slope.cpu(), slopes(*hosts, tiles.part)) < 0.02
+    pooled = known.pooled(kept)._replace(slopes=slope)
+    out, lse = sparse_reference(q, k, v, chosen, 128)
+    scale = torch.full((1,), 0.5, device=CUDA) if scaled else None
+    found = blocked.finish(out.clone(), lse, q, 128, pooled=pooled, q_scale=scale)
+    with fused.use("torch"):
+        expected = blocked.finish(out, lse, q, 128, pooled=pooled, q_scale=scale)
+    assert relative(found, expected) < 0.01
 
 
 def test_passes_match_plain_torch():

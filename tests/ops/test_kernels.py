@@ -101,14 +101,14 @@ def test_the_scale_of_queries_and_keys_holds_whatever_comes(heads, half, weight,
     norm = draw(width, seed=seed + 1) * weight
     axes = (2 * half - 4 * (half // 3), 2 * (half // 3), 2 * (half // 3))
     table = rope_table((1, 2, 3), axes)
-    found = fused.head_norm_fp8(x, norm, heads, 1e-6, table, centre=centre)
+    found = fused.head_norm_fp8(x.clone(), norm, heads, 1e-6, table, centre=centre)
     assert found.data.shape == (1, 6, heads, 2 * half) and found.scale.shape == (1,)
     exact = fused.head_norm(x.double(), norm.double(), heads, 1e-6, table).float()
     if centre:
         exact = exact - exact[:, ::32].mean((0, 1))
     assert (exact.abs().amax() / found.scale) <= FP8_MAX * 1.001  # nothing was clamped
     if not spike:
-        assert relative(found.dequantize(), exact) < 0.05
+        assert relative(reference.hadamard_heads(found.dequantize()), exact) < 0.05
 
 
 def test_a_constant_taken_off_the_keys_changes_no_attention():
@@ -116,6 +116,33 @@ def test_a_constant_taken_off_the_keys_changes_no_attention():
     scores = torch.einsum("blhd,bshd->bhls", q, k).softmax(-1)
     without = torch.einsum("blhd,bshd->bhls", q, k - k.mean(1, keepdim=True)).softmax(-1)
     torch.testing.assert_close(scores, without, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [8, 16, 64, 128, 256])
+def test_hadamard_keeps_products_and_spreads_channels(dim):
+    q, k = draw(1, 30, 2, dim, seed=1), draw(1, 20, 2, dim, seed=2)
+    mixed = [reference.hadamard_heads(x) for x in (q, k)]
+    scores = [torch.einsum("blhd,bshd->bhls", *pair) for pair in ((q, k), mixed)]
+    torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(reference.hadamard_heads(mixed[0]), q)
+    for peak in (torch.eye(dim)[0], torch.ones(dim)):  # one channel, and what all channels share
+        spread = reference.hadamard_heads(peak.reshape(1, 1, 1, dim))
+        assert spread.abs().amax() <= 2 * peak.norm() * dim**-0.5
+
+
+def test_heads_without_a_hadamard_matrix_stay_as_they_are():
+    x = draw(1, 5, 2, 12)
+    assert reference.hadamard_heads(x) is x
+
+
+@pytest.mark.parametrize("block", [0, 128])
+def test_fp8_of_mixed_heads_in_both_layouts(block):
+    x = draw(2, 150, 3, 64) + 1
+    mean = x.mean(1, keepdim=True)
+    found = fused.hadamard_fp8(x, reference.length_scale(x, 2.0), mean, block)
+    back = reference.hadamard_heads(Quantized(found.data, found.scale).dequantize())
+    assert relative(back, x - mean) < 0.04
+    assert not block or not found.memory[:, :, 150:].float().any()
 
 
 def test_rotation_depends_on_distance_alone():
@@ -184,11 +211,17 @@ for B, frames, each, C, H in ((1, 1, 10, 256, 2), (2, 1, 8, 384, 3), (2, 3, 5, 1
         exact = reference.rms_norm(x.float(), weight, 1e-6).unflatten(-1, (H, -1))
         exact = exact if rope is None else reference.rotate(exact, rope)
         close(triton_ops.head_norm(x.clone(), weight, 1e-6, rope, H), exact, EXACT)
-    mean = exact.mean((0, 1)).flatten()
-    for taken, factor in ((None, 1), (mean, 2)):
-        found = triton_ops.head_norm_fp8(x, weight, 1e-6, table, H, taken)
-        close(found.scale, reference.bound_scale(weight, factor), EXACT)
-        close(found.dequantize(), exact if taken is None else exact - mean.unflatten(0, (H, -1)), ROUGH)
+
+for D in (16, 64, 128):
+    x = torch.randn(2, 150, 2, 3, D).half()[:, :, 1]  # with strides; the interpreter multiplies no bf16
+    for mean in (None, torch.randn(1, 1, 3, D), torch.randn(2, 1, 3, D)):
+        scale = reference.length_scale(x, 2.0)
+        expected = reference.hadamard_heads(x.float() if mean is None else x - mean)
+        for block in (0, 128):
+            found = triton_ops.hadamard_fp8(x, scale, mean, block)
+            assert found.scale is scale
+            close(found.data.float() * scale, expected, ROUGH)
+            if block: assert found.memory.shape == (2, 3, 256, D) and not found.memory[:, :, 150:].float().any()
 
 from wan_core.models.vae.layers import CausalConv3d, Chunk, RMSNorm
 from wan_core.ops.kernels import triton_vae

@@ -416,7 +416,7 @@ def test_the_log_sum_exp_is_of_all_that_is_attended_to(pooled: bool) -> None:
     call = AttentionCall(sparse=state)
     out, lse = SparseAttention().with_lse(q, k, v, call)
     assert torch.equal(out, SparseAttention()(q, k, v, call))
-    route = state.route(0, rule, blocked.pool(q, block)[0], *blocked.pool(k, block))
+    route = state.route(0, rule, blocked.pool(q, block)[0], state.known(rule, k, v))
     kept = reference.spread(route.kept(tiles.blocks), block, 70, 70)
     scores = torch.einsum("blhd,bshd->bhls", q, k) * 8**-0.5
     wanted = scores.masked_fill(~kept, -torch.inf)

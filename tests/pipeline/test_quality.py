@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from PIL import Image
 
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT
 from wan_core.cli import main
+from wan_core.config import OptionError
 from wan_core.media.shapes import draw, held_out, parse_caption
 from wan_core.media.video import read_video
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline.evaluate.calibrate import calibrate, record
 from wan_core.pipeline.evaluate.compare import compare, gmsd, pareto, summary
 from wan_core.pipeline.evaluate.pictures import draw_curve, draw_quality, preset_plans, side_by_side
-from wan_core.pipeline.evaluate.samples import choose_samples
+from wan_core.pipeline.evaluate.samples import Sample, choose_samples, read_samples
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.curves import find_curve, read_curve
@@ -314,3 +316,45 @@ def test_balanced_leaves_out_the_steps_that_were_compared():
     balanced, compared = ([step.index for step in plan.steps if step.skipped] for plan in plans)
     assert balanced == compared and len(balanced) == 18
     assert parse_setting("magcache:balanced").magcache.order == 2
+
+
+def test_samples_of_a_file_are_taken_in_turn_with_their_own_images(tmp_path: Path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"prompt": "one", "image": "a.png"}\n\n{"prompt": "two"}\n')
+    image = str(tmp_path / "a.png")
+    assert read_samples(path, 3, 7) == [Sample("one", 7, image), Sample("two", 8), Sample("one", 9, image)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no samples"),
+        ("prompt\n", "line 1 .* no JSON object"),
+        ('{"prompt": "x"}\n{"prompt": "x", "seed": 3}\n', 'line 2 .* a sample is {"prompt"'),
+        ('{"image": "x.png"}\n', "a sample is"),
+        ('{"prompt": 3}\n', "are texts"),
+        (None, "cannot read the samples"),
+    ],
+)
+def test_a_file_of_samples_that_is_none_is_refused(tmp_path: Path, text: str | None, words: str):
+    path = tmp_path / "samples.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(OptionError, match=words):
+        read_samples(path, 1, 0)
+
+
+def test_small_videos_are_compared_on_the_device_of_the_models_and_large_ones_where_they_are(monkeypatch):
+    places: list[torch.device] = []
+
+    def note(a: torch.Tensor, b: torch.Tensor) -> float:
+        places.append(a.device)
+        raise StopIteration
+
+    a = torch.zeros(3, 16, 16, 3, dtype=torch.uint8)
+    for limit in (2**25, 8):
+        monkeypatch.setattr("wan_core.pipeline.evaluate.compare.SMALL_VIDEO", limit)
+        monkeypatch.setattr("wan_core.pipeline.evaluate.compare.psnr", note)
+        with pytest.raises(StopIteration):
+            compare(a, a, "", gmsd, device=torch.device("meta"))
+    assert [place.type for place in places] == ["meta", "cpu"]

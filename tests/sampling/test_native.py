@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wan_core.config import SparseOptions
+from wan_core.config import OptionError, SparseOptions
 from wan_core.ops.attention.protocol import AttentionCall
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.attention.sdpa import SDPA, math_reference
@@ -142,9 +143,11 @@ def test_reading_nearly_all_blocks_is_dense_attention(grid: Any, front: int, beh
     assert run.taken == {"sparse attention (math)": 1}
 
 
-def by_frames(sparsity: float, of: NativeForward, given: list[torch.Tensor], poses: list[torch.Tensor]) -> torch.Tensor:
+def by_frames(
+    sparsity: float, of: NativeForward, given: list[torch.Tensor], poses: list[torch.Tensor], **finer: Any
+) -> torch.Tensor:
     """As Animate-2 attends: every frame to all tokens, and but the first to a frame of the pose's keys and values."""
-    sparse = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0)
+    sparse = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0, **finer)
     attend, (q, k, v), frame = NativeAttention("auto", sparse), given, of.frame
     found = []
     for index in range(of.grid[0]):
@@ -173,22 +176,28 @@ def test_frames_read_their_own_blocks_and_the_pose() -> None:
     found = by_frames(0.75, of, given, poses)
     dense = by_frames(0.75, forward(by_frames=True), given, poses)
     assert 0.01 < (found - dense).norm() / dense.norm() < 0.5
+    parts = by_frames(0.75, forward(0.75, by_frames=True), given, poses, parts=8, score="error")
+    torch.testing.assert_close(parts, dense, atol=1e-5, rtol=1e-4)  # each of one token
+    with pytest.raises(OptionError, match="leave slope out"):
+        by_frames(0.75, forward(0.75, by_frames=True), given, poses, slope=True)
     poses[1][:] += 100
     changed = (by_frames(0.75, of, given, poses) - found).abs().amax((0, 2))
     assert (changed[of.frame :] > 1).all() and (changed[: of.frame] == 0).all()
 
 
-def test_sparse_calls_are_those_of_our_engine() -> None:
+@pytest.mark.parametrize("sparse", [HALF, replace(HALF, slope=True, score="error"), replace(HALF, parts=2)])
+def test_sparse_calls_are_those_of_our_engine(sparse: SparseOptions) -> None:
     """Bit for bit, for a video without other tokens."""
     of, given = forward(0.5), qkv(batch=2)
-    found = NativeAttention("auto", HALF)(original, *given, **options(of, layer=1))
+    found = NativeAttention("auto", sparse)(original, *given, **options(of, layer=1))
     kernel = KERNELS["math"]
-    tiles = make_tiles(GRID, block_length(kernel, TOKENS), torch.device("cpu"))
-    state = SparseForward(kernel, (SDPA,), tiles, (layer_rule(HALF, None, 1, 0.5),))
+    tiles = make_tiles(GRID, block_length(kernel, TOKENS), torch.device("cpu"), parts=sparse.parts)
+    rule = layer_rule(sparse, None, 1, 0.5)
+    state = SparseForward(kernel, (SDPA,), tiles, (rule,), slope=sparse.slope)
     ordered = [heads(x)[:, tiles.order] for x in given]
     assert torch.equal(heads(found), state.attend(AttentionCall(0), *ordered)[:, tiles.inverse])
     dense = math_reference(*map(heads, given))
-    assert (heads(found) - dense).norm() > 0.01 * dense.norm()
+    assert ((heads(found) - dense).norm() > 0.01 * dense.norm()) == (sparse.parts == 1)  # else parts are tokens
 
 
 def test_other_tokens_are_read_by_all_and_read_everything() -> None:

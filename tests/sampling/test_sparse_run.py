@@ -7,6 +7,7 @@ import weakref
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ from wan_core.sampling.sparsity.schedule import (
     PRESETS,
     attention_share,
     parse_sparse,
+    rest_cost,
     sparse_words,
     sparsify,
     step_cost,
@@ -69,6 +71,9 @@ A14B = RANDOM["t2v-A14B"][0]
 
 # --------------------------------------------------------------------------------------------------------------- plans
 
+FINER = st.fixed_dictionaries(
+    {"parts": st.sampled_from([1, 2, 4, 8]), "slope": st.booleans(), "score": st.sampled_from(["spread", "error"])}
+)
 OPTIONS = st.builds(
     SparseOptions,
     sparsity=st.sampled_from([0.25, 0.5, 0.75, 0.875]),
@@ -84,13 +89,32 @@ OPTIONS = st.builds(
 )
 
 
-@given(OPTIONS)
-def test_options_are_what_their_words_say(options: SparseOptions) -> None:
+@given(OPTIONS, FINER)
+def test_options_are_what_their_words_say(options: SparseOptions, finer: dict[str, Any]) -> None:
+    assert parse_sparse(sparse_words(options)) == options
+    options = replace(options, pooled=True, mass=None, **finer)
     assert parse_sparse(sparse_words(options)) == options
 
 
 @pytest.mark.parametrize(
-    "text", ["", "some", "2", "0.5/0.1/1/1", "0.5/x", "balanced:fp4", "0.5:reuse0", "0.5:massive", "-0.5", "nan"]
+    "text",
+    [
+        "",
+        "some",
+        "2",
+        "0.5/0.1/1/1",
+        "0.5/x",
+        "balanced:fp4",
+        "0.5:reuse0",
+        "0.5:massive",
+        "-0.5",
+        "nan",
+        "0.5:parts3",
+        "0.5:slope:alone",
+        "0.5:parts2:alone",
+        "0.5:error:mass0.8",
+        "0.5:parts",
+    ],
 )
 def test_what_makes_no_sense_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match=r"given|not known"):
@@ -124,16 +148,19 @@ def test_the_estimate_counts_what_is_read() -> None:
         assert step_cost(1 - keep, 1.0) == pytest.approx(seconds / 0.13917, abs=0.01)
     for keep, seconds in ((0.5, 0.52832), (0.25, 0.36953), (0.125, 0.29364)):  # four blocks, dense 0.75105 s
         assert step_cost(1 - keep, attention_share(A14B, 75600)) == pytest.approx(seconds / 0.75105, abs=0.035)
+    rests = [rest_cost(parse_sparse(f"0.875/0{words}")) for words in ("", ":slope", ":parts4:slope:error")]
+    finer = [step_cost(0.875, 0.72, rest) for rest in rests]
+    assert step_cost(0.875, 0.72) == finer[0] < finer[1] < finer[2] < step_cost(0.75, 0.72)
     dense = make_plan(steps=40)
     for name, before in (("quality", 1.0), ("balanced", 0.85), ("fast", 0.65)):
-        plan = with_costs(sparsify(dense, PRESETS[name]), A14B, 75600)
+        plan = with_costs(sparsify(dense, PRESETS[name]), A14B, (21, 90, 160))
         found = plan.estimate({"high": 1.0, "low": 1.0})
         assert found is not None
         assert found < before * 80
         assert found == pytest.approx(sum(s.forwards * s.cost for s in plan.steps))
     layers = A14B.num_layers
     none, half = (
-        with_costs(sparsify(dense, parse_sparse(f"0.5/0/{n}")), A14B, 75600).steps[-1].cost
+        with_costs(sparsify(dense, parse_sparse(f"0.5/0/{n}")), A14B, (21, 90, 160)).steps[-1].cost
         for n in (layers, layers // 2)
     )
     assert none == 1.0
@@ -143,7 +170,7 @@ def test_the_estimate_counts_what_is_read() -> None:
 def test_budgets_of_another_model_are_refused_before_work() -> None:
     plan = sparsify(make_plan(steps=4), PRESETS["balanced"], {"low": (0.25,) * 30})
     with pytest.raises(OptionError, match="low-noise expert has 30 layers, and the model has 40"):
-        with_costs(plan, A14B, 75600)
+        with_costs(plan, A14B, (21, 90, 160))
 
 
 def test_a_plan_shows_it_beside_what_is_skipped() -> None:

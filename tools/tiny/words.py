@@ -19,17 +19,20 @@ TEXT_LEN = 32  # rows of text that the transformers see, padding included
 DROPPED_ROWS = 64
 
 
-def train_tokenizer() -> bytes:
-    """A SentencePiece model in which every word of the captions is one piece, and letters spell all others.
+def train_tokenizer(
+    captions: Sequence[str] = tuple(scene.caption for scene in SCENES), whole: Sequence[str] = ("background",)
+) -> bytes:
+    """A SentencePiece model in which every word of the captions is one piece, and letters spell all others. whole:
+    words that the algorithm would spell from pieces.
 
     Capitals are folded, pad is 0, end 1, unknown 2, as in UMT5. The same bytes on every run.
     """
     import sentencepiece
 
-    words = sorted({word for scene in SCENES for word in scene.caption.split()})
+    words = sorted({word for caption in captions for word in caption.replace(",", " ").split()})
     # Every word alone as well, often: pieces are chosen by how much they shorten the text, and rare words must not be
     # split.
-    sentences = [scene.caption for scene in SCENES] + words * 50
+    sentences = [*captions, *words * 50]
     model = io.BytesIO()
     folder = os.getcwd()
     with tempfile.TemporaryDirectory() as scratch:
@@ -47,7 +50,7 @@ def train_tokenizer() -> bytes:
                 character_coverage=1.0,
                 required_chars="abcdefghijklmnopqrstuvwxyz.,",
                 normalization_rule_tsv="lowercase.tsv",
-                user_defined_symbols="\u2581background",  # the algorithm would spell it from pieces
+                user_defined_symbols=[f"\u2581{word}" for word in whole],
                 split_by_whitespace=True,
                 pad_id=0,
                 eos_id=1,

@@ -54,10 +54,12 @@ def run_warmup(options: argparse.Namespace) -> int:
 def run_generate(options: argparse.Namespace) -> int:
     """Returns 1 if the video is complete and another file that was asked for could not be written."""
     from wan_core.media.pictures import check_picture_name
+    from wan_core.media.video_formats import check_sound
 
     request, load_options = request_of(options), load_options_of(options)
     if options.sheet is not None:
         check_picture_name(options.sheet)
+    check_sound(options.out, request.audio is not None)
     with outputs_of(options) as outputs:
         out = video_output(outputs, options.out)
         if options.save_latents is None:  # latents kept after an earlier failed run are never overwritten
@@ -90,7 +92,7 @@ def generate_files(
 
     kept: list[Path] = []
     progress = ProgressLine(request.seed)
-    writing = VideoWriting(files.video, progress)
+    writing = VideoWriting(files.video, progress, request.audio)
     try:
         result = generate(options, load_options, request, progress, files, kept.append, writing.write)
         video = files.video if writing.fault is None else writing.elsewhere(result)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
 
 from wan_core.config.checks import OptionError, check_choice, check_range
 
@@ -81,7 +83,8 @@ class GuidanceOptions:
 
 
 SPARSE_KERNELS = ("auto", "cudnn-fp8", "cudnn", "flex", "math", "triton", "triton-int8")
-SPARSE_SCORES = ("mean", "spread")
+SPARSE_SCORES = ("mean", "spread", "error")
+SPARSE_PARTS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +100,12 @@ class SparseOptions:
     dense_layers: int = 0  # number of first layers that always read all blocks
     mass: float | None = None  # select blocks up to this estimated share of attention; None: the same number per row
     floor: float = 0.05  # least share of the blocks to read where `mass` decides
-    score: str = "spread"  # how blocks are ranked. "mean": by the mean of their keys; "spread": also by their variance
+    # How blocks are ranked. "mean": by the mean of their keys; "spread": also by their variance; "error": by the error
+    # where they are replaced by their means.
+    score: Literal["mean", "spread", "error"] = "spread"
     pooled: bool = True  # unselected blocks are replaced by their mean
+    parts: int = 1  # of an unselected block, each replaced by its own mean
+    slope: bool = False  # the values of unselected blocks follow the scores of their keys, to first order
     reuse: int = 1  # number of computed steps that use one selection of blocks, the step that made it included
     budgets: bool = True  # use calibrated shares of blocks per layer if the checkpoint has a coverage file beside it
     kernel: str = "auto"
@@ -112,22 +119,69 @@ class SparseOptions:
         check_range("dense layers", self.dense_layers, 0, 1000, "0 to 2 are usual")
         check_range("floor", self.floor, 0, 1, "a share of the blocks")
         check_range("steps per selection of blocks", self.reuse, 1, 50, "1 selects again in every step")
+        if self.parts not in SPARSE_PARTS:
+            raise OptionError(f"{self.parts} parts of a block given; allowed are {', '.join(map(str, SPARSE_PARTS))}")
         if self.mass is not None:
             check_range("attention mass", self.mass, 0.01, 1, "0.9 is usual")
+            if self.score == "error":
+                raise OptionError("attention mass with the block score error given; mass needs the score spread")
+        finer = {"parts of a block": self.parts > 1, "slope": self.slope, "block score error": self.score == "error"}
+        if any(finer.values()) and not self.pooled:
+            raise OptionError(
+                f"{' and '.join(name for name, given in finer.items() if given)} given without the means of unselected "
+                "blocks (pooled off, alone); allow the means, or leave this out"
+            )
+
+
+STAGE_POSITIONS = ("video", "own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """Steps whose sigma is from `low` to `high` run at `scale` times the width and height. Raises OptionError."""
+
+    scale: float
+    low: float
+    high: float = 1.0
+    positions: str = "video"  # rotary positions of rows and columns: the video's, or the smaller size's "own", from 0
+    every: int = 0  # every n-th step of the stage runs at full size, which brings its details up to date; 0: none
+
+    def __post_init__(self) -> None:
+        if self.every == 1 or not 0 <= self.every <= 50:
+            raise OptionError(
+                f"every {self.every} given for a stage; allowed are 0 (no step of it at full size) and 2 to 50"
+            )
+        check_choice("positions of a stage", self.positions, STAGE_POSITIONS)
+        check_range("scale of a stage", self.scale, 0.25, 1, "0.5 has a quarter of the tokens, 1 all of them")
+        if not 0 < self.low < self.high <= 1:
+            raise OptionError(
+                f"stage from sigma {self.low:g} to {self.high:g} given; allowed are sigmas above 0 and up to 1, the "
+                "lower one first: 0.9-0.98"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkipOptions:
-    """Step caching, guidance schedule and sparse attention of a generation. At most one step cache may be set; it can
-    be combined with the other two. Raises OptionError."""
+    """Step caching, guidance schedule, sparse attention and resolution schedule of a generation. At most one step cache
+    may be set; it can be combined with the others. Stages are kept by falling sigma. Raises OptionError."""
 
     magcache: MagCacheOptions | None = None
     taylorseer: TaylorSeerOptions | None = None
     adaptive: AdaptiveOptions | None = None
     guidance: GuidanceOptions | None = None
     sparse: SparseOptions | None = None
+    stages: tuple[StageOptions, ...] = ()
 
     def __post_init__(self) -> None:
+        # Options sent to workers hold stages as plain dicts.
+        stages = [StageOptions(**stage) if isinstance(stage, dict) else stage for stage in self.stages]
+        object.__setattr__(self, "stages", tuple(sorted(stages, key=lambda stage: -stage.low)))
+        for above, below in pairwise(self.stages):
+            if below.high > above.low:
+                raise OptionError(
+                    f"stages from sigma {above.low:g} to {above.high:g} and from {below.low:g} to {below.high:g} "
+                    "overlap: a step has one size"
+                )
         caches = [name for name in ("magcache", "taylorseer", "adaptive") if getattr(self, name) is not None]
         if len(caches) > 1:
             raise OptionError(f"{' and '.join(caches)} given; only one step cache can run: choose one of them")

@@ -20,6 +20,7 @@ from wan_core.config import OptionError
 from wan_core.config.checks import meant_hint
 from wan_core.config.outputs import check_place, folder_beside, written_beside
 from wan_core.media.mp4 import WEBM, checked_frame, checked_rate, encode, write_mp4
+from wan_core.media.sound import Sound
 
 Frames = Iterable[NDArray[np.uint8]]
 Write = Callable[[Path, Frames, Fraction, Mapping[str, str]], object]
@@ -27,14 +28,28 @@ FRAME_NAME = "{:05}.png"  # from 1
 
 
 def write_video(
-    path: str | os.PathLike[str], frames: Frames, *, fps: float | Fraction, metadata: Mapping[str, str] | None = None
+    path: str | os.PathLike[str],
+    frames: Frames,
+    *,
+    fps: float | Fraction,
+    sound: Sound | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Write the frames [H, W, 3], one at a time, in the format of the name; what was there before is replaced at the
     end, after an error nothing. metadata: the settings of this video, which every format keeps: see `read_metadata`
     (a folder has them in its first picture). Raises OptionError and OSError, as `write_mp4` does."""
     path = Path(path)
+    check_sound(path, sound is not None)
+    if sound is not None:
+        return write_mp4(path, frames, fps=fps, sound=sound, metadata=metadata or {})
     find_format(path)(path, frames, checked_rate(fps), metadata or {})
     return path
+
+
+def check_sound(path: Path, sounds: bool) -> None:
+    """Raise OptionError where a video with sound gets a name of a format that is written without."""
+    if sounds and path.suffix.lower() != ".mp4":
+        raise OptionError(f"cannot write the sound to {path.name!r}: give the video a name that ends in .mp4")
 
 
 def find_format(path: Path) -> Write:

@@ -25,7 +25,7 @@ from wan_core.ops.attention.sparse.kernels import BLOCK, SMALL
 from wan_core.parallel.mesh import Mesh
 from wan_core.sampling.chords import Stretches
 from wan_core.sampling.plan import Plan
-from wan_core.sampling.sparsity.schedule import CHOICE, KERNEL
+from wan_core.sampling.sparsity.schedule import CHOICE, KERNEL, rest_cost
 
 BYTES = 2  # bytes of a bf16 number
 # As KERNEL and CHOICE, for the bf16 kernel relative to the fastest dense one
@@ -194,14 +194,17 @@ def all_meshes(gpus: int, config: DiTConfig, tokens: int, rings: bool = True) ->
 
 
 def shares_read(plan: Plan, config: DiTConfig, tokens: int) -> dict[float, float]:
-    """Share of the key blocks read -> the share of `plan`'s attention layers (over all forwards) that read it."""
+    """Share of the key blocks read -> the share of `plan`'s attention layers (over all forwards) that read it. What is
+    computed of unselected blocks beyond their means counts as blocks that take as long."""
     if plan.sparse is None or tokens < SMALL or not plan.forwards:  # sparsity saves no time for few tokens
         return {1.0: 1.0}
     dense = min(1.0, plan.sparse.dense_layers / config.num_layers)
     shares: dict[float, float] = {}
+    rest = rest_cost(plan.sparse) / KERNEL
     for step in plan.steps:
         share = step.forwards / plan.forwards
-        for read, part in ((1.0, dense), (1 - step.sparsity, 1 - dense)):
+        sparse = min(0.99, 1 - step.sparsity + rest) if step.sparsity and rest else 1 - step.sparsity
+        for read, part in ((1.0, dense), (sparse, 1 - dense)):
             shares[read] = shares.get(read, 0.0) + share * part
     return shares
 

@@ -333,6 +333,8 @@ class VideoVAE(nn.Module):
 
     def _stands_still_since(self, video: Tensor) -> list[int]:
         """As `_still_since`, where computing equal frames once gives the same bits."""
+        if self.conv1.weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return list(range(video.shape[2]))  # a captured step of training: the host must not wait for a comparison
         if self.conv1.weight.device.type == "cpu" and video.stride(1) == 1:
             # Channels last: oneDNN's rounding depends on the number of frames.
             return list(range(video.shape[2]))

@@ -1,12 +1,15 @@
 """Attention in FP8: how q, k and v become E4M3, whatever kernel follows, and the arithmetic in plain torch.
 
-Three things make FP8 attention usable:
+Four things make FP8 attention usable:
 
 - K's mean over the tokens is removed first. A vector added to every key adds the same number to every score of a
   query, which softmax ignores, so any constant vector is exact; the mean is what lets the rest use E4M3's eight binades
   on what differs between keys. Every 32nd token gives a mean that serves as well and costs nothing.
-- Scales are powers of two. E4M3's relative error is the same over 15 binades, so a scale that is loose by a factor of
-  two loses nothing, and then multiplying a bf16 tensor by it is exact: one rounding, to FP8, in one pass.
+- Queries and keys are multiplied by the same Hadamard matrix, head by head, which leaves their products as they are.
+  It spreads channels that are larger than the others: on the embedded model it halves the error (docs/log.md).
+- Scales are loose. E4M3's relative error is the same over 15 binades, so queries and keys need no more than a bound:
+  the longest row's length, which the matrix keeps. V's scale is a power of two: multiplying a bf16 tensor by it is
+  exact, so there is one rounding, to FP8, in one pass.
 - The output needs no measured scale: a weighted mean of rows of v is never larger than the largest of them, so v's
   scale cannot overflow.
 
@@ -23,8 +26,10 @@ from torch import Tensor
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall
 from wan_core.ops.attention.sdpa import math_lse
 from wan_core.ops.custom_ops import refuse_gradients
+from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 from wan_core.ops.kernels.fused import K_MEAN_EVERY
+from wan_core.ops.kernels.reference import length_scale
 
 Kernel = Callable[[Quantized, Quantized, Quantized], Quantized]
 KernelLse = Callable[[Quantized, Quantized, Quantized], tuple[Quantized, Tensor]]
@@ -38,7 +43,8 @@ class Fp8Attention(Attention):
     """An FP8 kernel behind the protocol of every backend.
 
     Called with bf16 or fp16 q [B, L, H, D], k and v [B, S, H, D] it quantises them by itself and returns their dtype.
-    `quantized` takes FP8 tensors that a fused kernel wrote (per-tensor scales [1], K's mean already removed) and
+    `quantized` takes FP8 tensors that a fused kernel wrote (per-tensor scales [1], K's mean already removed,
+    q and k times the Hadamard matrix) and
     returns FP8 [B, L, H, D], ready for an FP8 output projection. No call waits for the device.
     """
 
@@ -51,7 +57,7 @@ class Fp8Attention(Attention):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall = SINGLE) -> Tensor:
         refuse_gradients("FP8 attention", q, k, v)
-        return _dequantize(self.kernel(quantize(q), quantize(k, key_mean(k)), quantize(v)), q.dtype)
+        return _dequantize(self.kernel(quantize_mixed(q), quantize_mixed(k, key_mean(k)), quantize(v)), q.dtype)
 
     def quantized(self, q: Quantized, k: Quantized, v: Quantized, call: AttentionCall = SINGLE) -> Quantized:
         return self.kernel(q, k, v)
@@ -66,7 +72,7 @@ class Fp8Attention(Attention):
         is put back, because parts of a sequence that are merged have different means."""
         refuse_gradients("FP8 attention", q, k, v)
         mean = key_mean(k)
-        out, lse = self.quantized_lse(quantize(q), quantize(k, mean), quantize(v))
+        out, lse = self.quantized_lse(quantize_mixed(q), quantize_mixed(k, mean), quantize(v))
         taken = (q * mean).sum(-1, dtype=torch.float32) * q.shape[-1] ** -0.5  # [B, L, H]
         return _dequantize(out, q.dtype), lse + taken.transpose(1, 2)
 
@@ -76,19 +82,22 @@ def key_mean(k: Tensor) -> Tensor:
     return k[:, ::K_MEAN_EVERY].mean(1, keepdim=True, dtype=torch.float32).to(k.dtype)
 
 
-def quantize(x: Tensor, offset: Tensor | None = None) -> Quantized:
-    """x [B, L, H, D], less `offset` [B, 1, H, D] if given, in E4M3 under one power of two, float32 [1].
+def quantize_mixed(x: Tensor, mean: Tensor | None = None) -> Quantized:
+    """Queries or keys x [B, L, H, D], less `mean` [B, 1, H, D] if given, times the Hadamard matrix, in E4M3."""
+    found = fused.hadamard_fp8(x, length_scale(x, 1.0 if mean is None else 2.0), mean)
+    assert isinstance(found, Quantized)
+    return found
+
+
+def quantize(x: Tensor) -> Quantized:
+    """Values x [B, L, H, D] in E4M3 under one power of two, float32 [1].
 
     The largest magnitude lands in [64, 256): below 448, with no need to clamp and nothing near the subnormals.
     """
     smallest = SMALLEST_FP16 if x.dtype == torch.float16 else SMALLEST
     amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32).clamp(min=smallest)
-    if offset is not None:
-        amax = amax * 2  # |k - mean| <= |k| + |mean|: no second pass over k to measure what is loose by two at most
     scale = (amax.reshape(1).view(torch.int32) & EXPONENT).view(torch.float32) * (2 / 256)  # 2^ceil(log2 amax) / 256
-    inverse = (1 / scale).to(x.dtype)  # exact
-    scaled = x * inverse if offset is None else torch.addcmul(-offset * inverse, x, inverse)
-    return Quantized(scaled.to(FP8), scale)
+    return Quantized((x * (1 / scale).to(x.dtype)).to(FP8), scale)  # exact
 
 
 def _dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:

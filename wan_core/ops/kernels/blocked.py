@@ -13,18 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.ops.kernels import fused, reference
-from wan_core.ops.kernels.block_layout import Blocked, Pooled, channels_first, heads_first, padded, sizes_of
+from wan_core.ops.kernels.block_layout import Blocked, Pooled, by_parts, channels_first, padded, sizes_of
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
 
 
-def quantize_heads_first(x: Tensor, block: int, offset: Tensor | None = None) -> Blocked:
-    """x [B, L, H, D] minus `offset` [B, 1, H, D] if given, in E4M3 with one scale."""
-    shifted = x if offset is None else x - offset
-    scale = (torch.linalg.vector_norm(shifted, float("inf"), dtype=torch.float32) / FP8_MAX).clamp(min=1e-12)
-    return heads_first(reference.to_scale(shifted, scale.reshape(1)), block)
+def quantize_heads_first(x: Tensor, block: int, mean: Tensor | None = None) -> Blocked:
+    """Queries or keys x [B, L, H, D], less `mean` [B, 1, H, D] if given, times the Hadamard matrix, in E4M3 with one
+    scale."""
+    found = fused.hadamard_fp8(x, reference.length_scale(x, 1.0 if mean is None else 2.0), mean, block)
+    assert isinstance(found, Blocked)
+    return found
 
 
 def quantize_values(x: Tensor, heads: int, block: int) -> Blocked:
@@ -132,25 +134,35 @@ def final_lse(
 
 
 def pooled_scores(lse: Tensor, q: Tensor, pooled: Pooled, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For every head, float32: the scores of the means of unselected blocks [B, L, n], -inf for selected ones, and the
+    """For every head, float32: the scores of the means of unselected blocks [B, L, p], -inf for selected ones, and the
     log-sum-exp [B, L, 1] of these and of what was read."""
     sizes = sizes_of(pooled, q, block).log()
     for head in range(q.shape[2]):
         scores = (q[:, :, head].float() @ pooled.keys[:, head].mT) * q.shape[-1] ** -0.5 + sizes
-        kept = pooled.kept[:, head].repeat_interleave(block, 1)[:, : q.shape[1]]
-        scores = scores.masked_fill_(kept, float("-inf"))
+        kept = by_parts(pooled.kept[:, head], pooled.parts, scores.shape[-1])
+        scores = scores.masked_fill_(kept.repeat_interleave(block, 1)[:, : q.shape[1]], float("-inf"))
         yield scores, torch.logaddexp(lse[:, head], scores.logsumexp(-1))[..., None]
 
 
 def add_pooled(out: Tensor, lse: Tensor, q: Tensor, pooled: Pooled, block: int) -> Tensor:
     """`out` [B, L, H, D], attention over the selected blocks with log-sum-exp `lse`, extended by the unselected blocks.
 
-    An unselected block counts as many times as it has keys, each key and value replaced by the block's mean, so its
-    mass stays in the softmax. The mean has less mass than the keys it replaces (Jensen's inequality). A correction by
-    the keys' variance was tried and made results worse: keys with large scores have values that differ from the mean.
+    An unselected block counts as many times as it has keys, each key and value replaced by the mean of its part of the
+    block, so its mass stays in the softmax. The mean has less mass than the keys it replaces (Jensen's inequality). A
+    correction by the keys' variance was tried and made results worse: keys with large scores have values that differ
+    from the mean.
     """
     result = torch.empty_like(out)
     for head, (scores, total) in enumerate(pooled_scores(lse, q, pooled, block)):
         means = (scores - total).exp() @ pooled.values[:, head]
-        result[:, :, head] = (out[:, :, head].float() * (lse[:, head, :, None] - total).exp() + means).type_as(out)
+        read = (lse[:, head, :, None] - total).exp()
+        if pooled.slopes is not None:
+            means += (1 - read) * _along(q[:, :, head].float(), pooled.slopes[:, head], block)
+        result[:, :, head] = (out[:, :, head].float() * read + means).type_as(out)
     return result
+
+
+def _along(q: Tensor, slopes: Tensor, block: int) -> Tensor:
+    """q [B, L, D] times the matrix of its row, slopes [B, r, D, D]: float32 [B, L, D]."""
+    rows = F.pad(q, (0, 0, 0, -q.shape[1] % block)).unflatten(1, (-1, block))
+    return (rows @ slopes.float()).flatten(1, 2)[:, : q.shape[1]]

@@ -2,9 +2,9 @@
 
 Legend: B batch, L tokens, C channels, H heads, D head dim, F modulation rows per sample.
 
-Between matmuls, a block's time is memory traffic. Each function is one pass: it reads every input once and writes
-every output once, even if the output is FP8 for the next matmul (`fmt`, see `formats`). "May overwrite x" means that
-the result may use the memory of x, so the caller must not use x again.
+Between matmuls, a block's time is memory traffic. Each function but `head_norm_fp8` is one pass: it reads every input
+once and writes every output once, even if the output is FP8 for the next matmul (`fmt`, see `formats`). "May overwrite
+x" means that the result may use the memory of x, so the caller must not use x again.
 """
 
 from __future__ import annotations
@@ -170,29 +170,33 @@ def head_norm_fp8(
     block: int = 0,
     agree: Agree | None = None,
 ) -> Quantized | Blocked:
-    """`head_norm` in FP8 with one scale that follows from the norm's weight: queries and keys of FP8 attention.
+    """`hadamard_fp8` of `head_norm` with one scale that follows from the norm's weight: queries and keys of FP8
+    attention. May overwrite x.
 
     centre: subtract the mean over tokens. Subtracting a constant vector from all keys does not change the softmax, and
     it saves the bits of FP8 that the mean would use. The mean of every 32nd token is good enough. agree: averages the
-    mean over the ranks if x is a shard of the tokens. block: write the layout of block-sparse attention with this block
-    length (see `blocked`); 0: [B, L, H, D].
+    mean over the ranks if x is a shard of the tokens. block: as in `hadamard_fp8`.
     """
-    mean = None
+    normed, mean = head_norm(x, weight, heads, eps, rope), None
     if centre:
-        sample = x[:, ::K_MEAN_EVERY]
-        mean = head_norm(sample.clone(), weight, heads, eps, rope[::K_MEAN_EVERY]).float().mean((0, 1)).flatten()  # [C]
+        mean = normed[:, ::K_MEAN_EVERY].float().mean((0, 1), keepdim=True)  # [1, 1, H, D]
         mean = mean if agree is None else agree(mean, "mean")
-    if runs_kernel(x, "tensor") and _splits(x, heads):
+    return hadamard_fp8(normed, reference.bound_scale(weight, 2.0 if centre else 1.0), mean, block)
+
+
+def hadamard_fp8(x: Tensor, scale: Tensor, mean: Tensor | None = None, block: int = 0) -> Quantized | Blocked:
+    """x [B, L, H, D], any strides with D contiguous, less `mean` [1 or B, 1, H, D] if given, every head times a
+    Hadamard matrix (`reference.hadamard_heads`), in FP8 with `scale` [1].
+
+    block: write the layout of block-sparse attention with this block length (see `blocked`); 0: [B, L, H, D].
+    """
+    if _mixes(x):
         from wan_core.ops.kernels import triton_ops
 
-        return triton_ops.head_norm_fp8(x, weight, eps, rope, heads, mean, block)
-    rotated = reference.rotate(reference.rms_norm(x, weight, eps).unflatten(-1, (heads, -1)), rope).float()
-    if mean is not None:
-        rotated = rotated - mean.unflatten(0, (heads, -1))
-    quantized = reference.to_scale(rotated, reference.bound_scale(weight, 2.0 if centre else 1.0))
-    if not block:
-        return quantized
-    return heads_first(quantized, block)
+        return triton_ops.hadamard_fp8(x, scale, mean, block)
+    centred = x.float() if mean is None else x.float() - mean.float()
+    quantized = reference.to_scale(reference.hadamard_heads(centred), scale)
+    return heads_first(quantized, block) if block else quantized
 
 
 def gelu(x: Tensor, fmt: Format | None = None) -> Tensor | Quantized:
@@ -219,6 +223,13 @@ def _splits(x: Tensor, heads: int) -> bool:
     """Whether the head dim is a power of two, as the kernels require."""
     head = x.shape[-1] // heads
     return head & (head - 1) == 0
+
+
+def _mixes(x: Tensor) -> bool:
+    """Whether a kernel writes `hadamard_fp8` of x."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not triton_runs(x.device):
+        return False
+    return _Choice.fp8[x.device] and 16 <= x.shape[-1] <= 256 and reference.has_hadamard(x.shape[-1])
 
 
 def _formatted(x: Tensor, dtype: torch.dtype, fmt: Format | None) -> Tensor | Quantized:

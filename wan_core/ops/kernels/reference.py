@@ -6,6 +6,7 @@ Legend: B batch, L tokens, C channels, H heads, D head dim, F modulation rows pe
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.ops.kernels.formats import FP8, FP8_MAX, Quantized
+from wan_core.ops.kernels.integer_weights import hadamard
 
 
 def scaled_norm(x: Tensor, mul: Tensor, add: Tensor, eps: float) -> Tensor:
@@ -50,13 +52,52 @@ def bound_scale(weight: Tensor, factor: float = 1.0) -> Tensor:
     """The FP8 scale [1] that is large enough for every output of an RMSNorm with `weight` [C] and a rotation, times
     `factor`.
 
-    In a row of C numbers with root mean square 1 no number exceeds sqrt(C), and a rotation of pairs keeps their length.
+    A row of C numbers with root mean square 1 has the length sqrt(C), which rotations of its parts keep, and none of
+    its numbers exceeds that.
     The bound is usually 10 times too large, which costs no precision: E4M3 has three mantissa bits over 15 powers of
     two.
     """
     return (weight.float().abs().amax() * (factor * math.sqrt(weight.numel()) / FP8_MAX)).reshape(1)
 
 
+def length_scale(x: Tensor, factor: float = 1.0) -> Tensor:
+    """The FP8 scale [1] that is large enough for x [..., D] whose rows are rotated in any way, times `factor`: for the
+    length of the longest one."""
+    longest = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax()
+    return (longest * (factor / FP8_MAX)).clamp(min=1e-30).reshape(1)
+
+
 def to_scale(x: Tensor, scale: Tensor) -> Quantized:
     """x divided by `scale` [1] and clamped to the range of E4M3."""
     return Quantized((x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale)
+
+
+def hadamard_heads(x: Tensor) -> Tensor:
+    """x [B, L, H, D] times an orthonormal, symmetric Hadamard matrix [D, D], in x's dtype: applied twice, x again. D
+    that has none (see `has_hadamard`): x itself.
+
+    Products of queries and keys stay the same if both are multiplied. A channel that is large in all tokens is spread
+    over the channels of its head: otherwise its rounding is most of the error of a score. Source: QuaRot,
+    arXiv:2404.00456, FlashAttention-3, arXiv:2407.08608.
+    """
+    dim = x.shape[-1]
+    return (x @ head_signs(dim, x.device, x.dtype)) * dim**-0.5 if has_hadamard(dim) else x
+
+
+def has_hadamard(dim: int) -> bool:
+    return dim >= 8 and dim & (dim - 1) == 0
+
+
+@functools.cache
+def head_signs(dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The matrix of `hadamard_heads`, 1 and -1, times the root of `dim`: exact in every dtype.
+
+    Its rows have equal sums as far as `dim` allows, so that a number that all channels share is spread as well; in
+    Sylvester's matrix it all lands in one channel. Cached on the device: a copy from the host cannot be captured into a
+    CUDA graph.
+    """
+    odd = dim.bit_length() % 2 == 0  # powers of two that are no powers of four
+    size = dim // 2 if odd else dim
+    found = hadamard(size, torch.device("cpu"), torch.float32) * size**0.5
+    found = torch.kron(found, torch.tensor([[1.0, 1.0], [1.0, -1.0]])) if odd else found
+    return found.to(device, dtype)

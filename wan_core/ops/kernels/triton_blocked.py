@@ -90,11 +90,12 @@ def pool(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _finish_kernel(
-    out, lse, q, q_scale, keys, values, kept, sizes, tail, scale, target,
-    tokens, rows_of_lse, row_blocks, count, pads, softmax_scale,
+    out, lse, q, q_scale, keys, values, kept, sizes, slopes, tail, scale, target,
+    tokens, rows_of_lse, row_blocks, blocks, count, pads, softmax_scale,
     out_sample, out_token, out_head, q_sample, q_token, q_head,
-    PADS: tl.constexpr, POOLED: tl.constexpr, Q_SCALED: tl.constexpr, FP8_OUT: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, LIMIT: tl.constexpr,
+    PADS: tl.constexpr, POOLED: tl.constexpr, SLOPED: tl.constexpr, Q_SCALED: tl.constexpr, FP8_OUT: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     part, head, sample = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
@@ -130,7 +131,7 @@ def _finish_kernel(
             scores = (
                 tl.dot(query, one.to(tl.bfloat16)) * factor + tl.load(sizes + index, mask=there, other=0.0)[None, :]
             )
-            read = tl.load(kept + (group * row_blocks + block) * count + index, mask=there, other=1)
+            read = tl.load(kept + (group * row_blocks + block) * blocks + index // PARTS, mask=there, other=1)
             scores = tl.where((read != 0)[None, :], float("-inf"), scores)
             above = tl.maximum(largest, tl.max(scores, 1))
             shares = tl.exp(scores - above[:, None])
@@ -142,6 +143,12 @@ def _finish_kernel(
             weight = weight * fade + tl.sum(shares, 1)
             largest = above
         found = found / weight[:, None]
+        if SLOPED:
+            at = slopes + ((group * row_blocks + block) * D + columns)[:, None] * D + columns[None, :]
+            along = tl.dot(query, tl.load(at).to(tl.bfloat16))
+            if Q_SCALED:
+                along = along * tl.load(q_scale)
+            found = found + along * (1.0 - tl.exp(total - largest) / weight)[:, None]
     if FP8_OUT:
         found = found / tl.load(scale)
         found = tl.minimum(tl.maximum(found, -LIMIT), LIMIT)
@@ -165,6 +172,7 @@ def finish(
     """As `blocked.finish`. May overwrite `out`."""
     batch, tokens, heads, dim = out.shape
     row_blocks = triton.cdiv(tokens, block)
+    slopes = None if pooled is None else pooled.slopes
     count = row_blocks if pooled is None else pooled.keys.shape[2]
     rows = min(block, 128)
     dtype = q.dtype if scale is None else FP8
@@ -179,12 +187,15 @@ def finish(
             out, lse, q, none if q_scale is None else q_scale,
             none if pooled is None else pooled.keys.to(torch.bfloat16).contiguous(),
             none if pooled is None else pooled.values.to(torch.bfloat16).contiguous(),
-            none if pooled is None else pooled.kept.to(torch.uint8),
+            none if pooled is None else pooled.kept.to(torch.uint8).contiguous(),
             none if pooled is None else sizes_of(pooled, q, block).log(),
+            none if slopes is None else slopes.contiguous(),
             none if tail is None else tail.to(torch.uint8).contiguous(), none if scale is None else scale, result,
-            tokens, lse.shape[-1], row_blocks, count, pads, dim**-0.5,
+            tokens, lse.shape[-1], row_blocks, 0 if pooled is None else pooled.kept.shape[-1], count, pads, dim**-0.5,
             *(out.stride(i) for i in range(3)), *(q.stride(i) for i in range(3)),
-            PADS=pads > 0, POOLED=pooled is not None, Q_SCALED=q_scale is not None, FP8_OUT=scale is not None,
-            BLOCK=block, ROWS=rows, KEYS=KEYS, D=dim, LIMIT=FP8_MAX, num_warps=8, num_stages=2,
+            PADS=pads > 0, POOLED=pooled is not None, SLOPED=slopes is not None,
+            Q_SCALED=q_scale is not None, FP8_OUT=scale is not None,
+            BLOCK=block, PARTS=1 if pooled is None else pooled.parts, ROWS=rows, KEYS=KEYS, D=dim, LIMIT=FP8_MAX,
+            num_warps=8, num_stages=2,
         )  # fmt: skip
     return result

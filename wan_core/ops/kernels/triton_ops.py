@@ -9,7 +9,6 @@ unless stated otherwise.
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -17,10 +16,18 @@ import triton
 from torch import Tensor
 
 from wan_core.ops.custom_ops import operator
+from wan_core.ops.kernels import reference
 from wan_core.ops.kernels.block_layout import Blocked, padded
 from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized
-from wan_core.ops.kernels.triton_rows import activate_kernel, head_norm_kernel, residual_norm_kernel, scale_kernel
+from wan_core.ops.kernels.triton_rows import (
+    activate_kernel,
+    hadamard_kernel,
+    head_norm_kernel,
+    residual_norm_kernel,
+    scale_kernel,
+)
 
+MIXED_ROWS, MIXED_TILES = 64, 8  # of `hadamard_kernel`: heads of tokens in a tile, and tiles in a program
 _FMT = {"": 0, "row": 1, "block": 2}
 
 
@@ -94,53 +101,42 @@ def _residual(x: Tensor, update: Tensor, gate: Tensor | None) -> None:
     _launch_residual_norm(x, update, gate, None, None, 0.0, "")
 
 
-def _launch_head_norm(
-    x: Tensor,
-    out: Tensor,
-    weight: Tensor,
-    eps: float,
-    rope: Tensor | None,
-    mean: Tensor | None,
-    factor: float,
-    head: int = 0,
-) -> Tensor:
-    """Returns the FP8 scale [1]. head: D if `out` is [B, H, S, D]; 0 if `out` has the layout of x."""
+@operator("head_norm", mutates_args=("x",))
+def _head_norm(x: Tensor, weight: Tensor, eps: float, rope: Tensor | None) -> None:
     assert x.is_contiguous()
     C = x.shape[-1]
     rows = x.numel() // C
-    fp8 = out.dtype == FP8
-    scale = torch.empty(1, dtype=torch.float32, device=x.device)
-    table = weight if rope is None else rope.contiguous()
     with on_device_of(x):
         head_norm_kernel[(triton.cdiv(rows, 4),)](
-            x, weight, table, scale if mean is None else mean, out, scale, rows, x.shape[-2], out.shape[-2], C, eps,
-            factor, ROPE=rope is not None, CENTRE=mean is not None, FP8_OUT=fp8,
-            PAIRS=1 if rope is None else rope.shape[-2], ROWS=4, HEAD=head, **_parts(C),
+            x, weight, weight if rope is None else rope.contiguous(), rows, x.shape[-2], C, eps,
+            ROPE=rope is not None, PAIRS=1 if rope is None else rope.shape[-2], ROWS=4, **_parts(C),
         )  # fmt: skip
-    return scale
 
 
-@operator("head_norm", mutates_args=("x",))
-def _head_norm(x: Tensor, weight: Tensor, eps: float, rope: Tensor | None) -> None:
-    _launch_head_norm(x, x, weight, eps, rope, None, 0.0)
+def _mixed_shape(x: Tensor, size: int) -> Tensor:
+    """Empty FP8 of the shape of x [B, L, H, D], or [B, H, size, D]."""
+    shape = (x.shape[0], x.shape[2], size, x.shape[3]) if size else x.shape
+    return x.new_empty(shape, dtype=FP8)
 
 
-def _one_scale(x: Tensor, head: int = 0, size: int = 0) -> tuple[Tensor, Tensor]:
-    """Empty FP8 of x's shape [B, L, C], or with a head dim [B, H, size, D], and one scale."""
-    shape = (x.shape[0], x.shape[2] // head, size, head) if head else x.shape
-    return x.new_empty(shape, dtype=FP8), x.new_empty(1, dtype=torch.float32)
-
-
-@operator("head_norm_fp8", lambda x, weight, eps, rope, mean, head, size: _one_scale(x, head, size))
-def _head_norm_fp8(
-    x: Tensor, weight: Tensor, eps: float, rope: Tensor, mean: Tensor | None, head: int, size: int
-) -> tuple[Tensor, Tensor]:
-    """In the layout of `_one_scale`, zeros after the tokens."""
-    out, _ = _one_scale(x, head, size)
-    if head:
-        out[:, :, x.shape[1] :].view(torch.uint8).zero_()
-    factor = (1.0 if mean is None else 2.0) * math.sqrt(x.shape[-1]) / FP8_MAX
-    return out, _launch_head_norm(x, out, weight, eps, rope, mean, factor, head)
+@operator("hadamard_fp8", lambda x, scale, mean, size: _mixed_shape(x, size))
+def _hadamard_fp8(x: Tensor, scale: Tensor, mean: Tensor | None, size: int) -> Tensor:
+    """In the layout of `_mixed_shape`, zeros after the tokens. The matrix is made in here, where nothing is compiled:
+    it is cached on the device."""
+    batch, tokens, heads, dim = x.shape
+    assert x.stride(-1) == 1
+    out = _mixed_shape(x, size)
+    if size:
+        out[:, :, tokens:].view(torch.uint8).zero_()
+    rows = batch * tokens * heads
+    mean = None if mean is None else reference.hadamard_heads(mean.float()).expand(batch, 1, heads, dim).contiguous()
+    with on_device_of(x):
+        hadamard_kernel[(triton.cdiv(rows, MIXED_ROWS * MIXED_TILES),)](
+            x, reference.head_signs(dim, x.device, x.dtype), scale if mean is None else mean, scale, out,
+            rows, tokens, heads, size, *x.stride()[:3], heads * dim,
+            CENTRE=mean is not None, BY_HEADS=size > 0, D=dim, ROWS=MIXED_ROWS, TILES=MIXED_TILES, num_warps=4,
+        )  # fmt: skip
+    return out
 
 
 def _launch_activate(x: Tensor, out: Tensor, scales: Tensor, fmt: str, gelu: bool) -> None:
@@ -202,15 +198,11 @@ def head_norm(x: Tensor, weight: Tensor, eps: float, rope: Tensor | None, heads:
     return x.unflatten(-1, (heads, -1))
 
 
-def head_norm_fp8(
-    x: Tensor, weight: Tensor, eps: float, rope: Tensor, heads: int, mean: Tensor | None, block: int = 0
-) -> Quantized | Blocked:
+def hadamard_fp8(x: Tensor, scale: Tensor, mean: Tensor | None, block: int) -> Quantized | Blocked:
+    x = x if x.stride(-1) == 1 else x.contiguous()
     if block:
-        size = padded(x.shape[1], block)
-        memory, scale = _head_norm_fp8(x.contiguous(), weight, eps, rope, mean, x.shape[-1] // heads, size)
-        return Blocked(memory, scale, x.shape[1])
-    data, scale = _head_norm_fp8(x.contiguous(), weight, eps, rope, mean, 0, 0)
-    return Quantized(data.unflatten(-1, (heads, -1)), scale)
+        return Blocked(_hadamard_fp8(x, scale, mean, padded(x.shape[1], block)), scale, x.shape[1])
+    return Quantized(_hadamard_fp8(x, scale, mean, 0), scale)
 
 
 def gelu(x: Tensor, fmt: Format | None) -> Tensor | Quantized:

@@ -36,16 +36,6 @@ def _store(a, b, target, row, C, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _store_heads(a, b, target, row, tokens, padded, C, HEAD: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Write a row to `target` [B, H, padded, D]."""
-    first, second, mask = _columns(C, A, B)
-    at = target + (row // tokens).to(tl.int64) * C * padded + (row % tokens).to(tl.int64) * HEAD
-    far = padded.to(tl.int64) * HEAD
-    tl.store(at + (first // HEAD) * far + first % HEAD, a.to(target.dtype.element_ty))
-    tl.store(at + (second // HEAD) * far + second % HEAD, b.to(target.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _groups_to_fp8(part, scales, row, group, count, rows, WIDTH: tl.constexpr, LIMIT: tl.constexpr):
     """`part` divided by one scale for every 128 numbers; writes the scales of groups `group` + 0, 1, ..."""
     values = tl.reshape(part, (WIDTH // 128, 128))
@@ -115,18 +105,11 @@ def _rotate(part, cos, sin, PAIRS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def head_norm_kernel(
-    x, weight, rope, mean, out, scale, rows, tokens, padded, C, eps, factor,
-    ROPE: tl.constexpr, CENTRE: tl.constexpr, FP8_OUT: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
-    HEAD: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    x, weight, rope, rows, tokens, C, eps,
+    ROPE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
     weight_a, weight_b = _load(weight, first * 0, C, A, B)
-    if CENTRE:
-        mean_a, mean_b = _load(mean, first * 0, C, A, B)
-    if FP8_OUT:
-        unit = tl.maximum(tl.max(tl.abs(weight_a)), tl.max(tl.abs(weight_b))) * factor
-        if first == 0:
-            tl.store(scale, unit)
     for i in range(ROWS):
         row = first + i
         if row < rows:
@@ -140,16 +123,34 @@ def head_norm_kernel(
                 sin = tl.load(pair + 1)[None, :]
                 a = _rotate(a, cos, sin, PAIRS, A)
                 b = _rotate(b, cos, sin, PAIRS, B)
-            if CENTRE:
-                a = a - mean_a
-                b = b - mean_b
-            if FP8_OUT:
-                a = a / unit
-                b = b / unit
-            if HEAD > 0:
-                _store_heads(a, b, out, row, tokens, padded, C, HEAD, A, B)
-            else:
-                _store(a, b, out, row, C, A, B)
+            _store(a, b, x, row, C, A, B)
+
+
+@triton.jit
+def hadamard_kernel(
+    x, signs, mean, scale, out, rows, tokens, heads, padded, sample_stride, token_stride, head_stride, mean_stride,
+    CENTRE: tl.constexpr, BY_HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """`TILES` times `ROWS` heads of tokens: x [B, L, H, D] times signs [D, D], minus mean [B, H, D], over scale [1], to
+    out [B, L, H, D], or [B, H, padded, D] with BY_HEADS."""
+    columns = tl.arange(0, D)
+    matrix = tl.load(signs + columns[:, None] * D + columns[None, :])
+    inverse = 1.0 / tl.load(scale)
+    for tile in range(TILES):
+        row = (tl.program_id(0).to(tl.int64) * TILES + tile) * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None]
+        head, token = row % heads, row // heads
+        sample, token = token // tokens, token % tokens
+        at = x + sample * sample_stride + token * token_stride + head * head_stride
+        values = tl.load(at[:, None] + columns[None, :], mask=inside, other=0.0)
+        mixed = tl.dot(values, matrix) * (D**-0.5)
+        if CENTRE:
+            at = mean + sample * mean_stride + head * D
+            mixed = mixed - tl.load(at[:, None] + columns[None, :], mask=inside, other=0.0)
+        place = row
+        if BY_HEADS:
+            place = (sample * heads + head) * padded + token
+        tl.store(out + place[:, None] * D + columns[None, :], (mixed * inverse).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

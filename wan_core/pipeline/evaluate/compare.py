@@ -20,6 +20,8 @@ from wan_core.media.driving import follows
 from wan_core.media.metrics import judge, psnr, ssim, temporal_flicker, unit_range
 from wan_core.media.shapes import parse_caption
 
+# Numbers of a video that is compared on the device of the models: a larger one's copies would not fit beside them.
+SMALL_VIDEO = 2**25
 MOST_PSNR = 99.0  # dB for equal videos, whose PSNR is infinite, so that a mean exists
 Distance = Callable[[Tensor, Tensor], float]
 
@@ -40,14 +42,22 @@ class Comparison:
 
 
 def compare(
-    frames: Tensor, full: Tensor, caption: str, perceptual: Distance, driving: Tensor | None = None
+    frames: Tensor,
+    full: Tensor,
+    caption: str,
+    perceptual: Distance,
+    driving: Tensor | None = None,
+    device: torch.device | None = None,
 ) -> Comparison:
-    """driving: the video [F, H, W, 3] that drove `frames`."""
+    """driving: the video [F, H, W, 3] that drove `frames`. device: where small videos are compared, if not where they
+    are."""
+    place = frames.device if device is None or frames.numel() > SMALL_VIDEO else device
+    shown, exact = frames.to(place), full.to(place)
     return Comparison(
-        psnr=min(MOST_PSNR, psnr(frames, full)),
-        ssim=ssim(frames, full),
-        perceptual=perceptual(frames, full),
-        flicker=flicker(frames) - flicker(full),
+        psnr=min(MOST_PSNR, psnr(shown, exact)),
+        ssim=ssim(shown, exact),
+        perceptual=perceptual(shown, exact),
+        flicker=flicker(shown) - flicker(exact),
         truth=truth(frames, caption),
         look=None if driving is None else shows_look(frames, caption),
         motion=None if driving is None else follows(frames, driving),
@@ -112,7 +122,7 @@ def find_perceptual() -> tuple[str, Distance]:
     def distance(a: Tensor, b: Tensor) -> float:
         with torch.no_grad():
             pair = [unit_range(v).permute(0, 3, 1, 2) * 2 - 1 for v in (a, b)]
-            return float(network(*pair).mean())
+            return float(network.to(a.device)(*pair).mean())
 
     return "lpips", distance
 
@@ -129,6 +139,9 @@ def _gradient(frames: Tensor) -> Tensor:
     """Magnitude of the Prewitt gradient of luminance: [F, 1, H / 2, W / 2]."""
     grey = unit_range(frames) @ torch.tensor([0.299, 0.587, 0.114], device=frames.device)
     half = F.avg_pool2d(grey[:, None], 2)
-    across = half.new_tensor([[1.0, 0.0, -1.0]] * 3) / 3
-    kernels = torch.stack([across, across.T])[:, None]  # [2, 1, 3, 3]
-    return F.conv2d(half, kernels, padding=1).square().sum(1, keepdim=True).sqrt()
+    # Sums instead of a convolution, which a GPU would round to TF32.
+    padded = F.pad(half, (1, 1, 1, 1))
+    rows = padded[:, :, :-2] + padded[:, :, 1:-1] + padded[:, :, 2:]
+    columns = padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]
+    across, down = rows[..., :-2] - rows[..., 2:], columns[:, :, :-2] - columns[:, :, 2:]
+    return torch.hypot(across, down) / 3

@@ -60,6 +60,12 @@ def _add_sample_options(parser: argparse.ArgumentParser, count: int) -> None:
     group.add_argument(
         "--prompt", action="append", dest="prompts", help="repeatable (default: captions suitable for the model)"
     )
+    group.add_argument(
+        "--samples",
+        type=Path,
+        metavar="FILE.jsonl",
+        help='prompts with a first frame each, {"prompt": ..., "image": ...} a line, used in turn',
+    )
     group.add_argument("--negative-prompt", help="default: the task's own, as of `generate`")
     group.add_argument("--image", help="first frame, for models that take one")
     group.add_argument("--size", help="WIDTHxHEIGHT (default: the task's own)")

@@ -24,7 +24,15 @@ from wan_core.pipeline.evaluate.calibrate import measure, plain
 from wan_core.pipeline.evaluate.compare import Comparison, compare, find_perceptual, pareto, summary, truth
 from wan_core.pipeline.evaluate.pictures import draw_curve, draw_quality, preset_plans, side_by_side
 from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
-from wan_core.pipeline.evaluate.samples import Batch, Sample, batches, choose_samples, driving_frames, one_by_one
+from wan_core.pipeline.evaluate.samples import (
+    Batch,
+    Sample,
+    batches,
+    choose_samples,
+    driving_frames,
+    one_by_one,
+    read_samples,
+)
 from wan_core.pipeline.evaluate.sparsity import coverage_places, draw_coverage, measure_coverage
 from wan_core.pipeline.evaluate.sparsity import words as coverage_words
 from wan_core.pipeline.images import decode_images
@@ -50,11 +58,11 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
     if options.sparsity:
         return calibrate_sparsity(options, pipe, base, outputs)
     models, out = pipe.models, options.out
-    if out is None:
-        place = beside(models.checkpoint, models.task.name, image=base.image is not None)
-        out = outputs.add("the curve", place, overwrite=True)
     samples = chosen(options, pipe)
-    plan = next(batches(pipe, base, samples[:1], 1)).job.plan  # of all: they differ in caption and seed
+    if out is None:
+        image = base.image is not None or samples[0].image is not None
+        out = outputs.add("the curve", beside(models.checkpoint, models.task.name, image=image), overwrite=True)
+    plan = next(batches(pipe, base, samples[:1], 1)).job.plan  # of all: they differ in caption, seed and picture
     videos = shown(pipe, base, samples, options.batch)
     with torch.no_grad():
         curve = measure(plan, pipe.models.expert, videos, source=source(pipe))
@@ -240,7 +248,8 @@ def measure_quality(
             found.first.setdefault(setting, frames[0])
             for video, full, sample in zip(frames, exact, batch.samples, strict=True):
                 driving = driving_frames(batch.job, sample)
-                found.comparisons[setting].append(compare(video, full, sample.caption, perceptual, driving))
+                compared = compare(video, full, sample.caption, perceptual, driving, pipe.models.device)
+                found.comparisons[setting].append(compared)
             newest = summary(found.comparisons[setting])
             show(f"{setting}: {len(found.comparisons[setting])} of {len(samples)} videos, {newest['psnr']} dB so far")
         found.full["size"] = f"{batch.job.width}x{batch.job.height}x{batch.job.frames}"
@@ -297,6 +306,10 @@ def make(pipe: Pipeline, batch: Batch, plan: Plan) -> Run:
 def chosen(options: argparse.Namespace, pipe: Pipeline) -> list[Sample]:
     if options.count < 1 or options.batch < 1:
         raise OptionError(f"count {options.count} and batch {options.batch} given; both must be at least 1")
+    if options.samples is not None:
+        if options.prompts or options.image:
+            raise OptionError("--samples has prompts and images: leave --prompt and --image out")
+        return read_samples(options.samples, options.count, options.seed)
     return choose_samples(options.prompts, options.count, options.seed, pipe.models.task.name.endswith("-tiny"))
 
 

@@ -5,6 +5,7 @@ Legend: B videos, C latent channels, T/Y/X latent frames, rows, columns, F/H/W v
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from wan_core.config import Request
+from wan_core.config import OptionError, Request
 from wan_core.media.driving import Trio, draw_trios
 from wan_core.media.mp4 import Encoder, write_mp4
 from wan_core.media.shapes import SCENES, SIZE, draw, held_out, parse_caption, scene_table
@@ -45,10 +46,11 @@ ROWS = ("cond", "concat", "known", "image_features")  # fields of `Conditioning`
 
 @dataclass(frozen=True)
 class Sample:
-    """Caption and seed of one video."""
+    """Caption and seed of one video. image: path of its first frame, where it is not that of the request."""
 
     caption: str
     seed: int
+    image: str | None = None
 
 
 def choose_samples(prompts: Sequence[str] | None, count: int, seed: int, tiny: bool) -> list[Sample]:
@@ -59,6 +61,36 @@ def choose_samples(prompts: Sequence[str] | None, count: int, seed: int, tiny: b
         spacing = max(1, len(untrained) // count)
         prompts = untrained[seed % spacing :: spacing] if tiny else PROMPTS
     return [Sample(prompts[i % len(prompts)], seed + i) for i in range(count)]
+
+
+def read_samples(path: Path, count: int, seed: int) -> list[Sample]:
+    """`count` samples of a file, its lines in turn: a JSON object each, `{"prompt": ..., "image": ...}`. An image is
+    optional, and its path is relative to the file's folder. Raises OptionError."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as fault:
+        raise OptionError(f"cannot read the samples {path}: {getattr(fault, 'strerror', None) or fault}") from fault
+    given = [_read_sample(line, f"line {number} of {path}") for number, line in enumerate(lines, 1)]
+    if not given:
+        raise OptionError(f"no samples in {path}: give a JSON object a line, with a prompt")
+    samples = []
+    for i in range(count):
+        prompt, image = given[i % len(given)]
+        samples.append(Sample(prompt, seed + i, None if image is None else str(path.parent / image)))
+    return samples
+
+
+def _read_sample(line: str, where: str) -> tuple[str, str | None]:
+    """The prompt and the image of a line. Raises OptionError."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as fault:
+        raise OptionError(f"{where}: no JSON object: {fault}") from fault
+    if not isinstance(found, dict) or not {"prompt"} <= found.keys() <= {"prompt", "image"}:
+        raise OptionError(f'{where}: a sample is {{"prompt": TEXT}} or {{"prompt": TEXT, "image": FILE}}')
+    if not all(isinstance(value, str) for value in found.values()):
+        raise OptionError(f"{where}: prompt and image are texts")
+    return found["prompt"], found.get("image")
 
 
 @dataclass(frozen=True)
@@ -102,7 +134,11 @@ def one_by_one(batch: Batch) -> Iterator[Batch]:
 
 @contextmanager
 def drawn_media(task: str, request: Request, sample: Sample) -> Iterator[Request]:
-    """`request`, with pictures and videos of the drawn scene where the embedded model needs some."""
+    """`request`, with the sample's own image, or with pictures and videos of the drawn scene where the embedded model
+    needs some."""
+    if sample.image is not None:
+        yield replace(request, image=sample.image)
+        return
     sides = {"width": given(request.width, SIZE), "height": given(request.height, SIZE)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -4,7 +4,7 @@ Each frame's queries attend to all tokens of the video, and to one frame of the 
 each call. The video's keys and values are the same for all frames of a layer: they are put into tiles once.
 
 Legend: B batch, Q tokens of a frame, S tokens of the video and of a pose frame, H heads, D head dim, n blocks of keys,
-r blocks of queries.
+p parts of them, r blocks of queries.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ import torch
 from torch import Tensor
 
 from wan_core.ops.attention.sparse.kernels import SparseKernel
-from wan_core.ops.attention.sparse.routing import Rule, choose, estimate
+from wan_core.ops.attention.sparse.means import KeyMeans
+from wan_core.ops.attention.sparse.routing import Rule, choose, scores
 from wan_core.ops.attention.sparse.tiles import Tiles, make_tiles, with_extra
-from wan_core.ops.kernels.block_layout import Pooled, block_sizes
+from wan_core.ops.kernels.block_layout import block_sizes
 from wan_core.ops.kernels.blocked import finish, pool
+
+Pools = list[Tensor]
+"""Means and variances of keys, means and variances of values, float32 [B, H, p, D] each."""
 
 
 @dataclass
@@ -33,7 +37,7 @@ class FrameKeys:
     tiles: Tiles
     keys: Tensor
     values: Tensor
-    pools: tuple[Tensor, Tensor, Tensor]  # means and variances of keys, means of values, float32 [B, H, full, D]
+    pools: Pools  # of the parts of full blocks
     frame: int = 0
 
     @classmethod
@@ -43,7 +47,7 @@ class FrameKeys:
         room = video + video // tiles.grid[0]
         keys, values = (x.new_empty(x.shape[0], room, *x.shape[2:]) for x in (k, v))
         keys[:, :video], values[:, :video] = k[:, tiles.order], v[:, tiles.order]
-        return cls(layer, tiles, keys, values, _pools(keys[:, :full], values[:, :full], tiles.block))
+        return cls(layer, tiles, keys, values, _pools(keys[:, :full], values[:, :full], tiles.part))
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kernel: SparseKernel, pooled: bool) -> Tensor:
         """Attention of the next frame's q [B, Q, H, D] to k, v [B, S, H, D] -> [B, Q, H, D]."""
@@ -55,15 +59,16 @@ class FrameKeys:
         full = video // block * block
         pools = self.pools
         if full < length:
-            rest = _pools(keys[:, full:], values[:, full:], block)
-            pools = tuple(torch.cat(pair, 2) for pair in zip(pools, rest, strict=True))
-        sizes = block_sizes(length, block, q.device)
-        ordered = q[:, queries.order]
-        scores = estimate(pool(ordered, block)[0], pools[0], pools[1], sizes, rule.score)
-        route = choose(scores, rule, nearest_forced(queries, tiles, self.frame), sizes)
+            rest = _pools(keys[:, full:], values[:, full:], tiles.part)
+            pools = [torch.cat(pair, 2) for pair in zip(pools, rest, strict=True)]
+        ordered, sizes = q[:, queries.order], block_sizes(length, tiles.part, q.device)
+        known = KeyMeans(pools[0], pools[1], sizes, pools[2], pools[3], tiles.parts)
+        worth = scores(pool(ordered, block)[0], known, rule.score)
+        forced = nearest_forced(queries, tiles, self.frame)
+        route = choose(worth, rule, forced, block_sizes(length, block, q.device))
         self.frame += 1
         out, lse = kernel.load()(ordered, keys, values, route, block)
-        means = Pooled(pools[0], pools[2], route.kept(tiles.blocks), sizes) if pooled else None
+        means = known.pooled(route.kept(tiles.blocks)) if pooled else None
         return finish(out, lse, ordered, block, pooled=means)[:, queries.inverse]
 
 
@@ -79,5 +84,5 @@ def nearest_forced(queries: Tiles, keys: Tiles, frame: int) -> Tensor:
     return keys.forced[votes.argmax(-1)]
 
 
-def _pools(keys: Tensor, values: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    return *pool(keys, block), pool(values, block)[0]
+def _pools(keys: Tensor, values: Tensor, part: int) -> Pools:
+    return [*pool(keys, part), *pool(values, part)]

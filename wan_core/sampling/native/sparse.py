@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wan_core.config import SparseOptions
+from wan_core.config import OptionError, SparseOptions
 from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.attention.sparse.forward import SparseForward
@@ -76,7 +76,7 @@ class NativeSparse:
             fp8=dense.takes_fp8, counts=options.mass is not None,
         )  # fmt: skip
         block = block_length(kernel, tokens)
-        tiles = make_tiles(grid, block, q.device, image=forward.image)
+        tiles = make_tiles(grid, block, q.device, image=forward.image, parts=min(options.parts, block))
         if tokens > len(tiles.order):
             rule = wider(rule, tiles.blocks, -(-tokens // block))
             tiles = with_extra(tiles, forward.front, tokens)
@@ -86,6 +86,7 @@ class NativeSparse:
             tiles=tiles,
             rules=(rule,),
             pooled=options.pooled,
+            slope=options.slope,
             step=run.sparse_step(),
             branches=(forward.branches, layer, forward.call(layer), q.device),
             reuse=options.reuse,
@@ -97,13 +98,18 @@ class NativeSparse:
         options, length = self.options, k.shape[1]
         if not forward.by_frames or (options.kernel != "auto" and KERNELS[options.kernel].fp8):
             return None
+        if options.slope:
+            raise OptionError(
+                "sparse attention with slope does not run in a model that attends frame by frame (Animate-2): leave "
+                "slope out of the sparse options"
+            )
         tokens = forward.tokens + forward.frame
         kernel = resolve_kernel(
             options.kernel, q.device, q.dtype, q.shape[-1], tokens, fp8=False, counts=options.mass is not None
         )
         block = block_length(kernel, tokens)
         if length == forward.tokens:
-            tiles = make_tiles(forward.grid, block, q.device, image=forward.image)
+            tiles = make_tiles(forward.grid, block, q.device, image=forward.image, parts=min(options.parts, block))
             forward.frame_keys = FrameKeys.of(layer, tiles, k, v)
         state = forward.frame_keys
         if state is None or state.layer != layer or length not in (forward.tokens, tokens):

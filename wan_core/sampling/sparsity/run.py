@@ -100,6 +100,7 @@ class SparseTiles:
             tiles=tiles,
             rules=rules,
             pooled=self.options.pooled,
+            slope=self.options.slope,
             step=len(self.computed),
             branches=info.branches,
             reuse=self.options.reuse,
@@ -116,7 +117,10 @@ class SparseTiles:
         length, rules = inputs.tokens.shape[1], self.rules(inputs.info.sparsity)
         others = length > prod(inputs.grid)
         frames_apart = inputs.modulation.shape[1] > 1 and not others
-        tiles = make_tiles(inputs.grid, self.block, inputs.tokens.device, frames_apart=frames_apart, image=self.image)
+        tiles = make_tiles(
+            inputs.grid, self.block, inputs.tokens.device,
+            frames_apart=frames_apart, image=self.image, parts=min(self.options.parts, self.block),
+        )  # fmt: skip
         if not others:
             return tiles, rules
         if self.around[0].ring_size > 1:
@@ -141,7 +145,7 @@ def layer_rule(options: SparseOptions, keeps: Sequence[float] | None, layer: int
         return None
     # What was calibrated is for the full sparsity.
     keep = keeps[layer] if keeps is not None and sparsity == options.sparsity else 1 - sparsity
-    return Rule(keep, options.mass, options.floor, "mean" if options.score == "mean" else "spread")
+    return Rule(keep, options.mass, options.floor, options.score)
 
 
 def wider(rule: Rule, video: int, blocks: int) -> Rule:

@@ -4,7 +4,7 @@ their means.
 A `SparseForward` says what one forward of the model reads. It comes with every call of attention (`AttentionCall`),
 as does the layer.
 
-Legend: B batch, L tokens, H heads, D head dim, n blocks, r blocks of a rank's queries.
+Legend: B batch, L tokens, H heads, D head dim, n blocks, p parts of them, r blocks of a rank's queries.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from torch import Tensor
 from wan_core.ops.attention.fp8 import key_mean
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring, empty_like_heads
 from wan_core.ops.attention.sparse.kernels import SparseKernel
+from wan_core.ops.attention.sparse.means import KeyMeans
 from wan_core.ops.attention.sparse.ring import Numbers, block_means, read_around, ring_blocks, widened
-from wan_core.ops.attention.sparse.routing import Route, Rule, choose, estimate, over_rows
+from wan_core.ops.attention.sparse.routing import Route, Rule, choose, over_rows, scores
+from wan_core.ops.attention.sparse.slopes import Keys, SlopeSum, slope_weights, slopes
 from wan_core.ops.attention.sparse.tiles import Tiles
 from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, channels_first, heads_first
 from wan_core.ops.kernels.blocked import final_lse, finish, pool, quantize_heads_first, quantize_values
@@ -46,6 +48,7 @@ class SparseForward:
     tiles: Tiles
     rules: Sequence[Rule | None]
     pooled: bool = True
+    slope: bool = False
     step: int = 0
     branches: Hashable = None
     reuse: int = 1
@@ -106,9 +109,9 @@ class SparseForward:
     def _read(self, layer: int, rule: Rule, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Pooled | None]:
         """What the kernel gives for plain numbers, its log-sum-exp, and the means that `finish` has yet to add."""
         block = self.block
-        pools = pool(q, block)[0], *pool(k, block)
-        route = self.route(layer, rule, *pools)
-        pooled = Pooled(pools[1], pool(v, block)[0], route.kept(self.tiles.blocks)) if self.pooled else None
+        known, queries = self.known(rule, k, v), pool(q, block)[0]
+        route = self.route(layer, rule, queries, known)
+        pooled = self.replacing(route, queries, known, k, v)
         if self.kernel.means:
             return *self.kernel.load()(q, k, v, route, block, pooled), None
         return *self.kernel.load()(q, k, v, route, block), pooled
@@ -139,13 +142,12 @@ class SparseForward:
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """What the kernel gives for FP8, its log-sum-exp, and how `finish` corrects them."""
         block, tokens = self.block, q.tokens
-        pools = pool(q.data, block, q.scale)[0], *pool(k.data, block, k.scale)
-        route = self.route(layer, rule, *pools)
+        known, queries = self.known(rule, k, v), pool(q.data, block, q.scale)[0]
+        route = self.route(layer, rule, queries, known)
         out, lse = self.kernel.load()(q, k, v, route, block)
         pads = -tokens % block
-        pooled = tail = None
-        if self.pooled:
-            pooled = Pooled(pools[1], pool(v.data, block, v.scale)[0], route.kept(self.tiles.blocks))
+        tail = None
+        pooled = self.replacing(route, queries, known, k, v)
         if pads:
             last = self.tiles.blocks - 1
             tail = pooled.kept[..., last] if pooled else (route.blocks == last).any(-1)
@@ -158,20 +160,39 @@ class SparseForward:
         Means of all blocks are gathered, a hundredth of the keys and values: choice and rest are as on one device."""
         assert self.others is None, "tokens beside the video's are in no order around a ring"
         block, mine = self.block, widened(q if isinstance(q, Tensor) else q.data, q)
-        values = [block_means(v, block)[0]] if self.pooled else []
-        means = torch.stack([*block_means(k, block), *values])  # [2 or 3, B, H, r, D]
-        keys, variance, *values = ring.gather(means, ring_blocks(ring, block), 3).unbind()
-        route = self.route(layer, rule, block_means(q, block)[0], keys, variance, ring)
-        out, lse = read_around(self.kernel.load(), mine, k, v, route, block, ring)
-        sizes = block_sizes(len(self.tiles.order), block, out.device)
-        pooled = Pooled(keys, values[0], route.kept(self.tiles.blocks), sizes) if self.pooled else None
+        known, queries = self.known(rule, k, v, ring), block_means(q, block)[0]
+        route = self.route(layer, rule, queries, known, ring)
+        kept = route.kept(self.tiles.blocks)
+        slope = SlopeSum(slope_weights(queries, known, kept), known.keys, self.tiles) if self.slope else None
+        out, lse = read_around(self.kernel.load(), mine, k, v, route, block, ring, slope and slope.add)
+        pooled = known.pooled(kept)._replace(slopes=slope and slope.total) if self.pooled else None
         return finish(out, lse, mine, block, pooled=pooled)
 
-    def route(
-        self, layer: int, rule: Rule, queries: Tensor, keys: Tensor, variance: Tensor, ring: Ring | None = None
-    ) -> Route:
-        """The blocks to read, from means of queries, float32 [B, H, r, D], and of keys and the keys' variances,
-        [B, H, n, D]. ring: of whose queries these are this rank's; r is n where there is none."""
+    def known(self, rule: Rule, k: Keys, v: Keys, ring: Ring | None = None) -> KeyMeans:
+        """What choice and replacement need of all keys and values. ring: of whose keys these are this rank's."""
+        part, error = self.tiles.part, rule.score == "error"
+        found = [*block_means(k, part), *(block_means(v, part)[: 1 + error] if self.pooled or error else ())]
+        if ring is not None:
+            found = ring.gather(torch.stack(found), ring_blocks(ring, part), 3).unbind()  # [2 to 4, B, H, p, D]
+        keys, variance, values, scatter = *found, *[None] * (4 - len(found))
+        assert keys is not None and variance is not None
+        sizes = block_sizes(len(self.tiles.order), part, keys.device)
+        return KeyMeans(keys, variance, sizes, values, scatter, self.tiles.parts)
+
+    def replacing(self, route: Route, queries: Tensor, known: KeyMeans, k: Keys, v: Keys) -> Pooled | None:
+        """What replaces the blocks that `route` leaves out, if anything does. queries: means [B, H, r, D]."""
+        if not self.pooled:
+            return None
+        pooled = known.pooled(route.kept(self.tiles.blocks))
+        if not self.slope:
+            return pooled
+        return pooled._replace(
+            slopes=slopes(slope_weights(queries, known, pooled.kept), known.keys, k, v, self.tiles.part)
+        )
+
+    def route(self, layer: int, rule: Rule, queries: Tensor, known: KeyMeans, ring: Ring | None = None) -> Route:
+        """The blocks to read, from means of queries, float32 [B, H, r, D]. ring: of whose queries these are this
+        rank's; r is n where there is none."""
         key = self.branches, layer
         if key in self.routes:
             step, made_by, found = self.routes[key]
@@ -183,7 +204,7 @@ class SparseForward:
             rows = ring_blocks(ring, self.tiles.block)
             first = sum(rows[: ring.index])
             forced, average = forced[first : first + rows[ring.index]], partial(_over_ranks, ring)
-        found = choose(estimate(queries, keys, variance, sizes, rule.score), rule, forced, sizes, average)
+        found = choose(scores(queries, known, rule.score), rule, forced, sizes, average)
         if self.reuse > 1:
             self.routes[key] = self.step, rule, found
         return found

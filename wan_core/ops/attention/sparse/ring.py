@@ -9,12 +9,15 @@ Legend: B batch, N tokens of a rank, h heads, D head dim, r blocks of a rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from wan_core.ops.attention.protocol import Ring
 from wan_core.ops.attention.sparse.kernels import Run
 from wan_core.ops.attention.sparse.routing import Route
+from wan_core.ops.kernels.block_layout import Blocked
 from wan_core.ops.kernels.blocked import pool
 from wan_core.ops.kernels.formats import Quantized
 
@@ -29,17 +32,30 @@ def ring_blocks(ring: Ring, block: int) -> list[int]:
     return [-(-length // block) for length in ring.lengths]
 
 
-def read_around(run: Run, q: Tensor, k: Numbers, v: Numbers, route: Route, block: int, ring: Ring) -> Part:
+def read_around(
+    run: Run,
+    q: Tensor,
+    k: Numbers,
+    v: Numbers,
+    route: Route,
+    block: int,
+    ring: Ring,
+    see: Callable[[int, Tensor, Tensor], None] | None = None,
+) -> Part:
     """Attention of this rank's q [B, N, h, D] to the blocks of all ranks' keys that `route` names.
 
     k, v: this rank's, which go around as they come, in FP8 at half the size, and are widened where they arrive.
+    see: is given the first block, the keys and the values of each rank.
     """
     blocks, parts = ring_blocks(ring, block), []
     for rank, keys, values in ring.around(data(k), data(v)):
-        some, none = route.part(sum(blocks[:rank]), blocks[rank])
-        out, lse = run(q, widened(keys, k), widened(values, v), some, block)
+        first, keys, values = sum(blocks[:rank]), widened(keys, k), widened(values, v)
+        some, none = route.part(first, blocks[rank])
+        out, lse = run(q, keys, values, some, block)
         none = none.repeat_interleave(block, -1)[..., : q.shape[1]]
         parts.append((out, lse.masked_fill(none, float("-inf"))))
+        if see is not None:
+            see(first, keys, values)
     return ring.merge(parts)
 
 
@@ -55,6 +71,6 @@ def widened(arrived: Tensor, like: Numbers) -> Tensor:
     return Quantized(arrived, like.scale).dequantize(torch.bfloat16 if arrived.is_cuda else torch.float32)
 
 
-def block_means(x: Numbers, block: int) -> tuple[Tensor, Tensor]:
+def block_means(x: Numbers | Blocked, block: int) -> tuple[Tensor, Tensor]:
     """As `pool`: means and variances float32 [B, h, r, D]."""
     return pool(x, block) if isinstance(x, Tensor) else pool(x.data, block, x.scale)

@@ -4,10 +4,11 @@ A block of keys is worth the attention it would get: the sum over its keys of ex
 the mean of the keys estimate that, and miss a block with a few keys that stand out. For keys that scatter normally
 around their mean the logarithm of the mean of the exponentials is mean + variance / 2, where the variance of q . k is
 the sum over channels of q^2 times the variance of the keys: one more small product. `score="spread"` adds it,
-`score="mean"` does not.
+`score="mean"` does not. `score="error"` ranks by what is lost where a block is replaced by its means
+(arXiv:2603.08982): the mass that the variance adds, times the distance of its values from the output.
 
-Legend: B batch, L tokens, H heads, D head dim, n blocks (of queries and of keys), K blocks kept, r blocks of queries:
-n, or those of one rank where others have the rest.
+Legend: B batch, L tokens, H heads, D head dim, n blocks (of queries and of keys), p parts of all blocks, K
+blocks kept, r blocks of queries: n, or those of one rank where others have the rest.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wan_core.ops.attention.sparse.means import KeyMeans, block_sums
 from wan_core.ops.kernels.block_layout import block_sizes
 from wan_core.ops.kernels.blocked import pool
 
-Score = Literal["mean", "spread"]
+Score = Literal["mean", "spread", "error"]
+AT_ONCE = 1 << 23  # numbers of queries and parts that are held at once
 SINKS = 1  # blocks that most queries of a head look at, kept for all of them
 
 
@@ -73,6 +76,35 @@ class Rule:
 
     def most(self, blocks: int) -> int:
         return min(blocks, max(1, round(self.keep * blocks)))
+
+
+def scores(queries: Tensor, known: KeyMeans, score: Score) -> Tensor:
+    """float32 [B, H, r, n]: how much each block is worth to read, for one of its keys, as a logarithm. queries: means,
+    float32 [B, H, r, D]."""
+    return expected_error(queries, known) if score == "error" else estimate(queries, *known.blocks(), score)
+
+
+def expected_error(queries: Tensor, known: KeyMeans) -> Tensor:
+    """As `scores`: the change of the output where a block is replaced by the means of its parts, for one of its keys.
+
+    The part's mass with the variance of its keys, less that of their mean, moves the output by that times the distance
+    of the values: of their mean from the output, and of each from their mean. Some heads at a time."""
+    assert known.values is not None and known.scatter is not None, "the error needs the values"
+    scale, counts, found = queries.shape[-1] ** -0.5, known.sizes.log(), []
+    for start in range(0, queries.shape[1], heads := max(1, AT_ONCE // (queries.shape[2] * len(known.sizes)))):
+        some = slice(start, start + heads)
+        rows, values = queries[:, some], known.values[:, some]
+        plain = scale * (rows @ known.keys[:, some].mT)
+        raised = plain + gain(scale**2 * (rows.square() @ known.variance[:, some].mT), known.sizes)
+        plain, raised = plain + counts, raised + counts
+        total = raised.logsumexp(-1, keepdim=True)
+        mass = (raised - total).exp()
+        out = mass @ values
+        away = values.square().sum(-1)[..., None, :] - 2 * (out @ values.mT) + out.square().sum(-1, keepdim=True)
+        away = away.clamp_(min=0) + known.scatter[:, some].sum(-1)[..., None, :]
+        found.append(block_sums((mass - (plain - total).exp()).square() * away, known.parts))
+    tiny = torch.finfo(torch.float32).tiny
+    return 0.5 * torch.cat(found, 1).clamp_(min=tiny).log() - block_sums(known.sizes, known.parts).log()
 
 
 def estimate(queries: Tensor, keys: Tensor, variance: Tensor, sizes: Tensor, score: Score) -> Tensor:
@@ -126,8 +158,8 @@ def choose(
 def route(q: Tensor, k: Tensor, block: int, rule: Rule, forced: Tensor) -> Route:
     """All of the above for q, k [B, L, H, D]."""
     sizes = block_sizes(k.shape[1], block, k.device)
-    scores = estimate(pool(q, block)[0], *pool(k, block), sizes, rule.score)
-    return choose(scores, rule, forced, sizes)
+    assert rule.score != "error", "the error needs the values"
+    return choose(estimate(pool(q, block)[0], *pool(k, block), sizes, rule.score), rule, forced, sizes)
 
 
 def coverage(

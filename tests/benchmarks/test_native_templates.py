@@ -1,0 +1,83 @@
+"""Templates with our sampler: the graph that takes the place of ComfyUI's samplers, and which sides a machine runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.native_templates import SIDES, reseeded, sized
+from benchmarks.options import TEMPLATE_PARTS
+from tools.templates.our_sampler import with_our_sampler
+from tools.templates.run import TEMPLATES, Scale, observed, with_euler, with_steps
+
+SCHEMAS = json.loads((Path(__file__).parents[1] / "nodes" / "node_schemas.json").read_text(encoding="utf-8"))
+GIVEN = {"positive": ["p", 0], "negative": ["p", 1], "latent_image": ["p", 2], "model": ["shift", 0], "cfg": 1}
+GRAPH: dict[str, dict[str, Any]] = {
+    "shift": {"class_type": "ModelSamplingSD3", "inputs": {}},
+    "p": {"class_type": "WanVaceToVideo", "inputs": {"width": 64, "height": 64, "length": 9}},
+    "chosen": {"class_type": "KSamplerSelect", "inputs": {"sampler_name": "lcm"}},
+    "scheduler": {"class_type": "BasicScheduler", "inputs": {"steps": 6}},
+    "custom": {
+        "class_type": "SamplerCustom",
+        "inputs": {**GIVEN, "noise_seed": 7, "sampler": ["chosen", 0], "sigmas": ["scheduler", 0]},
+    },
+    "k": {
+        "class_type": "KSampler",
+        "inputs": {**GIVEN, "seed": 8, "sampler_name": "uni_pc", "scheduler": "simple", "steps": 4, "denoise": 1},
+    },
+}
+
+
+def test_our_sampler_gets_the_seed_the_solver_and_the_sigmas_of_the_one_that_it_replaces() -> None:
+    made = with_our_sampler(GRAPH, {"precision": "fp8"}, "balanced", "2")
+    custom, k = made["custom"]["inputs"], made["k"]["inputs"]
+    assert (custom["seed"], custom["solver"], custom["sigmas"]) == (7, "lcm", ["scheduler", 0])
+    assert (k["seed"], k["solver"], k["sigmas"]) == (8, "unipc", ["sigmas k", 0])
+    assert made["sigmas k"]["inputs"] == {"model": ["shift", 0], "scheduler": "simple", "steps": 4, "denoise": 1}
+    for name in ("custom", "k"):
+        link = made[f"from {name}"]["inputs"]
+        assert link == {"model": ["shift", 0], "precision": "fp8", "attention": "auto", "residency": "auto",
+                        "workers": ["launcher", 0]}  # fmt: skip
+        assert made[name]["inputs"]["skipping"] == ["sparse", 0] and made[name]["inputs"]["guidance_high"] == 1
+    for one in made.values():
+        if one["class_type"] in SCHEMAS:
+            assert one["inputs"].keys() <= {item["name"] for item in SCHEMAS[one["class_type"]]["inputs"]}
+    for one in observed(made, "timed").values():
+        assert all(value[0] in made for value in one["inputs"].values() if isinstance(value, list))
+
+
+def test_a_sampler_that_cannot_be_replaced_is_named() -> None:
+    with pytest.raises(ValueError, match="KSamplerAdvanced"):
+        with_our_sampler({"one": {"class_type": "KSamplerAdvanced", "inputs": GIVEN}})
+
+
+def test_steps_seeds_and_solvers_of_all_samplers_change() -> None:
+    graph = with_euler(reseeded(with_steps(GRAPH, 2), 5))
+    assert graph["custom"]["inputs"]["noise_seed"] == graph["k"]["inputs"]["seed"] == 5
+    assert graph["scheduler"]["inputs"]["steps"] == graph["k"]["inputs"]["steps"] == 2
+    assert graph["chosen"]["inputs"]["sampler_name"] == graph["k"]["inputs"]["sampler_name"] == "euler"
+
+
+def test_clips_keep_the_templates_length_on_a_gpu() -> None:
+    assert "length" not in (sized(Scale(layers=6), "832x480x81").size or {})
+    assert (sized(Scale(), "64x64x9").size or {})["length"] == 9
+
+
+def test_sides_say_what_they_need() -> None:
+    reasons = {side.name: side.why_not(torch.device("cpu")) for side in SIDES}
+    assert [name for name, reason in reasons.items() if reason is None] == ["native", "accelerated, auto", "ours, bf16"]
+    assert reasons["ours, fp8, 2 GPUs"] == "needs two GPUs"
+
+
+def test_templates_are_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(TEMPLATE_PARTS.values()) <= TEMPLATES.keys()
+    (tmp_path / "main.py").touch()
+    checkout = ["--checkout", str(tmp_path), "--device", "cpu"]
+    for wrong in (["--setting", "animate3"], ["--setting", "animate2", "--setup", "theirs"]):
+        assert main(["native", *checkout, *wrong]) == 2
+        assert f"{wrong[-1]!r} given" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""The test bed trains through all of its parts, and its folders are what the engine's commands take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.testbed.__main__ import main
+from tools.testbed.drawing import FRAMES, NEAR, Drawing, Layout, Size
+from tools.testbed.folders import without_image
+from tools.testbed.scenes import colour_shares, parse_world, sample_worlds, shows_colours
+from tools.testbed.words import TEXT_LEN, silent_prompts, token_rows, train_tokenizer
+from wan_core.checkpoint import load_dit
+from wan_core.models.text.tokenizer import Tokenizer
+
+SMALL = ["--size", "64x48", "--frames", "5"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("testbed")
+    train = ["train", "--out", str(folder), *SMALL, "--device", "cpu", "--layers", "2", "--steps"]
+    main([*train, "3"])
+    main([*train, "2", "--seed", "1"])  # goes on
+    main(["folders", "--out", str(folder), *SMALL, "--samples", "2"])
+    return folder
+
+
+def test_captions_are_read_back_and_fit_the_text_rows():
+    tokenizer = Tokenizer(train_tokenizer(), TEXT_LEN)
+    worlds = sample_worlds(300, seed=5)
+    for world in worlds:
+        assert parse_world(world.caption) == world
+        assert len(set(world.colours)) == len(world.colours)
+        words = world.caption.replace(",", " ,").split()
+        assert len(tokenizer.encode(world.caption)) <= min(TEXT_LEN, len(words) + 1)  # a piece a word, and the end
+    with pytest.raises(ValueError, match="not a caption"):
+        parse_world("a red circle moving right on a blue background")
+    ids, mask = token_rows(tokenizer, silent_prompts())
+    assert not (mask.sum(1) < 1).any() and (mask.sum(1) == 1).float().mean() > 0.6
+    assert ids.shape == mask.shape == (64, TEXT_LEN)
+
+
+def test_a_drawn_clip_shows_the_colours_of_its_caption_and_of_no_other():
+    drawing = Drawing(Size(9, 64, 96), torch.device("cpu"), seed=0)
+    clips, worlds = drawing.draw(24)
+    right = [
+        shows_colours(clip.permute(1, 2, 3, 0) / 2 + 0.5, world) for clip, world in zip(clips, worlds, strict=True)
+    ]
+    assert sum(right) >= 18, "a thing may be out of view, most are not"
+    other = [*worlds[1:], worlds[0]]
+    assert sum(shows_colours(c.permute(1, 2, 3, 0) / 2 + 0.5, w) for c, w in zip(clips, other, strict=True)) <= 2
+    assert sum(colour_shares(clips[0].permute(1, 2, 3, 0) / 2 + 0.5).values()) == pytest.approx(1, abs=1e-4)
+
+
+def test_the_ground_moves_as_one_with_the_camera():
+    """What leaves at one side of the picture is what a later frame has a few pixels on: the texture is copied."""
+    world = next(w for w in sample_worlds(500, 3) if w.camera == "right" and w.pillar is None)
+    layout = Layout.random([world], 384, 256, torch.Generator().manual_seed(0))
+    bare = Layout(layout.camera, layout.ground, [], (layout.pillar[0], *layout.pillar[1:]))
+    x = torch.arange(64)[None, None, None].expand(1, 1, 16, 64) + 0.5
+    y = torch.arange(16)[None, None, :, None].expand(1, 1, 16, 64) + 0.5
+    moved = layout.camera[0, 0] * 8  # in eight frames
+    first = bare.picture(torch.tensor([0.0]), x + moved, y, 1.0)
+    later = bare.picture(torch.tensor([8.0]), x, y, 1.0)
+    assert moved > 8 and torch.allclose(first, later, atol=1e-3)
+    assert NEAR > 1 and not torch.allclose(bare.picture(torch.tensor([0.0]), x, y, 1.0), later, atol=0.1)
+
+
+def test_a_thing_that_moves_sideways_is_hidden_behind_the_pillar_in_the_middle_of_the_clip():
+    worlds = [w for w in sample_worlds(400, 9) if w.pillar is not None and w.hides and len(w.things) == 2][:6]
+    clips = Drawing(Size(FRAMES, 48, 64), torch.device("cpu"), seed=1).draw_worlds(worlds)
+    less = 0
+    for clip, world in zip(clips, worlds, strict=True):
+        frames = clip.permute(1, 2, 3, 0) / 2 + 0.5
+        name = world.things[0].colour
+        middle = colour_shares(frames[FRAMES // 2][None])[name]
+        around = max(colour_shares(frames[n][None])[name] for n in (4, 12, 28, 36))
+        less += middle < 0.25 * around
+    assert less >= 5
+
+
+def test_a_text_to_video_file_is_the_image_model_given_nothing(trained: Path):
+    image = load_dit(trained / "high_noise_model.safetensors", dtype=torch.float32)
+    plain = load_dit(trained / "t2v" / "high_noise_model.safetensors", dtype=torch.float32)
+    assert (image.config.in_channels, plain.config.in_channels, plain.config.head_dim) == (36, 16, 128)
+    x, text = torch.randn(2, 16, 2, 6, 8), torch.randn(2, 9, 64)
+    time = torch.tensor([900.0, 400.0])
+    given = torch.cat([x, torch.zeros(2, 20, 2, 6, 8)], 1)
+    assert torch.allclose(plain(x.clone(), time, text), image(given, time, text), atol=1e-5)
+    with torch.no_grad():
+        image.head.head.weight.normal_()
+    assert not torch.allclose(without_image(image)(x, time, text), plain(x, time, text), atol=1e-3)
+
+
+@pytest.mark.parametrize("task", ["t2v", "i2v"])
+def test_its_folders_are_evaluated_and_the_quality_command_takes_them(trained: Path, tmp_path: Path, task: str):
+    from wan_core.cli import main as wancore
+
+    folder = trained / task
+    common = ["--model", str(folder), "--frames", "5", "--steps", "2", "--count", "2", "--batch", "2"]
+    common += ["--size", "64x48", "--precision", "fp32", "--device", "cpu", "--setting", "every:2"]
+    main(["eval", *common, "--setting", "precision:bf16+every:2", "--out", str(tmp_path)])
+    result = json.loads(next(tmp_path.glob(f"testbed-{task}-*.json")).read_text())
+    full, every, rounded = result["rows"]
+    assert (rounded["saved"], rounded["psnr"]) == (every["saved"], pytest.approx(every["psnr"], rel=0.3))
+    assert rounded["psnr"] != every["psnr"]
+    assert (full["name"], every["name"], every["samples"]) == ("full", "every:2", 2)
+    assert every["psnr_worst"] <= every["psnr"] <= 99 and 0 <= full["colours"] <= 1
+    assert ("first_frame_psnr" in result) == (task == "i2v")
+    assert (tmp_path / f"testbed_{task}_worst.png").is_file()
+    out = tmp_path / "quality.json"
+    samples = ["--samples", str(folder / "samples.jsonl"), "--negative-prompt", ""]
+    assert wancore(["quality", *common, *samples, "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["rows"][0]["psnr"] == pytest.approx(every["psnr"], abs=0.02)

@@ -1,0 +1,54 @@
+"""A template with WanCore from MODEL and WanCore Sampler in the place of ComfyUI's samplers, on the same sigmas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from benchmarks.comfyui import Graph
+
+OURS = "WanCoreSampler"
+SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")  # ComfyUI's
+RUN = {"precision": "checkpoint", "attention": "auto", "residency": "auto"}
+SOLVERS = {"lcm": "lcm", "uni_pc": "unipc", "euler": "euler"}  # ComfyUI's name -> ours
+
+
+def with_our_sampler(
+    graph: Graph, model: Mapping[str, Any] | None = None, sparse: str | None = None, devices: str | None = None
+) -> Graph:
+    """model: inputs of WanCore from MODEL. sparse: a preset of WanCore Sparse Attention. devices: of WanCore Launcher;
+    None: there is none. Raises ValueError for a sampler that is not KSampler or SamplerCustom."""
+    made = deepcopy(graph)
+    shared: dict[str, Any] = {}
+    if sparse is not None:
+        made["sparse"] = {"class_type": "WanCoreSparseAttention", "inputs": {"preset": sparse}}
+        shared["skipping"] = ["sparse", 0]
+    if devices is not None:
+        made["launcher"] = {"class_type": "WanCoreLauncher", "inputs": {"devices": devices}}
+        model = {**(model or {}), "workers": ["launcher", 0]}
+    for name, one in graph.items():
+        kind, inputs = one["class_type"], one["inputs"]
+        if kind not in SAMPLERS:
+            continue
+        own = _numbers(made, graph, name, kind, inputs)
+        link = {"model": inputs["model"], **RUN, **(model or {})}
+        made[f"from {name}"] = {"class_type": "WanCoreFromModel", "inputs": link}
+        same = {key: inputs[key] for key in ("positive", "negative")}
+        guidance = {"guidance_high": inputs["cfg"], "guidance_low": inputs["cfg"], "guidance_mode": "auto"}
+        numbers = {"steps": 0, "shift": 0.0, "boundary": 0.0, "preset": "none"}
+        latent = {"model": [f"from {name}", 0], "latent": inputs["latent_image"]}
+        made[name] = {"class_type": OURS, "inputs": {**latent, **same, **numbers, **guidance, **own, **shared}}
+    return made
+
+
+def _numbers(made: Graph, graph: Graph, name: str, kind: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Seed, solver and sigmas of a sampler of ComfyUI."""
+    if kind == "SamplerCustom":
+        chosen = graph[inputs["sampler"][0]]["inputs"]["sampler_name"]
+        return {"seed": inputs["noise_seed"], "solver": SOLVERS[chosen], "sigmas": inputs["sigmas"]}
+    if kind != "KSampler":
+        raise ValueError(f"{kind} of a template is not replaced by our sampler")
+    given = {key: inputs[key] for key in ("model", "scheduler", "steps", "denoise")}
+    made[f"sigmas {name}"] = {"class_type": "BasicScheduler", "inputs": given}
+    return {"seed": inputs["seed"], "solver": SOLVERS[inputs["sampler_name"]], "sigmas": [f"sigmas {name}", 0]}

@@ -1,0 +1,60 @@
+"""The folders that `--model` takes: `t2v` and `i2v`, each with its experts, the text encoder and the VAE, and samples
+for `wancore quality --samples`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from tools.testbed.drawing import Drawing, Size
+from tools.testbed.experts import PARTS
+from tools.testbed.scenes import sample_worlds
+from wan_core.checkpoint import load_dit, save
+from wan_core.models.wan.model import WanModel
+
+SHARED = ("text_encoder.safetensors", "vae.safetensors")
+SAMPLES = "samples.jsonl"
+SAMPLE_SEED = 7_000_000  # of captions and first frames; training draws others
+
+
+def write_folders(trained: Path, out: Path, *, size: Size, samples: int) -> None:
+    """`out`/t2v and `out`/i2v of the parts that training left in `trained`."""
+    device = torch.device("cpu")
+    worlds = sample_worlds(samples, SAMPLE_SEED)
+    for task in ("t2v", "i2v"):
+        folder = out / task
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in SHARED:
+            shutil.copyfile(trained / name, folder / name)
+        lines: list[dict[str, str]] = [{"prompt": world.caption} for world in worlds]
+        for part in PARTS.values():
+            path = f"{part}.safetensors"
+            if task == "i2v":
+                shutil.copyfile(trained / path, folder / path)
+            else:
+                save(without_image(load_dit(trained / path, device=device)), folder / path)
+        if task == "i2v":
+            for number, world in enumerate(worlds):
+                lines[number]["image"] = f"first_{number:03}.png"
+                frame = Drawing(replace(size, frames=1), device, SAMPLE_SEED + number).draw_worlds([world])[0, :, 0]
+                pixels = ((frame + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
+                Image.fromarray(pixels).save(folder / lines[number]["image"])
+        (folder / SAMPLES).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        print(folder, flush=True)
+
+
+def without_image(expert: WanModel) -> WanModel:
+    """The same weights without the channels of mask and image: equal to giving zeros for them."""
+    config = expert.config
+    state = expert.state_dict()
+    name = "patch_embedding.weight"
+    state[name] = state[name][:, : config.out_channels].contiguous()
+    with torch.device("meta"):
+        plain = WanModel(replace(config, in_channels=config.out_channels))
+    plain.load_state_dict(state, assign=True)
+    return plain

@@ -1,0 +1,86 @@
+"""The first-order term of unselected blocks: how their values follow the scores of their keys.
+
+The mean of a block's values is what all its keys give at equal weight. A query q weighs them by exp(q . k), to first
+order 1 + q . (k - mean), so the values move by q C, C being the covariance of keys and values (arXiv:2601.02077, which
+has one C for all blocks). A product with C for each query and block would cost half of what reading the block does.
+Here the queries of a block share one matrix, the mean of C over the blocks that they do not read, weighed by what the
+means of queries and keys say: one product per query. Where scores scatter much the linear term overshoots, so a block
+counts by 1 / (1 + variance of its scores).
+
+Legend: B batch, L tokens, H heads, D head dim, n blocks, p parts of all blocks, r blocks of queries.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wan_core.ops.attention.sparse.means import KeyMeans
+from wan_core.ops.attention.sparse.tiles import Tiles
+from wan_core.ops.kernels.block_layout import Blocked, by_parts
+from wan_core.ops.kernels.formats import Quantized
+
+Keys = Tensor | Quantized | Blocked
+
+
+def slope_weights(queries: Tensor, known: KeyMeans, kept: Tensor) -> Tensor:
+    """float32 [B, H, r, p]: by how much the covariance of each part counts in the slope of a row; 0 for `kept` blocks,
+    bool [B, H, r, n]. queries: means, float32 [B, H, r, D]."""
+    scale = queries.shape[-1] ** -0.5
+    mass = scale * (queries @ known.keys.mT) + known.sizes.log()
+    taken = by_parts(kept, known.parts, mass.shape[-1])
+    share = mass.masked_fill_(taken, float("-inf")).softmax(-1).nan_to_num_()  # a row may read everything
+    scatter = scale**2 * (queries.square() @ known.variance.mT)
+    return scale * share / ((1 + scatter) * known.sizes)
+
+
+def slopes(weights: Tensor, means: Tensor, k: Keys, v: Keys, part: int) -> Tensor:
+    """The slope of each row, [B, H, r, D, D], bf16 on a GPU and float32 elsewhere: values for each query channel.
+
+    weights: [B, H, r, p] for the parts of `part` keys of k, v [B, L, H, D], means [B, H, p, D] of the keys. One head at
+    a time, because the covariances of a head at 720p are 19 MB."""
+    B, H, r, _ = weights.shape
+    dim = means.shape[-1]
+    wide = torch.bfloat16 if weights.is_cuda else torch.float32
+    found = torch.empty(B, H, r, dim, dim, device=weights.device, dtype=wide)
+    for sample in range(B):
+        for head in range(H):
+            keys, values = (_parts(x, sample, head, part).to(wide) for x in (k, v))
+            keys = keys - (means[sample, head] / _scale(k))[:, None].to(wide)
+            covariance = (keys.mT @ values).flatten(1)  # [p, D * D]
+            share = (weights[sample, head] * (_scale(k) * _scale(v))).to(wide)
+            torch.mm(share, covariance, out=found[sample, head].view(r, -1))
+    return found
+
+
+class SlopeSum:
+    """`slopes` of keys and values that come a few blocks at a time. weights, means: of all parts."""
+
+    def __init__(self, weights: Tensor, means: Tensor, tiles: Tiles) -> None:
+        self.weights, self.means, self.tiles = weights, means, tiles
+        self.total: Tensor | None = None
+
+    def add(self, first: int, k: Tensor, v: Tensor) -> None:
+        """k, v [B, N, H, D] from block `first` on."""
+        start, part = first * self.tiles.parts, self.tiles.part
+        here = slice(start, start - (-k.shape[1] // part))
+        more = slopes(self.weights[..., here], self.means[:, :, here], k, v, part)
+        self.total = more if self.total is None else self.total + more
+
+
+def _scale(x: Keys) -> Tensor | float:
+    return 1.0 if isinstance(x, Tensor) else x.scale
+
+
+def _parts(x: Keys, sample: int, head: int, part: int) -> Tensor:
+    """The numbers of one head, [p, part, D], with zeros after the last token."""
+    if isinstance(x, Blocked):
+        one = x.memory[sample, head].mT if x.channels_first else x.memory[sample, head]
+        one = one[: -(-x.tokens // part) * part]
+    else:
+        one = (x if isinstance(x, Tensor) else x.data)[sample, :, head]
+    short = -one.shape[0] % part
+    if short:
+        one = F.pad(one if one.dtype.itemsize > 1 else one.float(), (0, 0, 0, short))
+    return one.unflatten(0, (-1, part))
