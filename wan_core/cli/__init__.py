@@ -1,4 +1,4 @@
-"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, check, inspect, doctor.
+"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, search, check, inspect, doctor.
 
 User errors (a number out of range, a wrong file) end with one line on stderr and exit code 2. Everything is checked
 before work starts. Finished latents are written to disk before decoding, and stay there if a later phase fails.
@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from wan_core import __version__
+from wan_core.cli.control import add_strength_options
 from wan_core.cli.generate import run_decode, run_generate, run_warmup
 from wan_core.cli.inform import PLANNED_TASK, run_check, run_doctor, run_plan, run_quantize
 from wan_core.cli.inspect import add_inspect_options, run_inspect
@@ -35,11 +36,11 @@ from wan_core.cli.options import (
 )
 from wan_core.cli.parsing import Parser, program
 from wan_core.cli.prompt_list import run_list
-from wan_core.cli.quality import run_calibrate, run_quality
+from wan_core.cli.quality import run_calibrate, run_quality, run_search
 from wan_core.cli.workers import add_worker_options
 from wan_core.config import PRECISIONS, UserError
 from wan_core.models.wan.tasks import TASKS
-from wan_core.pipeline.evaluate.options import add_calibrate_options, add_quality_options
+from wan_core.pipeline.evaluate.options import add_calibrate_options, add_quality_options, add_search_options
 
 PIPE_CLOSED = 141  # as a shell says of a program that SIGPIPE ended
 OUT_HELP = "the video to write: .mp4, .webm or .gif; without ending, a folder of PNG files (default %(default)s)"
@@ -196,6 +197,7 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     add_lora_options(parser)
     add_plan_options(parser)
     add_window_options(parser)
+    add_strength_options(parser.add_argument_group("control (VACE)"))
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     add_memory_plan_options(parser)
 
@@ -211,6 +213,13 @@ def add_quality_command_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     add_plan_options(parser)
     add_quality_options(parser)
+    add_overwrite_option(parser)
+
+
+def add_search_command_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_plan_options(parser)
+    add_search_options(parser)
     add_overwrite_option(parser)
 
 
@@ -246,6 +255,11 @@ COMMANDS: dict[str, Command] = {
         "compare step caching, guidance schedules and sparse attention with the full run",
         add_quality_command_options,
         run_quality,
+    ),
+    "search": (
+        "find presets for a model: the most quality in so many seconds",
+        add_search_command_options,
+        run_search,
     ),
     "check": ("check whether a video of the embedded model shows its caption", add_check_options, run_check),
     "inspect": ("show a file's model, layout, precision, LoRA rank and problems", add_inspect_options, run_inspect),

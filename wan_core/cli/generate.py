@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wan_core.cli.control import control_of
 from wan_core.cli.options import RANDOM_SEED, outputs_of, plan_numbers
 from wan_core.cli.progress import ProgressLine
 from wan_core.cli.video_writing import VideoWriting, video_output
@@ -28,7 +29,7 @@ def request_of(options: argparse.Namespace) -> Request:
     arguments = vars(options)
     width, height = options.size or (None, None)
     settings = {f.name: arguments[f.name] for f in fields(Request) if f.name in arguments} | plan_numbers(options)
-    settings["prompt"] = options.prompt or ""
+    settings |= {"prompt": options.prompt or "", "control": control_of(options)}
     if options.seed == RANDOM_SEED:
         settings["seed"] = secrets.randbelow(2**32)
     return Request(**{**settings, "width": width, "height": height, "skip": skip_options(options)})

@@ -6,11 +6,13 @@ import argparse
 import json
 from pathlib import Path
 
+from wan_core.cli.control import control_of
 from wan_core.cli.options import outputs_of, plan_numbers, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.config.checks import near_file
 from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.control import with_control
 from wan_core.sampling.presets import preset_plan
 
 PLANNED_TASK = "t2v-A14B"  # where neither a task nor a model is named
@@ -54,6 +56,8 @@ def run_plan(options: argparse.Namespace) -> int:
     files = [path for path in (*loras, options.high, options.low) if path is not None]
     plan = preset_plan(files=files, task=options.task, **plan_numbers(options), window=window_of(options))
     plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
+    control = control_of(options)
+    plan = plan if control is None else with_control(plan, control)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0
 

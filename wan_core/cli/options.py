@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wan_core.cli.control import FILES as CONTROL_FILES
+from wan_core.cli.control import add_control_options, add_strength_options
 from wan_core.cli.sound import FILES as SOUND_FILES
 from wan_core.cli.sound import add_audio_option, add_encoder_option
 from wan_core.config import (
@@ -169,18 +171,28 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
             "(docs/parallel.md)",
         )
     group.add_argument("--negative-prompt", help=NEGATIVE_HELP)
-    group.add_argument("--image", help="first frame (image-to-video)")
-    group.add_argument("--last-image", help="last frame (image-to-video)")
+    group.add_argument("--image", help="first frame (image-to-video, Fun, VACE)")
+    group.add_argument("--last-image", help="last frame (image-to-video, Fun inpaint, VACE)")
     group.add_argument("--from-video", help="video to start from (video-to-video)")
     group.add_argument(
         "--denoise", type=float, help="strength of video-to-video, 0 to 1: how much of the noise it gets (default 0.7)"
     )
     add_audio_option(group)
-    group.add_argument("--reference", help="picture of who moves as in the driving videos (Animate), or speaks (S2V)")
+    add_control_options(group)
+    add_strength_options(group)
+    group.add_argument(
+        "--reference",
+        help="picture of who moves as in the driving videos (Animate) or speaks (S2V), or of what is to be seen (VACE, "
+        "Fun control)",
+    )
     group.add_argument("--pose-video", help="video that is followed: drawn poses (Animate, S2V), any video (Animate-2)")
     group.add_argument("--face-video", help="video of a face whose expression is followed (Animate)")
     group.add_argument("--background", help="video in which the reference replaces somebody (Animate)")
-    group.add_argument("--mask", help="video that is white where that somebody is (Animate)")
+    group.add_argument(
+        "--mask",
+        help="video that is white where that somebody is (Animate), or picture or video that is white where "
+        "--control-video is made anew (VACE)",
+    )
     group.add_argument(
         "--clip-frames", type=int, metavar="N", help="make a longer video in clips of N frames (default: the family's)"
     )
@@ -277,6 +289,7 @@ INPUTS = (
     "samples",
     "source",
     *SOUND_FILES,
+    *CONTROL_FILES,
 )
 
 

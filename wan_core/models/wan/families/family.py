@@ -150,7 +150,8 @@ class Family:
     field of the request, [1, 3, F, H, W] in -1..1 (F is 1 for pictures); `carried`, the last frames of the clip before,
     or as many frames before it as `clips.history` says; `audio`, features of its sound; `lead`, of `clip_lead`. seen:
     CLIP features by field, where the task needs them: of `media.seen`, or of what the clip begins with, `image`.
-    branch_keys: of `conditioning_keys`, those that the negative prompt may have other values of.
+    branch_keys: of `conditioning_keys`, those that the negative prompt may have other values of. strength_key: the one
+    whose values, a number for each control video, may change during a run with the texts of a prompt; "": none.
     """
 
     name: str
@@ -165,6 +166,7 @@ class Family:
     conditioning_keys: frozenset[str]
     read_conditioning: Callable[[Task, VAEConfig, Mapping[str, Any], Mapping[str, Any]], Inputs]
     branch_keys: frozenset[str] = frozenset()
+    strength_key: str = ""
     why_not_sparse: Callable[[Task], str] = lambda _: ""
     stages: bool = False
     prepared_bytes: Callable[[DiTConfig, tuple[int, ...], int], int] = lambda *_: 0
