@@ -48,6 +48,7 @@ def test_steps_that_cost_less_are_estimated_so(capsys: pytest.CaptureFixture[str
 def test_what_a_plan_cannot_cut_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, words in (
         (["--frames", "161", "--clip-frames", "81"], "needs an image-to-video model"),
+        (["--memory", "--seconds-per-forward", "2"], "--memory is of one clip"),
         (["--overlap", "1"], "give --clip-frames as well"),
         (["--frames", "0"], "at least 1"),
         (["--seconds-per-forward", "0"], "must be above 0"),

@@ -97,7 +97,7 @@ def _add_sample_options(parser: argparse.ArgumentParser, count: int) -> None:
         metavar="FILE.jsonl",
         help='prompts with a first frame each, {"prompt": ..., "image": ...} a line, used in turn',
     )
-    group.add_argument("--negative-prompt", help="default: the task's own")
+    group.add_argument("--negative-prompt", help="default: the task's own, as of `generate`")
     group.add_argument("--image", help="first frame, for models that take one")
     group.add_argument("--size", help="WIDTHxHEIGHT (default: the task's own)")
     group.add_argument("--frames", type=int, help="4n + 1")
