@@ -8,7 +8,8 @@ skipped, ...      median of the steps whose blocks do not run, one branch each, 
                   for them; `share` of the full step, the bytes kept in `peak_gib`
 plan, ...         a whole denoise with guidance, leaving out what the preset says: its `forwards`, its `seconds` and the
                   plan's own `estimate` from the seconds of one forward, those of the first row; `off` is what the run
-                  took over it, less one. A card that slows down as it warms shows here.
+                  took over it, less one. A card that slows down as it warms shows here. Also with a resolution
+                  schedule (stages)
 
 Times are marks on the device's own timeline, read after the end.
 """
@@ -41,6 +42,8 @@ from wan_core.sampling.cache.skipping import leave_out
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import Progress, denoise
 from wan_core.sampling.plan import Expert, Plan, make_plan
+from wan_core.sampling.sparsity.schedule import with_costs
+from wan_core.sampling.stages import parse_stages, with_stages
 
 FULL_STEPS = 4
 SKIPPING = {  # each computes as few of ten steps as its rule lets it
@@ -50,6 +53,7 @@ SKIPPING = {  # each computes as few of ten steps as its rule lets it
     "adaptive": SkipOptions(adaptive=AdaptiveOptions(threshold=10, max_skips=9, retention=0.1)),
 }
 PLANS = ("balanced", "fast")
+STAGES = "0.5/0.9-0.98"
 SKIPPING_STEPS = 10  # a policy switches itself off below
 
 
@@ -101,6 +105,11 @@ class Trial:
             plan = leave_out(whole, SkipOptions(magcache=PRESETS[label]), curve)
             named = f"{prefix}plan, {steps} steps, {label}"
             yield guarded(named, size, None, lambda p=plan: self.estimated(p, size, step))
+        T, Y, X = latent_shape(size, VAE_21)[2:]
+        self.walk(with_stages(unguided(3), parse_stages("0.5/0.9-1")), size)  # loads kernels of the smaller size
+        staged = with_costs(with_stages(whole, parse_stages(STAGES)), self.model.config, (T, Y, X))
+        named = f"{prefix}plan, {steps} steps, stages {STAGES}"
+        yield guarded(named, size, None, lambda: self.estimated(staged, size, step))
 
     def skipped(self, plan: Plan, size: str, step: float) -> Row:
         """The steps of `plan` that ran no block, against the seconds of a full one."""

@@ -4,7 +4,8 @@ Transformers of the real width with some layers, random bf16 weights; encoders a
 random tensors of the right shape, and nothing is decoded (`tools/templates`). Steps and clips are the template's, all
 solvers are Euler: it takes as long as lcm and unipc, and gives every side the same noise.
 
-seconds   of all samplers of the template; ratio: ComfyUI's own over this row's; error: of the last sampler's latents
+seconds   of all samplers of the template; ratio: ComfyUI's own over this row's; error: of the last sampler's latents.
+That of our sampler in the S2V template is of other mathematics (docs/families.md), not of arithmetic.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.measure import relative_error
 from benchmarks.options import TEMPLATE_PARTS
 from benchmarks.rows import Row, guarded
 from tools.templates.our_sampler import OURS, SAMPLERS, with_our_sampler
-from tools.templates.run import Scale, Templates, observed, with_steps
+from tools.templates.run import Scale, Templates, observed, with_euler, with_steps
 from wan_core.ops.attention.registry import BACKENDS
 from wan_core.ops.quant.schemes import SCHEMES
 
@@ -161,14 +162,6 @@ def sampled(templates: Templates, graph: Graph) -> Row:
     for path in kept:
         path.unlink()
     return {"seconds": round(seconds, 3), "latents": latents}
-
-
-def with_euler(graph: Graph) -> Graph:
-    made = deepcopy(graph)
-    for one in made.values():
-        if "sampler_name" in one["inputs"]:
-            one["inputs"]["sampler_name"] = "euler"
-    return made
 
 
 def reseeded(graph: Graph, seed: int) -> Graph:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from benchmarks.peers import PEERS
 from benchmarks.rows import Row, guarded
 from benchmarks.setups import Setup, find_setup
 from benchmarks.sparse_rest import rest_rows
-from wan_core.config import OptionError, Request
+from wan_core.config import OptionError, Request, SkipOptions
 from wan_core.execution.report import GIB
 from wan_core.models.wan.tasks import find_task
 from wan_core.ops.attention.protocol import AttentionCall
@@ -90,7 +91,7 @@ class Trial:
         self.name, self.device, self.dtype, self.runs, self.layers = name, device, dtype, runs, layers
         self.native_forward: dict[str, float] = {}
         self.pipes: dict[str, Pipeline] = {}
-        self.warm: set[tuple[str, bool]] = set()
+        self.warm: set[tuple[object, ...]] = set()
 
     # ----------------------------------------------------------------------------------------------------- kernels
 
@@ -217,10 +218,14 @@ class Trial:
             self.warm.clear()
         pipe = self.pipes[setup.name]
         # What is compiled and tuned on first use is no part of a video: two steps, one of each expert, come before.
-        kind = size, bool(request.skip and request.skip.sparse)
+        stages = request.skip.stages if request.skip else ()
+        kind = size, bool(request.skip and request.skip.sparse), *(stage.scale for stage in stages)
         if kind not in self.warm:
             skip = parse_setting("sparse:0.875/0") if kind[1] else None
             pipe.generate(Request(**{**vars(request), "steps": 2, "boundary": 0.9, "skip": skip}))
+            for stage in stages:
+                skip = SkipOptions(sparse=skip and skip.sparse, stages=(replace(stage, low=0.9, high=1.0),))
+                pipe.generate(Request(**{**vars(request), "steps": 3, "skip": skip}))
             self.warm.add(kind)
         result = pipe.generate(request)
         found = result.report.as_dict()

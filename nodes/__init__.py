@@ -21,7 +21,9 @@ from .native_plan import WanCoreNativePlan
 from .parallel import WanCoreLauncher
 from .quality import WanCoreCompare
 from .report import WanCorePlanPreview, WanCoreReport
+from .resolution import WanCoreResolutionSchedule
 from .sampling import WanCoreSampler
+from .sound import WanCoreSoundToVideo
 from .sparse import WanCoreSparseAttention
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
@@ -56,6 +58,8 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreAnimate,
     WanCoreAnimate2,
     WanCoreMotionPositions,
+    WanCoreResolutionSchedule,
+    WanCoreSoundToVideo,
 ]
 
 

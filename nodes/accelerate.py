@@ -18,6 +18,7 @@ from wan_core.sampling.plan import MAX_STEPS
 from wan_core.sampling.sparsity.budgets import keeps_of
 from wan_core.sampling.sparsity.run import check_kernel
 from wan_core.sampling.sparsity.schedule import PRESETS, sparse_words
+from wan_core.sampling.stages import stage_words
 
 from . import host
 from .schema import newer
@@ -89,6 +90,8 @@ class WanCoreAccelerate(io.ComfyNode):
         sigmas: Tensor | None = None,
     ) -> io.NodeOutput:
         transformer = host.check_wan(model)
+        stages = () if skipping is None else skipping.stages
+        skipping = None if skipping is None else replace(skipping, stages=())
         options, caching = sparse_options(sparse, skipping), cache_options(cache, skipping)
         whole = whole_run(steps, sigmas)
         head_dim = transformer.dim // transformer.num_heads
@@ -105,6 +108,9 @@ class WanCoreAccelerate(io.ComfyNode):
         host.attach(made, None if caching is None else host.StepCache(caching, whole, report))
         if caching is not None:
             words.append(f"step cache: {skip_words(caching)}")
+        host.attach_stages(made, host.Stages(stages, report) if stages else None)
+        if stages:
+            words.append(f"resolution schedule: {stage_words(stages)}")
         return io.NodeOutput(made, ui=ui.PreviewText("\n".join(words)))
 
 

@@ -90,7 +90,7 @@ def conditioned(
     assert rules is not None
     own = {"reference": Clip(0, 0, 1, 0), "carried": Clip(0, 0, clip.carried, 0)}
     media = {
-        field: images_of(images, FACE if field == "face_video" else size, own.get(field, clip), by_area=rules.by_area)
+        field: images_of(images, FACE if field == "face_video" else size, own.get(field, clip), rules)
         for field, images in pictures.items()
         if images is not None
     }

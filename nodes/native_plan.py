@@ -137,7 +137,7 @@ class WanCoreNativePlan(io.ComfyNode):
 def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple[int, ...] | None, latent: Any) -> Plan:
     """The plan of what one sampler runs with `model`. size: T, Y, X of the latents."""
     cache, sparse = host.attached(model), host.sparse_of(model)
-    options = replace(SkipOptions() if cache is None else cache.options, sparse=sparse)
+    options = replace(SkipOptions() if cache is None else cache.options, sparse=sparse, stages=host.stages_of(model))
     found = host.describe(model)
     if size is None and found.task is not None:
         task = found.task
@@ -153,4 +153,4 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
         solver=sampler,
         image=latent is not None and "noise_mask" in latent,
     )
-    return plan if size is None else with_costs(plan, found.config, found.config.tokens(*size))
+    return plan if size is None else with_costs(plan, found.config, size)

@@ -190,7 +190,7 @@ def plan_of(
         task.height // vae.spatial_stride,
         task.width // vae.spatial_stride,
     )
-    return with_costs(plan, dit, dit.tokens(*latents))  # of the task's own size, until one is known
+    return with_costs(plan, dit, latents)  # of the task's own size, until one is known
 
 
 def window_of(denoise: float, start_step: int, end_step: int, leftover: str) -> Window | None:

@@ -130,7 +130,7 @@ class WanCoreSampler(io.ComfyNode):
         conditioning = on_device(conditioning)
         shape = start.shape
         tokens = model.experts.dit.tokens(*shape[2:])
-        plan = with_costs(plan, model.experts.dit, tokens)
+        plan = with_costs(plan, model.experts.dit, shape[2:])
         if plan.sparse is not None and model.workers is None:
             check_kernel(plan.sparse, model.settings.attention, host.device(), model.experts.dit.head_dim, tokens)
         kept = residual_bytes(plan, shape[0] * tokens, model.experts.dit.dim, model.settings.dtype.itemsize)

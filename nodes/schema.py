@@ -28,12 +28,14 @@ ALIASES = {
     "WanCoreTaylorSeer": ("taylorseer", "teacache", "easycache", "step caching", "cache"),
     "WanCoreAdaptiveCache": ("teacache", "easycache", "first block cache", "step caching", "wan fast", "cache"),
     "WanCoreGuidanceSchedule": ("cfg schedule", "cfg zero", "skip cfg", "guidance"),
+    "WanCoreResolutionSchedule": ("progressive resolution", "jenga", "dynamic resolution", "wan fast"),
     "WanCoreCalibrate": ("magcache calibration", "magcache ratios"),
     "WanCoreCompare": ("compare videos", "psnr", "quality"),
     "WanCoreLoRA": ("wan lora", "lora loader", "lora stack", "lightx2v"),
     "WanCoreSparseAttention": ("sparse attention", "radial attention", "sage", "wan fast", "sla"),
     "WanCoreNAG": ("nag", "normalized attention guidance", "negative prompt", "cfg 1"),
     "WanCoreMotionPositions": ("wan s2v", "sound to video", "speech to video"),
+    "WanCoreSoundToVideo": ("wan s2v", "sound to video", "speech to video", "audio", "lip sync", "talking"),
     "WanCoreLauncher": ("multi gpu", "xdit", "ulysses", "parallel", "distributed"),
     "WanCoreAccelerate": ("wan fast", "sage", "sage attention", "sageattention", "flash attention", "patch sage"),
     "WanCoreNativePlan": ("wan schedule", "steps preview", "ksampler plan", "teacache", "magcache"),
@@ -48,6 +50,7 @@ SHOWS_TEXT = (
     "WanCoreModelLoader", "WanCoreTextEncoderLoader", "WanCoreVAELoader", "WanCoreLoRA", "WanCoreLauncher",
     "WanCoreSampler", "WanCoreFromModel", "WanCoreAccelerate", "WanCoreTextEncode", "WanCoreNAG", "WanCoreMagCache",
     "WanCoreTaylorSeer", "WanCoreAdaptiveCache", "WanCoreGuidanceSchedule", "WanCoreSparseAttention",
+    "WanCoreResolutionSchedule",
 )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from wan_core.config import check_choice
 from wan_core.execution.report import Report
-from wan_core.media.mp4 import Encoder, Sound, checked_rate, write_mp4
+from wan_core.media.mp4 import Encoder, checked_rate, write_mp4
+from wan_core.media.sound import Sound
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.pipeline.images import each_once
 

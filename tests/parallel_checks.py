@@ -112,11 +112,12 @@ def trajectory(
     request = dict(options.pop("request", {}))
     skip = request.pop("magcache", None)
     guided = request.pop("guidance", None)
-    sparse = request.pop("sparse", None)
+    sparse, stages = request.pop("sparse", None), request.pop("stages", ())
     request["skip"] = SkipOptions(
         magcache=None if skip is None else MagCacheOptions(**skip),
         guidance=None if guided is None else GuidanceOptions(**guided),
         sparse=None if sparse is None else SparseOptions(**sparse),
+        stages=tuple(stages),
     )
     asked = Request(**{"prompt": CAPTION, "steps": 6, "seed": 3, **request})
     given = LoadOptions(**{"model": "tiny", "device": "cpu", **options})

@@ -1,9 +1,9 @@
 """Ranks for tests: processes that import everything once, join over gloo in worlds of any size up to their number, and
 answer one question after another.
 
-A check is a function of `parallel_checks` or `parallel_loading`, called by name with plain arguments, one of which is
-the mesh. It runs on every rank of that mesh and returns what pickles; an exception of any rank is raised in the test.
-All ranks of a world leave it before any of them enters another.
+A check is a function of `parallel_checks`, `parallel_loading` or `parallel_sound`, called by name with plain arguments,
+one of which is the mesh. It runs on every rank of that mesh and returns what pickles; an exception of any rank is
+raised in the test. All ranks of a world leave it before any of them enters another.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def _rank(rank: int, pipe: Connection, trace: str) -> None:
     torch.set_num_threads(1)
     import parallel_checks
     import parallel_loading
+    import parallel_sound
 
     gc.freeze()  # what is imported stays
 
@@ -58,7 +59,7 @@ def _rank(rank: int, pipe: Connection, trace: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    checks = {**vars(parallel_checks), **vars(parallel_loading)}
+    checks = {**vars(parallel_checks), **vars(parallel_loading), **vars(parallel_sound)}
     while (asked := pipe.recv()) is not None:
         name, arguments, environment = asked
         try:
@@ -82,7 +83,7 @@ class Ranks:
         context = mp.get_context("forkserver")  # its server imports everything, and every rank begins as a copy of it
         # What several ranks compile with is imported once; not where it may ask a GPU's driver, which no copy can use.
         compiler = [] if torch.cuda.is_available() else ["torch._dynamo"]
-        context.set_forkserver_preload(["parallel_checks", "parallel_loading", *compiler])
+        context.set_forkserver_preload(["parallel_checks", "parallel_loading", "parallel_sound", *compiler])
         pairs = [context.Pipe() for _ in range(self.most)]
         self.size = 0  # of the world that they form
         self.pipes = [ours for ours, _ in pairs]

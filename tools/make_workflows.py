@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.animate_workflows import wan22_animate_2, wan22_animate_14b
 from tools.page_form import NATIVE_SCHEMAS, ROOT, Workflow, native_schema, read_schemas, title_of
+from tools.sound_workflows import wan22_sound_to_video
 from tools.template_workflows import wan22_5b, wan22_first_last_frame, wan22_image_to_video, wan22_text_to_video
 from tools.workflow_parts import (
     NARROW,
@@ -52,6 +53,7 @@ NATIVE += (
     "PreviewAny",
     "PreviewImage",
 )
+NATIVE += ("AudioEncoderEncode", "AudioEncoderLoader", "ImageBatch", "LatentConcat", "LoadAudio")
 NATIVE += ("GetVideoComponents", "LoadVideo", "SaveVideo", "TrimVideoLatent", "VAEDecode", "WanImageToVideo")
 BELOW = 1320  # the second row of columns
 
@@ -307,6 +309,7 @@ DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
     wan22_5b,
     wan22_animate_14b,
     wan22_animate_2,
+    wan22_sound_to_video,
 )
 
 

@@ -20,7 +20,8 @@ NATIVE_SCHEMAS = ROOT / "tools" / "native_nodes.json"
 WIDGETS = ("COMBO", "INT", "FLOAT", "STRING", "BOOLEAN")  # anything else is a socket
 MATCHED = "COMFY_MATCHTYPE_V3"  # a socket of any type, the same for all of a node
 DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"  # a COMBO whose values bring further widgets
-FILE_LISTS = ("clip_name",)  # inputs of ComfyUI's own nodes that list the files of one machine
+UPLOADED = {"image_upload": ["image"], "audio_upload": [None, None]}  # files to upload; what the page keeps after one
+FILE_LISTS = ("clip_name", "audio_encoder_name")  # inputs of ComfyUI's own nodes that list the files of one machine
 NOTE = "MarkdownNote"  # exists in the page only
 TITLE, SLOT, WIDGET, GAP, MARGIN = 30, 20, 28, 30, 16  # pixels of the page
 NOTE_WIDTH, NOTE_LETTERS = 560, 88  # of a note, and of a line in it
@@ -55,8 +56,8 @@ def native_schema(info: dict[str, Any]) -> Schema:
             options = kind if isinstance(kind, list) else given.get("options")
             entry: dict[str, Any] = {"name": name, "type": "COMBO" if isinstance(kind, list) else kind}
             entry["optional"] = group == "optional"
-            entry |= {key: given[key] for key in ("default", "multiline", "image_upload") if key in given}
-            of_one_machine = name in FILE_LISTS or given.get("image_upload")
+            entry |= {key: given[key] for key in ("default", "multiline", *UPLOADED) if key in given}
+            of_one_machine = name in FILE_LISTS or any(given.get(key) for key in UPLOADED)
             if options is not None and not of_one_machine:
                 entry["options"] = options
             inputs.append(entry)
@@ -309,7 +310,7 @@ def extra_values(entry: Schema) -> list[Any]:
     """What the page keeps in `widgets_values` after this input's own value."""
     if entry.get("control_after_generate"):
         return ["randomize"]
-    return ["image"] if entry.get("image_upload") else []
+    return next((values for key, values in UPLOADED.items() if entry.get(key)), [])
 
 
 def _page_node(

@@ -18,6 +18,7 @@ from .memory import Held, Remote, Weights, evict_all, load, log, read_ahead, roo
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
 from .native_cache import StepCache, attach, attached, plan_of_part
 from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of
+from .native_stages import Stages, attach_stages, stages_of
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
 
 __all__ = [
@@ -25,10 +26,12 @@ __all__ = [
     "Held",
     "Progress",
     "Remote",
+    "Stages",
     "StepCache",
     "Weights",
     "accelerate",
     "attach",
+    "attach_stages",
     "attached",
     "background",
     "check_interruption",
@@ -54,6 +57,7 @@ __all__ = [
     "scheduler_names",
     "show",
     "sparse_of",
+    "stages_of",
     "stamps",
     "temporary_folder",
     "temporary_video",

@@ -28,10 +28,12 @@ from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.cache.curves import find_curve
 from wan_core.sampling.cache.residual import Residuals, residual_program
 from wan_core.sampling.cache.skipping import check_cacheable, leave_out, looks_distilled, skip_words
+from wan_core.sampling.cutting import without_lost_sources
 from wan_core.sampling.native.plan import Part, WholeRun, check_native, cut, plan_part
 from wan_core.sampling.native.run import RUN
 from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.sparsity.schedule import sparsify
+from wan_core.sampling.stages import with_stages
 
 from .native_kept import eager, keep_blocks, keep_output, reuse, reuse_blocks, uncompiled
 from .native_model import STATEFUL, NativeModel, describe
@@ -64,14 +66,15 @@ def native_plan(
         guidance=guidance,
         branches=branches,
     )
-    plan = replace(plan, notes=(model.note,) if model.note else ())
+    plan = with_stages(replace(plan, notes=(model.note,) if model.note else ()), options.stages)
     if solver == "lcm" and replace(options, sparse=None) != SkipOptions():
         check_cacheable(solver, "the step cache")
     curve = None
     if options.magcache is not None and model.task is not None:
         curve = find_curve(model.path, model.task.name, image=image)
     distilled = model.path.name if model.path is not None and looks_distilled(model.path) else ""
-    return leave_out(sparsify(plan, options.sparse), options, curve, distilled=distilled)
+    plan = leave_out(sparsify(plan, options.sparse), options, curve, distilled=distilled)
+    return replace(plan, steps=without_lost_sources(plan.steps)) if options.stages else plan
 
 
 def plan_of_part(

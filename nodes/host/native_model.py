@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wan_core.config import OptionError, SparseOptions
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import choose_task
+from wan_core.models.wan.families import choose_task, family_of
 from wan_core.models.wan.families.family import Clues, Task
 from wan_core.sampling.native.attention import NativeAttention
 
@@ -37,6 +37,11 @@ class NativeModel:
     @property
     def name(self) -> str:
         return self.variant if self.task is None else self.task.name
+
+    @property
+    def stages(self) -> bool:
+        """Whether steps may run at a smaller size."""
+        return self.task is not None and family_of(self.task).stages
 
     @property
     def boundary(self) -> float:

@@ -311,6 +311,8 @@ def test_a_step_that_is_left_out_is_measured_against_a_full_one(tmp_path: Path) 
     assert [row["steps"] for row in skipped] == [8, 7, 6, 6]  # of ten: what each rule must compute is computed
     assert all(row["share"] == pytest.approx(row["seconds"] / full, rel=0.02) and row["share"] < 1 for row in skipped)
     plans = [row for name, row in rows.items() if name.startswith("plan, 12 steps, ")]
+    staged = plans.pop()  # the estimate counts its smaller steps as less than a forward
+    assert staged["forwards"] == 24 and staged["estimate"] < 23 * full and "off" in staged
     assert len(plans) == 2 and all(10 <= row["forwards"] < 24 for row in plans)
     for row in plans:  # an estimate is its forwards at the seconds of one
         assert row["estimate"] == pytest.approx(row["forwards"] * full, rel=0.02)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from wan_core.config import OptionError
-from wan_core.media.mp4 import Encoder, Sound, write_mp4
+from wan_core.media.mp4 import Encoder, write_mp4
 from wan_core.media.shapes import PALETTE
+from wan_core.media.sound import Sound
 from wan_core.media.video import load_image, read_metadata, read_video
 
 

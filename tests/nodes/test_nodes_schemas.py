@@ -21,7 +21,7 @@ FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "node_schemas.json"
 TYPES = {"Combo": "COMBO", "Int": "INT", "Float": "FLOAT", "String": "STRING", "Boolean": "BOOLEAN", "Clip": "CLIP"}
 TYPES |= {"Vae": "VAE", "Latent": "LATENT", "Image": "IMAGE", "Conditioning": "CONDITIONING"}
 TYPES |= {"ClipVisionOutput": "CLIP_VISION_OUTPUT", "Audio": "AUDIO", "Video": "VIDEO", "Model": "MODEL"}
-TYPES |= {"Sigmas": "SIGMAS", "Mask": "MASK"}
+TYPES |= {"Sigmas": "SIGMAS", "Mask": "MASK", "AudioEncoderOutput": "AUDIO_ENCODER_OUTPUT"}
 
 
 class Recorder:

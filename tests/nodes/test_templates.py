@@ -36,6 +36,9 @@ def test_a_template_samples_the_same_and_says_what_was_accelerated(templates: Te
     assert result.error <= 1e-5
     assert result.samplers == EXPECTED[name]["samplers"] == len(result.words)
     assert result.words == EXPECTED[name]["words"]
+    # Where it is above 1e-3, docs/families.md says what is done differently from ComfyUI, and why.
+    assert (result.ours is None) == (EXPECTED[name]["ours"] is None)
+    assert result.ours is None or result.ours <= 1.5 * EXPECTED[name]["ours"] + 1e-5
 
 
 # ------------------------------------------------------------------------------------------------ without ComfyUI

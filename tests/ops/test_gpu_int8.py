@@ -50,7 +50,7 @@ def test_products_equal_the_reference(kind: str, rows: int, dtype: torch.dtype, 
     if FORMATS[kind].int4 and way == "comfy-kitchen":  # activations in four bits
         assert relative(found, x.float() @ decode(FORMATS[kind], parts).t() + bias) < 0.3
     else:  # of an int8 row, the half of a step that a rounded rotation moves some numbers by
-        assert relative(found, expected) < (0.01 if dtype == torch.bfloat16 else 0.006)
+        assert relative(found, expected) < (0.015 if dtype == torch.bfloat16 else 0.006)
 
 
 @pytest.mark.parametrize("kind", ["rotated 256", "tensor", "w4a8"])

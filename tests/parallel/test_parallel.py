@@ -142,6 +142,21 @@ def test_a_layer_pipeline_equals_one_rank_bit_for_bit(ranks, alone, mesh, given)
     assert max(map(len, held)) - min(map(len, held)) <= 1
 
 
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "2x1x1", "layers2"])
+def test_a_resolution_schedule_equals_one_rank(ranks, alone, mesh):
+    """50 tokens, and 18 in the smaller steps, with a cache and sparse attention, which begin anew at each size."""
+    request = {"steps": 10, "width": 80, "height": 80, "frames": 5, "sparse": {"sparsity": 0.5}}
+    request |= {"stages": [{"scale": 0.6, "low": 0.85, "high": 0.98}], "magcache": MAGCACHE}
+    if mesh == "layers2":
+        request = {name: given for name, given in request.items() if name not in ("sparse", "magcache")}
+        request["guidance_mode"] = "sequential"
+    wanted = alone(request=request)
+    equal_on_all(together(ranks, mesh=mesh, request=request), wanted)
+    plain = {name: given for name, given in request.items() if name != "stages"}
+    assert parallel_checks.relative(wanted[0], alone(request=plain)[0]) > 0.01
+    assert any("resolution schedule: 0.6 of width and height in steps" in note for note in wanted[2]["notes"])
+
+
 @pytest.mark.parametrize("mesh", ["1x1x3", "2x2x1", "2x1x3"])
 def test_magcache_and_another_size_and_token_counts_that_do_not_divide(ranks, alone, mesh):
     request = {"steps": 10, "magcache": MAGCACHE, "width": 80, "height": 112, "frames": 9}  # 105 tokens

@@ -219,10 +219,10 @@ def test_a_mesh_that_cannot_run_a_request_is_refused_before_anything_is_loaded(m
     jobs = Jobs(SimpleNamespace(size=2, device=torch.device("cpu"), on_host=2))
     plan = replace(make_plan(steps=2), sparse=None if sparse is None else SparseOptions(sparsity=0.5, **sparse))
     if words is None:
-        assert str(jobs.choose(mesh, T2V_A14B, tokens, plan, "fp32", attention).mesh) == mesh
+        assert str(jobs.choose(mesh, T2V_A14B, (tokens, 2, 2), plan, "fp32", attention).mesh) == mesh
         return
     with pytest.raises(UserError, match=words):
-        jobs.choose(mesh, T2V_A14B, tokens, plan, "fp32", attention)
+        jobs.choose(mesh, T2V_A14B, (tokens, 2, 2), plan, "fp32", attention)
 
 
 def test_the_estimate_is_what_was_measured():

@@ -260,8 +260,8 @@ def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, family: str) -
     job = pipe.prepare(given)
     clip, media = job.clips[1], clips_module.load_clip_media(pipe, job)
     assert media is not None
-    pixels = {**media.of(clip), "carried": torch.rand(1, 3, 1, HEIGHT, WIDTH) * 2 - 1}
-    expected = clips_module.condition(pipe, job, clip, media, pixels["carried"], pipe.encode_text(job))
+    pixels = clips_module.given_to(pipe, job, clip, media, torch.rand(1, 3, 1, HEIGHT, WIDTH) * 2 - 1)
+    expected = clips_module.condition(pipe, job, clip, pixels, pipe.encode_text(job))
     vae = pipe.models.vae()
     extras = comfy_extras(vae.encode, pixels, clip, vae.config)
     seen = SimpleNamespace(penultimate_hidden_states=expected.image_features)

@@ -107,7 +107,7 @@ def test_attached_loras_count_in_every_phase(room) -> None:
 
 def test_time_left_of_workers_counts_what_sparse_steps_read() -> None:
     found = find_experts(TINY / "t2v_high.safetensors", TINY / "t2v_low.safetensors")
-    plan = with_costs(make_plan(task="t2v-tiny", steps=4), found.dit, 100)
+    plan = with_costs(make_plan(task="t2v-tiny", steps=4), found.dit, (1, 20, 20))
     plan = replace(plan, steps=tuple(replace(step, cost=0.5) if step.index == 3 else step for step in plan.steps))
     progress = RemoteProgress(plan.steps[1], plan, 2)
     assert progress.left(2.0) == 2.0 * (2 + 2 * 0.5)

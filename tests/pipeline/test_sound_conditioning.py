@@ -109,6 +109,6 @@ def test_a_small_video_with_motion_and_a_noise_mask_are_refused(experts):
 
 def test_the_command_line_says_that_it_needs_a_sound():
     options = LoadOptions(model="random:s2v-14B:1", device="cpu")
-    with pytest.raises(OptionError, match="s2v-14B is driven by"):
+    with pytest.raises(OptionError, match="give --reference and --audio"):
         check_request(options, Request(prompt="x"), torch.device("cpu"))
     assert find_task("s2v-14B").driven_by == "WanSoundImageToVideo"

@@ -115,6 +115,36 @@ def test_streamed_blocks_give_the_same_bits(resident):
         assert torch.equal(run(residency.use("high")), exact)
 
 
+GRIDS = {"T": st.integers(1, 4), "Y": st.integers(4, 9), "X": st.integers(4, 9), "motion": st.booleans()}
+
+
+def forward(model: WanModel, T: int, Y: int, X: int, motion: bool, info: ForwardInfo) -> torch.Tensor:
+    given = draw_inputs(S2V, (1, T, Y, X), motion=19 if motion else None)
+    x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    with torch.no_grad():
+        return model(x, timestep, context, info=info, **given)
+
+
+@settings(max_examples=6, deadline=None)
+@over(**GRIDS, resident=st.integers(0, 4))
+def test_streamed_blocks_give_the_same_bits_at_every_grid(T, Y, X, motion, resident):
+    residency = Residency(CPU, "stream", resident_blocks=resident)
+    residency.add("high", made())
+    exact = forward(made(), T, Y, X, motion, ForwardInfo())
+    assert torch.equal(forward(residency.use("high"), T, Y, X, motion, ForwardInfo()), exact)
+
+
+@settings(max_examples=6, deadline=None)
+@over(**GRIDS)
+def test_sparse_attention_that_reads_every_block_is_dense_at_every_grid(T, Y, X, motion):
+    model = made()
+    exact = forward(model, T, Y, X, motion, ForwardInfo())
+    tiles = SparseTiles(model, SparseOptions(sparsity=0.0001, kernel="math"), None, (T, Y, X))
+    with in_tiles(model, tiles):
+        found = forward(model, T, Y, X, motion, ForwardInfo(sparsity=0.0001))
+    assert difference(found, exact) < 1e-4
+
+
 @pytest.mark.parametrize("kind", ["0.0001/0/0", "0.9/1/0", "0.9/0/9"])
 def test_the_order_of_tiles_changes_nothing(kind):
     """Tokens in the order of the tiles find their sound and their modulation. Every block is read: because all are

@@ -153,14 +153,14 @@ def test_the_estimate_counts_what_is_read() -> None:
     assert step_cost(0.875, 0.72) == finer[0] < finer[1] < finer[2] < step_cost(0.75, 0.72)
     dense = make_plan(steps=40)
     for name, before in (("quality", 1.0), ("balanced", 0.85), ("fast", 0.65)):
-        plan = with_costs(sparsify(dense, PRESETS[name]), A14B, 75600)
+        plan = with_costs(sparsify(dense, PRESETS[name]), A14B, (21, 90, 160))
         found = plan.estimate({"high": 1.0, "low": 1.0})
         assert found is not None
         assert found < before * 80
         assert found == pytest.approx(sum(s.forwards * s.cost for s in plan.steps))
     layers = A14B.num_layers
     none, half = (
-        with_costs(sparsify(dense, parse_sparse(f"0.5/0/{n}")), A14B, 75600).steps[-1].cost
+        with_costs(sparsify(dense, parse_sparse(f"0.5/0/{n}")), A14B, (21, 90, 160)).steps[-1].cost
         for n in (layers, layers // 2)
     )
     assert none == 1.0
@@ -170,7 +170,7 @@ def test_the_estimate_counts_what_is_read() -> None:
 def test_budgets_of_another_model_are_refused_before_work() -> None:
     plan = sparsify(make_plan(steps=4), PRESETS["balanced"], {"low": (0.25,) * 30})
     with pytest.raises(OptionError, match="low-noise expert has 30 layers, and the model has 40"):
-        with_costs(plan, A14B, 75600)
+        with_costs(plan, A14B, (21, 90, 160))
 
 
 def test_a_plan_shows_it_beside_what_is_skipped() -> None:

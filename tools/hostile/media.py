@@ -1,4 +1,4 @@
-"""Sound and hostile pictures and videos."""
+"""Good and hostile pictures, videos and sounds."""
 
 from __future__ import annotations
 
@@ -192,5 +192,51 @@ VIDEO_BOMBS: tuple[Callable[[], bytes], ...] = (
     lambda: b"GIF89a\xff\xff\xff\xff\xf0\0\0" + bytes(6) + b",\0\0\0\0\xff\xff\xff\xff\0\x08\x01\0;",
     _two_sizes,
     sound_only,
+    lambda: b"",
+)
+
+# --------------------------------------------------------------------------------------------------------------- sounds
+
+SOUNDS = {"wav": "pcm_s16le", "flac": "flac", "mp3": "libmp3lame", "mp4": "aac", "ogg": "flac"}
+
+
+@cache
+def sound(kind: str, seconds: int = 1, rate: int = 16000) -> bytes:
+    """Silence, which compresses a thousand times."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as out:
+        stream = out.add_stream(SOUNDS[kind], rate=rate, layout="mono")
+        for second in range(seconds):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, rate), np.int16), format="s16", layout="mono")
+            frame.sample_rate, frame.pts = rate, second * rate
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    return file.getvalue()
+
+
+def sound_file(random: Random) -> bytes:
+    if random.random() < 0.03:
+        return damaged(random, random.choice(PLAYLISTS))
+    return damaged(random, sound(random.choice(tuple(SOUNDS)), random.choice((1, 3))))
+
+
+def _wav(rate: int, channels: int, samples: int) -> bytes:
+    """A head that says so, and a second of silence."""
+    form = struct.pack("<HHIIHH", 1, channels % 2**16, rate, rate * 2 % 2**32, channels * 2 % 2**16, 16)
+    data = b"data" + struct.pack("<I", samples * 2 % 2**32) + bytes(32000)
+    return b"RIFF" + struct.pack("<I", 36 + len(data)) + b"WAVEfmt " + struct.pack("<I", 16) + form + data
+
+
+SOUND_BOMBS: tuple[Callable[[], bytes], ...] = (
+    *(lambda content=content: content for content in PLAYLISTS),
+    lambda: sound("flac", 1300, 48000),  # just what is allowed
+    lambda: sound("flac", 1400, 48000),
+    lambda: sound("mp3", 2000, 32000),
+    lambda: _wav(0, 1, 16000),
+    lambda: _wav(2**32 - 1, 1, 16000),
+    lambda: _wav(16000, 2**16 - 1, 16000),
+    lambda: _wav(1, 2, 2**31 - 1),
+    lambda: video("avi"),
+    lambda: b"ID3" + b"\xff" * 30,
     lambda: b"",
 )

@@ -22,7 +22,9 @@ from wan_core.cli.inform import run_check
 from wan_core.cli.inspect import inspect
 from wan_core.execution.report import Report
 from wan_core.media.mp4 import write_mp4
+from wan_core.media.sound import mono, read_sound
 from wan_core.media.video import load_image, picture_size, read_metadata, read_video
+from wan_core.models.audio.config import SAMPLE_RATE
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.pipeline.images import decode_latents
 from wan_core.pipeline.pipeline import metadata
@@ -126,6 +128,10 @@ def read_video_file(path: Path) -> None:
             read_video(path)
 
 
+def read_sound_file(path: Path) -> None:
+    mono(read_sound(path), SAMPLE_RATE)
+
+
 @cache
 def _vae() -> VideoVAE:
     return load_vae(TINY / "vae.safetensors", dtype=torch.float32)
@@ -168,5 +174,6 @@ READERS = {
     "tokenizer": Reader("spiece.model", texts.tokenizer, texts.TOKENIZER_BOMBS, read_tokenizer, texts.base_tokenizer),
     "image": Reader("image.bin", media.image, media.IMAGE_BOMBS, read_picture, lambda: media.picture("PNG")),
     "video": Reader("video.bin", media.video_file, media.VIDEO_BOMBS, read_video_file, lambda: media.video("mp4")),
+    "sound": Reader("sound.bin", media.sound_file, media.SOUND_BOMBS, read_sound_file, lambda: media.sound("wav")),
     "latents": Reader("a.latents.safetensors", texts.latents, texts.LATENTS_BOMBS, read_latents, texts.base_latents),
 }

@@ -14,6 +14,7 @@ from typing import Any
 
 # What ComfyUI reads from a file: the width (heads of 128), the layers. It takes the rest for granted.
 SMALL = {"dim": 256, "ffn_dim": 128, "num_heads": 2, "num_layers": 2}
+INJECT_AFTER = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39)  # blocks of S2V
 FULL = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40}
 # Kind -> the name of ComfyUI's class, and what makes it this variant.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,6 +39,8 @@ def transformer(kind: str, seed: int, layers: int | None) -> dict[str, Any]:
     sizes = SMALL if layers is None else {**FULL, "num_layers": layers}
     if layers is not None and kind == "vace":
         changed = {**changed, "vace_layers": max(1, layers // 5)}
+    if kind == "s2v":  # those behind blocks that it has: WanCore refuses others
+        changed = {**changed, "audio_inject_layers": [n for n in INJECT_AFTER if n < sizes["num_layers"]]}
     made = config({**config.unet_config, **sizes, **changed})
     made.set_inference_dtype(torch.float32 if layers is None else torch.bfloat16, None)
     device = None if layers is None or not torch.cuda.is_available() else torch.device("cuda")

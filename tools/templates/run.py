@@ -1,5 +1,5 @@
 """Run ComfyUI's official Wan templates on tiny random weights on a CPU, as they are and with WanCore Accelerate in
-front of every sampler, and compare the latents of every sampler.
+front of every sampler, and compare the latents of every sampler; then with WanCore Sampler in the place of each.
 
     COMFYUI_PYTHON=... python -m tools.templates.run --comfyui PATH [--out FILE] [TEMPLATE ...]
 
@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.comfy_graphs import with_defaults
 from benchmarks.comfyui import ComfyUI, Graph, make_base, python_of
 from tools.templates.expand import expand
-from tools.templates.our_sampler import OURS, SAMPLERS
+from tools.templates.our_sampler import OURS, SAMPLERS, with_our_sampler
 
 HERE = Path(__file__).resolve().parent
 # Template -> kind of its transformers (`files.KINDS`).
@@ -58,12 +59,14 @@ KEPT = {"StandInText": ("text",), "StandInVision": ("image",), "StandInMask": ("
 
 @dataclass(frozen=True)
 class Result:
-    """error: largest difference of a sampler's latents, over their largest value. words: what each Accelerate said."""
+    """error: largest difference of a sampler's latents, over their largest value. words: what each Accelerate said.
+    ours: the same difference with our sampler in their place; None: it does not replace two samplers of one video."""
 
     template: str
     samplers: int
     error: float
     words: list[str]
+    ours: float | None = None
 
 
 def templates_folder(python: str) -> Path | None:
@@ -118,6 +121,15 @@ def with_steps(graph: Graph, steps: int) -> Graph:
 
 def _has_size(kind: str) -> bool:
     return kind.startswith(("Wan", "Empty", "Resize"))
+
+
+def with_euler(graph: Graph) -> Graph:
+    """The graph with the solver Euler in every sampler."""
+    made = deepcopy(graph)
+    for one in made.values():
+        if "sampler_name" in one["inputs"]:
+            one["inputs"]["sampler_name"] = "euler"
+    return made
 
 
 def _fewer_steps(kind: str, inputs: dict[str, Any], steps: int) -> None:
@@ -197,21 +209,26 @@ class Templates:
 
     def run(self, template: str) -> Result:
         """Raises AssertionError where it does not run."""
-        graph = observed(self.graph(template), "plain")
-        words: list[str] = []
-        for run in ("plain", "fast"):
-            given = graph if run == "plain" else observed(_without_keeping(graph), run, EXACT)
-            begin = len(self.server.log())
-            done = self.server.run(given)
-            assert done.ok, f"{template}: {done.status}"
-            if run == "fast":
-                words = re.findall(r"WanCore Accelerate: (.*)", self.server.log()[begin:])
-        output = self.base / "output"
-        pairs = [(path, path.with_name("fast" + path.name.removeprefix("plain"))) for path in output.glob("plain-*.pt")]
-        errors = [_error(torch.load(fast), torch.load(plain)) for plain, fast in pairs]
-        for path in output.glob("*.pt"):
+        graph = self.graph(template)
+        begin = len(self.server.log())
+        plain, fast = self._latents(graph, "plain"), self._latents(graph, "fast", EXACT)
+        words = re.findall(r"WanCore Accelerate: (.*)", self.server.log()[begin:])
+        ours = None
+        if all(one["class_type"] != "KSamplerAdvanced" for one in graph.values()):
+            euler = with_euler(graph)  # other solvers draw noise of their own
+            replaced = with_defaults(with_our_sampler(euler), self.info)
+            ours = _error(self._latents(replaced, "ours"), self._latents(euler, "euler"))
+        return Result(template, len(plain), _error(fast, plain), words, ours)
+
+    def _latents(self, graph: Graph, run: str, accelerate: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+        """Of every sampler."""
+        done = self.server.run(observed(graph, run, accelerate))
+        assert done.ok, f"{run}: {done.status}"
+        files = sorted((self.base / "output").glob(f"{run}-*.pt"))
+        made = [torch.load(path) for path in files]
+        for path in files:
             path.unlink()
-        return Result(template, len(pairs), max(errors), words)
+        return made
 
     def versions(self) -> dict[str, str]:
         code = "from importlib.metadata import version as v; print(v('comfyui-workflow-templates-json'), v('torch'))"
@@ -234,13 +251,12 @@ class Templates:
         self.server.stop()
 
 
-def _without_keeping(graph: Graph) -> Graph:
-    return {name: one for name, one in graph.items() if one["class_type"] != "KeepLatent"}
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    assert expected.isfinite().all() and expected.abs().max() > 0, "the latents are not those of a model"
-    return float((found - expected).abs().max() / expected.abs().max())
+def _error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest of all samplers."""
+    for one in expected:
+        assert one.isfinite().all() and one.abs().max() > 0, "the latents are not those of a model"
+    pairs = zip(found, expected, strict=True)
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
 
 
 def main() -> int:
@@ -255,7 +271,8 @@ def main() -> int:
         try:
             for name in options.templates:
                 results.append(templates.run(name))
-                print(f"{name}: {results[-1].samplers} samplers, error {results[-1].error:.1e}", flush=True)
+                ours = "" if results[-1].ours is None else f", with our sampler {results[-1].ours:.1e}"
+                print(f"{name}: {results[-1].samplers} samplers, error {results[-1].error:.1e}{ours}", flush=True)
                 for words in results[-1].words:
                     print(f"    {words}", flush=True)
         finally:

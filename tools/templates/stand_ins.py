@@ -51,17 +51,19 @@ class StandInVision(_StandIn):
 
 
 class StandInAudio(_StandIn):
-    """In place of AudioEncoderEncode: two seconds of 25 layers."""
+    """In place of AudioEncoderEncode: two seconds of 25 layers. steady: four seconds in which nothing changes."""
 
     RETURN_TYPES = ("AUDIO_ENCODER_OUTPUT",)
 
     @classmethod
     def INPUT_TYPES(cls):
-        return {"required": {}}
+        return {"required": {}, "optional": {"steady": ("BOOLEAN", {"default": False})}}
 
-    def run(self):
-        layers = [_rows(f"audio {n}", 1, 100, 1024) for n in range(25)]
-        return ({"encoded_audio": layers[-1], "encoded_audio_all_layers": layers, "audio_samples": 32000},)
+    def run(self, steady=False):
+        layers = [_rows(f"audio {n}", 1, 1 if steady else 100, 1024) for n in range(25)]
+        layers = [layer.expand(1, 200, 1024) if steady else layer for layer in layers]
+        samples = 320 * layers[0].shape[1]
+        return ({"encoded_audio": layers[-1], "encoded_audio_all_layers": layers, "audio_samples": samples},)
 
 
 class StandInMask(_StandIn):

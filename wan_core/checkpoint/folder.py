@@ -7,6 +7,7 @@
 | text_encoder | models_t5_*.pth               | text_encoder/     | text_encoder.safetensors       |
 | vae          | Wan2.1_VAE.pth, Wan2.2_VAE.pth | vae/             | vae.safetensors                |
 | clip_vision  | models_clip_*.pth             | image_encoder/    | clip_vision_h.safetensors      |
+| audio_encoder | wav2vec2-large-xlsr-53-english/ |                 | wav2vec2_*.safetensors         |
 | tokenizer    | google/umt5-xxl/spiece.model  | tokenizer/spiece.model | inside text_encoder       |
 """
 
@@ -30,13 +31,14 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "text_encoder": ("models_t5_*.pth", "text_encoder", "text_encoder.safetensors"),
     "vae": ("Wan2.[0-9]_VAE.pth", "vae", "vae.safetensors"),
     "clip_vision": ("models_clip_*.pth", "image_encoder", "clip_vision_h.safetensors"),
+    "audio_encoder": ("wav2vec2-large-xlsr-53-english", "wav2vec2_*.safetensors"),
     "tokenizer": ("google/umt5-xxl/spiece.model", "tokenizer/spiece.model", "spiece.model"),
 }
 
 
 def find_parts(folder: str | os.PathLike[str]) -> dict[str, Path]:
     """The parts of the release in `folder`: some of the keys high, low, text_encoder, vae, clip_vision,
-    tokenizer, in that order.
+    audio_encoder, tokenizer, in that order.
 
     A model with one transformer has it under `high`. Parts that are absent have no key. Only names are looked at,
     nothing is opened. Raises `CheckpointError` if `folder` is not a folder.

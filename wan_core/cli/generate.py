@@ -15,6 +15,7 @@ from typing import Any
 
 from wan_core.cli.options import outputs_of, plan_numbers
 from wan_core.cli.progress import ProgressLine
+from wan_core.cli.sound import sound_of
 from wan_core.cli.workers import generate_on, worker_options
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.config.outputs import Outputs
@@ -88,7 +89,7 @@ def generate_files(
     from wan_core.pipeline.kept_clips import remove_kept
 
     kept: list[Path] = []
-    progress, writing = ProgressLine(), VideoWriting(files.video)
+    progress, writing = ProgressLine(), VideoWriting(files.video, request.audio)
     try:
         result = generate(options, load_options, request, progress, files, kept.append, writing.write)
         video = files.video if writing.fault is None else writing.elsewhere(result)
@@ -142,10 +143,10 @@ def generate(
 
 class VideoWriting:
     """Writes the video to `path` while it is decoded, or else into the folder for temporary files: it took too long to
-    be lost. fault: why `path` could not be written."""
+    be lost. audio: path of its sound. fault: why `path` could not be written."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, audio: str | None = None) -> None:
+        self.path, self.audio = path, audio
         self.fault: str | None = None
 
     def write(self, frames: Iterator[Any], /, *, fps: int, settings: Mapping[str, Any]) -> None:
@@ -154,7 +155,7 @@ class VideoWriting:
         from wan_core.pipeline.pipeline import metadata
 
         try:
-            write_mp4(self.path, frames, fps=fps, metadata=metadata(settings))
+            write_mp4(self.path, frames, fps=fps, sound=sound_of(self.audio), metadata=metadata(settings))
         except (OSError, OptionError) as fault:  # the disk is full, or the folder is gone
             self.fault = f"the video could not be written to {self.path}: {getattr(fault, 'strerror', None) or fault}"
             print(self.fault, file=sys.stderr)
@@ -164,11 +165,11 @@ class VideoWriting:
         from wan_core.media.mp4 import write_mp4
         from wan_core.pipeline.pipeline import metadata
 
-        settings = metadata(result.report.settings)
+        settings, sound = metadata(result.report.settings), sound_of(self.audio)
         try:
             with result.report.phase("write"), Outputs({}) as outputs:
                 elsewhere = outputs.add("--out", Path(tempfile.gettempdir(), self.path.name))
-                return write_mp4(elsewhere, result.frames, fps=result.fps, metadata=settings)
+                return write_mp4(elsewhere, result.frames, fps=result.fps, sound=sound, metadata=settings)
         except (OSError, OptionError) as fault:
             second = getattr(fault, "strerror", None) or fault
             raise OSError(f"{self.fault}; nor to {tempfile.gettempdir()}: {second}") from fault

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wan_core.cli.sound import FILES as SOUND_FILES
+from wan_core.cli.sound import add_audio_option, add_encoder_option
 from wan_core.config import (
     COMPILES,
     GUIDANCE_MODES,
@@ -37,6 +39,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer", help="spiece.model, if the text encoder's file does not contain it")
     group.add_argument("--vae", help="VAE: file or folder")
     group.add_argument("--clip-vision", help="CLIP vision encoder: file or folder (Wan 2.1 image-to-video)")
+    add_encoder_option(group)
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default %(default)s)")
     group.add_argument(
         "--precision",
@@ -157,8 +160,9 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
     group.add_argument(
         "--denoise", type=float, help="strength of video-to-video, 0 to 1: how much of the noise it gets (default 0.7)"
     )
-    group.add_argument("--reference", help="picture of who moves as in the driving videos (Animate)")
-    group.add_argument("--pose-video", help="video that is followed: drawn poses (Animate), any video (Animate-2)")
+    add_audio_option(group)
+    group.add_argument("--reference", help="picture of who moves as in the driving videos (Animate), or speaks (S2V)")
+    group.add_argument("--pose-video", help="video that is followed: drawn poses (Animate, S2V), any video (Animate-2)")
     group.add_argument("--face-video", help="video of a face whose expression is followed (Animate)")
     group.add_argument("--background", help="video in which the reference replaces somebody (Animate)")
     group.add_argument("--mask", help="video that is white where that somebody is (Animate)")
@@ -247,6 +251,7 @@ INPUTS = (
     "latents",
     "samples",
     "source",
+    *SOUND_FILES,
 )
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from wan_core.cli.sound import sound_of
 from wan_core.cli.workers import devices_of, worker_options
 from wan_core.config import LoadOptions, OptionError
 
@@ -158,6 +159,7 @@ def write_with_report(video: ListedVideo, run: Callable[[WriteVideo], Report]) -
     def write(frames: Iterator[Any], /, *, fps: int, settings: Mapping[str, Any]) -> None:
         if os.path.lexists(video.out):
             raise OptionError(f"{video.out} came while this video was made, and is not replaced")
-        write_mp4(video.out, frames, fps=fps, metadata={**metadata(settings), KEY: video.key})
+        sound = sound_of(video.request.audio)
+        write_mp4(video.out, frames, fps=fps, sound=sound, metadata={**metadata(settings), KEY: video.key})
 
     run(write).save(report_of(video))

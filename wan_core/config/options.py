@@ -94,6 +94,7 @@ class LoadOptions:
     tokenizer: str | None = None
     vae: str | None = None
     clip_vision: str | None = None  # of image-to-video models that need one (Wan 2.1)
+    audio_encoder: str | None = None  # wav2vec 2.0, of models that hear (S2V)
     device: str = "auto"
     precision: str = "checkpoint"
     keep_blocks: int = 0
@@ -161,6 +162,7 @@ class Request:
     face_video: str | None = None  # path of a video of a face whose expression is followed
     background: str | None = None  # path of a video in which the reference replaces somebody
     mask: str | None = None  # path of a video that is white where that somebody is
+    audio: str | None = None  # path of the sound of a video whose model hears it
     clip_frames: int | None = None  # a longer video is made in clips of so many frames
     overlap: int | None = None  # so many of them are the last of the clip before
     nag: NagOptions | None = None  # the negative prompt in steps without guidance

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from wan_core.config.checks import OptionError, check_choice, check_range
@@ -132,18 +133,55 @@ class SparseOptions:
             )
 
 
+STAGE_POSITIONS = ("video", "own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageOptions:
+    """Steps whose sigma is from `low` to `high` run at `scale` times the width and height. Raises OptionError."""
+
+    scale: float
+    low: float
+    high: float = 1.0
+    positions: str = "video"  # rotary positions of rows and columns: the video's, or the smaller size's "own", from 0
+    every: int = 0  # every n-th step of the stage runs at full size, which brings its details up to date; 0: none
+
+    def __post_init__(self) -> None:
+        if self.every == 1 or not 0 <= self.every <= 50:
+            raise OptionError(
+                f"every {self.every} given for a stage; allowed are 0 (no step of it at full size) and 2 to 50"
+            )
+        check_choice("positions of a stage", self.positions, STAGE_POSITIONS)
+        check_range("scale of a stage", self.scale, 0.25, 1, "0.5 has a quarter of the tokens, 1 all of them")
+        if not 0 < self.low < self.high <= 1:
+            raise OptionError(
+                f"stage from sigma {self.low:g} to {self.high:g} given; allowed are sigmas above 0 and up to 1, the "
+                "lower one first: 0.9-0.98"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class SkipOptions:
-    """Step caching, guidance schedule and sparse attention of a generation. At most one step cache may be set; it can
-    be combined with the other two. Raises OptionError."""
+    """Step caching, guidance schedule, sparse attention and resolution schedule of a generation. At most one step cache
+    may be set; it can be combined with the others. Stages are kept by falling sigma. Raises OptionError."""
 
     magcache: MagCacheOptions | None = None
     taylorseer: TaylorSeerOptions | None = None
     adaptive: AdaptiveOptions | None = None
     guidance: GuidanceOptions | None = None
     sparse: SparseOptions | None = None
+    stages: tuple[StageOptions, ...] = ()
 
     def __post_init__(self) -> None:
+        # Options sent to workers hold stages as plain dicts.
+        stages = [StageOptions(**stage) if isinstance(stage, dict) else stage for stage in self.stages]
+        object.__setattr__(self, "stages", tuple(sorted(stages, key=lambda stage: -stage.low)))
+        for above, below in pairwise(self.stages):
+            if below.high > above.low:
+                raise OptionError(
+                    f"stages from sigma {above.low:g} to {above.high:g} and from {below.low:g} to {below.high:g} "
+                    "overlap: a step has one size"
+                )
         caches = [name for name in ("magcache", "taylorseer", "adaptive") if getattr(self, name) is not None]
         if len(caches) > 1:
             raise OptionError(f"{' and '.join(caches)} given; only one step cache can run: choose one of them")

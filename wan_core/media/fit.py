@@ -1,4 +1,4 @@
-"""Pictures fitted into a size with black bars, as the reference implementations of Animate fit them.
+"""Pictures fitted into a size with black bars, as the reference implementations of Animate fit them, or covering it.
 
 Legend: H rows, W columns, n pixels of a side. The numbers are those of OpenCV's `resize`, bit for bit when it enlarges.
 Source: `padding_resize` of Wan2.2/wan/animate.py; LightX2V's Animate-2 shrinks by area.
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image, ImageOps
 
 Pixels = NDArray[np.uint8]  # [H, W, 3]
 Weights = NDArray[np.int32]
@@ -47,6 +48,13 @@ def fit_with_bars(pixels: Pixels, size: tuple[int, int], *, by_area: bool = Fals
     found = np.zeros((height, width, 3), np.uint8)
     found[box.top : box.top + box.height, box.left : box.left + box.width] = inner
     return found
+
+
+def fit_covering(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+    """[H, W, 3] scaled (Lanczos) to cover `size` (width, height); what sticks out is cut off, as much on both sides."""
+    if pixels.shape[1::-1] == size:
+        return pixels
+    return np.asarray(ImageOps.fit(Image.fromarray(pixels), size, Image.Resampling.LANCZOS))
 
 
 def interpolated(pixels: Pixels, size: tuple[int, int]) -> Pixels:

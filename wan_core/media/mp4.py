@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from wan_core.config import OptionError, check_choice
 from wan_core.config.outputs import check_place, written_beside
+from wan_core.media.sound import Sound
 
 _BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
 PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
@@ -45,23 +46,6 @@ class Encoder:
             raise OptionError(f"crf {self.crf!r} is not allowed; use an integer of 0 (best) to 51 (worst), such as 17")
         check_choice("preset", self.preset, PRESETS)
         check_choice("threads", self.threads, tuple(THREADS))
-
-
-@dataclass(frozen=True)
-class Sound:
-    """Sound beside a video: float32 [channels, samples] in -1..1, one or two channels, and samples per second."""
-
-    samples: NDArray[np.float32]
-    rate: int
-
-    def __post_init__(self) -> None:
-        if self.samples.ndim != 2 or self.samples.shape[0] not in (1, 2) or self.samples.dtype != np.float32:
-            raise OptionError(
-                f"the audio is {self.samples.dtype} {list(self.samples.shape)}; float32 [channels, samples] with one "
-                f"or two channels is needed"
-            )
-        if not 8000 <= self.rate <= 96000:
-            raise OptionError(f"audio of {self.rate} samples per second cannot be written; use 8000 to 96000")
 
 
 def write_mp4(
@@ -131,7 +115,7 @@ def _encode(
         container.metadata.update(tags)
         stream = container.add_stream("libx264", rate=rate, options={"crf": str(encoder.crf), "preset": encoder.preset})
         stream.codec_context.thread_type = THREADS[encoder.threads]
-        track = None if sound is None else container.add_stream("aac", rate=sound.rate, layout=_layout(sound))
+        track = None if sound is None else container.add_stream("aac", rate=sound.rate, layout=sound.layout)
         for frame in frames:
             array = _checked_frame(np.asarray(frame), count, size)
             if size is None:
@@ -156,14 +140,10 @@ def _describe(stream: av.VideoStream, size: tuple[int, ...]) -> None:
     stream.codec_context.color_range = ColorRange.MPEG
 
 
-def _layout(sound: Sound) -> str:
-    return "mono" if sound.samples.shape[0] == 1 else "stereo"
-
-
 def _add_sound(container: OutputContainer, track: av.AudioStream, sound: Sound, samples: int) -> None:
     cut = np.ascontiguousarray(sound.samples[:, :samples])
     if cut.size:
-        frame = av.AudioFrame.from_ndarray(cut, format="fltp", layout=_layout(sound))
+        frame = av.AudioFrame.from_ndarray(cut, format="fltp", layout=sound.layout)
         frame.sample_rate, frame.pts = sound.rate, 0
         container.mux(track.encode(frame))
     container.mux(track.encode(None))

@@ -1,4 +1,5 @@
-"""Opens video and picture files of strangers: known formats only, recognised by their first bytes, and within limits.
+"""Opens video, sound and picture files of strangers: known formats only, recognised by their first bytes, and within
+limits.
 
 FFmpeg and Pillow read many more formats. Some of them (playlists such as .m3u8, EPS) name other files or addresses, or
 run programs. The limits are in `config.limits`.
@@ -10,8 +11,8 @@ import os
 import struct
 import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import av
@@ -22,9 +23,10 @@ from PIL import Image, UnidentifiedImageError
 from wan_core.config import OptionError
 from wan_core.config.limits import MAX_FRAME, MAX_PICTURE, MAX_PICTURE_FILE, MAX_VIDEO_FILE, check_file_size
 
-# ------------------------------------------------------------------------------------------------------------- videos
+# -------------------------------------------------------------------------------------------------- videos and sounds
 
 CONTAINERS = "MP4, MOV, MKV, WebM, AVI and GIF"
+SOUNDS = "WAV, FLAC, MP3, M4A and OGG"
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 MAX_STREAMS = 16
 
@@ -40,26 +42,51 @@ def container_format(head: bytes) -> str | None:
     return "gif" if head.startswith((b"GIF87a", b"GIF89a")) else None
 
 
-@contextmanager
-def open_video(path: str | os.PathLike[str]) -> Iterator[InputContainer]:
+def sound_format(head: bytes) -> str | None:
+    """As `container_format`, of files that hold sound alone."""
+    if head.startswith(b"RIFF") and head[8:12] == b"WAVE":
+        return "wav"
+    for start, kind in ((b"fLaC", "flac"), (b"OggS", "ogg"), (b"ID3", "mp3")):
+        if head.startswith(start):
+            return kind
+    # A frame of MPEG audio: eleven ones, then neither a reserved version nor a reserved layer.
+    mpeg = len(head) > 1 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0 and head[1] & 0x18 != 8 and head[1] & 6 != 0
+    return "mp3" if mpeg else None
+
+
+def open_video(path: str | os.PathLike[str]) -> AbstractContextManager[InputContainer]:
     """The container of a video file. Raises OptionError for any fault, also for those inside of the `with` block."""
+    return _opened(path, "a video", container_format, f"{CONTAINERS}. Convert it to MP4.")
+
+
+def open_sound(path: str | os.PathLike[str]) -> AbstractContextManager[InputContainer]:
+    """As `open_video`, of a sound file or of a video with sound."""
+    known = f"{SOUNDS}, nor a video ({CONTAINERS}). Convert it to WAV."
+    return _opened(path, "sound", lambda head: sound_format(head) or container_format(head), known)
+
+
+@contextmanager
+def _opened(
+    path: str | os.PathLike[str], what: str, format_of: Callable[[bytes], str | None], known: str
+) -> Iterator[InputContainer]:
     try:
         check_file_size(path, MAX_VIDEO_FILE)
         with Path(path).open("rb") as file:
-            kind = container_format(file.read(12))
+            kind = format_of(file.read(12))
         if kind is None:
-            raise OptionError(f"cannot read {path} as a video: it is none of {CONTAINERS}. Convert it to MP4.")
+            raise OptionError(f"cannot read {path} as {what}: it is none of {known}")
         # Passed on to the decoders too, which FFmpeg starts while it opens the file.
         options = {"protocol_whitelist": "file", "max_streams": str(MAX_STREAMS), "max_pixels": str(MAX_FRAME)}
-        with av.open(f"file:{Path(path).absolute()}", format=kind, options=options, metadata_errors="replace") as video:
-            yield video
+        address = f"file:{Path(path).absolute()}"
+        with av.open(address, format=kind, options=options, metadata_errors="replace") as container:
+            yield container
     except OptionError:
         raise
     except (FFmpegError, OSError) as fault:
-        raise OptionError(f"cannot read {path} as a video ({_one_line(fault)})") from fault
+        raise OptionError(f"cannot read {path} as {what} ({_one_line(fault)})") from fault
     except (ValueError, ArithmeticError, LookupError, TypeError, NotImplementedError) as fault:
         # What PyAV raises for streams that it has no type for, and numbers that fit nowhere.
-        raise OptionError(f"cannot read {path} as a video: it is damaged ({_one_line(fault)})") from fault
+        raise OptionError(f"cannot read {path} as {what}: it is damaged ({_one_line(fault)})") from fault
 
 
 # ----------------------------------------------------------------------------------------------------------- pictures

@@ -39,6 +39,7 @@ from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
+from wan_core.pipeline.hearing import Speech
 from wan_core.pipeline.host_planning import HostPlan, host_room, plan_host, staying_in_file
 from wan_core.pipeline.loading import load_parts
 from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, notes_of
@@ -116,6 +117,13 @@ class Models:
     def clip_vision(self) -> VisionEncoder:
         """Of a task that takes features of the image."""
         return cast(VisionEncoder, self.residency.use("clip_vision"))
+
+    @property
+    def speech(self) -> Speech:
+        """Of a task that hears."""
+        found = self.settings.found
+        assert isinstance(found, Parts) and found.speech is not None
+        return found.speech
 
     @property
     def vae_config(self) -> VAEConfig:

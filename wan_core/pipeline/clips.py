@@ -20,10 +20,11 @@ from wan_core.execution.report import Report
 from wan_core.media.feed import Feed
 from wan_core.media.fit import Box
 from wan_core.models.wan.families import family_of
-from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.families.clips import Clip, ClipRules
 from wan_core.parallel.conditioning import kept_of_all
 from wan_core.pipeline.builder import Models
 from wan_core.pipeline.driving import MEDIA, Media, load_media
+from wan_core.pipeline.hearing import heard
 from wan_core.pipeline.images import Pieces, decode_to
 from wan_core.pipeline.kept_clips import KeptClips, key_of
 from wan_core.pipeline.resolved_request import Job
@@ -90,10 +91,11 @@ class ClipRun:
         with Feed[np.ndarray, None](lambda frames: use_all(frames, write)) as feed:
             made, carried = [], None
             for clip in self.job.clips:
-                latents = self.latents(clip, carried, text, on_step, on_phase, checks)
+                given = given_to(self.pipe, self.job, clip, self.media, carried)
+                latents = self.latents(clip, given, text, on_step, on_phase, checks)
                 made.append(latents.cpu())
                 on_phase("decode")
-                carried = self.decode(clip, latents, feed.put)
+                carried = self.decode(clip, latents, given.get("lead"), carried, feed.put)
             with self.pipe.report.phase("decode" if write is None else "write"):
                 feed.finish()
         self.note_kept()
@@ -102,7 +104,7 @@ class ClipRun:
     def latents(
         self,
         clip: Clip,
-        carried: Tensor | None,
+        given: Mapping[str, Tensor],
         text: Conditioning,
         on_step: OnStep | None,
         on_phase: Callable[[str], None],
@@ -115,7 +117,7 @@ class ClipRun:
         if found is not None:
             self.pipe.report.notes.append(f"clip {clip.number + 1} was finished by an earlier run")
             return found.to(self.pipe.models.device)
-        conditioning = condition(self.pipe, self.job, clip, self.media, carried, text)
+        conditioning = condition(self.pipe, self.job, clip, given, text)
         on_phase("denoise")
         told = None if on_step is None else self.told(clip, on_step)
         latents = self.pipe.sample(self.job, conditioning, told, checks, clip=clip.number)
@@ -136,22 +138,34 @@ class ClipRun:
 
         return note
 
-    def decode(self, clip: Clip, latents: Tensor, put: Callable[[np.ndarray], None]) -> Tensor:
-        """Decode a clip and put its new frames into the video. Returns the frames that the next clip begins with
-        [1, 3, N, H, W] in -1..1."""
+    def decode(
+        self,
+        clip: Clip,
+        latents: Tensor,
+        lead: Tensor | None,
+        carried: Tensor | None,
+        put: Callable[[np.ndarray], None],
+    ) -> Tensor:
+        """Decode a clip after the latents `lead` and put its new frames into the video. Returns the frames that the
+        next clip begins with, or that came before it [1, 3, N, H, W] in -1..1. carried: those of this clip."""
         rules = family_of(self.job.task).clips
         assert rules is not None
         own, (left, top, width, height) = latents[:, :, rules.leading :], self.crop
-        overlap = self.job.clips[-1].carried
-        tail: list[Tensor] = []
+        skipped = 0  # frames before those of the clip
+        if lead is not None:
+            own = torch.cat([lead.to(own), own], 2)
+            skipped = (own.shape[2] - 1) * self.pipe.models.vae_config.temporal_stride + 1 - clip.frames
+        kept = rules.history or self.job.clips[-1].carried
+        before, tail = history(rules, carried, self.job), list[Tensor]()
 
         def collect(pieces: Pieces) -> None:
             for first, piece in pieces:
-                if not first:  # again, after out of memory
-                    tail.clear()
-                tail[:] = [torch.cat([*tail, piece])[-overlap:]] if overlap else []
+                if not first:  # also again, after out of memory
+                    tail[:] = before
+                mine = piece[max(0, skipped - first) :]
+                tail[:] = [torch.cat([*tail, mine])[-kept:]] if kept else []
                 shown = (piece[:, top : top + height, left : left + width] * 255).round_().to(torch.uint8).numpy()
-                begin = clip.first + first
+                begin = clip.first + first - skipped
                 new = range(max(clip.first + clip.carried, begin), min(self.job.frames, begin + len(piece)))
                 for index in new:
                     self.frames[index] = shown[index - begin]
@@ -180,28 +194,50 @@ def use_all(frames: Iterator[np.ndarray], write: Write | None) -> None:
         pass
 
 
+def history(rules: ClipRules, carried: Tensor | None, job: Job) -> list[Tensor]:
+    """The frames before a clip [N, H, W, 3] in 0..1, for a family that is given them: grey before the first."""
+    if not rules.history:
+        return []
+    grey = torch.full((rules.history, job.height, job.width, 3), 0.5)
+    return [grey if carried is None else (carried[0].permute(1, 2, 3, 0) + 1) / 2]
+
+
 def load_clip_media(pipe: ClipMaker, job: Job) -> Media | None:
-    size, frames = (job.width, job.height), job.clips[-1].last
-    return load_media(job.request, job.task, pipe.models.dit_config, size, job.fps, frames)
+    rules, models, request = family_of(job.task).clips, pipe.models, job.request
+    assert rules is not None
+    size, last = (job.width, job.height), rules.driving(job.clips[-1])
+    media = load_media(request, job.task, models.dit_config, size, job.fps, last.last)
+    if media is None or request.audio is None:
+        return media
+    speech = models.speech
+    return replace(media, audio=heard(speech, job.task, request.audio, last, models.device, pipe.report))
 
 
-def condition(
-    pipe: ClipMaker, job: Job, clip: Clip, media: Media | None, carried: Tensor | None, text: Conditioning
-) -> Conditioning:
-    """What the denoising loop needs for one clip."""
-    device = pipe.models.device
-    given = {} if media is None else {name: video.to(device) for name, video in media.of(clip).items()}
-    if clip.carried:
-        assert carried is not None
+def given_to(pipe: ClipMaker, job: Job, clip: Clip, media: Media | None, carried: Tensor | None) -> dict[str, Tensor]:
+    """What a clip is made of, on the device, as `Family.clip_inputs` takes it."""
+    device, family = pipe.models.device, family_of(job.task)
+    rules, lead = family.clips, family.clip_lead
+    assert rules is not None
+    given = {} if media is None else {name: part.to(device) for name, part in media.of(rules.driving(clip)).items()}
+    if carried is not None:
         given["carried"] = carried.to(device)
     elif media is None:
         given |= pipe.first_frames(job)
+    if lead is not None:
+        vae = pipe.fetch("vae", pipe.models.vae)
+        with pipe.report.phase("encode video"):
+            given["lead"] = lead(vae, given, clip)
+    return given
+
+
+def condition(pipe: ClipMaker, job: Job, clip: Clip, given: Mapping[str, Tensor], text: Conditioning) -> Conditioning:
+    """What the denoising loop needs for one clip."""
     make = family_of(job.task).clip_inputs
     assert make is not None
-
+    media = job.media
     seen: dict[str, Tensor | None] = {}
-    if media is not None and job.media is not None:
-        seen = {field: pipe.features(given[field][:, :, :1]) for field in job.media.seen}
+    if media is not None:
+        seen = {field: pipe.features(given[field][:, :, :1]) for field in media.seen}
     elif job.task.image_dim is not None:
         seen["image"] = pipe.features(given["carried"][:, :, -1:]) if clip.carried else pipe.image_features(job)
     vae = pipe.fetch("vae", pipe.models.vae)
@@ -217,5 +253,7 @@ def run_key(pipe: ClipMaker, job: Job) -> str:
     settings |= {"plan": job.plan.as_dict(), "clips": job.clips, "torch": torch.__version__}
     settings["device"] = pipe.report.as_dict()["device"]
     files = [part.part.path for part in models.settings.parts.values() if part.part.path is not None]
+    if job.request.audio is not None and models.speech.path is not None:
+        files.append(models.speech.path)
     media = [getattr(job.request, field) for field in (*MEDIA, "image")]
     return key_of(settings, [*files, *models.loras], [Path(path) for path in media if path is not None])

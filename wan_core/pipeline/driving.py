@@ -1,23 +1,26 @@
-"""Videos and pictures that drive a family: their sizes before anything is loaded, and their pixels clip by clip.
+"""Videos, pictures and sounds that drive a family: their sizes before anything is loaded, and what of them drives a
+clip.
 
-Legend: F/H/W video frames, height, width.
+Legend: F/H/W video frames, height, width, A frames of features of a sound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import sqrt
+from math import lcm, sqrt
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from wan_core.config import OptionError, Request
 from wan_core.config.limits import MAX_DRIVING
-from wan_core.media.fit import Box, fit_with_bars, fitted_box
+from wan_core.media.fit import Box, Pixels, fit_covering, fit_with_bars, fitted_box
+from wan_core.media.sound import read_sound
 from wan_core.media.video import load_image, picture_size, read_video, video_facts
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
@@ -27,7 +30,8 @@ from wan_core.pipeline.images import pixels_to_video
 
 PICTURES = ("reference",)
 VIDEOS = ("pose_video", "face_video", "background", "mask")
-MEDIA = (*PICTURES, *VIDEOS)
+MEDIA = (*PICTURES, *VIDEOS, "audio")
+LEAST_SECONDS = 0.1  # of a sound
 
 
 class DrivenSize(NamedTuple):
@@ -58,7 +62,8 @@ def check_media(request: Request, task: Task) -> None:
     if rules is None:
         return
     if missing := [option(field) for field in rules.needs if field not in given]:
-        raise OptionError(f"{task.name} makes a picture of somebody move as in a video: give {' and '.join(missing)}")
+        names = " and ".join(field.replace("_", " ") for field in rules.needs)
+        raise OptionError(f"{task.name} makes a video of a {names}: give {' and '.join(missing)}")
     if rules.together and len({field in given for field in rules.together}) > 1:
         raise OptionError(f"only one of {' and '.join(map(option, rules.together))} given: give both, or neither")
     for field in ("image", "last_image", "from_video", "denoise"):
@@ -68,26 +73,48 @@ def check_media(request: Request, task: Task) -> None:
 
 def driven_size(request: Request, task: Task, rules: MediaRules, multiple: int) -> DrivenSize:
     """What the video is where the request leaves it open. Raises OptionError for media that cannot be read."""
-    assert request.pose_video is not None and request.reference is not None
-    video, picture = video_facts(request.pose_video), picture_size(request.reference)
+    assert request.reference is not None
+    picture = picture_size(request.reference)
     for field in VIDEOS:
         if (path := getattr(request, field)) is not None:
             video_facts(path)
-    fps = task.fps if rules.resampled else min(240, max(1, round(video.fps)))
-    fps = fps if request.fps is None else request.fps
-    frames = len(frame_indices(request.pose_video, fps if rules.resampled else None))
-    if request.frames is not None and request.frames > frames:
-        raise OptionError(f"{request.pose_video} has {frames} frames, and {request.frames} are asked for: use fewer")
-    frames = frames if request.frames is None else request.frames
+    fps, most = (heard_length if rules.length_of == "audio" else followed_length)(request, task, rules)
+    if request.frames is not None and request.frames > most:
+        path = getattr(request, rules.length_of)
+        raise OptionError(f"{path} has {most} frames, and {request.frames} are asked for: use fewer")
+    frames = most if request.frames is None else request.frames
     if frames < 1:
         raise OptionError(f"{frames} frames given; a video has at least 1")
     if request.width is not None and request.height is not None:
-        return DrivenSize(request.width, request.height, frames, fps)
-    if rules.size_of == "pose_video":
-        width, height = (max(multiple, side // multiple * multiple) for side in video[:2])
+        width, height = request.width, request.height
+    elif rules.size_of == "pose_video":
+        assert request.pose_video is not None
+        width, height = (max(multiple, side // multiple * multiple) for side in video_facts(request.pose_video)[:2])
     else:
-        width, height = size_of_area(picture, task.width * task.height, multiple)
+        width, height = size_of_area(picture, task.width * task.height, lcm(multiple, rules.step))
+    if min(width, height) < rules.least:
+        raise OptionError(f"{width}x{height} given; {task.name} needs {rules.least} pixels and more in each direction")
     return DrivenSize(width, height, frames, fps)
+
+
+def followed_length(request: Request, task: Task, rules: MediaRules) -> tuple[int, int]:
+    """Frames per second and frames of a video that follows the pose video to its end."""
+    assert request.pose_video is not None
+    fps = task.fps if rules.resampled else min(240, max(1, round(video_facts(request.pose_video).fps)))
+    fps = fps if request.fps is None else request.fps
+    return fps, len(frame_indices(request.pose_video, fps if rules.resampled else None))
+
+
+def heard_length(request: Request, task: Task, rules: MediaRules) -> tuple[int, int]:
+    """Frames per second and frames of a video that has all of its sound. Raises OptionError."""
+    assert request.audio is not None
+    sound = read_sound(request.audio)
+    if request.fps not in (None, task.fps):
+        raise OptionError(f"{request.fps} frames per second given; {task.name} makes {task.fps}: leave --fps out")
+
+    if sound.seconds < LEAST_SECONDS:
+        raise OptionError(f"{request.audio} has {sound.seconds:.3f} seconds of sound, and {LEAST_SECONDS} are needed")
+    return task.fps, -(-sound.samples.shape[1] * task.fps // sound.rate)
 
 
 def size_of_area(picture: tuple[int, int], area: int, multiple: int) -> tuple[int, int]:
@@ -108,21 +135,38 @@ def frame_indices(path: str, fps: int | None) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Media:
-    """Fitted pixels by field of the request: uint8 [F, H, W, 3], F 1 for pictures. crop: what of a frame is shown."""
+    """Fitted pixels by field of the request: uint8 [F, H, W, 3], F 1 for pictures. crop: what of a frame is shown.
+    audio: features of the sound [1, W, C, A], where the family hears one."""
 
     pixels: Mapping[str, NDArray[np.uint8]]
     crop: Box
+    rules: MediaRules
+    audio: Tensor | None = None
 
     def of(self, clip: Clip) -> dict[str, Tensor]:
-        """[1, 3, F, H, W] in -1..1, float32, of a clip. Videos that are too short are played to and fro."""
-        return {
-            field: as_video(pixels if field in PICTURES else pixels[_places(clip, len(pixels))])
+        """Of the frames of a clip: pixels [1, 3, F, H, W] in -1..1, float32, and `audio`, its features of the sound."""
+        heard = {} if self.audio is None else {"audio": self.audio[..., clip.first : clip.last]}
+        seen = {
+            field: as_video(pixels if field in PICTURES else self.frames(pixels, clip))
             for field, pixels in self.pixels.items()
         }
+        return seen | heard
+
+    def frames(self, pixels: Pixels, clip: Clip) -> Pixels:
+        """Those of a driving video for a clip."""
+        found = pixels[_places(clip, len(pixels), self.rules)]
+        return np.concatenate([found, np.zeros((clip.frames - len(found), *pixels.shape[1:]), np.uint8)])
 
 
-def _places(clip: Clip, length: int) -> list[int]:
+def _places(clip: Clip, length: int, rules: MediaRules) -> list[int]:
+    """Which frames of a driving video are those of a clip; where the rest is black, fewer than the clip has."""
+    if rules.past_end == "black":
+        return list(range(clip.first, min(clip.last, length)))
     return [bounced(index, length) for index in range(clip.first, clip.last)]
+
+
+def fitted(pixels: Pixels, size: tuple[int, int], rules: MediaRules) -> Pixels:
+    return fit_covering(pixels, size) if rules.covering else fit_with_bars(pixels, size, by_area=rules.by_area)
 
 
 def as_video(pixels: NDArray[np.uint8]) -> Tensor:
@@ -140,7 +184,7 @@ def load_media(
         return None
     assert request.reference is not None
     picture = np.rint(load_image(request.reference) * 255).astype(np.uint8)
-    found = {"reference": fit_with_bars(picture, size, by_area=rules.by_area)[None]}
+    found = {"reference": fitted(picture, size, rules)[None]}
     for field in VIDEOS:
         path = getattr(request, field)
         if path is None:
@@ -149,21 +193,25 @@ def load_media(
         chosen = frame_indices(path, fps if rules.resampled else None)[:frames]
         video = read_video(path, max_frames=int(chosen.max()) + 1, max_pixels=MAX_DRIVING)
         wanted = size if side is None else (side, side)
-        fitted = np.empty((len(chosen), wanted[1], wanted[0], 3), np.uint8)
+        frames_of = np.empty((len(chosen), wanted[1], wanted[0], 3), np.uint8)
         for place, index in enumerate(chosen):
-            fitted[place] = fit_with_bars(video[index], wanted, by_area=rules.by_area)
-        found[field] = fitted
-    return Media(found, shown(picture_size(request.reference), size) if rules.cropped else Box(0, 0, *size))
+            frames_of[place] = fitted(video[index], wanted, rules)
+        found[field] = frames_of
+    crop = shown(picture_size(request.reference), size) if rules.cropped else Box(0, 0, *size)
+    return Media(found, crop, rules)
 
 
-def images_of(images: Tensor, size: tuple[int, int], clip: Clip, *, by_area: bool) -> Tensor:
+def images_of(images: Tensor, size: tuple[int, int], clip: Clip, rules: MediaRules) -> Tensor:
     """As `Media.of`, of pictures [F, H, W, 3] in 0..1, as on ComfyUI's IMAGE socket, or a MASK [F, H, W]."""
     images = (images[..., None].expand(-1, -1, -1, 3) if images.ndim == 3 else images[..., :3]).cpu().float()
-    places = _places(clip, len(images))
+    places = _places(clip, len(images), rules)
     if tuple(images.shape[2:0:-1]) == size:
-        return pixels_to_video(images[places])
-    whole = (images.clamp(0, 1) * 255).round().to(torch.uint8).numpy()
-    return as_video(np.stack([fit_with_bars(whole[place], size, by_area=by_area) for place in places]))
+        found = pixels_to_video(images[places])
+    else:
+        whole = (images.clamp(0, 1) * 255).round().to(torch.uint8).numpy()
+        frames = [fitted(whole[place], size, rules) for place in places]
+        found = as_video(np.stack(frames) if frames else np.empty((0, size[1], size[0], 3), np.uint8))
+    return F.pad(found, (0, 0, 0, 0, 0, clip.frames - len(places)), value=-1)
 
 
 def shown(picture: tuple[int, int], size: tuple[int, int]) -> Box:

@@ -20,6 +20,7 @@ from wan_core.models.wan.tasks import TASKS, Task
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.expert_names import ExpertFile, transformer_notes
+from wan_core.pipeline.hearing import Speech
 
 Share = Callable[[Checkpoint], Checkpoint]
 """Puts something between a file and what is loaded from it: ranks that read it together."""
@@ -85,11 +86,13 @@ class Part:
 @dataclass(frozen=True)
 class Parts:
     """The models of a task by name: high, low (absent where one transformer runs every step), text_encoder, vae,
-    clip_vision (where the task needs it). why: what decided which task it is, where tensors do not."""
+    clip_vision (where the task needs it). why: what decided which task it is, where tensors do not. speech: the
+    encoder of sound of a task that hears, which is loaded while it is used."""
 
     task: Task
     of: Mapping[str, Part]
     why: str = ""
+    speech: Speech | None = None
 
     @property
     def dit(self) -> DiTConfig:

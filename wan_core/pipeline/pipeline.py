@@ -32,7 +32,7 @@ from wan_core.ops.attention.registry import resolve_attention
 from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.builder import Models, load_models
-from wan_core.pipeline.clips import ClipRun, condition, load_clip_media
+from wan_core.pipeline.clips import ClipRun, condition, given_to, load_clip_media
 from wan_core.pipeline.images import decode_latents, encode_images, load_video, pixels_to_video
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
@@ -193,7 +193,8 @@ class Pipeline:
         clip."""
         text = self.encode_text(job)
         if not job.alone:
-            return condition(self, job, job.clips[0], load_clip_media(self, job), None, text)
+            given = given_to(self, job, job.clips[0], load_clip_media(self, job), None)
+            return condition(self, job, job.clips[0], given, text)
         if job.request.image is None and job.request.last_image is None:
             return text
         features = self.image_features(job)

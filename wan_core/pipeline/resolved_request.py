@@ -15,7 +15,7 @@ from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import check_sparse, family_of
+from wan_core.models.wan.families import check_sparse, check_stages, family_of
 from wan_core.models.wan.families.clips import Clip, MediaRules, check_clips, cut_clips
 from wan_core.models.wan.tasks import Task
 from wan_core.pipeline.driving import MEDIA, check_media, driven_size
@@ -139,6 +139,8 @@ def make_job(
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
     if plan.sparse is not None:
         check_sparse(task)
+    if plan.stages:
+        check_stages(task)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
     if request.from_video is not None and not plan.from_latents:
         raise OptionError(
@@ -166,7 +168,7 @@ def make_job(
         fit = size_for_image if task.image == "channels" else best_size_for_image
         width, height = fit(*picture, task.width * task.height, multiple)
     clips, leading = cut(request, task, frames)
-    longest = max(clip.frames for clip in clips)
+    longest = clips[0].frames
     check_size(width, height, longest, multiple=multiple, temporal=vae.temporal_stride)
     T, Y, X = (
         (longest - 1) // vae.temporal_stride + 1 + leading,
@@ -174,7 +176,7 @@ def make_job(
         width // vae.spatial_stride,
     )
     tokens = dit.tokens(T, Y, X)
-    plan = with_costs(plan, dit, tokens)
+    plan = with_costs(plan, dit, (T, Y, X))
     batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
     return Job(
         request=request,

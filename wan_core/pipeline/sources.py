@@ -35,6 +35,7 @@ from wan_core.models.wan.tasks import TASKS, Task, find_task
 from wan_core.ops.quant.packed import holds_tables
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.expert_names import difference
+from wan_core.pipeline.hearing import random_speech, recognise_speech
 from wan_core.pipeline.model_parts import Experts, PackedSize, Part, Parts, Share
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
@@ -46,6 +47,7 @@ TINY_FILES = {  # task -> files of its parts beside text encoder and VAE
     TINY_DRIVEN: {"high": "driven", "clip_vision": "clip_vision"},
 }
 PARTS = ("high", "low", "text_encoder", "vae", "clip_vision")
+HEARS = "audio_encoder"
 RANDOM = {task.name: (task.full_size, task.vae) for task in TASKS.values() if task.full_size is not None}
 
 
@@ -79,7 +81,7 @@ def for_request(options: LoadOptions, request: Request) -> LoadOptions:
 def file_parts(options: LoadOptions, image: bool) -> Parts:
     """Recognise the files of `options`. Raises CheckpointError or OptionError."""
     paths = resolve_paths(options, image)
-    tokenizer, clip_vision = paths.pop("tokenizer", None), paths.pop("clip_vision", None)
+    tokenizer, clip_vision, audio_encoder = (paths.pop(name, None) for name in ("tokenizer", "clip_vision", HEARS))
     loaders = {"high": load_dit, "low": load_dit, "vae": load_vae}
     loaders["text_encoder"] = partial(load_text_encoder, tokenizer=tokenizer)
     kinds: dict[str, Kind] = {"high": "dit", "low": "dit", "text_encoder": "text_encoder", "vae": "vae"}
@@ -105,7 +107,7 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
         found["clip_vision"] = recognise_vision(clip_vision, task)
     elif options.clip_vision is not None:
         raise OptionError(f"{task.name} takes no CLIP features of an image: leave --clip-vision out")
-    return Parts(task, found, why)
+    return Parts(task, found, why, recognise_speech(audio_encoder, task, dit))
 
 
 def recognise_vision(path: Path | None, task: Task) -> Part:
@@ -179,7 +181,7 @@ def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
         paths = {part: TINY / f"{name}.safetensors" for part, name in names.items()}
     else:
         paths = find_parts(options.model) if options.model is not None else {}
-    given = {part: getattr(options, part) for part in (*PARTS, "tokenizer")}
+    given = {part: getattr(options, part) for part in (*PARTS, HEARS, "tokenizer")}
     paths |= {part: Path(path) for part, path in given.items() if path is not None}
     if "high" not in paths and "low" in paths:
         paths["high"] = paths.pop("low")  # one file alone, whichever option named it
@@ -258,7 +260,7 @@ def packed_size(checkpoint: Checkpoint, found: Detected) -> PackedSize | None:
 def random_parts(options: LoadOptions) -> Parts:
     """Full-size models of a task with random weights, drawn on the device."""
     assert options.model is not None
-    given = [part for part in (*PARTS, "tokenizer") if getattr(options, part) is not None]
+    given = [part for part in (*PARTS, HEARS, "tokenizer") if getattr(options, part) is not None]
     if given:
         raise OptionError(f"{options.model} makes every part itself: leave out {', '.join(given)}")
     name, _, layers = options.model.removeprefix("random:").partition(":")
@@ -280,7 +282,8 @@ def random_parts(options: LoadOptions) -> Parts:
         del configs["low"]
     if task.image_dim is not None:
         configs["clip_vision"] = VIT_H
-    return Parts(task, {name: random_part(config, seed) for seed, (name, config) in enumerate(configs.items())})
+    parts = {name: random_part(config, seed) for seed, (name, config) in enumerate(configs.items())}
+    return Parts(task, parts, speech=random_speech(task))
 
 
 def random_part(config: Config, seed: int) -> Part:

@@ -31,7 +31,7 @@ def without_lost_sources(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     computed: dict[Branch, int] = {}
     both = False
     for step in steps:
-        if found and found[-1].expert != step.expert:
+        if found and (found[-1].expert, found[-1].size) != (step.expert, step.size):
             computed, both = {}, False
         if step.delta and not both:
             step = replace(step, delta=False, branches=("cond", "uncond"))

@@ -26,8 +26,10 @@ from wan_core.sampling.cache.residual import residuals
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.pace import Pace
 from wan_core.sampling.plan import Branch, Expert, Plan, Step
+from wan_core.sampling.resolution import Resolution
 from wan_core.sampling.solvers import NOISY, SOLVERS, History, Solver
 from wan_core.sampling.sparsity.run import sparse_attention
+from wan_core.sampling.stages import runs, smaller
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
 # benchmarks/results/guidance-*.json and docs/performance.md.
@@ -112,31 +114,34 @@ def denoise(
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device, together)
     image = conditioning.concat is not None or conditioning.known is not None
+    resolution = Resolution(plan, conditioning, history.video)
     pace = None if on_block is None else Pace(x.device, on_block)
     for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
         expert = phase[0].expert
         last = last_runs(phase, batched or run_branches is not None)  # each rank runs one branch
         again = None if relieve is None else partial(relieve, expert)
         model = retried(partial(acquire, expert), again)
-        # Sparse attention orders the tokens around everything else; residuals are kept in that order.
-        with sparse_attention(model, plan, phase, tuple(x.shape[2:]), image), residuals(model, phase):
-            prepare = partial(Guided, model, conditioning, plan, phase, x.shape[0], batched, run_branches, pace)
-            guided = retried(prepare, again)
-            for step in phase:
-                retried(partial(guided.use_texts, step.texts), again)
-                if ahead is not None and following is not None and step.index == last[0]:
-                    ahead(expert, following[0].expert, last[1])
-                velocity, forwards = retried(partial(guided.velocity, x, timesteps[step.index], step), again)
-                if plan.solver in NOISY and step.sigma_next > 0 and step_noise is not None:
-                    history = history._replace(noise=step_noise())
-                x, history = solver(x, velocity, past + step.index, sigmas, history)
-                x = hold_known(x, conditioning)
-                watch.note(step.index, x)
-                if on_step is not None:
-                    on_step(Progress(step, len(plan.steps), x, velocity, plan, forwards))
+        prepare = partial(Guided, model, resolution, plan, phase, x.shape[0], batched, run_branches, pace)
+        guided = retried(prepare, again)
+        for run in runs(phase):
+            size = (x.shape[2], *smaller((x.shape[3], x.shape[4]), run[0].scale, model.config.patch_size[1:]))
+            # Sparse attention orders the tokens around everything else; residuals are kept in that order.
+            with sparse_attention(model, plan, run, size, image), residuals(model, run):
+                for step in run:
+                    retried(partial(guided.use_texts, step.texts), again)
+                    if ahead is not None and following is not None and step.index == last[0]:
+                        ahead(expert, following[0].expert, last[1])
+                    velocity, forwards = retried(partial(guided.velocity, x, timesteps[step.index], step), again)
+                    if plan.solver in NOISY and step.sigma_next > 0 and step_noise is not None:
+                        history = history._replace(noise=step_noise())
+                    x, history = solver(x, velocity, past + step.index, sigmas, history)
+                    x = hold_known(x, conditioning)
+                    watch.note(step.index, x)
+                    if on_step is not None:
+                        on_step(Progress(step, len(plan.steps), x, velocity, plan, forwards))
         del prepare, guided, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
-    on_end(history)
+    on_end(history._replace(video=resolution.video))
     return x
 
 
@@ -180,7 +185,7 @@ class Guided:
     def __init__(
         self,
         model: WanModel,
-        conditioning: Conditioning,
+        resolution: Resolution,
         plan: Plan,
         phase: tuple[Step, ...],
         batch: int,
@@ -190,7 +195,7 @@ class Guided:
     ) -> None:
         self.model = model
         self.after_block = after_block
-        self.conditioning = conditioning
+        self.resolution, self.conditioning = resolution, resolution.conditioning
         self.run_branches = run_branches
         self.batched = batched and run_branches is None
         self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
@@ -229,12 +234,15 @@ class Guided:
     def velocity(self, x: Tensor, timestep: Tensor, step: Step) -> tuple[Tensor, int]:
         """float32 [B, C, T, Y, X], and how many forwards ran; guidance arithmetic in float32, because it amplifies a
         difference."""
-        inputs, time = model_inputs(x, timestep, self.conditioning)
+        size, conditioning = self.resolution.of(step, x, self.model.config.patch_size[1:])
+        seen = x if size is None else hold_known(size.sample(x, step.sigma), conditioning)
+        inputs, time = model_inputs(seen, timestep, conditioning)
         skipped = step.skipped
         if self.adaptive is not None and not self.adaptive.decide(step):
             skipped = ()
-        found = self.branches(inputs, time, step, skipped)
-        velocity = self.guide(found, step)
+        spacing = (1.0, 1.0) if size is None or step.own_positions else size.spacing
+        found = self.branches(inputs, time, step, skipped, spacing)
+        velocity = self.resolution.whole(x, seen, self.guide(found, step), step, size)
         if self.adaptive is not None and not skipped:  # last: a step in which memory runs out is noted once
             self.adaptive.note(step, found["cond"])
         return velocity, len(found) - len(skipped)
@@ -250,11 +258,18 @@ class Guided:
         self.delta = cond - found["uncond"]
         return found["uncond"] + step.guidance * self.delta
 
-    def branches(self, inputs: Tensor, time: Tensor, step: Step, skipped: tuple[Branch, ...]) -> dict[Branch, Tensor]:
-        """The velocity of each branch that the step has."""
+    def branches(
+        self,
+        inputs: Tensor,
+        time: Tensor,
+        step: Step,
+        skipped: tuple[Branch, ...],
+        spacing: tuple[float, float],
+    ) -> dict[Branch, Tensor]:
+        """The velocity of each branch that the step has. spacing: of rows and columns (`ForwardInfo`)."""
 
         def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
-            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block)
+            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block, spacing)
 
         def forward(branch: Branch) -> Tensor:
             text = self.nag_text if step.nag else self.text[branch]

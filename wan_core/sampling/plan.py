@@ -12,7 +12,7 @@ from itertools import groupby
 from math import isfinite
 from typing import Any, Literal
 
-from wan_core.config import AdaptiveOptions, NagOptions, OptionError, SparseOptions
+from wan_core.config import AdaptiveOptions, NagOptions, OptionError, SparseOptions, StageOptions
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.schedules import (
     dpmpp_schedule,
@@ -61,6 +61,13 @@ class Step:
     texts: tuple[int, int] = (0, 0)  # which text of the prompt and of the negative prompt, where they change in a run
     correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
     nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
+    scale: float = 1.0  # of the video's width and height at which the model runs
+    own_positions: bool = False  # at a smaller scale: rotary positions are not spaced as the video's
+
+    @property
+    def size(self) -> tuple[float, bool]:
+        """Steps of one size can use what is kept of each other's forwards."""
+        return self.scale, self.own_positions
 
     @property
     def finishes(self) -> bool:
@@ -73,16 +80,20 @@ class Step:
         return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings; `texts`, `correction` and `nag` only where they are used."""
+        """Plain numbers and strings; what few plans use (texts, marks, sizes) only where it is used."""
         texts = {"texts": list(self.texts)} if any(self.texts) else {}
-        used = {name: True for name in ("correction", "nag") if getattr(self, name)}
-        fields = {name: value for name, value in asdict(self).items() if name not in ("texts", "correction", "nag")}
+        marks = ("correction", "nag", "own_positions")
+        used: dict[str, Any] = {name: True for name in marks if getattr(self, name)}
+        used |= {} if self.scale == 1 else {"scale": self.scale}
+        rare = ("texts", "scale", *marks)
+        fields = {name: value for name, value in asdict(self).items() if name not in rare}
         return {**fields, "branches": list(self.branches), "skipped": list(self.skipped), **texts, **used}
 
     def words(self) -> str:
         """The step's action as text: `compute`, `reuse`, `reuse uncond`, `forecast, last guidance`."""
         skipped = f" {'+'.join(self.skipped)}" if self.skipped not in ((), self.branches) else ""
         keys = f", {100 * (1 - self.sparsity):g} % of keys" if self.sparsity and self.forwards else ""
+        keys += "" if self.scale == 1 else f", {self.scale:g} of the size"
         texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
         marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag
         return f"{self.action}{skipped}{marks}{keys}{texts}"
@@ -111,6 +122,7 @@ class Plan:
     sparse: SparseOptions | None = None  # how steps with a sparsity select blocks
     keeps: tuple[tuple[Expert, tuple[float, ...]], ...] = ()  # per expert: share of the blocks that each layer reads
     nag: NagOptions | None = None  # of the steps marked so
+    stages: tuple[StageOptions, ...] = ()  # what gave steps their scale
     window: Window | None = None  # the part that is to run, until `cut_plan` has left the other steps out
     before: tuple[float, ...] = ()  # sigmas of the schedule before the first step of this run
     from_latents: bool = False  # it begins with latents and part of the noise; otherwise with noise alone
@@ -193,6 +205,7 @@ class Plan:
             "notes": list(self.notes),
             **({"nag": asdict(self.nag)} if self.nag else {}),
             **({"before": list(self.before)} if self.before else {}),
+            **({"stages": [asdict(stage) for stage in self.stages]} if self.stages else {}),
             "steps": [s.as_dict() for s in self.steps],
         }
 

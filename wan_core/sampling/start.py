@@ -39,7 +39,8 @@ class Leftover:
     def tensors(self) -> dict[str, Tensor]:
         """What `from_tensors` needs, with `as_dict`."""
         past = {f"x0.{n}": one for n, one in enumerate(self.history.x0)}
-        return {"x": self.x, **past, **({} if self.history.x is None else {"start": self.history.x})}
+        named = {"start": self.history.x, "video": self.history.video}
+        return {"x": self.x, **past, **{name: one for name, one in named.items() if one is not None}}
 
     def as_dict(self) -> dict[str, Any]:
         return {"sigma": self.sigma, "solver": self.solver, "order": self.history.order}
@@ -47,7 +48,7 @@ class Leftover:
     @classmethod
     def from_tensors(cls, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Leftover:
         x0 = tuple(tensors[f"x0.{n}"] for n in range(2) if f"x0.{n}" in tensors)
-        history = History(x0, tensors.get("start"), fields["order"])
+        history = History(x0, tensors.get("start"), fields["order"], video=tensors.get("video"))
         return cls(tensors["x"], fields["sigma"], fields["solver"], history)
 
     def to(self, device: torch.device) -> Leftover:

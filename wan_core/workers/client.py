@@ -27,7 +27,8 @@ from wan_core.workers.launcher import Workers
 from wan_core.workers.wire import LEFT, plan_from, report_from, start_data
 
 log = logging.getLogger(__name__)
-FILES = ("path", "model", "high", "low", "text_encoder", "tokenizer", "vae", "clip_vision")  # options that name files
+# Options that name files.
+FILES = ("path", "model", "high", "low", "text_encoder", "tokenizer", "vae", "clip_vision", "audio_encoder")
 
 
 @dataclass(frozen=True)

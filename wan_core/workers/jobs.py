@@ -47,6 +47,7 @@ from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.run import check_kernel, ring_note
+from wan_core.sampling.sparsity.schedule import step_tokens
 from wan_core.sampling.start import Leftover
 from wan_core.workers.experts import LoadedExperts
 from wan_core.workers.rank import BLOCKS_BETWEEN_CHECKS, BetweenBlocks, Rank
@@ -112,7 +113,7 @@ class Jobs:
         files = found.of["high"].path, found.low_path, lora_files(options.loras)
         job = make_job(request, found.task, found.dit, found.vae, *files)
         precision = precision_of(options.precision, found.of["high"], self.rank.device, found.of.get("low"))
-        choice = self.choose(header["mesh"], found.dit, job.tokens, job.plan, precision, options.attention)
+        choice = self.choose(header["mesh"], found.dit, job.latent_shape[2:], job.plan, precision, options.attention)
         spec = [asdict(options), header["files"], found.task.name, str(choice.mesh)]
         pipe = self.hold(
             "pipeline", spec, lambda: Pipeline.load(options, request=request, ranks=self.mesh(choice.mesh))
@@ -152,9 +153,9 @@ class Jobs:
         report = Report(self.rank.device)
         assert options.high is not None
         found = find_experts(options.high, options.low)
-        tokens = found.dit.tokens(*shape[2:])
         precision = precision_of(options.precision, found.high, self.rank.device, found.low)
-        choice = self.choose(header["mesh"], found.dit, tokens, plan, precision, options.attention)
+        _, _, T, Y, X = shape
+        choice = self.choose(header["mesh"], found.dit, (T, Y, X), plan, precision, options.attention)
         ranks, workload = self.mesh(choice.mesh), Workload(shape, plan, batched)
         with report.phase("load"):
             make = partial(LoadedExperts, options, found, workload, ranks)
@@ -251,8 +252,12 @@ class Jobs:
 
     # ------------------------------------------------------------------------------------------------------- the mesh
 
-    def choose(self, name: str, dit: DiTConfig, tokens: int, plan: Plan, precision: str, attention: str) -> MeshChoice:
-        """The mesh that was named, or for "auto" the best one. Raises OptionError."""
+    def choose(
+        self, name: str, dit: DiTConfig, latents: tuple[int, int, int], plan: Plan, precision: str, attention: str
+    ) -> MeshChoice:
+        """The mesh that was named, or for "auto" the best one, for latents of so many frames, rows and columns. Raises
+        OptionError."""
+        tokens = dit.tokens(*latents)
         mesh = None if name == "auto" else Mesh.parse(name)
         if mesh is not None and mesh.size != self.rank.size:
             raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
@@ -261,7 +266,8 @@ class Jobs:
         if plan.sparse is not None:
             check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
         choice = self.best(dit, tokens, plan, precision, backend) if mesh is None else MeshChoice(mesh)
-        check_mesh(choice.mesh, backend, tokens, plan.sparse)
+        fewest = min(step_tokens(step, dit, latents) for step in plan.steps)
+        check_mesh(choice.mesh, backend, fewest, plan.sparse)
         check_layers(choice.mesh, dit, plan)
         if choice.mesh.time > 1:
             check_chords(plan, choice.mesh.time)

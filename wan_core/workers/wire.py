@@ -21,6 +21,7 @@ from wan_core.config import (
     Request,
     SkipOptions,
     SparseOptions,
+    StageOptions,
     TaylorSeerOptions,
 )
 from wan_core.execution.report import Phase, Report
@@ -54,8 +55,9 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
     sparse = None if data["sparse"] is None else SparseOptions(**data["sparse"])
     keeps = tuple((expert, tuple(shares)) for expert, shares in data["keeps"])
     nag = None if data["nag"] is None else NagOptions(**data["nag"])
+    stages = tuple(StageOptions(**stage) for stage in data["stages"])
     made = {"steps": steps, "notes": tuple(data["notes"]), "adaptive": adaptive, "sparse": sparse, "keeps": keeps}
-    made |= {"nag": nag, "before": tuple(data["before"])}
+    made |= {"nag": nag, "before": tuple(data["before"]), "stages": stages}
     return Plan(**{**data, **made})
 
 
@@ -63,7 +65,8 @@ def request_from(data: Mapping[str, Any]) -> Request:
     """Likewise."""
     skip = data["skip"]
     if skip is not None:
-        skip = SkipOptions(**{name: SKIPS[name](**given) for name, given in skip.items() if given is not None})
+        given = {name: one for name, one in skip.items() if one is not None}
+        skip = SkipOptions(**{name: SKIPS[name](**one) if name in SKIPS else one for name, one in given.items()})
     nag = None if data["nag"] is None else NagOptions(**data["nag"])
     return Request(**{**data, "skip": skip, "nag": nag})
 

@@ -51,7 +51,7 @@ class WanModel(nn.Module):
         self.stage: range | None = None  # the blocks that run here, where other ranks have the others
         self.head = Head(config)
         self.runners = RunnerChain()
-        self._rope: tuple[tuple[tuple[int, int, int], torch.device], Tensor] | None = None
+        self._rope: tuple[tuple[object, ...], Tensor] | None = None
 
     @property
     def family(self) -> str:
@@ -95,7 +95,8 @@ class WanModel(nn.Module):
     ) -> BlockInputs:
         """What the blocks get. A family with tokens beside the video's puts them behind it, with the rows of the
         rotation table and of the modulation that are theirs."""
-        return BlockInputs(self.embed(x, grid, text), modulation, self.rope(grid, x.device), text, info, grid)
+        rope = self.rope(grid, x.device, info.spacing)
+        return BlockInputs(self.embed(x, grid, text), modulation, rope, text, info, grid)
 
     def video_tokens(self, tokens: Tensor, grid: tuple[int, int, int]) -> Tensor:
         """The video's of the tokens [B, L, C] after all blocks."""
@@ -205,11 +206,16 @@ class WanModel(nn.Module):
         x = tokens.reshape(tokens.shape[0], *grid, *self.config.patch_size, self.config.out_channels)
         return x.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
-    def rope(self, grid: tuple[int, int, int], device: torch.device) -> Tensor:
-        """The rotation table of `grid`, kept until another grid is asked for (39 MB at 720p)."""
-        key = (grid, device)
+    def rope(
+        self, grid: tuple[int, int, int], device: torch.device, spacing: tuple[float, float] = (1.0, 1.0)
+    ) -> Tensor:
+        """The rotation table of `grid`, kept until another one is asked for (39 MB at 720p). spacing: of rows and
+        columns; tokens are in the middle of what they stand for."""
+        key = (grid, device, spacing)
         if self._rope is None or self._rope[0] != key:
-            self._rope = (key, rope_table(grid, self.config.rope_axes, device))
+            spaced = (1.0, *spacing)
+            start = tuple((apart - 1) / 2 for apart in spaced)
+            self._rope = (key, rope_table(grid, self.config.rope_axes, device, start, spaced))
         return self._rope[1]
 
 

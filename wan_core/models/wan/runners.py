@@ -45,6 +45,7 @@ class ForwardInfo:
     step: index in the plan. branches: guidance branches along the batch. skip: the blocks need not run, a residual
     cache replaces them. sparsity: share of the blocks of keys that attention does not read.
     after_block: called when the work of a block has been launched; may raise to interrupt.
+    spacing: from one row of tokens to the next, and one column, in rotary positions; 2 at half the size of the video.
     """
 
     step: int = 0
@@ -52,6 +53,7 @@ class ForwardInfo:
     skip: bool = False
     sparsity: float = 0.0
     after_block: Callable[[], None] | None = None
+    spacing: tuple[float, float] = (1.0, 1.0)
 
 
 SINGLE_FORWARD = ForwardInfo()

@@ -152,9 +152,12 @@ def _kitchen(x: Tensor, fmt: IntegerFormat, parts: Mapping[str, Tensor], bias: T
     if fmt.name == "convrot_w4a4":
         inputs = "int4" if fmt.int4 else "int8"
         return kitchen.convrot_w4a4_linear(x, weight, scale, bias, fmt.rotation, linear_dtype=inputs)
-    channel, codebook = parts["weight_s_channel"], parts.get("weight_codebook")
+    codebook = parts.get("weight_codebook")
+    if codebook is None:  # its kernel for 4-bit weights gives other numbers there than its own torch code
+        weight, scale = as_int8(fmt, parts)
+        return kitchen.int8_linear(x, weight, scale, bias, x.dtype, convrot=True, convrot_groupsize=fmt.rotation)
     sizes = {"group_size": fmt.group, "convrot_groupsize": fmt.rotation, "out_dtype": x.dtype}
-    return kitchen.w4a8_int8_linear(x, weight, scale, channel, codebook=codebook, bias=bias, **sizes)
+    return kitchen.w4a8_int8_linear(x, weight, scale, parts["weight_s_channel"], codebook=codebook, bias=bias, **sizes)
 
 
 def torch_linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, rotation: int) -> Tensor:

@@ -53,7 +53,7 @@ class Adaptive:
 
     def note(self, step: Step, velocity: Tensor) -> None:
         """`velocity` of a computed step, of the conditional branch."""
-        if self.last is not None:
+        if self.last is not None and self.last[1].shape == velocity.shape:
             before, reference = self.last
             change = (velocity - reference).norm() / reference.norm() / (before.sigma - step.sigma)
             self.rates[step.index].copy_(change, non_blocking=True)

@@ -20,6 +20,7 @@ from wan_core.config import (
 from wan_core.sampling.cache.magcache import PRESETS, parse_magcache
 from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
 from wan_core.sampling.sparsity.schedule import parse_sparse
+from wan_core.sampling.stages import parse_stages
 
 Cache = TypeVar("Cache", TaylorSeerOptions, AdaptiveOptions)
 SEER_FORM = "interval/order/retention such as 2/1/0.2"
@@ -59,8 +60,14 @@ def add_skip_options(parser: argparse.ArgumentParser) -> None:
         "--sparse",
         metavar="S/D/L",
         help=f"block-sparse self-attention: {', '.join(SPARSE_PRESETS)}, or sparsity/share of dense steps/dense layers "
-        "such as 0.8125/0/0; then options after colons: ramp0.3, mass0.9, reuse2, even, alone, mean or a kernel "
-        "(docs/sparse.md)",
+        "such as 0.8125/0/0; then options after colons: ramp0.3, mass0.9, reuse2, parts4, slope, error, even, alone, "
+        "mean or a kernel (docs/sparse.md)",
+    )
+    group.add_argument(
+        "--stages",
+        metavar="S/LOW-HIGH",
+        help="run the steps with sigma between at a part of width and height: 0.5/0.9-0.98, several joined by commas "
+        "(docs/performance.md)",
     )
 
 
@@ -81,6 +88,7 @@ def skip_options(options: argparse.Namespace) -> SkipOptions | None:
         adaptive=None if adaptive is None else _parse(adaptive, AdaptiveOptions, "adaptive", ADAPTIVE_FORM),
         guidance=guidance,
         sparse=None if options.sparse is None else parse_sparse(options.sparse),
+        stages=() if options.stages is None else parse_stages(options.stages),
     )
     return None if skipping == SkipOptions() else skipping
 
@@ -104,7 +112,8 @@ def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
     The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`, `adaptive:0.1`,
-    `guidance:0.2-0.9`, `every:2` and `sparse:balanced:reuse2`; `full` is the run without any of them.
+    `guidance:0.2-0.9`, `every:2`, `sparse:balanced:reuse2` and `stages:0.5/0.9-0.98`; `full` is the run
+    without any of them.
     """
     if text == "full":
         return None
@@ -126,7 +135,7 @@ def parse_setting(text: str) -> SkipOptions | None:
                     options.magcache_order = int(word[-1])
                 else:
                     raise _unknown(text)
-        elif name in ("taylorseer", "adaptive", "sparse"):
+        elif name in ("taylorseer", "adaptive", "sparse", "stages"):
             setattr(options, name, value)
         elif name == "guidance":
             options.guidance_interval = value
@@ -142,7 +151,8 @@ def parse_setting(text: str) -> SkipOptions | None:
 def _unknown(text: str) -> OptionError:
     return OptionError(
         f"setting {text!r} is not known, or repeats a part; write magcache:balanced, magcache:0.12/2/0.2:order1, "
-        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.2-0.9, every:2, sparse:balanced, or several joined by +"
+        "taylorseer:2/1/0.2, adaptive:0.1, guidance:0.2-0.9, every:2, sparse:balanced, stages:0.5/0.9-0.98, or several "
+        "joined by +"
     )
 
 

@@ -14,10 +14,11 @@ from wan_core.sampling.cache.curves import Curve, find_curve
 from wan_core.sampling.cache.guidance import schedule_guidance
 from wan_core.sampling.cache.magcache import skip_magcache
 from wan_core.sampling.cache.taylorseer import skip_taylorseer
-from wan_core.sampling.cutting import cut_plan
+from wan_core.sampling.cutting import cut_plan, without_lost_sources
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.budgets import find_keeps
 from wan_core.sampling.sparsity.schedule import sparse_words, sparsify
+from wan_core.sampling.stages import stage_words, with_stages
 
 MIN_STEPS = 10
 # Solvers whose forwards do not follow one another as a cache expects, and why.
@@ -46,8 +47,8 @@ def skip_forwards(
     image: bool = False,
     loras: Sequence[Path] = (),
 ) -> Plan:
-    """The part of `plan` that is to run, with `options` applied to the whole: sparse attention and `leave_out`, with
-    the model's own files.
+    """The part of `plan` that is to run, with `options` applied to the whole: the sizes of the steps, sparse attention
+    and `leave_out`, with the model's own files.
 
     Those are the sparse budgets beside the checkpoints, and the MagCache curve beside the checkpoint or published for
     the task. File names tell whether the weights are step-distilled.
@@ -57,14 +58,17 @@ def skip_forwards(
     """
     if options is None:
         return cut_plan(plan)
+    plan = with_stages(plan, options.stages)
     everything = cut_plan(plan).forwards
     if options.sparse is not None:
         keeps = find_keeps(plan, options.sparse, checkpoint, low) if options.sparse.budgets else {}
         plan = sparsify(plan, options.sparse, keeps)
     curve = find_curve(checkpoint, plan.task, image=image) if options.magcache else None
     distilled = [path.name for path in (checkpoint, low, *loras) if path is not None and looks_distilled(path)]
-    plan = cut_plan(leave_out(plan, options, curve, distilled="".join(distilled[:1])))
-    return replace(plan, unskipped=everything)
+    plan = leave_out(plan, options, curve, distilled="".join(distilled[:1]))
+    if options.stages:  # what is kept of one size is of no use at another
+        plan = replace(plan, steps=without_lost_sources(plan.steps))
+    return replace(cut_plan(plan), unskipped=everything)
 
 
 def check_cacheable(solver: str, name: str) -> None:
@@ -125,4 +129,5 @@ def skip_words(options: SkipOptions) -> str:
         words += [f"guidance in {guidance.low:g}-{guidance.high:g}"] * ((guidance.low, guidance.high) != (0, 1))
         words += [f"guidance every {guidance.every}"] * (guidance.every > 1)
     words += [] if options.sparse is None else [f"sparse {sparse_words(options.sparse)}"]
+    words += [f"stages {stage_words(options.stages)}"] * bool(options.stages)
     return ", ".join(words) or "nothing"

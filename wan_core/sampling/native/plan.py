@@ -188,5 +188,6 @@ def joined(plans: Sequence[Plan]) -> Plan:
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
         adaptive=next((plan.adaptive for plan in plans if plan.adaptive is not None), None),
         sparse=next((plan.sparse for plan in plans if plan.sparse is not None), None),
+        stages=next((plan.stages for plan in plans if plan.stages), ()),
         keeps=(),
     )

@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from wan_core.config import SPARSE_KERNELS, SPARSE_SCORES, OptionError, SparseOptions
 from wan_core.models.wan.config import DiTConfig
-from wan_core.sampling.plan import Expert, Plan
+from wan_core.sampling.plan import Expert, Plan, Step
+from wan_core.sampling.stages import smaller
 
 PRESETS: dict[str, SparseOptions] = {
     "quality": SparseOptions(sparsity=0.5, dense_steps=0.1),
@@ -47,7 +48,7 @@ def sparsify(
     if options is None or options.sparsity == 0:
         return plan
     sparsities = step_sparsities(options, len(plan.steps))
-    steps = tuple(replace(step, sparsity=sparsities[step.index]) for step in plan.steps)
+    steps = tuple(replace(step, sparsity=at_scale(sparsities[step.index], step.scale)) for step in plan.steps)
     dense = sparsities.count(0.0)
     calibrated = tuple((expert, keeps[expert]) for expert in plan.experts if keeps and expert in keeps)
     note = f"sparse attention: {sparse_words(options)}, from step {dense} on" if dense < len(steps) else ""
@@ -64,32 +65,53 @@ def step_sparsities(options: SparseOptions, steps: int) -> tuple[float, ...]:
     return tuple(0.0 if i < dense else early if i < ramp else options.sparsity for i in range(steps))
 
 
-def with_costs(plan: Plan, config: DiTConfig, tokens: int) -> Plan:
-    """`plan` with the relative cost of its sparse steps, for the time estimate.
+def at_scale(sparsity: float, scale: float) -> float:
+    """At a part of the width and height: a query reads as many blocks as at full size, or all that there are."""
+    return sparsity if scale == 1 else max(0.0, round(1 - (1 - sparsity) / scale**2, 6))
 
-    tokens: number of tokens of one video. Raises OptionError if the calibrated shares are for another number of layers.
+
+def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> Plan:
+    """`plan` with the relative cost of its sparse and its smaller steps, for the time estimate.
+
+    latents: frames, rows and columns of one video. Raises OptionError if the calibrated shares are for another number
+    of layers.
     """
-    if plan.sparse is None:
-        return plan
     for expert, keeps in plan.keeps:
         if len(keeps) != config.num_layers:
             raise OptionError(
                 f"the coverage of the {expert}-noise expert has {len(keeps)} layers, and the model has "
                 f"{config.num_layers}: calibrate it again, or ignore it with the option even"
             )
-    sparse_layers = max(0, config.num_layers - plan.sparse.dense_layers) / config.num_layers
-    share = attention_share(config, tokens) * sparse_layers
-    rest = rest_cost(plan.sparse)
-    return replace(plan, steps=tuple(replace(s, cost=step_cost(s.sparsity, share, rest)) for s in plan.steps))
+    dense_layers = 0 if plan.sparse is None else plan.sparse.dense_layers
+    sparse_layers = max(0, config.num_layers - dense_layers) / config.num_layers
+    rest = 0.0 if plan.sparse is None else rest_cost(plan.sparse)
+    most = sum(forward_flops(config, config.tokens(*latents)))
+
+    def cost(step: Step) -> float:
+        tokens = step_tokens(step, config, latents)
+        alone = step_cost(step.sparsity, attention_share(config, tokens) * sparse_layers, rest)
+        return alone if step.scale == 1 else round(alone * sum(forward_flops(config, tokens)) / most, 4)
+
+    return replace(plan, steps=tuple(replace(step, cost=cost(step)) for step in plan.steps))
+
+
+def step_tokens(step: Step, config: DiTConfig, latents: tuple[int, int, int]) -> int:
+    """The tokens of `step` in a video of so many latent frames, rows and columns."""
+    frames, rows, columns = latents
+    return config.tokens(frames, *smaller((rows, columns), step.scale, config.patch_size[1:]))
 
 
 def attention_share(config: DiTConfig, tokens: int) -> float:
     """Share of self-attention in the FLOPs of a forward: 0.72 for A14B at 75,600 tokens. It is roughly the share of the
     time as well, because low precisions speed up linears and attention alike."""
-    attention = 4 * tokens**2 * config.dim
-    # Self-attention's q, k, v and o, cross-attention's q and o, and the two matrices of the FFN.
-    linears = 2 * tokens * config.dim * (6 * config.dim + 2 * config.ffn_dim)
+    attention, linears = forward_flops(config, tokens)
     return attention / (attention + linears)
+
+
+def forward_flops(config: DiTConfig, tokens: int) -> tuple[int, int]:
+    """FLOPs of a layer, of self-attention and of linears."""
+    # Self-attention's q, k, v and o, cross-attention's q and o, and the two matrices of the FFN.
+    return 4 * tokens**2 * config.dim, 2 * tokens * config.dim * (6 * config.dim + 2 * config.ffn_dim)
 
 
 def rest_cost(options: SparseOptions) -> float:

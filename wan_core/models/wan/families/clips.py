@@ -36,13 +36,23 @@ class ClipRules:
 
     overlaps: how many frames a clip may have from the one before; the first is the default. always: a video that is
     longer than the task's clip is cut without being asked. leading: latent frames before those of the video.
-    padded(frames, clip, overlap): frames of the padded video.
+    longer: clips after the first have so many frames more; what drives the first has them, too. history: a clip is
+    given so many frames that were made before it, beside its own. padded(frames, clip, overlap): frames of the padded
+    video.
     """
 
     overlaps: tuple[int, ...]
     always: bool = False
     leading: int = 0
+    longer: int = 0
+    history: int = 0
     padded: Callable[[int, int, int], int] = whole_clips
+
+    def driving(self, clip: Clip) -> Clip:
+        """Which frames of its media drive a clip."""
+        if clip.number:
+            return clip._replace(first=clip.first + self.longer)
+        return clip._replace(frames=clip.frames + self.longer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +60,26 @@ class MediaRules:
     """Which fields of a request drive a family.
 
     needs, takes: they must, and may be given. together: fields that are given together or not at all. size_of: whose
-    size the video has, where none is asked for. resampled: driving videos are read at the video's rate; otherwise all
-    of their frames are, and the video gets the rate of `pose_video`. cropped: the bars beside the fitted reference are
-    cut off. by_area: a picture that gets smaller is averaged, not interpolated. seen: fields whose first frame CLIP
-    sees.
+    size the video has, where none is asked for, in steps of `step` pixels; `least` are needed in width and height.
+    length_of: what it is as long as. resampled: driving videos are read at the video's rate; otherwise all of their
+    frames are, and the video gets the rate of `pose_video`. cropped: the bars beside the fitted reference are cut off.
+    covering: pictures fill the size and what sticks out is cut off, without bars. by_area: a picture that gets smaller
+    is averaged, not interpolated. past_end: a driving video that is too short is played to and fro, or goes on in
+    black. seen: fields whose first frame CLIP sees.
     """
 
     needs: tuple[str, ...]
     takes: tuple[str, ...] = ()
     together: tuple[str, ...] = ()
     size_of: Literal["pose_video", "reference"]
+    step: int = 1
+    least: int = 1
+    length_of: Literal["pose_video", "audio"] = "pose_video"
     resampled: bool = False
     cropped: bool = False
+    covering: bool = False
     by_area: bool = False
+    past_end: Literal["to and fro", "black"] = "to and fro"
     seen: tuple[str, ...] = ("reference",)
 
 
@@ -70,7 +87,7 @@ def cut_clips(rules: ClipRules, frames: int, clip: int, overlap: int) -> tuple[C
     """The clips of a video of so many frames. Clips that would have nothing of it, but padding, are left out."""
     total, found, first = rules.padded(frames, clip, overlap), [], 0
     while not found or first + overlap < frames:
-        size = min(clip, total - first)
+        size = min(clip + (rules.longer if found else 0), total - first)
         found.append(Clip(len(found), first, size, overlap if found else 0))
         first += size - overlap
     return tuple(found)

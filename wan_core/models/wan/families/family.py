@@ -99,6 +99,17 @@ class Assembled(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Hearing(NamedTuple):
+    """How a family hears a sound.
+
+    states(dit): the states of a speech encoder that a transformer takes: how many, and how wide. features(states,
+    clip): from those of a sound [W, n, C] to what video frames hear, [1, W, C, A], up to the end of a clip.
+    """
+
+    states: Callable[[Any], tuple[int, int]]
+    features: Callable[..., Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One kind of Wan model.
@@ -121,13 +132,18 @@ class Family:
     conditioning_keys: of ComfyUI's CONDITIONING, what it understands; other keys are refused.
     read_conditioning(task, vae, extras, latent): the fields of `Conditioning` that these keys and a LATENT give.
     why_not_sparse: why a task cannot have sparse attention; "": it can.
+    stages: whether steps may run at a smaller size: nothing that has a size reaches its models but latents, and the
+    fields `concat` and `known` of `Conditioning`.
     prepared_bytes(dit, latents, itemsize): of what is prepared beside text, for latents [B, C, T, Y, X].
     clips: how a long video is cut into clips; None: it is made in one.
     media: which videos and pictures drive it; None: none do.
+    hears: how it hears a sound; None: it does not.
+    clip_lead(vae, media, clip): un-normalised latents that are decoded before those of a clip, whose frames are left
+    out; None: none are.
     clip_inputs(task, vae, seen, media, clip): the fields of `Conditioning` of one clip. media: pixels of the clip by
-    field of the request, [1, 3, F, H, W] in -1..1 (F is 1 for pictures), and `carried`, the last frames of the clip
-    before. seen: CLIP features by field, where the task needs them: of `media.seen`, or of what the clip begins with,
-    `image`.
+    field of the request, [1, 3, F, H, W] in -1..1 (F is 1 for pictures); `carried`, the last frames of the clip before,
+    or as many frames before it as `clips.history` says; `audio`, features of its sound; `lead`, of `clip_lead`. seen:
+    CLIP features by field, where the task needs them: of `media.seen`, or of what the clip begins with, `image`.
     branch_keys: of `conditioning_keys`, those that the negative prompt may have other values of.
     """
 
@@ -144,11 +160,14 @@ class Family:
     read_conditioning: Callable[[Task, VAEConfig, Mapping[str, Any], Mapping[str, Any]], Inputs]
     branch_keys: frozenset[str] = frozenset()
     why_not_sparse: Callable[[Task], str] = lambda _: ""
+    stages: bool = False
     prepared_bytes: Callable[[DiTConfig, tuple[int, ...], int], int] = lambda *_: 0
     constants: re.Pattern[str] | None = None
     assembled: Callable[[Shapes], Mapping[str, Assembled]] = lambda _: {}
     clips: ClipRules | None = None
     media: MediaRules | None = None
+    hears: Hearing | None = None
+    clip_lead: Callable[..., Any] | None = None
     clip_inputs: Callable[..., Inputs] | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     claims: Callable[[Mapping[str, str]], bool] = lambda _: False

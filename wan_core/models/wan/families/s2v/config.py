@@ -14,6 +14,9 @@ INJECT_AFTER = (0, 4, 8, 12, 16, 20, 24, 27, 30, 33, 36, 39)  # blocks after whi
 AUDIO_FRAMES = 4  # of a latent frame
 COMFYUI_POSITIONS = "wancore_comfyui_positions"  # in CONDITIONING: motion frames stand where ComfyUI has them
 MOTION_FRAMES = (16, 2, 1)  # latent frames that are read by fours, by twos and alone, the oldest first
+MOTION_PIXELS = 73  # video frames that become those
+LONGER = 3  # of the first clip so many frames are left out: they show the picture, before it moves
+LEAST_SIDE = 64  # pixels in the largest patch of motion frames; sizes of whole ones lose nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,12 @@ def extra_tokens(grid: tuple[int, int, int], *, reference: bool, motion: bool) -
     _, Y, X = grid
     packed = Y * X + (Y // 2) * (X // 2) + 4 * (Y // 4) * (X // 4)
     return reference * Y * X + motion * packed
+
+
+def padded_frames(frames: int, clip: int, overlap: int) -> int:
+    """Frames of whole clips, of which the first has `clip` and each other one `LONGER` more. Source: `generate` of
+    Wan2.2/wan/speech2video.py."""
+    return clip + max(0, -(-(frames - clip) // (clip + LONGER))) * (clip + LONGER)
 
 
 def prepared_bytes(dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> int:

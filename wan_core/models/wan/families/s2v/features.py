@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wan_core.models.audio.config import FRAMES_PER_SECOND
+from wan_core.models.audio.config import FRAMES_PER_SECOND, SAMPLE_RATE, XLSR_LARGE
+from wan_core.models.wan.families.clips import Clip
 
 FEATURE_RATE = 30  # frames of features a second
 VIDEO_RATE = 16
+FIELD = XLSR_LARGE.least_samples  # samples of one state
 CLIP_FRAMES = 80  # of features that a clip of 20 latent frames hears
 
 
@@ -28,6 +30,18 @@ def audio_features(states: Tensor, clip_frames: int = CLIP_FRAMES) -> Tensor:
     indices = frame_indices(A, clip_frames)
     padded = F.pad(features, (0, 0, 0, 1))  # one frame of zeros, for what comes after the sound
     return padded[:, torch.from_numpy(np.minimum(indices, A)).to(states.device)].transpose(1, 2)[None]
+
+
+def features_until(states: Tensor, clip: Clip) -> Tensor:
+    """As `audio_features`, of all frames up to the end of a `clip`."""
+    found = audio_features(states, clip.frames)
+    return F.pad(found, (0, max(0, clip.last - found.shape[3])))[..., : clip.last]
+
+
+def frames_of(states: int) -> int:
+    """Frames of the video that has all of a sound that became so many states."""
+    samples = (states - 1) * (SAMPLE_RATE // FRAMES_PER_SECOND) + FIELD
+    return -(-samples * VIDEO_RATE // SAMPLE_RATE)
 
 
 def resampled(states: Tensor) -> Tensor:

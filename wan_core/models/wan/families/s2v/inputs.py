@@ -1,21 +1,23 @@
-"""What ComfyUI's CONDITIONING is to the transformer of S2V.
+"""What ComfyUI's CONDITIONING, or the media of a clip, are to the transformer of S2V.
 
 Legend: B batch, T/Y/X latent frames, rows, columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
-from wan_core.models.wan.families.s2v.config import AUDIO_FRAMES, COMFYUI_POSITIONS
+from wan_core.models.wan.families.s2v.config import AUDIO_FRAMES, COMFYUI_POSITIONS, MOTION_PIXELS
 from wan_core.models.wan.families.s2v.model import LEAST_MOTION
 
 
@@ -60,3 +62,49 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     if extras.get(COMFYUI_POSITIONS):
         inputs["comfyui_positions"] = True
     return {"inputs": inputs}
+
+
+def clip_lead(vae: VideoVAE, media: Mapping[str, Tensor], clip: Clip) -> Tensor:
+    """Un-normalised latents of the reference before the first clip, of the motion frames before others."""
+    return vae.encode(media["carried"] if clip.number else media["reference"])
+
+
+def clip_inputs(
+    task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
+) -> Inputs:
+    """The fields of `Conditioning` that the media of a clip give. The negative prompt hears nothing but zeros. Source:
+    `generate` of Wan2.2/wan/speech2video.py."""
+    lead = vae.normalise(media["lead"])
+    inputs = {"audio": media["audio"], "reference": lead}
+    if clip.number:
+        inputs |= {"reference": vae.normalise(vae.encode(media["reference"])), "motion": lead}
+    if "pose_video" in media:
+        inputs["pose"] = vae.normalise(pose_latents(vae.encode, media["pose_video"]))
+    return {"inputs": inputs, "uncond_inputs": {"audio": torch.zeros_like(media["audio"])}}
+
+
+def pose_latents(encode: Callable[[Tensor], Tensor], video: Tensor) -> Tensor:
+    """A pose video [1, 3, 4 T, H, W] in -1..1 -> un-normalised latents [1, 16, T, Y, X]: its first frame stands twice,
+    and the latent frame of the first of them is left out."""
+    return encode(torch.cat([video[:, :, :1], video], 2))[:, :, 1:]
+
+
+def comfy_extras(
+    encode: Callable[[Tensor], Tensor], media: Mapping[str, Tensor], clip: Clip
+) -> tuple[dict[str, Any], Tensor]:
+    """The media of a clip as ComfyUI's CONDITIONING carries them, and the latents that are decoded before the clip.
+    encode: [1, 3, F, H, W] in -1..1 -> un-normalised latents."""
+    lead = encode(media["carried"] if clip.number else media["reference"])
+    found: dict[str, Any] = {"audio_embed": media["audio"], "reference_latents": [lead]}
+    if clip.number:
+        found |= {"reference_latents": [encode(media["reference"])], "reference_motion": lead}
+    if "pose_video" in media:
+        found["control_video"] = pose_latents(encode, media["pose_video"])
+    return found, lead
+
+
+def motion_frames(pictures: Tensor) -> Tensor:
+    """The last `MOTION_PIXELS` of pictures [F, H, W, 3] in 0..1, with grey ones before them where they are fewer."""
+    last = pictures[-MOTION_PIXELS:]
+    grey = last.new_full((MOTION_PIXELS - len(last), *last.shape[1:]), 0.5)
+    return torch.cat([grey, last])

@@ -1,0 +1,159 @@
+"""The resolution schedule on ComfyUI's own Wan models, through documented hooks alone.
+
+`Stages` is a wrapper around a sampling run (`WrappersMP.OUTER_SAMPLE`): all that stays on the model are its options. It
+hooks a `StagedRun` into the options of this run, a wrapper around a forward (`WrappersMP.APPLY_MODEL`), which gets a
+noisy sample and returns the video that is predicted of it. The sampler sees latents of one size all along, so every
+sampler goes with it. `wan_core.sampling.resolution` has the mathematics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
+from torch import Tensor
+
+from wan_core.config import OptionError, StageOptions
+from wan_core.sampling.native.run import RUN
+from wan_core.sampling.resolution import SmallerSize
+from wan_core.sampling.schedules import shifted
+from wan_core.sampling.stages import check_end, stage_at, stage_words
+
+from .native_kept import eager
+from .native_model import describe
+
+KEY = "wancore_stages"
+TAKEN = ("clip_fea",)  # of what a forward gets beside latents, channels and text: what has no size
+
+
+class Stages:
+    """Put on a model by `attach_stages`; called around every sampling run."""
+
+    def __init__(self, stages: Sequence[StageOptions], report: Callable[[str], None]) -> None:
+        """report: called after every run, with what was done in words."""
+        self.stages, self.report = tuple(stages), report
+
+    def __call__(
+        self, executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *rest: Any, **named: Any
+    ) -> Any:
+        guider = executor.class_obj
+        hooks = guider.model_options["transformer_options"]
+        report = hooks[RUN].notes.append if RUN in hooks else self.report  # one text for all that a node does
+        begins = sigmas[:-1].tolist()
+        if float(sigmas[-1]) == 0:
+            check_end(begins, self.stages)
+        run = StagedRun(self.stages, begins, describe(guider.model_patcher).boundary)
+        add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, run, guider.model_options, is_model_options=True)
+        try:
+            return executor(noise, latent_image, sampler, sigmas, *rest, **named)
+        finally:
+            run.videos.clear()
+            words = f"{run.small} of {run.forwards} forwards at a smaller size"
+            report(f"resolution schedule ({stage_words(self.stages)}): {words}")
+
+
+class StagedRun:
+    """One sampling run. Every condition has its own last prediction: its entry in `cond_or_uncond`, its uuid, its
+    context window and the size of its latents."""
+
+    def __init__(self, stages: Sequence[StageOptions], sigmas: Sequence[float], boundary: float) -> None:
+        """sigmas: where the sampler's steps begin."""
+        self.stages, self.sigmas, self.boundary = stages, sigmas, boundary
+        self.videos: dict[tuple[Any, ...], Tensor] = {}
+        self.sizes: dict[tuple[Any, ...], SmallerSize] = {}
+        self.sigma: tuple[Tensor | None, float] = (None, 0.0)
+        self.small = self.forwards = 0
+
+    @eager
+    def __call__(
+        self,
+        executor: Any,
+        x: Tensor,
+        t: Tensor,
+        c_concat: Tensor | None = None,
+        c_crossattn: Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The predicted video [B, C, T, Y, X] of the noisy sample `x`. t [B]: its sigmas."""
+        options = {} if transformer_options is None else transformer_options
+        check_taken({"control": control, **kwargs})
+        if self.sigma[0] is not options["sigmas"]:  # read from the device once for each evaluation
+            self.sigma = options["sigmas"], float(options["sigmas"][0])
+        sigma = self.sigma[1]
+        keys, stage = keys_of(x, options), stage_at(sigma, self.stages, self.sigmas)
+        self.forwards += len(keys)
+        if stage is None:
+            video = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+        else:
+            self.small += len(keys)
+            size = self.size(stage.scale, x, executor.class_obj.diffusion_model.patch_size[1:])
+            sample, told = size.sample(x.float(), sigma), self.told(sigma, stage.scale)
+            concat = None if c_concat is None else (size.down(c_concat.float()) / size.ratio).to(c_concat)
+            if stage.positions == "video":
+                options = {**options, "rope_options": rope_options(size)}
+            inputs = sample.to(x), torch.full_like(t, told), concat, c_crossattn, control, options
+            predicted = executor(*inputs, **kwargs).float()
+            velocity, before = (sample - predicted) / told, [self.videos.get(key) for key in keys]
+            known = None if any(one is None for one in before) else torch.cat(before)  # type: ignore[arg-type]
+            video = size.video(sample, velocity, sigma, known).to(x)
+        self.videos |= dict(zip(keys, video.float().chunk(len(keys)), strict=True))
+        return video
+
+    def told(self, sigma: float, scale: float) -> float:
+        """The sigma that the model is told, as `wan_core.sampling.stages.at_scale` has it."""
+        seen = shifted(sigma, scale)
+        return max(seen, self.boundary) if sigma >= self.boundary else seen
+
+    def size(self, scale: float, x: Tensor, patch: tuple[int, int]) -> SmallerSize:
+        key = scale, tuple(x.shape[3:]), x.device
+        if key not in self.sizes:
+            self.sizes[key] = SmallerSize.of((x.shape[3], x.shape[4]), scale, patch, x.device)
+        return self.sizes[key]
+
+
+def check_taken(given: dict[str, Any]) -> None:
+    """Raise OptionError for what a forward gets that has a size and would keep it."""
+    unknown = [name for name, value in given.items() if value is not None and name not in TAKEN]
+    if unknown:
+        raise OptionError(
+            f"a resolution schedule does not change the size of {', '.join(unknown)}: leave out the nodes that add it, "
+            "or disconnect WanCore Resolution Schedule"
+        )
+
+
+def keys_of(x: Tensor, options: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """The conditions of a forward."""
+    window = options.get("context_window")
+    shared = None if window is None else tuple(window.index_list), x.shape[1:], x.device
+    return [(i, uuid, *shared) for i, uuid in zip(options["cond_or_uncond"], options["uuids"], strict=True)]
+
+
+def rope_options(size: SmallerSize) -> dict[str, float]:
+    """As ComfyUI's Wan models take them: tokens in the middle of what they stand for."""
+    rows, columns = size.spacing
+    return {"scale_y": rows, "scale_x": columns, "shift_y": (rows - 1) / 2, "shift_x": (columns - 1) / 2}
+
+
+def attach_stages(patcher: ModelPatcher, stages: Stages | None) -> None:
+    """Put `stages` on a clone of a model, in place of those that are there; None takes them away. Raises
+    OptionError."""
+    found = describe(patcher)
+    if stages is not None and (not found.stages):
+        raise OptionError(
+            f"{found.name} takes inputs whose size a resolution schedule does not change: disconnect WanCore "
+            "Resolution Schedule"
+        )
+    patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, KEY)
+    if stages is not None:
+        patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, stages)
+
+
+def stages_of(patcher: ModelPatcher) -> tuple[StageOptions, ...]:
+    """The resolution schedule of a model."""
+    found = next(iter(patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).get(KEY, [])), None)
+    return () if found is None else found.stages

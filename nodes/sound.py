@@ -1,0 +1,206 @@
+"""What drives S2V: a sound, a picture of who speaks, drawn poses, and the frames that were made before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from comfy_api.latest import io
+from torch import Tensor
+
+from wan_core.config import OptionError
+from wan_core.models.audio.config import SAMPLE_RATE
+from wan_core.models.vae.config import VAE_21
+from wan_core.models.wan.families import FAMILIES
+from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.families.s2v.config import LEAST_SIDE, LONGER, MOTION_PIXELS
+from wan_core.models.wan.families.s2v.features import VIDEO_RATE, features_until, frames_of
+from wan_core.models.wan.families.s2v.inputs import comfy_extras, motion_frames
+from wan_core.pipeline.driving import images_of
+from wan_core.pipeline.images import video_to_pixels
+from wan_core.sampling.conditioning import empty_latents
+
+from . import host
+from .conditioning import check_widgets, with_values
+from .schema import newer
+from .sockets import CONDITIONING
+
+MAX_SIDE, MAX_FRAMES = 8192, 401
+
+
+def outputs() -> list[Any]:
+    return [
+        io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
+        io.Conditioning.Output("negative_out", display_name="negative", tooltip="For the sampler."),
+        io.Latent.Output("latent", display_name="latent", tooltip="For the sampler."),
+        io.Latent.Output(
+            "lead",
+            display_name="lead",
+            tooltip="For LatentConcat (dim t), before the sampler's latents: they are decoded together.",
+        ),
+        io.Int.Output(
+            "trim_image",
+            display_name="trim_image",
+            tooltip="Frames of `lead` after decoding: where ImageFromBatch begins.",
+        ),
+        io.Int.Output(
+            "new_frames",
+            display_name="new_frames",
+            tooltip="Frames of this clip, or as many as are left of the sound: the length for ImageFromBatch.",
+        ),
+        io.Audio.Output(
+            "audio_out",
+            display_name="audio",
+            tooltip="The sound up to the end of this clip, for Create Video. None without `audio`.",
+        ),
+    ]
+
+
+class WanCoreSoundToVideo(io.ComfyNode):
+    """Inputs of one clip of Wan2.2-S2V-14B."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreSoundToVideo",
+            display_name="WanCore Sound to Video",
+            category="WanCore",
+            **newer("WanCoreSoundToVideo"),
+            description="What drives Wan2.2-S2V-14B: a picture of somebody who speaks or sings. One node for each clip "
+            "of a long video. Made as the reference implementation makes it.",
+            inputs=[
+                io.Conditioning.Input("positive", tooltip="The encoded prompt."),
+                io.Conditioning.Input(
+                    "negative", tooltip="The encoded negative prompt; it counts where guidance is not 1."
+                ),
+                io.Vae.Input("vae", tooltip="The Wan 2.1 VAE: WanCore's or ComfyUI's own."),
+                io.Int.Input(
+                    "width", default=832, min=64, max=MAX_SIDE, step=16, tooltip="Pixels; best multiples of 64."
+                ),
+                io.Int.Input(
+                    "height", default=448, min=64, max=MAX_SIDE, step=16, tooltip="Pixels; best multiples of 64."
+                ),
+                io.Int.Input(
+                    "frames",
+                    default=77,
+                    min=5,
+                    max=MAX_FRAMES,
+                    step=4,
+                    tooltip="Of the first clip, a multiple of 4 plus 1; later clips have 3 more. The model was trained "
+                    "on 77, and makes 16 per second.",
+                ),
+                io.AudioEncoderOutput.Input(
+                    "audio_encoder_output",
+                    tooltip="The whole sound by AudioEncoderEncode (wav2vec2_large_english_fp16).",
+                ),
+                io.Image.Input("reference_image", tooltip="Who speaks. It fills the size; what sticks out is cut off."),
+                io.Image.Input(
+                    "pose_video",
+                    optional=True,
+                    tooltip="Drawn poses (skeletons) of the whole video, at 16 frames per second. After its end there "
+                    "are none.",
+                ),
+                io.Image.Input(
+                    "previous_frames",
+                    optional=True,
+                    tooltip="All frames that were made so far, where a long video goes on.",
+                ),
+                io.Audio.Input("audio", optional=True, tooltip="The sound itself, to be cut where this clip ends."),
+            ],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def validate_inputs(cls, width: int | None = None, height: int | None = None, frames: int | None = None) -> bool:
+        return check_widgets(VAE_21, width, height, frames)
+
+    @classmethod
+    def execute(
+        cls,
+        positive: CONDITIONING,
+        negative: CONDITIONING,
+        vae: Any,
+        width: int,
+        height: int,
+        frames: int,
+        audio_encoder_output: dict[str, Any],
+        reference_image: Tensor,
+        pose_video: Tensor | None = None,
+        previous_frames: Tensor | None = None,
+        audio: dict[str, Any] | None = None,
+    ) -> io.NodeOutput:
+        check_least(width, height)
+        clip, states = clip_of(frames, previous_frames), states_of(audio_encoder_output)
+        left = sound_frames(audio_encoder_output, states) - clip.first
+        if left < 1:
+            raise OptionError(
+                f"the sound ends after {left + clip.first} frames, and {clip.first} were made already: leave this clip "
+                "out"
+            )
+        pictures = {"reference": reference_image, "pose_video": pose_video}
+        if previous_frames is not None:
+            pictures["carried"] = motion_frames(previous_frames[..., :3])
+        extras, lead = conditioned(vae, (width, height), clip, pictures, states)
+        silent = {**extras, "audio_embed": torch.zeros_like(extras["audio_embed"])}
+        new = min(left, clip.frames)
+        latent = {"samples": host.to_intermediate(empty_latents(VAE_21, width, height, frames))}
+        trimmed = MOTION_PIXELS if clip.number else 1 + LONGER
+        return io.NodeOutput(
+            with_values(positive, extras),
+            with_values(negative, silent),
+            latent,
+            {"samples": host.to_intermediate(lead)},
+            trimmed,
+            new,
+            cut(audio, clip.first + new),
+        )
+
+
+def check_least(width: int, height: int) -> None:
+    """Raises OptionError."""
+    if min(width, height) < LEAST_SIDE:
+        raise OptionError(f"{width}x{height} given; S2V needs {LEAST_SIDE} pixels and more in each direction")
+
+
+def clip_of(frames: int, previous: Tensor | None) -> Clip:
+    """The clip after the frames that were made: its own frames, in the whole video."""
+    return Clip(0, 0, frames, 0) if previous is None else Clip(1, len(previous), frames + LONGER, 0)
+
+
+def states_of(encoded: dict[str, Any]) -> Tensor:
+    """Of AUDIO_ENCODER_OUTPUT, of its first sound: [W, n, C]. Raises OptionError."""
+    layers = encoded.get("encoded_audio_all_layers")
+    if not layers:
+        raise OptionError("audio_encoder_output has no layers: encode the sound with AudioEncoderEncode")
+    return torch.stack([layer[0] for layer in layers]).float()
+
+
+def sound_frames(encoded: dict[str, Any], states: Tensor) -> int:
+    """Frames of a video that has all of the sound."""
+    samples = encoded.get("audio_samples")
+    return frames_of(states.shape[1]) if samples is None else -(-int(samples) * VIDEO_RATE // SAMPLE_RATE)
+
+
+def conditioned(
+    vae: Any, size: tuple[int, int], clip: Clip, pictures: dict[str, Tensor | None], states: Tensor
+) -> tuple[dict[str, Any], Tensor]:
+    """The keys of CONDITIONING that a clip gives, and the latents before it."""
+    family = FAMILIES["s2v"]
+    assert family.media is not None and family.clips is not None
+    driving = family.clips.driving(clip)
+    own = {"reference": Clip(0, 0, 1, 0), "carried": Clip(0, 0, MOTION_PIXELS, 0)}
+    media = {
+        field: images_of(images, size, own.get(field, driving), family.media)
+        for field, images in pictures.items()
+        if images is not None
+    }
+    media["audio"] = features_until(states, driving)[..., driving.first :]
+    return comfy_extras(lambda video: vae.encode(video_to_pixels(video)), media, clip)
+
+
+def cut(audio: dict[str, Any] | None, frames: int) -> dict[str, Any] | None:
+    """ComfyUI's AUDIO up to the end of so many frames."""
+    if audio is None:
+        return None
+    samples = -(-int(audio["sample_rate"]) * frames // VIDEO_RATE)
+    return {**audio, "waveform": audio["waveform"][..., :samples]}

@@ -1,0 +1,98 @@
+"""Sound is read from every kind of file, and what cannot be read is refused in words."""
+
+from __future__ import annotations
+
+import wave
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from wan_core.config import OptionError
+from wan_core.media import sound as sound_module
+from wan_core.media.mp4 import write_mp4
+from wan_core.media.sound import Sound, mono, read_sound
+
+RATE = 22050
+CODECS = {"wav": "pcm_s16le", "flac": "flac", "mp3": "libmp3lame", "m4a": "aac", "ogg": "flac"}
+
+
+def tone(seconds: float = 1.0, rate: int = RATE, channels: int = 2) -> np.ndarray:
+    """440 Hz on the left, 660 Hz on the right."""
+    time = np.arange(int(seconds * rate)) / rate
+    return np.stack([0.5 * np.sin(2 * np.pi * pitch * time) for pitch in (440, 660)[:channels]]).astype(np.float32)
+
+
+def written(path: Path, samples: np.ndarray, rate: int = RATE) -> Path:
+    kind = path.suffix[1:]
+    layout = "mono" if len(samples) == 1 else "stereo"
+    with av.open(str(path), "w", format="mp4" if kind == "m4a" else kind) as container:
+        track = container.add_stream(CODECS[kind], rate=rate, layout=layout)
+        frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
+        frame.sample_rate, frame.pts = rate, 0
+        container.mux(track.encode(frame))
+        container.mux(track.encode(None))
+    return path
+
+
+def pitch_of(samples: np.ndarray, rate: int) -> float:
+    power = np.abs(np.fft.rfft(samples * np.hanning(len(samples))))
+    return float(power.argmax() * rate / len(samples))
+
+
+@pytest.mark.parametrize("kind", CODECS)
+@pytest.mark.parametrize("channels", [1, 2])
+def test_every_kind_of_file_gives_its_sound(tmp_path: Path, kind: str, channels: int) -> None:
+    found = read_sound(written(tmp_path / f"tone.{kind}", tone(channels=channels)))
+    assert (found.rate, len(found.samples)) == (RATE, channels)
+    assert abs(found.seconds - 1) < 0.12  # MP3 and AAC store whole frames
+    for row, pitch in zip(found.samples, (440, 660), strict=False):
+        assert abs(pitch_of(row, RATE) - pitch) < 3
+    if kind in ("wav", "flac"):
+        assert np.abs(found.samples - tone(channels=channels)).max() < 1e-4
+
+
+def test_the_sound_of_a_video_is_read(tmp_path: Path) -> None:
+    frames = np.zeros((16, 32, 32, 3), np.uint8)
+    write_mp4(tmp_path / "video.mp4", frames, fps=16, sound=Sound(tone(), RATE))
+    found = read_sound(tmp_path / "video.mp4")
+    assert abs(found.seconds - 1) < 0.12 and abs(pitch_of(found.samples[1], RATE) - 660) < 3
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rate=st.integers(8000, 96000), wanted=st.sampled_from([8000, 16000, 44100]), length=st.floats(0.3, 1.5))
+def test_one_channel_at_another_rate_keeps_length_and_pitch(rate: int, wanted: int, length: float) -> None:
+    found = mono(Sound(tone(length, rate, channels=1), rate), wanted)
+    assert found.ndim == 1 and abs(len(found) / wanted - length) < 0.01
+    assert abs(pitch_of(found, wanted) - 440) < 2 / length
+
+
+def test_channels_are_averaged() -> None:
+    both = tone(rate=16000)
+    np.testing.assert_allclose(mono(Sound(both, 16000), 16000), both.mean(0), atol=1e-7)
+
+
+def test_what_is_no_sound_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.wav").write_text("these are words, and no sound")
+    write_mp4(tmp_path / "silent.mp4", np.zeros((2, 32, 32, 3), np.uint8), fps=16)
+    with wave.open(str(tmp_path / "empty.wav"), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16000)
+    whole = written(tmp_path / "tone.flac", tone()).read_bytes()
+    (tmp_path / "cut.flac").write_bytes(whole[:30])
+    for name, words in (
+        ("none.wav", "No such file"),
+        ("text.wav", "it is none of WAV, FLAC, MP3, M4A and OGG, nor a video"),
+        ("silent.mp4", "holds no sound"),
+        ("empty.wav", "holds no samples"),
+        ("cut.flac", "cannot read"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            read_sound(tmp_path / name)
+    monkeypatch.setattr(sound_module, "MAX_SOUND", 1000)
+    with pytest.raises(OptionError, match="more than 1000 samples"):
+        read_sound(written(tmp_path / "long.wav", tone()))

@@ -1,0 +1,139 @@
+"""Run by ComfyUI's Python: the resolution schedule on tiny Wan models of ComfyUI's own classes, sampled by its own
+samplers. Prints one JSON object on its last line, by check: "" or what was wrong.
+
+    python native_resolutions.py COMFYUI_PATH [CHECK ...]
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import native_models as world
+from native_cache_runs import EULER, SIZE, World, close, engine, native_conditions, padded, policies, sample
+
+HALF = "0.5/0.79-0.94"
+
+
+def staged(it: World, model: Any, stages: str = HALF, attention: str = "comfyui", **skipping: Any) -> Any:
+    """As WanCore Accelerate puts it on a model."""
+    from wan_core.config import SkipOptions
+    from wan_core.sampling.stages import parse_stages
+
+    node = importlib.import_module("pack.nodes.accelerate").WanCoreAccelerate
+    options = SkipOptions(stages=parse_stages(stages), **skipping)
+    return node.execute(model, attention=attention, sparse="off", skipping=options).result[0]
+
+
+def check_full_size(it: World) -> None:
+    model = world.tiny("WAN21_T2V")
+    assert (sample(staged(it, model, "1/0.5-1"), EULER) == sample(model, EULER)).all()
+
+
+def check_engine(it: World) -> None:
+    """The engine's own run with the same weights, in a stage of both experts' ranges, both ways of guidance."""
+    import torch
+
+    from wan_core.sampling.conditioning import Conditioning
+    from wan_core.sampling.denoise import denoise
+    from wan_core.sampling.plan import Plan, Step
+    from wan_core.sampling.stages import parse_stages, with_stages
+
+    world.conditions = native_conditions
+    model = world.tiny("WAN21_T2V")
+    net = engine(model, 0)
+    steps = tuple(
+        Step(index=i, timestep=1000 * s, sigma=s, sigma_next=EULER[i + 1], expert="high" if s >= 0.875 else "low",
+             guidance=3.0, branches=("cond", "uncond"))
+        for i, s in enumerate(EULER[:-1])
+    )  # fmt: skip
+    plan = Plan(task="t2v-A14B", solver="euler", shift=5.0, boundary=0.875, steps=steps)
+    plan = with_stages(plan, parse_stages(HALF))
+    assert [step.scale for step in plan.steps].count(0.5) == 4
+    texts = {name: padded(world.rows(1, 6, 32, seed=seed)) for name, seed in (("cond", 2), ("uncond", 3))}
+    with torch.inference_mode():
+        wanted = denoise(plan, lambda _: net, Conditioning(**texts), world.rows(*SIZE, seed=9))
+    for batched in (True, False):
+        with it.guidance(batched):
+            found = model.model.process_latent_in(sample(staged(it, model), EULER))
+        close(found, wanted, 1e-4)
+    assert world.error(found, model.model.process_latent_in(sample(model, EULER))) > 1e-2, "stages must show"
+
+
+def check_variants(it: World) -> None:
+    """Models whose inputs all follow run; others are refused by name."""
+    from wan_core.config import OptionError
+
+    taken = {"t2v", "i2v", "i2v 2.2", "5B"}
+    for name, (make, extra, size) in world.variants().items():
+        try:
+            found = sample(staged(it, make()), EULER, extra, size=size)
+        except OptionError as fault:
+            said = str(fault)
+        else:
+            said = "" if found.isfinite().all() else "not finite"
+        assert (said == "") == (name in taken | {"odd"}) and ("Resolution Schedule" in said) == bool(said), (name, said)
+
+
+def check_together(it: World) -> None:
+    """With a step cache, sparse attention and every kind of sampler; the same again; nothing is left."""
+    from wan_core.config import SparseOptions
+
+    stages = importlib.import_module("pack.nodes.host.native_stages")
+    model, made, real = world.tiny("WAN21_T2V"), [], stages.StagedRun
+    stages.StagedRun = lambda *given: made.append(real(*given)) or made[-1]
+    for asked, ran in ((HALF, 8), (f"{HALF}:every2", 4), (f"{HALF}:own", 8)):
+        sample(staged(it, model, asked), EULER)
+        assert made[-1].small == ran, (asked, made[-1].small)
+    sparse = {"sparse": SparseOptions(sparsity=0.5, reuse=2, kernel="math"), "attention": "math"}
+    for policy in (*policies().values(), sparse):
+        fast = staged(it, model, **policy)
+        first, second = sample(fast, EULER), sample(fast, EULER)
+        assert (first == second).all() and first.isfinite().all()
+    for sampler in ("dpmpp_2m", "heun", "res_multistep", "lcm", "uni_pc"):
+        assert sample(staged(it, model), EULER, sampler=sampler).isfinite().all(), sampler
+    stages.StagedRun = real
+    assert all(run.small and run.forwards > run.small and not run.videos for run in made)
+    gc.collect()
+    assert "wancore_stages" not in str(model.model_options)
+
+
+def check_shown(it: World) -> None:
+    """The plan preview has the sizes, and a run that would end small is refused before its first step."""
+    from wan_core.config import OptionError
+
+    preview = importlib.import_module("pack.nodes.native_plan").WanCoreNativePlan
+    given = {"steps": 20, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
+    given |= {"denoise": 1.0, "seconds_per_forward": 1.0}
+    _, table = preview.execute(staged(it, world.tiny("WAN21_T2V")), **given).result
+    assert "0.5 of the size" in table and "resolution schedule: 0.5 of width and height" in table, table
+    ran: list[int] = []
+    model = world.tiny("WAN21_T2V")
+    model.model.diffusion_model.blocks[0].register_forward_pre_hook(lambda *_: ran.append(1))
+    said = ""
+    try:
+        sample(staged(it, model, "0.5/0.1-0.9"), EULER)
+    except OptionError as fault:
+        said = str(fault)
+    assert "the last step, at sigma 0.15" in said and not ran
+
+
+CHECKS: dict[str, Callable[[World], None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}
+
+if __name__ == "__main__":
+    found, usual = {}, world.conditions
+    pack = world.set_up(sys.argv[1])
+    with ThreadPoolExecutor(1) as thread:
+        for name in sys.argv[2:] or CHECKS:
+            world.conditions = usual
+            fault = thread.submit(CHECKS[name], World(pack)).exception()
+            found[name] = "" if fault is None else "".join(traceback.format_exception(fault))[-3000:]
+    print(json.dumps(found))

@@ -1,0 +1,139 @@
+"""WanCore Sound to Video in a running ComfyUI, with files of random weights: the shared workflow makes, clip by clip,
+what the command line makes of the same sound, and its file has that sound."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests import s2v_loop as loop
+from tests.animate_references import draw_weights
+from tests.comfyui import ComfyUI, Graph, find_comfyui, make_base
+from tests.nodes.test_nodes_comfy import node
+from tests.nodes.test_workflows import api_form
+from tests.pipeline.test_sound_clips import write_wav
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.config import LoadOptions, Request
+from wan_core.media.sound import read_sound
+from wan_core.media.video import load_image, read_video
+from wan_core.pipeline import hearing, sources
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+# In the place of AudioEncoderEncode, whose encoder has one size only.
+STATES = """
+import torch
+class States:
+    CATEGORY, FUNCTION, RETURN_TYPES = "test", "run", ("AUDIO_ENCODER_OUTPUT",)
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"path": ("STRING",), "samples": ("INT", {"max": 10**9})}}
+    def run(self, path, samples):
+        return ({"encoded_audio_all_layers": list(torch.load(path)[:, None]), "audio_samples": samples},)
+NODE_CLASS_MAPPINGS = {"States": States}
+"""
+PROMPTS = {"positive": "a red circle", "negative": "blue"}
+SIZE = {"width": loop.SIDE, "height": loop.SIDE, "frames": loop.CLIP - 3}
+PLAN = {"steps": 2, "guidance_high": 1.5, "guidance_low": 1.5, "shift": 5.0, "solver": "euler"}
+FRAMES, SEEDS = 32, (1, 2, 3)  # two seconds, in three clips; the seeds of the workflow
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    base = make_base(tmp_path_factory.mktemp("comfyui"), {"states": STATES})
+    for folder in ("diffusion_models", "text_encoders", "vae"):
+        (base / "models" / folder).mkdir()
+    save_file(draw_weights(loop.CONFIG), base / "models/diffusion_models/s2v.safetensors", {"num_heads": "2"})
+    shutil.copy(TINY / "text_encoder.safetensors", base / "models/text_encoders/umt5.safetensors")
+    write_safetensors(load_file(TINY / "vae.safetensors"), base / "models/vae/vae.safetensors", {"format": "pt"})
+    Image.fromarray(loop.drawn_pictures(1, 5)[0]).save(base / "input/reference.png")
+    write_wav(base / "input/speech.wav", FRAMES / 16)
+    torch.save(loop.drawn_states()[:, :99].clone(), base / "states.pt")
+    server = ComfyUI(find_comfyui(), base)
+    yield server
+    server.stop()
+
+
+def graph_of(comfy: ComfyUI) -> Graph:
+    """The shared workflow, smaller, without its LoRA, with the frames written."""
+    graph: dict[str, Any] = {}
+    files = {"WanCoreModelLoader": {"high": "s2v.safetensors"}, "WanCoreVAELoader": {"vae": "vae.safetensors"}}
+    files |= {"WanCoreTextEncoderLoader": {"text_encoder": "umt5.safetensors"}, "WanCoreTextEncode": PROMPTS}
+    files |= {"LoadImage": {"image": "reference.png"}, "LoadAudio": {"audio": "speech.wav"}}
+    given = {**files, "WanCoreSoundToVideo": SIZE, "WanCoreSampler": PLAN}
+    shared = api_form("wan22_sound_to_video")
+    loader = next(key for key, one in shared.items() if one["class_type"] == "WanCoreModelLoader")
+    for key, one in shared.items():
+        kind, inputs = one["class_type"], one["inputs"] | given.get(one["class_type"], {})
+        if kind == "AudioEncoderEncode":
+            kind, inputs = "States", {"path": str(comfy.base / "states.pt"), "samples": FRAMES * 1000}
+        if kind == "WanCoreSampler":
+            inputs["model"] = [loader, 0]
+        if kind not in ("WanCoreLoRA", "AudioEncoderLoader"):
+            graph[key] = node(kind, **inputs)
+    [video] = [one for one in graph.values() if one["class_type"] == "CreateVideo"]
+    graph["pictures"] = node("SaveImage", images=video["inputs"]["images"], filename_prefix="frame")
+    return graph
+
+
+def command_line(comfy: ComfyUI, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """Frames of the same video, each clip with the seed of its sampler."""
+    models, given = comfy.base / "models", comfy.base / "input"
+    monkeypatch.setattr(hearing, "encoded", lambda *_: loop.drawn_states()[:, :99])
+    monkeypatch.setattr(sources, "recognise_speech", lambda *_: hearing.Speech(None, lambda _: None))
+    files = {"high": "diffusion_models/s2v", "text_encoder": "text_encoders/umt5", "vae": "vae/vae"}
+    pipe = Pipeline.load(
+        LoadOptions(device="cpu", **{name: str(models / f"{path}.safetensors") for name, path in files.items()})
+    )
+    sample = pipe.sample
+
+    def seeded(job: Any, *rest: Any, clip: int) -> torch.Tensor:
+        return sample(replace(job, request=replace(job.request, seed=SEEDS[clip])), *rest)
+
+    monkeypatch.setattr(pipe, "sample", seeded)
+    size = {"width": loop.SIDE, "height": loop.SIDE, "clip_frames": SIZE["frames"]}
+    media = {"reference": str(given / "reference.png"), "audio": str(given / "speech.wav")}
+    texts = {"prompt": PROMPTS["positive"], "negative_prompt": PROMPTS["negative"]}
+    return pipe.generate(Request(**texts, **size, **media, **PLAN)).frames
+
+
+def test_the_shared_workflow_makes_the_video_of_the_command_line(
+    comfy: ComfyUI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = graph_of(comfy)
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    pictures = run.outputs["pictures"]["images"]
+    found = np.stack([load_image(path_of(comfy, one)) for one in pictures]) * 255
+    assert len(found) == FRAMES
+    expected = command_line(comfy, monkeypatch).astype(np.float32)
+    assert np.abs(found - expected).max() <= 2 and np.abs(found - expected).mean() < 0.5
+    [saved] = [key for key, one in graph.items() if one["class_type"] == "SaveVideo"]
+    [file] = run.outputs[saved]["images"]
+    assert len(read_video(path_of(comfy, file))) == FRAMES
+    assert abs(read_sound(path_of(comfy, file)).seconds - FRAMES / 16) <= 1 / 16
+
+
+def path_of(comfy: ComfyUI, saved: dict[str, str]) -> Path:
+    return comfy.base / saved["type"] / saved["subfolder"] / saved["filename"]
+
+
+def test_a_clip_that_the_sound_does_not_reach_is_refused(comfy: ComfyUI) -> None:
+    graph = graph_of(comfy)
+    for one in graph.values():
+        if one["class_type"] == "States":
+            one["inputs"]["samples"] = 13000
+    run = comfy.run(graph)
+    assert not run.ok and "the sound ends after 13 frames, and 13 were made already: leave this clip out" in str(
+        run.status
+    )

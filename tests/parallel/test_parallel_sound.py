@@ -1,0 +1,69 @@
+"""S2V on ranks over gloo: runs that skip, and long videos, equal one rank's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis import given as over
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as in test_parallel.py
+import parallel_checks
+from parallel_ranks import Ranks
+
+from tests.pipeline import test_sound_clips
+from tests.pipeline.test_sound_clips import loop
+from wan_core.pipeline.sources import TINY
+
+ROUNDING = 1e-5
+FEW = settings(max_examples=4, deadline=None, derandomize=True, phases=[Phase.generate])
+folder = test_sound_clips.folder  # a fixture
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    found = Ranks(4)
+    yield found
+    found.close()
+
+
+@FEW
+@over(
+    mesh=st.sampled_from(["1x1x2", "1x2x1", "2x1x1", "2x1x2", "1x2x2", "2x2x1"]),
+    grid=st.tuples(st.just(1), st.integers(1, 3), st.integers(4, 7), st.integers(4, 7)),
+    motion=st.booleans(),
+)
+def test_runs_that_skip_forwards_equal_one_rank(ranks, mesh, grid, motion):
+    for error, counts in ranks.ask("sound_run", mesh=mesh, how="magcache", grid=grid, motion=motion):
+        assert error < ROUNDING and counts > 1e-6
+
+
+@FEW
+@over(
+    mesh=st.sampled_from(["1x1x2", "2x1x1", "2x1x2"]),
+    grid=st.tuples(st.just(1), st.integers(2, 3), st.integers(6, 9), st.integers(6, 9)),
+    motion=st.booleans(),
+)
+def test_sparse_runs_equal_one_rank(ranks, mesh, grid, motion):
+    """Sparse attention does not go around a ring."""
+    for error, _ in ranks.ask("sound_run", mesh=mesh, how="sparse", grid=grid, motion=motion):
+        assert error < ROUNDING
+
+
+@pytest.mark.parametrize("mesh", ["1x1x2", "2x1x2"])
+def test_clips_on_ranks_equal_one_rank(ranks, folder, mesh):
+    given = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
+    given |= {"high": str(folder / "small.safetensors"), "audio_encoder": str(folder / "wav2vec2.safetensors")}
+    asked = {"reference": str(folder / "reference.png"), "audio": str(folder / "speech.wav"), "frames": 20, "steps": 1}
+    asked |= {"width": 64, "height": 64, "clip_frames": loop.CLIP - 3, "guidance_high": 2.0}
+    options = {"model": None, "request": asked, **given}
+    answers = ranks.ask("trajectory", mesh=mesh, **options)
+    latents, frames, _ = parallel_checks.trajectory(None, **options)
+    for one, shown, said in answers:
+        assert torch.equal(one, answers[0][0]) and said["mesh"] == mesh
+        assert parallel_checks.relative(one, latents) < 1e-4
+        assert int((shown.int() - frames.int()).abs().max()) <= 1

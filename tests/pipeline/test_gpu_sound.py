@@ -1,0 +1,32 @@
+"""Clips of S2V on a GPU are those of the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.pipeline import test_sound_clips
+from tests.pipeline.test_sound_clips import request as asked
+from wan_core.config import LoadOptions
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY
+
+pytestmark = pytest.mark.gpu
+folder = test_sound_clips.folder  # a fixture
+
+
+@pytest.mark.parametrize("residency", ["resident", "swap", "stream"])
+def test_clips_of_a_gpu_are_those_of_the_cpu(folder: Path, residency: str) -> None:
+    parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
+    parts |= {"high": str(folder / "small.safetensors"), "audio_encoder": str(folder / "wav2vec2.safetensors")}
+    exact = {"precision": "fp32", "vae_precision": "fp32", "attention": "sdpa"}
+    frames = {}
+    for device in ("cpu", "cuda"):
+        where = residency if device == "cuda" else "auto"
+        pipe = Pipeline.load(LoadOptions(device=device, residency=where, **parts, **exact))
+        given = asked(folder, frames=20, pose_video=str(folder / "pose.avi"))
+        frames[device] = pipe.generate(given).frames.astype(np.int32)
+    difference = np.abs(frames["cuda"] - frames["cpu"])
+    assert difference.mean() < 0.5 and difference.max() <= 8

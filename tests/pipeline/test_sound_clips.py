@@ -1,0 +1,293 @@
+"""S2V clip by clip: the official loop, lengths, restarts, and what is refused."""
+
+from __future__ import annotations
+
+import wave
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from hypothesis import given as over
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests import s2v_loop as loop
+from tests.animate_references import draw_weights
+from tests.pipeline.test_clips import Stopped, stop_after
+from wan_core.checkpoint.speech import load_speech
+from wan_core.cli import main
+from wan_core.cli.prompt_list import write_with_report
+from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.execution.report import Report
+from wan_core.media.sound import read_sound
+from wan_core.media.video import read_video
+from wan_core.models.audio.config import SpeechConfig
+from wan_core.models.audio.wav2vec2 import SpeechEncoder
+from wan_core.models.wan.families import FAMILIES
+from wan_core.models.wan.families.clips import check_clips, cut_clips
+from wan_core.models.wan.families.s2v.inputs import comfy_extras, motion_frames
+from wan_core.pipeline import clips as clips_module
+from wan_core.pipeline import hearing, sources
+from wan_core.pipeline.images import pixels_to_video
+from wan_core.pipeline.pipeline import Pipeline, WriteVideo
+from wan_core.pipeline.sources import TINY, find_models
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.workers.video_list import ListedVideo
+
+SPEECH = SpeechConfig(dim=128, ffn_dim=32, num_layers=2, conv_dim=16, position_kernel=8)
+# One that hears so few states, of a small encoder.
+SMALL = replace(loop.CONFIG, audio_layers=3, audio_dim=128)
+FRAMES = loop.CLIP - 3  # of the first clip
+
+
+def write_wav(path: Path, seconds: float, rate: int = 16000) -> Path:
+    samples = np.random.default_rng(0).integers(-9000, 9000, int(seconds * rate), dtype=np.int16)
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(samples.tobytes())
+    return path
+
+
+def write_lossless(path: Path, frames: np.ndarray, fps: int) -> Path:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("png", rate=fps)
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "rgb24"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode(None))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    for name, config in {"large": loop.CONFIG, "small": SMALL}.items():
+        save_file(draw_weights(config), folder / f"{name}.safetensors", {"num_heads": "2"})
+    torch.manual_seed(1)
+    state = SpeechEncoder(SPEECH).state_dict()
+    direction = state.pop("encoder.pos_conv_embed.conv.weight")
+    state["encoder.pos_conv_embed.conv.weight_v"] = direction
+    state["encoder.pos_conv_embed.conv.weight_g"] = direction.norm(dim=(0, 1), keepdim=True)
+    save_file(state, folder / "wav2vec2.safetensors")
+    write_wav(folder / "speech.wav", loop.FRAMES / 16)
+    Image.fromarray(loop.drawn_pictures(1, loop.SEED)[0]).save(folder / "reference.png")
+    write_lossless(folder / "pose.avi", loop.drawn_pictures(loop.POSES, loop.SEED + 2), 16)
+    return folder
+
+
+def loaded(folder: Path, size: str = "small") -> Pipeline:
+    parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
+    encoder = str(folder / "wav2vec2.safetensors")
+    return Pipeline.load(
+        LoadOptions(high=str(folder / f"{size}.safetensors"), audio_encoder=encoder, device="cpu", **parts)
+    )
+
+
+def request(folder: Path, **changed: object) -> Request:
+    given = {"prompt": "a red circle", "steps": loop.STEPS, "seed": loop.SEED, "clip_frames": FRAMES}
+    given |= {"width": loop.SIDE, "height": loop.SIDE, "shift": loop.SHIFT, "guidance_high": loop.GUIDANCE}
+    given |= {"reference": str(folder / "reference.png"), "audio": str(folder / "speech.wav")}
+    return Request(**{**given, **changed})
+
+
+@pytest.mark.parametrize("pose", ["", " pose"])
+def test_three_clips_equal_the_official_loop(folder: Path, monkeypatch: pytest.MonkeyPatch, pose: str) -> None:
+    """With the same states of the speech encoder and the same rows of text."""
+    expected = load_file(loop.KEPT)
+    rows = [text[None] for text in loop.drawn_texts()]
+    monkeypatch.setattr(hearing, "encoded", lambda *_: loop.drawn_states())
+    monkeypatch.setattr(sources, "recognise_speech", lambda *_: hearing.Speech(None, lambda _: None))
+    pipe = loaded(folder, "large")
+    monkeypatch.setattr(pipe, "encode_text", lambda job: Conditioning(cond=rows[0], uncond=rows[1]))
+    found = pipe.generate(request(folder, pose_video=str(folder / "pose.avi") if pose else None))
+    assert len(pipe.prepare(request(folder)).clips) == loop.CLIPS and len(found.frames) == loop.FRAMES
+    made = pipe.models.vae().normalise(found.latents)
+    latents = torch.cat(list(expected[f"latents{pose}"]), 1)[None]
+    assert float((made - latents).norm() / latents.norm()) < 1e-3
+    video = torch.from_numpy(found.frames).permute(3, 0, 1, 2) / 127.5 - 1
+    assert float((loop.spots(video) - expected[f"frames{pose}"]).abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@torch.no_grad()
+def test_the_conditioning_of_nodes_is_the_pipelines(folder: Path, number: int) -> None:
+    """ComfyUI's keys, made of the media of a clip, and read again."""
+    pipe = loaded(folder)
+    job = pipe.prepare(request(folder, frames=20, pose_video=str(folder / "pose.avi")))
+    clip, media = job.clips[number], clips_module.load_clip_media(pipe, job)
+    before = torch.rand(7, loop.SIDE, loop.SIDE, 3)
+    pixels = pixels_to_video(motion_frames(before)) if number else None
+    given = clips_module.given_to(pipe, job, clip, media, pixels)
+    expected = clips_module.condition(pipe, job, clip, given, pipe.encode_text(job))
+    vae = pipe.models.vae()
+    extras, lead = comfy_extras(vae.encode, given, clip)
+    latent = {"samples": torch.zeros(job.clip_shape(clip))}
+    found = FAMILIES["s2v"].read_conditioning(job.task, vae.config, extras, latent)
+    assert found["inputs"].keys() == expected.inputs.keys() >= {"audio", "reference", "pose"}
+    for name, value in expected.inputs.items():
+        torch.testing.assert_close(found["inputs"][name], value)
+    torch.testing.assert_close(lead, given["lead"])
+    assert (pixels is None) == ("motion" not in expected.inputs) and not expected.uncond_inputs["audio"].any()
+
+
+# ------------------------------------------------------------------------------------------------------------- lengths
+
+
+@over(frames=st.integers(1, 1000), clip=st.integers(1, 30).map(lambda n: 4 * n + 1))
+def test_clips_cover_every_frame_once_and_hear_it(frames: int, clip: int) -> None:
+    rules = FAMILIES["s2v"].clips
+    assert rules is not None
+    if clip >= 5:
+        check_clips(rules, clip, 0, "s2v-14B")
+    clips = cut_clips(rules, frames, clip, 0)
+    assert [n for one in clips for n in range(one.first, one.last)] == list(range(clips[-1].last))
+    assert clips[-1].first < frames <= clips[-1].last
+    assert [one.frames for one in clips] == [clip, *[clip + 3] * (len(clips) - 1)]
+    heard = [rules.driving(one) for one in clips]
+    assert [(one.first, one.frames) for one in heard] == [(n * (clip + 3), clip + 3) for n in range(len(clips))]
+
+
+@over(samples=st.integers(1600, 400_000), rate=st.sampled_from([8000, 16000, 44100, 48000]))
+def test_a_video_is_as_long_as_its_sound(samples: int, rate: int) -> None:
+    fields = {"reference": "r", "audio": "a"}
+    task, rules = FAMILIES["s2v"].tasks[0], FAMILIES["s2v"].media
+    assert rules is not None
+    with pytest.MonkeyPatch.context() as patch:
+        from wan_core.media.sound import Sound
+        from wan_core.pipeline import driving
+
+        patch.setattr(driving, "read_sound", lambda path: Sound(np.zeros((1, samples), np.float32), rate))
+        if samples / rate < driving.LEAST_SECONDS:
+            with pytest.raises(OptionError, match="seconds of sound"):
+                driving.heard_length(Request(prompt="", **fields), task, rules)
+            return
+        fps, frames = driving.heard_length(Request(prompt="", **fields), task, rules)
+    assert fps == 16 and 0 <= frames / fps - samples / rate < 1 / fps
+
+
+def test_the_file_has_the_sound_and_its_length(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "video.mp4"
+    parts = [f"--{name.replace('_', '-')}={TINY / f'{name}.safetensors'}" for name in ("text_encoder", "vae")]
+    arguments = ["generate", f"--high={folder / 'small.safetensors'}", *parts, "--prompt=a red circle", "--steps=1"]
+    arguments += [f"--audio-encoder={folder / 'wav2vec2.safetensors'}", f"--audio={folder / 'speech.wav'}"]
+    arguments += [f"--reference={folder / 'reference.png'}", "--size=64x64", "--guidance=1", f"--clip-frames={FRAMES}"]
+    assert main([*arguments, f"--out={out}", "--device=cpu"]) == 0
+    seconds = loop.FRAMES / 16
+    assert len(read_video(out)) == loop.FRAMES
+    sound = read_sound(out)
+    assert abs(sound.seconds - seconds) <= 1 / 16
+    spoken = read_sound(folder / "speech.wav").samples[0]
+    both = min(len(spoken), sound.samples.shape[1])
+    assert np.corrcoef(spoken[:both], sound.samples[0, :both])[0, 1] > 0.9  # it begins where the video begins
+
+
+def test_every_part_of_the_sound_counts_where_it_is_heard(folder: Path, tmp_path: Path) -> None:
+    """Another sound after the first clip changes the second, and not the first."""
+    pipe, given, heard = loaded(folder), request(folder, frames=20, steps=1), hearing.encoded
+    first = pipe.generate(given).frames
+
+    def changed(*given: object) -> torch.Tensor:
+        states = heard(*given)
+        states[:, int(1.1 * 50) :] += 1
+        return states
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hearing, "encoded", changed)
+        second = pipe.generate(given).frames
+    assert np.array_equal(first[:13], second[:13]) and not np.array_equal(first[13:], second[13:])
+
+
+def test_a_list_of_videos_has_the_sound_of_each(folder: Path, tmp_path: Path) -> None:
+    def run(write: WriteVideo) -> Report:
+        write(iter(np.zeros((loop.FRAMES, 32, 32, 3), np.uint8)), fps=16, settings={})
+        return Report(torch.device("cpu"))
+
+    write_with_report(ListedVideo(1, request(folder), tmp_path / "x.mp4", "key"), run)
+    assert abs(read_sound(tmp_path / "x.mp4").seconds - loop.FRAMES / 16) <= 1 / 16
+
+
+def test_a_sound_that_the_device_has_no_memory_for_is_encoded_on_the_cpu(folder: Path) -> None:
+    def load(device: torch.device) -> SpeechEncoder:
+        if device.type != "cpu":
+            raise torch.OutOfMemoryError
+        return load_speech(folder / "wav2vec2.safetensors")
+
+    report, samples = Report(torch.device("cpu")), torch.randn(1, 8000)
+    found = hearing.encoded(hearing.Speech(None, load), samples, torch.device("cuda"), report)
+    assert torch.equal(found, load(torch.device("cpu"))(samples)[0])
+    assert any("encoded on the CPU" in note for note in report.notes)
+
+
+# ------------------------------------------------------------------------------------------------- restarts and faults
+
+
+def test_an_interrupted_run_goes_on_after_its_last_clip(folder: Path, tmp_path: Path) -> None:
+    given, kept = request(folder, frames=20, steps=1), tmp_path / "x.clips"
+    whole = loaded(folder).generate(given)
+    stop_after(loaded(folder), given, 1, kept)
+    assert len(list(kept.iterdir())) == 1
+    ran = []
+    again = loaded(folder).generate(given, keep_clips=kept, on_step=lambda progress, _: ran.append(progress.clip))
+    assert set(ran) == {(2, 2)} and np.array_equal(again.frames, whole.frames)
+    write_wav(folder / "other.wav", loop.FRAMES / 16, rate=8000)
+    other, pipe = request(folder, audio=str(folder / "other.wav"), frames=20, steps=1), loaded(folder)
+    with pytest.raises(Stopped):  # the sound is another: nothing of it is kept
+        pipe.generate(other, keep_clips=kept, on_step=lambda progress, _: stop(progress))
+
+
+def stop(progress: object) -> None:
+    assert progress.clip == (1, 2)  # type: ignore[attr-defined]
+    raise Stopped
+
+
+def test_what_does_not_belong_together_is_refused(folder: Path) -> None:
+    pipe = loaded(folder)
+    write_wav(folder / "short.wav", 0.05)
+    for changed, words in (
+        ({"audio": None}, "makes a video of a reference and audio: give --audio"),
+        ({"reference": None}, "give --reference"),
+        ({"face_video": "x.mp4"}, "does not take --face-video"),
+        ({"image": "x.png"}, "takes no --image"),
+        ({"fps": 24}, "makes 16: leave --fps out"),
+        ({"frames": 46}, "has 45 frames"),
+        ({"audio": str(folder / "reference.png")}, "it is none of WAV"),
+        ({"audio": str(folder / "short.wav")}, "0.050 seconds of sound"),
+        ({"width": 48}, "needs 64 pixels"),
+        ({"overlap": 1}, "begin with 0 frames"),
+        ({"clip_frames": 16}, "4n \\+ 1 frames"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            pipe.prepare(request(folder, **changed))
+    assert pipe.prepare(request(folder, frames=3)).frames == 3
+    made = pipe.prepare(request(folder, width=None, height=None))
+    assert made.width % 64 == made.height % 64 == 0
+
+
+def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path) -> None:
+    def find(**changed: object) -> Callable[[], object]:
+        parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
+        given = {"high": str(folder / "small.safetensors"), **parts, **changed}
+        return lambda: find_models(LoadOptions(**given))
+
+    for changed, words in (
+        ({}, "add --audio-encoder FILE"),
+        (
+            {"audio_encoder": str(folder / "wav2vec2.safetensors"), "high": str(folder / "large.safetensors")},
+            "2 layers, 128 wide; the transformer needs 24 layers, 1024 wide",
+        ),
+        ({"audio_encoder": str(folder / "small.safetensors")}, "not a wav2vec 2.0 speech encoder"),
+    ):
+        with pytest.raises((OptionError, ValueError), match=words):
+            find(**changed)()
+    with pytest.raises(OptionError, match="hears no sound: leave --audio-encoder out"):
+        find_models(LoadOptions(model="tiny", audio_encoder=str(folder / "wav2vec2.safetensors")))
+    tiny = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
+    with pytest.raises(OptionError, match="t2v-tiny does not take --audio"):
+        tiny.prepare(Request(prompt="a", audio=str(folder / "speech.wav")))

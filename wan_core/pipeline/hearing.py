@@ -1,0 +1,102 @@
+"""What a video hears: the encoder of its sound, and features of the sound for every frame.
+
+Legend: N samples, W states of the encoder, n its frames, C their width, A frames of features.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wan_core.checkpoint import open_checkpoint
+from wan_core.checkpoint.speech import PREFIX, load_speech, read_speech_config
+from wan_core.config import OptionError
+from wan_core.execution.report import Report
+from wan_core.media.sound import mono, read_sound
+from wan_core.models.audio.config import SAMPLE_RATE, SpeechConfig
+from wan_core.models.audio.wav2vec2 import SpeechEncoder
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.tasks import Task
+
+log = logging.getLogger(__name__)
+
+
+class Speech(NamedTuple):
+    """An encoder of sound, which is loaded onto a device while it is used. path: None for random weights."""
+
+    path: Path | None
+    load: Callable[[torch.device], SpeechEncoder]
+
+
+def recognise_speech(path: Path | None, task: Task, dit: DiTConfig) -> Speech | None:
+    """The encoder of sound in `path`, by its header; None for a task that hears none. Raises OptionError where one is
+    missing, not needed or of another size, CheckpointError for a file of another kind."""
+    hears = family_of(task).hears
+    if hears is None:
+        if path is not None:
+            raise OptionError(f"{task.name} hears no sound: leave --audio-encoder out")
+        return None
+    if path is None:
+        raise OptionError(
+            f"{task.name} needs an encoder of its sound: add --audio-encoder FILE, "
+            "wav2vec2_large_english_fp16.safetensors or the folder wav2vec2-large-xlsr-53-english"
+        )
+    checkpoint, (count, width) = open_checkpoint(path), hears.states(dit)
+    shapes = {name.removeprefix(PREFIX): info.shape for name, info in checkpoint.tensors.items()}
+    config = read_speech_config(shapes, checkpoint.describe())
+    if (config.num_layers + 1, config.dim) != (count, width):
+        raise OptionError(
+            f"the encoder of sound has {config.num_layers} layers, {config.dim} wide; the transformer needs "
+            f"{count - 1} layers, {width} wide: not of one model"
+        )
+    return Speech(path, lambda device: load_speech(path, device=device))
+
+
+def random_speech(task: Task) -> Speech | None:
+    """As `recognise_speech`, of random weights."""
+    hears = family_of(task).hears
+    if hears is None:
+        return None
+    count, width = hears.states(task.full_size)
+
+    def load(device: torch.device) -> SpeechEncoder:
+        with device:
+            return SpeechEncoder(SpeechConfig(dim=width, num_layers=count - 1)).requires_grad_(False).eval()
+
+    return Speech(None, load)
+
+
+@torch.no_grad()
+def heard(speech: Speech, task: Task, path: str, clip: Clip, device: torch.device, report: Report) -> Tensor:
+    """Features of the sound in `path` [1, W, C, A] for all frames up to the end of the last `clip`, float32 on the CPU.
+    Where the device has no memory for it, the sound is encoded on the CPU."""
+    hears = family_of(task).hears
+    assert hears is not None
+    samples = torch.from_numpy(mono(read_sound(path), SAMPLE_RATE))[None]
+    with report.phase("encode audio"):
+        states = encoded(speech, samples, device, report)
+        return hears.features(states, clip)
+
+
+def encoded(speech: Speech, samples: Tensor, device: torch.device, report: Report) -> Tensor:
+    """Samples [1, N] -> states [W, n, C] on the CPU."""
+
+    def on(where: torch.device) -> Tensor:
+        return speech.load(where)(samples.to(where))[0].float().cpu()
+
+    if device.type != "cpu":
+        try:
+            return on(device)
+        except torch.OutOfMemoryError:
+            note = "the sound was encoded on the CPU: the device had no memory left for it"
+            log.warning("%s", note)
+            report.notes.append(note)
+        torch.cuda.empty_cache()
+    return on(torch.device("cpu"))
