@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # not there where this file is run as a script
 
-from tools.summary_tables import short_table
+from tools.summary_tables import short_table  # noqa: E402
 
 REGION = re.compile(r"(?P<open><!-- bench:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(?P<close><!-- /bench -->)", re.DOTALL)
 OPENING = re.compile(r"<!-- bench:")  # a region without its end swallows the next one, or is none
@@ -150,9 +150,7 @@ def newest_result(name: str, results: Path) -> Result:
         if name in (match["stem"], result["suite"]):
             found.setdefault(match["date"], []).append((path, result))
     if not found:
-        raise TableError(
-            f"a page asks for the table {name!r}, and {results} holds no result of it: run `make bench`"
-        )
+        raise TableError(f"a page asks for the table {name!r}, and {results} holds no result of it: run `make bench`")
     newest = found[max(found)]
     if len(newest) > 1:
         names = ", ".join(path.stem.rsplit("-", 1)[0] for path, _ in newest)

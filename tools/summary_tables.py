@@ -1,7 +1,7 @@
 """The two short tables of the README, `why` and `summary`, from the committed results.
 
-A row compares the seconds of two rows of one result: before and after. Where the row before is missing, the result's own
-`ratio` says how much longer it takes. `why.zh` and `summary.zh` are the same tables in Chinese.
+A row compares the seconds of two rows of one result: before and after. Where the row before is missing, the
+result's own `ratio` says how much longer it takes. `why.zh` and `summary.zh` are the same tables in Chinese.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Compared:
 
 WHY = (
     Compared(
-        en="ComfyUI's image-to-video template, 640x640, 81 frames, four steps with LoRAs: from the click to the saved file",
+        en="ComfyUI's image-to-video template, 640x640, 81 frames, four-step LoRAs: from the click to the saved file",
         zh="ComfyUI 的图生视频模板，640x640，81 帧，4 步 LoRA：从点击到保存文件",
         result="everyday-h200",
         before="on, new seed: native, comfy kitchen attention",
@@ -128,7 +128,9 @@ def short_table(name: str, newest: Callable[[str], Result], cell: Callable[[obje
     for row in TABLES[kind]:
         rows = newest(row.result)["rows"]
         after = find(rows, row.after, row.size)
-        ratio = after.get("ratio") if row.before is None else find(rows, row.before, row.size)["seconds"] / after["seconds"]
+        ratio = (
+            after.get("ratio") if row.before is None else find(rows, row.before, row.size)["seconds"] / after["seconds"]
+        )
         before = None if ratio is None else after["seconds"] * ratio
         cells = (cell(before), cell(after["seconds"]), "" if ratio is None else f"{ratio:.2f}")
         lines.append(f"| {getattr(row, language)} | " + " | ".join(cells) + " |")
