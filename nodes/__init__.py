@@ -11,6 +11,7 @@ from .animate import WanCoreAnimate, WanCoreAnimate2
 from .caches import WanCoreAdaptiveCache, WanCoreMagCache, WanCoreTaylorSeer
 from .calibration import WanCoreCalibrate
 from .conditioning import WanCoreEmptyLatent, WanCoreImageToVideo, WanCoreTextEncode
+from .control import WanCoreCamera, WanCoreVACE
 from .from_model import WanCoreFromModel
 from .guidance import WanCoreGuidanceSchedule
 from .lora import WanCoreLoRA
@@ -25,6 +26,7 @@ from .resolution import WanCoreResolutionSchedule
 from .sampling import WanCoreSampler
 from .sound import WanCoreSoundToVideo
 from .sparse import WanCoreSparseAttention
+from .speed import WanCoreSpeedPreset
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
 from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
@@ -60,6 +62,9 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreMotionPositions,
     WanCoreResolutionSchedule,
     WanCoreSoundToVideo,
+    WanCoreVACE,
+    WanCoreCamera,
+    WanCoreSpeedPreset,
 ]
 
 

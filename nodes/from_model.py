@@ -161,8 +161,9 @@ def _loras(
 
 
 def _shift(natives: Mapping[str, NativeModel]) -> float | None:
-    found = {native.shift for native in natives.values()}
-    if len(found) > 1:
+    """Of the first MODEL. ComfyUI's page writes 8 as 8.000000000000002 here and there: that is no difference."""
+    found = [native.shift for native in natives.values()]
+    if len({shift and round(shift, 9) for shift in found}) > 1:
         words = " and ".join(f"{native.where} has {native.shift or 'none'}" for native in natives.values())
         raise OptionError(f"the shift differs ({words}): put ModelSamplingSD3 with one shift behind both models")
-    return found.pop()
+    return found[0]

@@ -39,6 +39,8 @@ CASES = {
     "vace": Case("vace-14B", VACE),
     "vace chained": Case("vace-A14B", VACE),
     "vace without": Case("vace-14B", VACE),
+    "vace positive": Case("vace-14B", VACE),
+    "vace ranges": Case("vace-14B", VACE),
     "control": Case("fun-control-A14B", FunControlConfig(**SHAPE, in_channels=52)),
     "control without": Case("fun-control-A14B", FunControlConfig(**SHAPE, in_channels=52)),
     "control 2.1": Case("fun-control-14B", FunControlConfig(**SHAPE, in_channels=48, image_dim=1280)),
@@ -47,6 +49,12 @@ CASES = {
     "camera 2.1": Case("camera-14B", FunCameraConfig(**SHAPE, in_channels=32, image_dim=1280)),
     "inpaint": Case("i2v-A14B", DiTConfig(**SHAPE, in_channels=36)),
 }
+
+
+MOTIONS = {  # of WanCameraEmbedding -> ours
+    "Static": "static", "Pan Up": "pan-up", "Pan Down": "pan-down", "Pan Left": "pan-left", "Pan Right": "pan-right",
+    "Zoom In": "zoom-in", "Zoom Out": "zoom-out", "Anti Clockwise (ACW)": "roll-left", "ClockWise (CW)": "roll-right",
+}  # fmt: skip
 
 
 class VAE(EmbeddedVAE):
@@ -63,6 +71,12 @@ def plan_of(case: Case) -> Plan:
 def weights_of(case: Case) -> dict[str, dict[str, torch.Tensor]]:
     """By expert."""
     return {expert: draw_weights(case.config, 7 * n) for n, expert in enumerate(plan_of(case).experts)}
+
+
+def joined(first: Any, second: Any) -> Any:
+    """As ConditioningSetTimestepRange and ConditioningCombine do."""
+    halves = (first, 0.0, 0.5), (second, 0.5, 1.0)
+    return [[r, {**e, "start_percent": a, "end_percent": b}] for one, a, b in halves for r, e in one]
 
 
 def conditioned(name: str, nodes: Any, embedding: Any, vae: Any) -> tuple[Any, ...]:
@@ -84,8 +98,11 @@ def conditioned(name: str, nodes: Any, embedding: Any, vae: Any) -> tuple[Any, .
         if how == "chained":
             again = {**shared, "positive": found[0], "negative": found[1], "strength": 1.4}
             found = nodes.WanVaceToVideo.execute(**again, control_video=video[:5], reference_image=video[:1]).result
+        if how == "ranges":  # half of the run with it, half without
+            other = nodes.WanVaceToVideo.execute(**shared, **{**own, "strength": 0.0}).result
+            found = (*(joined(*pair) for pair in zip(found[:2], other[:2], strict=True)), *found[2:])
         assert found[3] == 1  # frames to trim
-        return found[:3]
+        return found[0], rows[1] if how == "positive" else found[1], found[2]
     if kind == "inpaint":
         return nodes.WanFunInpaintToVideo.execute(**shared, start_image=picture, end_image=video[-1:]).result
     if kind == "camera":
@@ -128,6 +145,11 @@ def main(folder: str, out: str) -> None:
             )  # fmt: skip
             noise = torch.zeros_like(noise)
         found[name] = {"positive": plain(positive), "negative": plain(negative), "latent": latent, "made": made}
+    found["rays"] = {
+        (theirs, size): trajectory.WanCameraEmbedding.execute(theirs, *size, LENGTH, 1.3).result[0]
+        for theirs in MOTIONS
+        for size in ((WIDTH, HEIGHT), (HEIGHT, WIDTH))
+    }
     torch.save(found, out)
 
 

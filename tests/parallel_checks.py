@@ -330,7 +330,8 @@ def controlled_forward(mesh: str, name: str, frames: int, rows: int, columns: in
 
 @torch.no_grad()
 def controlled_run(mesh: str, name: str, how: str) -> tuple[float, float]:
-    """Of a run of VACE or Fun with MagCache or sparse steps: the difference of sharded and whole, and to full."""
+    """Of a run of VACE or Fun with MagCache, sparse steps or control of a part: the difference of sharded and whole,
+    and to full."""
     config = control_references.CONFIGS[name]
     model = load_dit(draw_weights(config), metadata={"num_heads": config.num_heads})
     given = control_references.draw_inputs(config, (1, 3, 4, 5))
@@ -344,7 +345,10 @@ def controlled_run(mesh: str, name: str, how: str) -> tuple[float, float]:
         cond=(1.0,) * 10, uncond=(1.0,) * 10,
     )  # fmt: skip
     skip = SkipOptions(magcache=MagCacheOptions(threshold=0.12, max_skips=2, retention=0.2))
-    changed = leave_out(plan, skip, curve) if how == "magcache" else sparsify(plan, parse_sparse("0.9/0/0:ramp0"))
+    if how == "part":
+        changed = replace(plan, steps=tuple(replace(s, control=(float(s.index < 5),)) for s in plan.steps))
+    else:
+        changed = leave_out(plan, skip, curve) if how == "magcache" else sparsify(plan, parse_sparse("0.9/0/0:ramp0"))
 
     def run(walked: Plan) -> Tensor:
         return denoise(walked, lambda _: model, conditioning, x[:, :16])

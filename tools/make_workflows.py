@@ -23,6 +23,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.animate_workflows import wan22_animate_2, wan22_animate_14b
+from tools.control_workflows import (
+    wan21_vace_first_last_frame,
+    wan21_vace_inpainting,
+    wan21_vace_outpainting,
+    wan21_vace_reference,
+    wan21_vace_video_to_video,
+    wan22_fun_camera,
+    wan22_fun_control,
+    wan22_fun_inpaint,
+)
 from tools.page_form import NATIVE_SCHEMAS, ROOT, Workflow, native_schema, read_schemas, title_of
 from tools.sound_workflows import wan22_sound_to_video
 from tools.template_workflows import wan22_5b, wan22_first_last_frame, wan22_image_to_video, wan22_text_to_video
@@ -55,6 +65,7 @@ NATIVE += (
 )
 NATIVE += ("AudioEncoderEncode", "AudioEncoderLoader", "ImageBatch", "LatentConcat", "LoadAudio")
 NATIVE += ("GetVideoComponents", "LoadVideo", "SaveVideo", "TrimVideoLatent", "VAEDecode", "WanImageToVideo")
+NATIVE += ("Canny", "ImagePadForOutpaint", "ImageToMask", "Wan22FunControlToVideo", "WanCameraImageToVideo")
 BELOW = 1320  # the second row of columns
 
 # ---------------------------------------------------------------------------------------------------------- workflows
@@ -310,6 +321,14 @@ DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
     wan22_animate_14b,
     wan22_animate_2,
     wan22_sound_to_video,
+    wan21_vace_video_to_video,
+    wan21_vace_inpainting,
+    wan21_vace_outpainting,
+    wan21_vace_reference,
+    wan21_vace_first_last_frame,
+    wan22_fun_control,
+    wan22_fun_inpaint,
+    wan22_fun_camera,
 )
 
 

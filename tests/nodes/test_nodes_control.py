@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.comfy_control_clip import CASES, SEED, plan_of, weights_of
+from tests.comfy_control_clip import CASES, LENGTH, MOTIONS, SEED, plan_of, weights_of
 from tests.comfyui import find_comfyui, python_of
 from tests.nodes.test_nodes_animate import with_objects
 from wan_core.checkpoint import load_dit
 from wan_core.models.vae.statistics import denormalise
+from wan_core.models.wan.families.fun.camera import camera_rays, read_camera
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.conditioning import draw_noise
@@ -52,3 +53,8 @@ def test_a_clip_equals_comfyuis(name: str, clips: dict[str, Any], tmp_path: Path
         latents = denoise(joined.plan, models.__getitem__, joined.conditioning, noise)
     made = denormalise(latents, found.vae)
     assert float((made - clip["made"]).norm() / clip["made"].norm()) < 1e-3
+
+
+def test_a_camera_moves_as_comfyuis_does(clips: dict[str, Any]) -> None:
+    for (theirs, size), rays in clips["rays"].items():
+        assert torch.equal(camera_rays(read_camera(f"{MOTIONS[theirs]}:1.3", LENGTH), *size), rays), theirs

@@ -22,6 +22,7 @@ TYPES = {"Combo": "COMBO", "Int": "INT", "Float": "FLOAT", "String": "STRING", "
 TYPES |= {"Vae": "VAE", "Latent": "LATENT", "Image": "IMAGE", "Conditioning": "CONDITIONING"}
 TYPES |= {"ClipVisionOutput": "CLIP_VISION_OUTPUT", "Audio": "AUDIO", "Video": "VIDEO", "Model": "MODEL"}
 TYPES |= {"Sigmas": "SIGMAS", "Mask": "MASK", "AudioEncoderOutput": "AUDIO_ENCODER_OUTPUT"}
+TYPES |= {"WanCameraEmbedding": "WAN_CAMERA_EMBEDDING"}
 
 
 class Recorder:

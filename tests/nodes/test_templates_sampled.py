@@ -1,25 +1,35 @@
-"""ComfyUI's official S2V template with WanCore Sampler, on tiny random weights: what ComfyUI's own sampler makes."""
+"""ComfyUI's official templates with WanCore Sampler, on tiny random weights: what ComfyUI's own sampler makes."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from tests.comfyui import find_newer_comfyui
-from tools.templates.run import Templates
+from tools.templates.run import OWN, Templates
 from tools.templates.sampled import differences
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 
 
-def test_the_clips_of_the_sound_template_equal_comfyuis(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Templates]:
     try:
-        templates = Templates(find_newer_comfyui(), tmp_path)
+        made = Templates(find_newer_comfyui(), tmp_path_factory.mktemp("comfyui"))
     except FileNotFoundError as fault:
         pytest.skip(str(fault))
-    try:
-        found = differences(templates, "video_wan2_2_14B_s2v")
-    finally:
-        templates.stop()
+    yield made
+    made.stop()
+
+
+def test_the_clips_of_the_sound_template_equal_comfyuis(templates: Templates) -> None:
+    found = differences(templates, "video_wan2_2_14B_s2v")
     assert len(found) == 3 and max(found.values()) < 1e-3, found
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_controlled_video_equals_comfyuis(templates: Templates, name: str) -> None:
+    """VACE, Fun control, inpaint and camera; two experts in one sampler."""
+    found = differences(templates, name)
+    assert len(found) == 1 and max(found.values()) < 1e-3, found

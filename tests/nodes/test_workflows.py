@@ -34,7 +34,7 @@ from wan_core.media.video import read_video
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 HEADLESS = (WORKFLOWS.parent / "docs" / "headless.md").read_text(encoding="utf-8")
 NAMES = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
-TEMPLATES = [name for name in NAMES if name.startswith("wan22_")]  # run in test_nodes_templates.py
+TEMPLATES = [name for name in NAMES if name.startswith(("wan21_", "wan22_"))]  # run in test_templates.py
 DRIVEN = ["wan22_animate_14b", "wan22_animate_2"]  # their nodes run in test_nodes_animate.py
 NEED_FILES = ["image_to_video_wan21", *TEMPLATES]  # the first runs in test_nodes_wan21.py
 EMBEDDED = [name for name in NAMES if name not in NEED_FILES]
@@ -175,9 +175,8 @@ def test_a_note_says_which_files_go_where_and_the_video_is_saved(name: str) -> N
     page = page_form(name)
     notes = " ".join(node["widgets_values"][0] for node in page["nodes"] if node["type"] == NOTE)
     assert "embedded" in notes
-    one = {"wan22_5b": "ti2v_5B", **dict.fromkeys([*DRIVEN, "image_to_video_wan21"], "clip_vision")}.get(
-        name, "high_noise"
-    )
+    alone = {"wan22_5b": "ti2v_5B", **dict.fromkeys([*DRIVEN, "image_to_video_wan21"], "clip_vision")}
+    one = "vace_14B" if "_vace_" in name else alone.get(name, "high_noise")
     needed = ["diffusion_models", "text_encoders", "vae", "umt5", one]
     assert name == "embedded_demo" or all(folder in notes for folder in needed)
     saved = [node for node in page["nodes"] if node["type"] == "SaveVideo"]

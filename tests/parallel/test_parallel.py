@@ -97,6 +97,19 @@ def test_controlled_families_equal_one_rank(ranks, mesh, name):
             assert error < ROUNDING and counts > 1e-2
 
 
+@settings(max_examples=8, deadline=None, derandomize=True)
+@over(
+    mesh=st.sampled_from(["1x1x2", "1x2x1", "1x2x2"]),
+    name=st.sampled_from(["vace", "fun-control", "camera", "camera 2.1"]),
+    grid=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(2, 5)),
+)
+def test_any_grid_of_controlled_families_equals_one_rank(ranks, mesh, name, grid):
+    frames, rows, columns = grid
+    asked = {"mesh": mesh, "name": name, "frames": frames, "rows": rows, "columns": columns}
+    for error, counts in ranks.ask("controlled_forward", **asked):
+        assert error < ROUNDING and counts > 1e-2
+
+
 @settings(max_examples=6, deadline=None, derandomize=True)
 @over(
     mesh=st.sampled_from(["1x1x2", "1x2x1"]),
@@ -342,8 +355,15 @@ def test_experts_in_parts(ranks, alone):
 
 @pytest.mark.parametrize("how", ["magcache", "sparse"])
 @pytest.mark.parametrize("name", ["vace", "fun-control", "camera"])
-def test_controlled_runs_that_skip_equal_one_rank(ranks, name, how):
-    for error, counts in ranks.ask("controlled_run", mesh="1x1x2", name=name, how=how):
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x2"])
+def test_controlled_runs_that_skip_equal_one_rank(ranks, mesh, name, how):
+    for error, counts in ranks.ask("controlled_run", mesh=mesh, name=name, how=how):
+        assert error < ROUNDING and counts > 1e-4
+
+
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x2"])
+def test_a_control_for_a_part_of_the_run_equals_one_rank(ranks, mesh):
+    for error, counts in ranks.ask("controlled_run", mesh=mesh, name="vace", how="part"):
         assert error < ROUNDING and counts > 1e-4
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +14,17 @@ from safetensors.torch import save_file
 
 from tests.animate_references import draw_weights
 from tests.control_references import CONFIGS
-from wan_core.config import OptionError
+from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.wan.families import check_keys, family_of
 from wan_core.models.wan.tasks import find_task, image_task
 from wan_core.pipeline.comfy_conditioning import join
+from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.sources import find_experts
+from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.plan import make_plan
+from wan_core.workers.wire import plan_from
 
 T, Y, X = 3, 4, 6
 LATENT = {"samples": torch.zeros(1, 16, T, Y, X)}
@@ -40,7 +45,7 @@ def read(task: str, extras: dict[str, Any], latent: dict[str, Any] = LATENT) -> 
 
 def test_vace_reads_every_control_video():
     found = read("vace-14B", {key: value * 3 for key, value in VACE.items()})["inputs"]
-    assert found["control"].shape == (1, 3, 96, T, Y, X) and found["control_scale"].tolist() == [0.5] * 3
+    assert found["control"].shape == (1, 3, 96, T, Y, X) and found["control_scale"].tolist() == [[0.5] * 3]
     raw = normalise(torch.ones(1, 16, T, Y, X), VAE_21)
     assert torch.allclose(found["control"][:, 2, :16], raw) and torch.allclose(found["control"][:, 0, 16:32], raw)
     nothing = read("vace-A14B", {})["inputs"]["control"]
@@ -96,9 +101,7 @@ def test_known_frames_as_latents_are_refused(task):
 
 def test_lists_of_both_prompts_are_compared_by_what_they_hold(tmp_path):
     """ComfyUI's nodes make a list for each of `positive` and `negative`."""
-    path = tmp_path / "wan_vace.safetensors"
-    save_file(draw_weights(CONFIGS["vace"]), path, {"num_heads": "2"})
-    experts, plan = find_experts(path), make_plan(task="vace-14B", steps=2)
+    experts, plan = vace_experts(tmp_path), make_plan(task="vace-14B", steps=2)
     rows = torch.zeros(1, 5, 24)
     positive, negative = ([[rows, {key: list(value) for key, value in VACE.items()}]] for _ in range(2))
     found = join(positive, negative, LATENT, experts, plan).conditioning.inputs
@@ -107,10 +110,52 @@ def test_lists_of_both_prompts_are_compared_by_what_they_hold(tmp_path):
         join([[rows, {}]], negative, LATENT, experts, plan)
     without = replace(plan, steps=tuple(replace(step, branches=("cond",), guidance=1.0) for step in plan.steps))
     assert join([[rows, {}]], negative, LATENT, experts, without).conditioning.inputs, "nothing reads the negative one"
-    for other in ([0.25], [0.5, 0.5]):
-        negative[0][1]["vace_strength"] = other
-        with pytest.raises(OptionError, match="different values of vace_strength"):
-            join(positive, negative, LATENT, replace(experts), plan)
+    negative[0][1]["vace_strength"] = [0.5, 0.5]
+    with pytest.raises(OptionError, match="1 control videos, 1 masks and 2 strengths"):
+        join(positive, negative, LATENT, replace(experts), plan)
+
+
+def vace_experts(folder: Path) -> Experts:
+    path = folder / "wan_vace.safetensors"
+    save_file(draw_weights(CONFIGS["vace"]), path, {"num_heads": "2"})
+    return find_experts(path)
+
+
+def test_control_of_the_positive_prompt_alone_is_not_that_of_the_negative_one(tmp_path):
+    """As in ComfyUI: the negative prompt then has nothing that stays, and all to generate, with a strength of 1."""
+    plan, rows = make_plan(task="vace-14B", steps=2), torch.zeros(1, 5, 24)
+    positive = [[rows, {key: value * 2 for key, value in VACE.items()}]]
+    found = join(positive, [[rows, {}]], LATENT, vace_experts(tmp_path), plan).conditioning
+    assert found.inputs["control"].shape[1] == 2 and found.uncond_inputs["control"].shape[1] == 1
+    assert torch.equal(found.uncond_inputs["control"], read("vace-14B", {})["inputs"]["control"])
+    both = found.family_inputs(["cond", "uncond"], 1)
+    assert both["control"].shape == (2, 2, 96, T, Y, X) and both["control_scale"].tolist() == [[0.5, 0.5], [1, 0]]
+    same = join(positive, positive, LATENT, vace_experts(tmp_path), plan).conditioning
+    assert not same.uncond_inputs and same.family_inputs(["cond", "uncond"], 1)["control"].shape[0] == 1
+
+
+def test_strengths_that_change_during_the_run_are_in_the_plan(tmp_path):
+    """As ConditioningSetTimestepRange and ConditioningCombine give them."""
+    experts, plan, rows = vace_experts(tmp_path), make_plan(task="vace-14B", steps=10, shift=1.0), torch.zeros(1, 5, 24)
+
+    def prompt(*strengths: float) -> list[Any]:
+        n = len(strengths)
+        times = [{"start_percent": i / n, "end_percent": (i + 1) / n} for i in range(n)]
+        return [[rows, {**VACE, "vace_strength": [s], **t}] for s, t in zip(strengths, times, strict=True)]
+
+    both = prompt(0.7, 0.0), prompt(0.7, 0.0)
+    found = join(*both, LATENT, experts, plan)
+    assert [step.control for step in found.plan.steps] == [(0.7,)] * 5 + [(0.0,)] * 5
+    assert found.conditioning.inputs["control_scale"].tolist() == [[1.0]] and not found.conditioning.uncond_inputs
+    assert plan_from(json.loads(json.dumps(asdict(found.plan)))) == found.plan
+    assert "control 0.7" in found.plan.table() and "control 0" in found.plan.table()
+    with pytest.raises(OptionError, match="those of `positive` and `negative` differ"):
+        join(both[0], prompt(0.7, 0.5), LATENT, experts, plan)
+    taylorseer = TaylorSeerOptions(interval=2, order=1, retention=0.2)
+    skipping = skip_forwards(plan, SkipOptions(taylorseer=taylorseer), None, None)
+    assert any(step.skipped for step in skipping.steps)
+    with pytest.raises(OptionError, match="leave out step caching"):
+        join(*both, LATENT, experts, skipping)
 
 
 def test_these_tasks_are_not_taken_for_image_to_video():

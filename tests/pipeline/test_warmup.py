@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions
+from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions, StageOptions
 from wan_core.config.compile_cache import set_compile_caches
 from wan_core.config.folders import cache_folder
 from wan_core.pipeline.pipeline import Pipeline
@@ -75,6 +75,18 @@ def test_sparse_steps_are_warm_too():
     assert found == kinds == {"high": {False, True}, "low": {True}} and len(calls["high"]) == 2
     job = pipe.prepare(request)
     assert torch.equal(pipe.sample(job, pipe.encode(job)), exact)
+
+
+def test_smaller_steps_are_warm_too():
+    """A forward of each size, with its own tiles where attention is sparse."""
+    skip = SkipOptions(sparse=SparseOptions(sparsity=0.75, ramp=0), stages=(StageOptions(scale=0.5, low=0.95),))
+    request = Request(prompt=CAPTION, steps=4, seed=3, skip=skip)
+    pipe, tokens = Pipeline.load(LoadOptions(model="tiny", device="cpu")), []
+    block = pipe.models.expert("high").blocks[0]
+    hook = block.register_forward_pre_hook(lambda _, given: tokens.append(given[0].shape[1]))
+    warm_up(pipe, request)
+    hook.remove()
+    assert sorted(set(tokens)) == [45, 180]
 
 
 def test_a_warm_up_that_runs_out_of_memory_goes_on():

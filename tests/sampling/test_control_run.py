@@ -189,3 +189,23 @@ def test_the_memory_plan_counts_what_is_prepared(config):
     )
     tokens = 2 * config.dim * {VACE_14B: 2 * 32760, CONTROL_A14B: 1560, CAMERA_A14B: 32760}[config]
     assert tokens <= prompts - without < 2**31
+
+
+def test_strengths_of_the_plan_are_those_of_the_control():
+    """0 in every step is no control, 1 is none said, and a number counts as the scale of the conditioning does."""
+    model, plan = made("vace"), plan_for()
+
+    def with_strength(*control: float) -> torch.Tensor:
+        return run(model, "vace", replace(plan, steps=tuple(replace(s, control=control) for s in plan.steps)))
+
+    given = conditioned("vace")
+    noise = torch.randn(1, 16, 3, 8, 10, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        free = denoise(plan, lambda _: model, replace(given, inputs={}), noise)
+        half = {**given.inputs, "control_scale": given.inputs["control_scale"] / 2}
+        halved = denoise(plan, lambda _: model, replace(given, inputs=half), noise)
+    assert torch.equal(with_strength(0.0), free) and torch.equal(with_strength(1.0), run(model, "vace"))
+    assert difference(with_strength(0.5), halved) < 1e-5 and difference(halved, free) > 1e-4
+    assert difference(with_strength(0.0, 1.0), with_strength(1.0, 0.0)) > 1e-4
+    with pytest.raises(ValueError, match="factors for 3 control videos, and 2 are given"):
+        with_strength(1.0, 1.0, 0.5)

@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 # What ComfyUI reads from a file: the width (heads of 128), the layers. It takes the rest for granted.
 SMALL = {"dim": 256, "ffn_dim": 128, "num_heads": 2, "num_layers": 2}
@@ -96,7 +97,8 @@ def main(checkout: str, wanted: dict[str, str], layers: int | None) -> None:
     from safetensors.torch import save_file
 
     with torch.inference_mode(False):
-        for seed, (path, kind) in enumerate(wanted.items()):
+        for path, kind in wanted.items():
+            seed = crc32(Path(path).name.encode())  # a file of one name is the same in every template
             if kind == "lora":
                 made = lora(seed, (SMALL if layers is None else FULL)["dim"])
             else:

@@ -11,6 +11,7 @@ from benchmarks.comfyui import Graph
 OURS = "WanCoreSampler"
 SAMPLERS = ("KSampler", "KSamplerAdvanced", "SamplerCustom", "SamplerCustomAdvanced")  # ComfyUI's
 RUN = {"precision": "checkpoint", "attention": "auto", "residency": "auto"}
+FIRST_OF_TWO = "KSamplerAdvanced", "enable"  # what it says of adding noise: another one goes on where it ends
 SOLVERS = {"lcm": "lcm", "uni_pc": "unipc", "euler": "euler"}  # ComfyUI's name -> ours
 
 
@@ -18,7 +19,8 @@ def with_our_sampler(
     graph: Graph, model: Mapping[str, Any] | None = None, sparse: str | None = None, devices: str | None = None
 ) -> Graph:
     """model: inputs of WanCore from MODEL. sparse: a preset of WanCore Sparse Attention. devices: of WanCore Launcher;
-    None: there is none. Raises ValueError for a sampler that is not KSampler or SamplerCustom."""
+    None: there is none. Two KSamplerAdvanced, of which one goes on where the other ends, are one sampler with two
+    experts. Raises ValueError for other samplers than these, KSampler and SamplerCustom."""
     made = deepcopy(graph)
     shared: dict[str, Any] = {}
     if sparse is not None:
@@ -29,13 +31,19 @@ def with_our_sampler(
         model = {**(model or {}), "workers": ["launcher", 0]}
     for name, one in graph.items():
         kind, inputs = one["class_type"], one["inputs"]
-        if kind not in SAMPLERS:
+        if kind not in SAMPLERS or (kind == FIRST_OF_TWO[0] and inputs["add_noise"] == FIRST_OF_TWO[1]):
             continue
+        low: dict[str, Any] = {}
+        last = inputs["cfg"]
+        if kind == "KSamplerAdvanced":  # it goes on where another ends, which samples with the high-noise expert
+            first, low = inputs["latent_image"][0], {"low": inputs["model"]}
+            del made[first]
+            inputs = graph[first]["inputs"]
         own = _numbers(made, graph, name, kind, inputs)
-        link = {"model": inputs["model"], **RUN, **(model or {})}
+        link = {"model": inputs["model"], **low, **RUN, **(model or {})}
         made[f"from {name}"] = {"class_type": "WanCoreFromModel", "inputs": link}
         same = {key: inputs[key] for key in ("positive", "negative")}
-        guidance = {"guidance_high": inputs["cfg"], "guidance_low": inputs["cfg"], "guidance_mode": "auto"}
+        guidance = {"guidance_high": inputs["cfg"], "guidance_low": last, "guidance_mode": "auto"}
         numbers = {"steps": 0, "shift": 0.0, "boundary": 0.0, "preset": "none"}
         latent = {"model": [f"from {name}", 0], "latent": inputs["latent_image"]}
         made[name] = {"class_type": OURS, "inputs": {**latent, **same, **numbers, **guidance, **own, **shared}}
@@ -47,8 +55,12 @@ def _numbers(made: Graph, graph: Graph, name: str, kind: str, inputs: Mapping[st
     if kind == "SamplerCustom":
         chosen = graph[inputs["sampler"][0]]["inputs"]["sampler_name"]
         return {"seed": inputs["noise_seed"], "solver": SOLVERS[chosen], "sigmas": inputs["sigmas"]}
-    if kind != "KSampler":
+    if not kind.startswith("KSampler"):
         raise ValueError(f"{kind} of a template is not replaced by our sampler")
-    given = {key: inputs[key] for key in ("model", "scheduler", "steps", "denoise")}
+    given = {key: inputs[key] for key in ("model", "scheduler", "steps")} | {"denoise": inputs.get("denoise", 1.0)}
     made[f"sigmas {name}"] = {"class_type": "BasicScheduler", "inputs": given}
-    return {"seed": inputs["seed"], "solver": SOLVERS[inputs["sampler_name"]], "sigmas": [f"sigmas {name}", 0]}
+    return {
+        "seed": inputs.get("seed", inputs.get("noise_seed")),
+        "solver": SOLVERS[inputs["sampler_name"]],
+        "sigmas": [f"sigmas {name}", 0],
+    }

@@ -43,9 +43,15 @@ TEMPLATES = {
     "video_wan2_2_14B_s2v": "s2v",
     "video_wan_vace_14B_v2v": "vace",
     "video_wan_vace_inpainting": "vace",
+    "video_wan_vace_outpainting": "vace",
+    "video_wan_vace_14B_ref2v": "vace",
+    "video_wan_vace_flf2v": "vace",
     "video_wan2_2_14B_fun_control": "fun control",
+    "video_wan2_2_14B_fun_inpaint": "i2v",
     "video_wan2_2_14B_fun_camera": "camera",
 }
+# Those that also run with WanCore's sampler in the place of theirs.
+OWN = tuple(name for name in TEMPLATES if "vace" in name or "_fun_" in name)
 SMALL = {"width": 64, "height": 64, "length": 9, "resize_type.width": 64, "resize_type.height": 64}
 STAND_INS = {
     "CLIPTextEncode": "StandInText",

@@ -14,19 +14,25 @@ from tools.templates.run import Templates, observed
 
 def comparable(graph: Graph) -> Graph:
     """The graph with what both compute alike. Euler's steps: ComfyUI's UniPC is another solver than the reference's. A
-    sound that never changes: ComfyUI has no copies of its first frame in front, so its tokens hear other frames."""
+    sound that never changes: ComfyUI has no copies of its first frame in front, so its tokens hear other frames.
+    Weights as their files have them: WanCore from MODEL reads these, whatever ComfyUI's loader makes of them."""
     made = deepcopy(graph)
+    changes = {
+        "KSampler": {"sampler_name": "euler"},
+        "KSamplerAdvanced": {"sampler_name": "euler"},
+        "UNETLoader": {"weight_dtype": "default"},
+        "StandInAudio": {"steady": True},
+    }
     for one in made.values():
-        if one["class_type"] == "KSampler":
-            one["inputs"]["sampler_name"] = "euler"
-        elif one["class_type"] == "StandInAudio":
-            one["inputs"]["steady"] = True
+        one["inputs"] |= changes.get(one["class_type"], {})
     return made
 
 
 def with_motion_positions(graph: Graph) -> Graph:
-    """ComfyUI's positions of motion frames in front of every WanCore Sampler."""
+    """ComfyUI's positions of motion frames in front of every WanCore Sampler, where a model has any."""
     made = deepcopy(graph)
+    if not any(one["class_type"].startswith("WanSoundImageToVideo") for one in graph.values()):
+        return made
     for name, one in graph.items():
         if one["class_type"] == OURS:
             placed = {"positive": one["inputs"]["positive"], "positions": "comfyui"}
@@ -44,9 +50,9 @@ def differences(templates: Templates, name: str) -> dict[str, float]:
         done = templates.server.run(given)
         assert done.ok, f"{name}, {run}: {done.status}"
     found = {}
-    for path in sorted((templates.base / "output").glob("native-*.pt")):
-        pair = torch.load(path), torch.load(path.with_name("own" + path.name.removeprefix("native")))
-        found[path.stem.removeprefix("native-")] = float((pair[1] - pair[0]).norm() / pair[0].norm())
+    for path in sorted((templates.base / "output").glob("own-*.pt")):
+        pair = torch.load(path.with_name("native" + path.name.removeprefix("own"))), torch.load(path)
+        found[path.stem.removeprefix("own-")] = float((pair[1] - pair[0]).norm() / pair[0].norm())
     for path in (templates.base / "output").glob("*.pt"):
         path.unlink()
     return found

@@ -6,12 +6,16 @@ import argparse
 import json
 from pathlib import Path
 
+from wan_core.cli.control import control_of
 from wan_core.cli.options import outputs_of, plan_numbers, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
+from wan_core.config.checks import near_file
 from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.control import with_control
 from wan_core.sampling.presets import preset_plan
 
+PLANNED_TASK = "t2v-A14B"  # where neither a task nor a model is named
 # Pixels of a frame, and of all frames, of the largest video that `check` compares: it takes 300 bytes for each.
 CHECK_FRAME, CHECK_VIDEO = 2**18, 2**22
 
@@ -41,15 +45,32 @@ def run_plan(options: argparse.Namespace) -> int:
     loras = [Path(lora.path) for lora in options.loras if lora.strength]
     for path in (options.high, options.low, *loras):
         if path is not None and not path.exists():
-            raise OptionError(f"{path} does not exist: give an existing file or folder, or omit the option")
+            hint = near_file(path) or ": give an existing file or folder, or omit the option"
+            raise OptionError(f"{path} does not exist{hint}")
     check_headers([path for path in (options.high, options.low) if path is not None], loras)
+    if options.model is not None:
+        take_model(options)
+    options.task = options.task or PLANNED_TASK
     if options.memory:
         return run_memory_plan(options)
     files = [path for path in (*loras, options.high, options.low) if path is not None]
     plan = preset_plan(files=files, task=options.task, **plan_numbers(options), window=window_of(options))
     plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
+    control = control_of(options)
+    plan = plan if control is None else with_control(plan, control)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     return 0
+
+
+def take_model(options: argparse.Namespace) -> None:
+    """Fill in `task`, `high` and `low` from --model. Raises CheckpointError or OptionError."""
+    from wan_core.pipeline.sources import find_transformers
+
+    high, low = (None if path is None else str(path) for path in (options.high, options.low))
+    named = LoadOptions(model=options.model, task=options.task, high=high, low=low)
+    found = find_transformers(named, image=options.image)
+    options.task = found.task.name
+    options.high, options.low = found.of["high"].path, found.low_path
 
 
 def check_headers(models: list[Path], loras: list[Path]) -> None:
@@ -82,10 +103,10 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     cuda = torch.device("cuda", 0)
     if options.memory_limit is None and not torch.cuda.is_available():
         raise OptionError("this machine has no GPU: give the memory of one in GiB, for example --memory-limit 24")
-    model = "tiny" if options.task.endswith("-tiny") else f"random:{options.task}"
+    model = options.model or ("tiny" if options.task.endswith("-tiny") else f"random:{options.task}")
     load_options = LoadOptions(
         model=model,
-        task=options.task if model == "tiny" else None,
+        task=None if model.startswith("random:") else options.task,
         precision=options.precision,
         compile=options.compile,
         residency=options.residency,
@@ -134,6 +155,12 @@ def run_check(options: argparse.Namespace) -> int:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
+    from wan_core.cli import libraries
+
+    if libraries.missing():
+        without = libraries.without_torch()
+        print(json.dumps(without, indent=1) if options.json else libraries.text(without))
+        return 1
     from wan_core.cli.doctor import examine, text
 
     findings = examine(options.device)

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wan_core.cli.control import FILES as CONTROL_FILES
+from wan_core.cli.control import add_control_options, add_strength_options
 from wan_core.cli.sound import FILES as SOUND_FILES
 from wan_core.cli.sound import add_audio_option, add_encoder_option
 from wan_core.config import (
@@ -22,16 +24,26 @@ from wan_core.config import (
 )
 from wan_core.config.checks import parse_size
 from wan_core.config.outputs import Outputs
+from wan_core.models.wan.families.family import NEGATIVE_SOURCE
 from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.arguments import add_skip_options
 from wan_core.sampling.plan import SCHEDULES
 from wan_core.sampling.presets import CHOICES as PRESETS
 from wan_core.sampling.window import Window
 
+NEGATIVE_HELP = f"what the video should not show; an empty text is allowed (default: {NEGATIVE_SOURCE})"
+RANDOM_SEED = "random"
+MODEL_HELP = (
+    "tiny (the embedded model), random:TASK, the folder of a release, or ComfyUI's models folder (with --task where it "
+    "holds several models); the name of a repository prints the command that downloads it"
+)
+DEVICE_HELP = "auto, cpu, cuda, cuda:N (default %(default)s)"
+VAE_PRECISION_HELP = "of the VAE; auto: bf16 on a GPU, fp32 on a CPU"
+
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
-    group.add_argument("--model", help="tiny (the embedded model), random:TASK, or the folder of a release")
+    group.add_argument("--model", help=MODEL_HELP)
     group.add_argument("--task", help="override the recognised task: " + ", ".join(TASKS))
     group.add_argument("--high", help="high-noise expert, or the only transformer: file, shard index or folder")
     group.add_argument("--low", help="low-noise expert")
@@ -40,7 +52,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--vae", help="VAE: file or folder")
     group.add_argument("--clip-vision", help="CLIP vision encoder: file or folder (Wan 2.1 image-to-video)")
     add_encoder_option(group)
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default %(default)s)")
+    group.add_argument("--device", default="auto", help=DEVICE_HELP)
     group.add_argument(
         "--precision",
         default="checkpoint",
@@ -51,7 +63,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keep-blocks", type=int, default=0, metavar="N", help="do not quantise the first and last N blocks"
     )
-    group.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
+    group.add_argument(
+        "--vae-precision",
+        default="auto",
+        choices=("auto", "bf16", "fp32"),
+        help=VAE_PRECISION_HELP,
+    )
     group.add_argument(
         "--attention",
         default="auto",
@@ -134,8 +151,8 @@ def add_memory_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--size", type=size, help="WIDTHxHEIGHT in pixels (default: the task's)")
     group.add_argument("--frames", type=int, help="4n + 1")
-    group.add_argument("--precision", default="bf16", choices=PRECISIONS)
-    group.add_argument("--compile", default="off", choices=COMPILES)
+    group.add_argument("--precision", default="bf16", choices=PRECISIONS, help="of transformer and text encoder")
+    group.add_argument("--compile", default="off", choices=COMPILES, help="as `generate` would compile")
     add_memory_options(group)
 
 
@@ -153,19 +170,29 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
             "time, or each group of GPUs that --mesh needs. Videos that are there are not made again "
             "(docs/parallel.md)",
         )
-    group.add_argument("--negative-prompt", help="default: the task's own; an empty text is allowed")
-    group.add_argument("--image", help="first frame (image-to-video)")
-    group.add_argument("--last-image", help="last frame (image-to-video)")
+    group.add_argument("--negative-prompt", help=NEGATIVE_HELP)
+    group.add_argument("--image", help="first frame (image-to-video, Fun, VACE)")
+    group.add_argument("--last-image", help="last frame (image-to-video, Fun inpaint, VACE)")
     group.add_argument("--from-video", help="video to start from (video-to-video)")
     group.add_argument(
         "--denoise", type=float, help="strength of video-to-video, 0 to 1: how much of the noise it gets (default 0.7)"
     )
     add_audio_option(group)
-    group.add_argument("--reference", help="picture of who moves as in the driving videos (Animate), or speaks (S2V)")
+    add_control_options(group)
+    add_strength_options(group)
+    group.add_argument(
+        "--reference",
+        help="picture of who moves as in the driving videos (Animate) or speaks (S2V), or of what is to be seen (VACE, "
+        "Fun control)",
+    )
     group.add_argument("--pose-video", help="video that is followed: drawn poses (Animate, S2V), any video (Animate-2)")
     group.add_argument("--face-video", help="video of a face whose expression is followed (Animate)")
     group.add_argument("--background", help="video in which the reference replaces somebody (Animate)")
-    group.add_argument("--mask", help="video that is white where that somebody is (Animate)")
+    group.add_argument(
+        "--mask",
+        help="video that is white where that somebody is (Animate), or picture or video that is white where "
+        "--control-video is made anew (VACE)",
+    )
     group.add_argument(
         "--clip-frames", type=int, metavar="N", help="make a longer video in clips of N frames (default: the family's)"
     )
@@ -180,7 +207,12 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
     group.add_argument("--size", type=size, help="WIDTHxHEIGHT in pixels (default: the task's, or the image's aspect)")
     group.add_argument("--frames", type=int, help="4n + 1")
     group.add_argument("--fps", type=int)
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument(
+        "--seed",
+        type=seed_of,
+        default=0,
+        help="0 to 2^64 - 1, or random: a new one, which is printed and in the report (default %(default)s)",
+    )
     group.add_argument(
         "--guidance-mode",
         default="auto",
@@ -188,6 +220,11 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
         help="run the two guidance branches one after the other (sequential) or as one batch",
     )
     add_plan_options(parser)
+
+
+def seed_of(text: str) -> int | str:
+    """A number, or `RANDOM_SEED`, which is drawn for each run."""
+    return RANDOM_SEED if text == RANDOM_SEED else int(text)
 
 
 def _nag(text: str) -> NagOptions:
@@ -252,6 +289,7 @@ INPUTS = (
     "samples",
     "source",
     *SOUND_FILES,
+    *CONTROL_FILES,
 )
 
 
@@ -271,6 +309,20 @@ def outputs_of(options: argparse.Namespace) -> Outputs:
     for number, lora in enumerate(getattr(options, "loras", ())):
         inputs["--lora" if number == 0 else f"--lora (number {number + 1})"] = lora.path
     return Outputs(inputs, overwrite=options.overwrite, tell=lambda words: print(words, file=sys.stderr))
+
+
+def task_table() -> str:
+    """What every task takes for what is left out: for the end of a help text."""
+    lines = [
+        "defaults of the tasks:",
+        f"  {'task':<22}{'size':>10}{'frames':>8}{'fps':>5}{'steps':>7}{'shift':>7}  guidance",
+    ]
+    for task in TASKS.values():
+        guidance = f"{task.guidance_high:g}" + (f" high, {task.guidance_low:g} low" if task.two_experts else "")
+        size = f"{task.width}x{task.height}"
+        numbers = f"{size:>10}{task.frames:>8}{task.fps:>5}{task.steps:>7}{task.shift:>7g}"
+        lines.append(f"  {task.name:<22}{numbers}  {guidance}")
+    return "\n".join(lines)
 
 
 def size(text: str) -> tuple[int, int]:

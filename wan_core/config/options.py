@@ -15,6 +15,7 @@ COMPILES = ("off", "blocks")
 RESIDENCIES = ("auto", "resident", "swap", "stream", "shard")
 GUIDANCE_MODES = ("auto", "sequential", "batched")
 LORA_MODES = ("auto", "merge", "attach")
+MAX_OUTPAINT = 8192
 LORA_EXPERTS = ("auto", "high", "low")
 
 
@@ -45,6 +46,23 @@ class NagOptions:
         if not 1 <= len(numbers) <= 3:
             raise OptionError(f"NAG {text!r} given; write scale, or scale/tau/alpha such as 11/2.5/0.25")
         return cls(**dict(zip(("scale", "tau", "alpha"), numbers, strict=False)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions:
+    """How much a control video counts (VACE), 1 as trained, and from which share of the run to which. Raises
+    OptionError."""
+
+    scale: float = 1.0
+    start: float = 0.0
+    end: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_range("control scale", self.scale, 0, 100, "1 is as trained, 0 has no effect")
+        check_range("control start", self.start, 0, 1, "a share of the run")
+        check_range("control end", self.end, 0, 1, "a share of the run")
+        if not self.start < self.end:
+            raise OptionError(f"control from {self.start:g} to {self.end:g} of the run given: the end comes later")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +148,15 @@ class LoadOptions:
             )
 
 
+def check_outpaint(pixels: tuple[int, ...]) -> None:
+    """Raise OptionError unless these are pixels to the left, top, right and bottom."""
+    if len(pixels) != 4 or not all(0 <= side <= MAX_OUTPAINT for side in pixels) or not any(pixels):
+        raise OptionError(
+            f"outpaint {'/'.join(map(str, pixels))} given; write pixels to the left, top, right and bottom, 0 to "
+            f"{MAX_OUTPAINT} each, for example 120/0/120/0"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One video to make. Fields that are None take the task's default; with an image the size follows its aspect ratio.
@@ -162,6 +189,10 @@ class Request:
     face_video: str | None = None  # path of a video of a face whose expression is followed
     background: str | None = None  # path of a video in which the reference replaces somebody
     mask: str | None = None  # path of a video that is white where that somebody is
+    control_video: str | None = None  # path of a video that is followed, or of which a part is made anew
+    outpaint: tuple[int, int, int, int] | None = None  # so many pixels left, top, right and bottom of that are made
+    camera: str | None = None  # motions of a camera, or the lines of a file of poses
+    control: ControlOptions | None = None  # how much the control video counts
     audio: str | None = None  # path of the sound of a video whose model hears it
     clip_frames: int | None = None  # a longer video is made in clips of so many frames
     overlap: int | None = None  # so many of them are the last of the clip before
@@ -175,3 +206,6 @@ class Request:
             raise OptionError("only one of width and height given; give both, or neither for the task's own size")
         if self.fps is not None and not 1 <= self.fps <= 240:
             raise OptionError(f"fps {self.fps} given; allowed are 1 to 240")
+        if self.outpaint is not None:
+            object.__setattr__(self, "outpaint", tuple(self.outpaint))  # a list, where it was sent to workers
+            check_outpaint(self.outpaint)

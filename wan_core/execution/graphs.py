@@ -61,9 +61,9 @@ uncollected = Uncollected()
 class GraphedBlocks:
     """The runner that replays the blocks for up to `GRAPHED_TOKENS` tokens, and runs them for more.
 
-    A graph knows addresses. One is captured for every shape, rotation table and prompt, and goes when that table or
-    that prompt goes; should the weights have moved (models that take turns on the device), it is captured again. What
-    depends on the step, sparse attention, and weights that stream are not captured.
+    A graph knows addresses. One is captured for every shape, rotation table, prompt and strength of control, and goes
+    when that table or that prompt goes; should the weights have moved (models that take turns on the device), it is
+    captured again. What depends on the step, sparse attention, and weights that stream are not captured.
     """
 
     name: ClassVar[str] = "CUDA graphs"
@@ -95,6 +95,7 @@ class GraphedBlocks:
         weights = tuple(parameter.data_ptr() for parameter in model.parameters())
         prompt = inputs.text.keys_values[0][0]
         key = (tokens.shape, tokens.dtype, modulation.shape, id(rope), id(prompt), len(inputs.text.keys_values[0]))
+        key += (inputs.info.control,)
         if self.seen.get(key) != weights:
             # The first time it is launched: that compiles kernels and calibrates scales, and a run of one step needs no
             # graph.

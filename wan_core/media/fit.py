@@ -36,8 +36,9 @@ def fitted_box(picture: tuple[int, int], size: tuple[int, int]) -> Box:
     return Box(0, (height - inner) // 2, width, inner)
 
 
-def fit_with_bars(pixels: Pixels, size: tuple[int, int], *, by_area: bool = False) -> Pixels:
-    """[H, W, 3] fitted into `size` (width, height). by_area: average where it gets smaller, else interpolate always."""
+def fit_with_bars(pixels: Pixels, size: tuple[int, int], *, by_area: bool = False, bars: int = 0) -> Pixels:
+    """[H, W, 3] fitted into `size` (width, height). by_area: average where it gets smaller, else interpolate always.
+    bars: their grey value."""
     rows, columns = pixels.shape[:2]
     if (columns, rows) == size:
         return pixels
@@ -45,7 +46,7 @@ def fit_with_bars(pixels: Pixels, size: tuple[int, int], *, by_area: bool = Fals
     box = fitted_box((columns, rows), size)
     average = by_area and width * height < rows * columns
     inner = (averaged if average else interpolated)(pixels, (box.width, box.height))
-    found = np.zeros((height, width, 3), np.uint8)
+    found = np.full((height, width, 3), bars, np.uint8)
     found[box.top : box.top + box.height, box.left : box.left + box.width] = inner
     return found
 

@@ -23,6 +23,7 @@ from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.clips import Clip, ClipRules
 from wan_core.parallel.conditioning import kept_of_all
 from wan_core.pipeline.builder import Models
+from wan_core.pipeline.control_media import load_control
 from wan_core.pipeline.driving import MEDIA, Media, load_media
 from wan_core.pipeline.hearing import heard
 from wan_core.pipeline.images import Pieces, decode_to
@@ -150,7 +151,7 @@ class ClipRun:
         next clip begins with, or that came before it [1, 3, N, H, W] in -1..1. carried: those of this clip."""
         rules = family_of(self.job.task).clips
         assert rules is not None
-        own, (left, top, width, height) = latents[:, :, rules.leading :], self.crop
+        own, (left, top, width, height) = latents[:, :, self.job.leading :], self.crop
         skipped = 0  # frames before those of the clip
         if lead is not None:
             own = torch.cat([lead.to(own), own], 2)
@@ -206,6 +207,8 @@ def load_clip_media(pipe: ClipMaker, job: Job) -> Media | None:
     rules, models, request = family_of(job.task).clips, pipe.models, job.request
     assert rules is not None
     size, last = (job.width, job.height), rules.driving(job.clips[-1])
+    if job.media is not None and job.media.size_of == "given":
+        return load_control(request, job.task, size, job.fps, last.last)
     media = load_media(request, job.task, models.dit_config, size, job.fps, last.last)
     if media is None or request.audio is None:
         return media
@@ -221,7 +224,7 @@ def given_to(pipe: ClipMaker, job: Job, clip: Clip, media: Media | None, carried
     given = {} if media is None else {name: part.to(device) for name, part in media.of(rules.driving(clip)).items()}
     if carried is not None:
         given["carried"] = carried.to(device)
-    elif media is None:
+    else:
         given |= pipe.first_frames(job)
     if lead is not None:
         vae = pipe.fetch("vae", pipe.models.vae)
@@ -236,9 +239,9 @@ def condition(pipe: ClipMaker, job: Job, clip: Clip, given: Mapping[str, Tensor]
     assert make is not None
     media = job.media
     seen: dict[str, Tensor | None] = {}
-    if media is not None:
+    if media is not None and media.size_of != "given":
         seen = {field: pipe.features(given[field][:, :, :1]) for field in media.seen}
-    elif job.task.image_dim is not None:
+    elif job.task.image_dim is not None and (clip.carried or job.request.image is not None or media is None):
         seen["image"] = pipe.features(given["carried"][:, :, -1:]) if clip.carried else pipe.image_features(job)
     vae = pipe.fetch("vae", pipe.models.vae)
     with pipe.report.phase("encode video"):

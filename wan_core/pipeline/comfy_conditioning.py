@@ -17,6 +17,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import NAG, NEUTRAL, TIMES, check_keys, check_sparse, check_stages, family_of
 from wan_core.pipeline.model_parts import Experts
 from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.control import Scales, scale_by_text
 from wan_core.sampling.nag import with_nag
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.texts import WHOLE, TextRange, assign_texts
@@ -44,6 +45,7 @@ class Texts(NamedTuple):
     extras: Mapping[str, Any]
     seconds: float
     notes: list[str]
+    strengths: list[Scales]  # of the control videos, with each text; nothing where they do not change
 
 
 def join(
@@ -61,14 +63,16 @@ def join(
     for given, name in ((positive, "positive"), (negative, "negative")):
         for _, extras in given:
             check_keys(family, name, extras)
-    cond, uncond = read_texts(positive, "positive", dit), read_texts(negative, "negative", dit)
+    changing = family.strength_key
+    cond, uncond = (read_texts(*one, dit, changing) for one in ((positive, "positive"), (negative, "negative")))
     for key in sorted(family.conditioning_keys - family.branch_keys):
         check_same(key, [cond.extras.get(key), uncond.extras.get(key)], "`positive` and `negative`")
     if plan.reads_negative:
         check_not_alone(family.conditioning_keys, cond.extras, uncond.extras)
+    plan, cond, uncond = plan_texts(plan, cond, uncond, changing)
     inputs = family.read_conditioning(task, experts.vae, cond.extras, latent)
-    if plan.reads_negative and family.branch_keys:
-        own = {key: uncond.extras.get(key) for key in family.branch_keys}
+    own = {key: uncond.extras.get(key) for key in family.branch_keys}
+    if plan.reads_negative and not all(_equal(cond.extras.get(key), value) for key, value in own.items()):
         other = family.read_conditioning(task, experts.vae, {**cond.extras, **own}, latent)["inputs"]
         if lacking := inputs["inputs"].keys() ^ other.keys():
             raise OptionError(
@@ -86,14 +90,27 @@ def join(
         later_uncond=stack_rows(uncond.rows[1:]) if plan.reads_negative else None,
         **inputs,
     )
-    if (cond.ranges, uncond.ranges) != ([WHOLE], [WHOLE]):
-        plan = assign_texts(plan, cond.ranges, uncond.ranges)
     notes = [*cond.notes, *(uncond.notes if plan.reads_negative else ())]
     return Joined(plan, conditioning, cond.seconds or uncond.seconds, notes, latents)
 
 
-def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig) -> Texts:
-    """The texts of a CONDITIONING called `name`. Raises OptionError."""
+def plan_texts(plan: Plan, cond: Texts, uncond: Texts, changing: str) -> tuple[Plan, Texts, Texts]:
+    """`plan` with the text of each step, where texts change. Where strengths of control videos (the key `changing`)
+    change with them, each step has these, too, and both prompts have 1. Raises OptionError."""
+    if (cond.ranges, uncond.ranges) != ([WHOLE], [WHOLE]):
+        plan = assign_texts(plan, cond.ranges, uncond.ranges)
+    if not (cond.strengths or uncond.strengths):
+        return plan, cond, uncond
+    both = [one.strengths or [tuple(one.extras.get(changing) or (1.0,))] * len(one.rows) for one in (cond, uncond)]
+    plan = scale_by_text(plan, *both)
+    ones = {changing: [1.0] * len(both[0][0])}
+    cond, uncond = (one._replace(extras={**one.extras, **ones}) for one in (cond, uncond))
+    return plan, cond, uncond
+
+
+def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig, changing: str = "") -> Texts:
+    """The texts of a CONDITIONING called `name`. changing: the key whose values may change with them. Raises
+    OptionError."""
     if not conditioning:
         raise OptionError(f"`{name}` has no text: connect a text encode node, an empty text is allowed")
     rows, everything = [one[0] for one in conditioning], [one[1] for one in conditioning]
@@ -103,7 +120,7 @@ def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig) -> Texts:
                 f"`{name}` has text of {list(one.shape)}; this model takes [1, up to {dit.text_len}, {dit.text_dim}]: "
                 "shorten the text, or encode it with the text encoder that belongs to the model (UMT5)"
             )
-    ranges = [TextRange(e.get("start_percent") or 0.0, _or(e.get("end_percent"), 1.0)) for e in everything]
+    ranges = [TextRange.of(extras) for extras in everything]
     if len(rows) > 1:
         if any(len(one) != 1 for one in rows):
             raise OptionError(
@@ -114,15 +131,14 @@ def read_texts(conditioning: CONDITIONING, name: str, dit: DiTConfig) -> Texts:
                 f"{len(rows)} texts are combined in `{name}`, and Wan takes one at a time: encode one text, or give "
                 "each a range with ConditioningSetTimestepRange"
             )
-    for key in sorted({key for extras in everything for key in extras} - {*NEUTRAL, *TIMES}):
+    strengths = [tuple(extras.get(changing) or ()) for extras in everything]
+    changes = len(set(strengths)) > 1
+    own = {key for extras in everything for key in extras} - {*NEUTRAL, *TIMES} - ({changing} if changes else set())
+    for key in sorted(own):
         check_same(key, [extras.get(key) for extras in everything], f"the texts of `{name}`", missing=True)
     seconds = max((e.get("wancore_seconds") or 0.0 for e in everything), default=0.0)
     notes = [note for e in everything for note in e.get("wancore_notes") or ()]
-    return Texts(rows, ranges, everything[0], seconds, list(dict.fromkeys(notes)))
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+    return Texts(rows, ranges, everything[0], seconds, list(dict.fromkeys(notes)), strengths if changes else [])
 
 
 def check_same(key: str, values: Sequence[Any], where: str, missing: bool = False) -> None:

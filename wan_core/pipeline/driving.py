@@ -6,7 +6,7 @@ Legend: F/H/W video frames, height, width, A frames of features of a sound.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import lcm, sqrt
 from typing import NamedTuple
@@ -30,7 +30,8 @@ from wan_core.pipeline.images import pixels_to_video
 
 PICTURES = ("reference",)
 VIDEOS = ("pose_video", "face_video", "background", "mask")
-MEDIA = (*PICTURES, *VIDEOS, "audio")
+MEDIA = (*PICTURES, *VIDEOS, "control_video", "audio")
+OTHERS = ("outpaint", "camera")  # what drives a video, and is no file
 LEAST_SECONDS = 0.1  # of a sound
 
 
@@ -50,7 +51,7 @@ def option(field: str) -> str:
 def check_media(request: Request, task: Task) -> None:
     """Raise OptionError for media that the task does not take, and where some are missing."""
     rules = family_of(task).media
-    given = [field for field in MEDIA if getattr(request, field) is not None]
+    given = [field for field in (*MEDIA, *OTHERS) if getattr(request, field) is not None]
     takes = () if rules is None else (*rules.needs, *rules.takes)
     if unknown := [option(field) for field in given if field not in takes]:
         raise OptionError(f"{task.name} does not take {', '.join(unknown)}: leave it out, or load a model that does")
@@ -67,8 +68,9 @@ def check_media(request: Request, task: Task) -> None:
     if rules.together and len({field in given for field in rules.together}) > 1:
         raise OptionError(f"only one of {' and '.join(map(option, rules.together))} given: give both, or neither")
     for field in ("image", "last_image", "from_video", "denoise"):
-        if getattr(request, field) is not None:
-            raise OptionError(f"{task.name} takes no {option(field)}: its picture is --reference")
+        if getattr(request, field) is not None and field not in takes:
+            own = ": its picture is --reference" if "reference" in rules.needs else ": leave it out"
+            raise OptionError(f"{task.name} takes no {option(field)}{own}")
 
 
 def driven_size(request: Request, task: Task, rules: MediaRules, multiple: int) -> DrivenSize:
@@ -136,12 +138,14 @@ def frame_indices(path: str, fps: int | None) -> NDArray[np.int64]:
 @dataclass(frozen=True)
 class Media:
     """Fitted pixels by field of the request: uint8 [F, H, W, 3], F 1 for pictures. crop: what of a frame is shown.
-    audio: features of the sound [1, W, C, A], where the family hears one."""
+    audio: features of the sound [1, W, C, A], where the family hears one. camera: the rays of a clip, where it has a
+    camera."""
 
     pixels: Mapping[str, NDArray[np.uint8]]
     crop: Box
     rules: MediaRules
     audio: Tensor | None = None
+    camera: Callable[[Clip], Tensor] | None = None
 
     def of(self, clip: Clip) -> dict[str, Tensor]:
         """Of the frames of a clip: pixels [1, 3, F, H, W] in -1..1, float32, and `audio`, its features of the sound."""
@@ -150,7 +154,7 @@ class Media:
             field: as_video(pixels if field in PICTURES else self.frames(pixels, clip))
             for field, pixels in self.pixels.items()
         }
-        return seen | heard
+        return seen | heard | ({} if self.camera is None else {"camera": self.camera(clip)})
 
     def frames(self, pixels: Pixels, clip: Clip) -> Pixels:
         """Those of a driving video for a clip."""

@@ -18,9 +18,11 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import check_sparse, check_stages, family_of
 from wan_core.models.wan.families.clips import Clip, MediaRules, check_clips, cut_clips
 from wan_core.models.wan.tasks import Task
-from wan_core.pipeline.driving import MEDIA, check_media, driven_size
+from wan_core.pipeline.control_media import given_size
+from wan_core.pipeline.driving import MEDIA, OTHERS, check_media, driven_size
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
+from wan_core.sampling.control import control_words, with_control, with_control_costs
 from wan_core.sampling.denoise import choose_batched
 from wan_core.sampling.nag import nag_words, with_nag
 from wan_core.sampling.plan import Plan
@@ -50,6 +52,7 @@ class Job:
     batched_why: str
     clips: tuple[Clip, ...]  # that a long video is made in; one for others
     media: MediaRules | None = None  # of a family that is driven by videos
+    leading: int = 0  # latent frames before those of the video
 
     @property
     def alone(self) -> bool:
@@ -95,6 +98,8 @@ class Job:
             "guidance_mode": "batched" if self.batched else "sequential",
             "solver": plan.solver,
             **({} if plan.nag is None else {"nag": nag_words(plan.nag)}),
+            **({} if request.control is None else {"control": control_words(request.control)}),
+            **{field: getattr(request, field) for field in OTHERS if getattr(request, field) is not None},
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,
         }
@@ -142,6 +147,7 @@ def make_job(
     if plan.stages:
         check_stages(task)
     plan = plan if request.nag is None else with_nag(plan, request.nag)
+    plan = plan if request.control is None else with_control(plan, request.control)
     if request.from_video is not None and not plan.from_latents:
         raise OptionError(
             f"denoise {strength(request):g} of {plan.count} steps leaves nothing of the video: use less, or more steps"
@@ -152,8 +158,9 @@ def make_job(
     frames, fps = given(request.frames, task.frames), given(request.fps, task.fps)
     media = family_of(task).media
     if media is not None:
-        width, height, frames, fps = driven_size(request, task, media, multiple)
-    picture = None if request.image is None else picture_size(request.image)
+        size_of = given_size if media.size_of == "given" else driven_size
+        width, height, frames, fps = size_of(request, task, media, multiple)
+    picture = picture_size(request.image) if request.image is not None and media is None else None
     if request.from_video is not None:
         columns, rows, count = video_size(request.from_video, frames)
         picture = columns, rows
@@ -167,7 +174,7 @@ def make_job(
     if request.width is None and picture is not None:
         fit = size_for_image if task.image == "channels" else best_size_for_image
         width, height = fit(*picture, task.width * task.height, multiple)
-    clips, leading = cut(request, task, frames)
+    clips, leading, beside = cut(request, task, frames)
     longest = clips[0].frames
     check_size(width, height, longest, multiple=multiple, temporal=vae.temporal_stride)
     T, Y, X = (
@@ -175,8 +182,8 @@ def make_job(
         height // vae.spatial_stride,
         width // vae.spatial_stride,
     )
-    tokens = dit.tokens(T, Y, X)
-    plan = with_costs(plan, dit, (T, Y, X))
+    tokens = dit.tokens(T + beside, Y, X)
+    plan = with_control_costs(with_costs(plan, dit, (T + beside, Y, X)), dit)
     batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
     return Job(
         request=request,
@@ -193,26 +200,32 @@ def make_job(
         batched_why=why,
         clips=clips,
         media=media,
+        leading=leading,
     )
 
 
-def cut(request: Request, task: Task, frames: int) -> tuple[tuple[Clip, ...], int]:
-    """The clips of a video of so many frames, and how many latent frames each has before its own. Raises
-    OptionError."""
-    rules = family_of(task).clips
+def cut(request: Request, task: Task, frames: int) -> tuple[tuple[Clip, ...], int, int]:
+    """The clips of a video of so many frames, how many latent frames each has before its own, and how many frames of
+    tokens the transformer adds. Raises OptionError."""
+    rules, media = family_of(task).clips, family_of(task).media
+    leading, beside = 0 if rules is None else rules.leading, 0
+    if media is not None:
+        leading += sum(getattr(request, field) is not None for field in media.front)
+        beside = sum(getattr(request, field) is not None for field in media.beside)
     if rules is None or not (rules.always or request.clip_frames is not None):
         if request.clip_frames is not None or request.overlap is not None:
             why = "give --clip-frames as well" if rules is not None else f"{task.name} makes a video in one piece"
             raise OptionError(f"clips of {request.clip_frames or 'no'} frames asked for: {why}")
-        return (Clip(0, 0, frames, 0),), 0
+        return (Clip(0, 0, frames, 0),), leading, beside
     clip, overlap = given(request.clip_frames, task.frames), given(request.overlap, rules.overlaps[0])
     check_clips(rules, clip, overlap, task.name)
-    if not rules.always and (task.image == "none" or request.last_image or request.from_video):
+    alone = task.image == "none" and media is None
+    if not rules.always and (alone or request.last_image or request.from_video):
         raise OptionError(
             f"--clip-frames {clip} given: the next clip begins with frames of the one before, which needs an "
             "image-to-video model, and no --last-image or --from-video"
         )
-    return cut_clips(rules, frames, clip, overlap), rules.leading
+    return cut_clips(rules, frames, clip, overlap), leading, beside
 
 
 def given(value: int | None, default: int) -> int:

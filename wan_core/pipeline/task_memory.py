@@ -9,6 +9,9 @@ import torch
 from wan_core.config import QUANTIZED, LoadOptions, Request
 from wan_core.execution.memory.planning import Beside, Sizes, factor, unit_bytes
 from wan_core.execution.memory.streaming import stage_bytes
+from wan_core.models.wan.families import family_of
+from wan_core.models.wan.families.wan import WAN
+from wan_core.models.wan.tasks import Task
 from wan_core.pipeline.memory_planning import Workload, beside_workload
 from wan_core.pipeline.resolved_request import make_job
 from wan_core.pipeline.settings import PartToLoad, compute_dtype
@@ -21,8 +24,10 @@ def task_memory(
     """Of the models that `options` names, and of making `request` with them on a GPU. image: a first frame is given.
     fused: the fused kernels run; plain torch takes more."""
     models = find_models(options, image=image)
-    task = replace(models.task, image="none")  # without an image file: its size alone matters
+    # Without files of pictures and videos: the size alone matters. What they add is counted.
+    task = replace(models.task, image="none", driven_by="", family=WAN.name)
     job = make_job(request, task, models.dit, models.vae)
+    workload = with_media(Workload.of(job), models.task)
     cuda = torch.device("cuda")
     dtype, vae_dtype = compute_dtype(options.precision, cuda), compute_dtype("auto", cuda)
     sizes = Sizes(
@@ -37,4 +42,13 @@ def task_memory(
     per_token = factor(
         models.dit, itemsize=dtype.itemsize, device=kind, compile=options.compile, precision=options.precision
     )
-    return sizes, beside_workload(models, Workload.of(job), per_token, dtype.itemsize)
+    return sizes, beside_workload(models, workload, per_token, dtype.itemsize)
+
+
+def with_media(workload: Workload, task: Task) -> Workload:
+    """`workload` with all pictures that the family of a task may have in front of its video."""
+    family, (B, C, T, Y, X) = family_of(task), workload.latent_shape
+    if family.media is None:
+        return workload
+    leading = len(family.media.front) + (0 if family.clips is None else family.clips.leading)
+    return replace(workload, latent_shape=(B, C, T + leading, Y, X), image=True)

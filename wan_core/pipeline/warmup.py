@@ -29,6 +29,7 @@ from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.denoise import nag_numbers, retried
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.sparsity.run import sparse_attention
+from wan_core.sampling.stages import smaller
 
 TOKENS = 16  # rows and columns of latents: enough for every kernel to run, few enough to take no time
 
@@ -69,7 +70,7 @@ def _forward(pipe: Pipeline, job: Job, expert: Expert) -> None:
 
 def forward_once(model: WanModel, job: Job, expert: Expert, device: torch.device) -> None:
     """A forward of `model` as the first step of `expert` in `job` runs it, and nothing of it left behind. Where some
-    steps have sparse attention and some have not, one of each: they are different code."""
+    steps have sparse attention and some have not, or have other sizes, one of each: they are different code."""
     config, batch = model.config, 2 if job.batched else 1
     begin_run(model)
     noise = draw_noise(0, job.latent_shape).to(device)
@@ -80,17 +81,18 @@ def forward_once(model: WanModel, job: Job, expert: Expert, device: torch.device
     rows = draw_noise(1, (1, 8, config.text_dim)).to(device).expand(2 if job.plan.reads_negative else batch, -1, -1)
     prepared, nag = model.prepare_text(rows), job.plan.nag
     text = prepared.rows(0, batch)
-    phase = [step for step in job.plan.steps if step.expert == expert]
     image = job.request.image is not None or job.request.last_image is not None
     known = config.out_channels == 48 and job.request.image is not None  # each latent frame has its own timestep
-    with sparse_attention(model, job.plan, phase, job.latent_shape[2:], image):
-        for step in {
-            (step.sparsity > 0, step.nag): step for step in reversed(phase)
-        }.values():  # the first of each kind
-            branches = step.branches if job.batched else step.branches[:1]
-            timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)
-            seen = text
-            if step.nag and nag is not None:
-                seen = text.with_negative(text, nag_numbers(nag, device))
-            model(x, timestep, seen, ForwardInfo(step.index, branches, sparsity=step.sparsity))
+    steps = [step for step in job.plan.steps if step.expert == expert]
+    kinds = {(step.scale, step.sparsity > 0, step.nag): step for step in reversed(steps)}
+    for step in kinds.values():  # the first of each kind
+        rows, columns = smaller(job.latent_shape[3:], step.scale, config.patch_size[1:])
+        branches = step.branches if job.batched else step.branches[:1]
+        timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)
+        seen = text
+        if step.nag and nag is not None:
+            seen = text.with_negative(text, nag_numbers(nag, device))
+        alike = [other for other in steps if other.scale == step.scale]
+        with sparse_attention(model, job.plan, alike, job.latent_shape[2:], image):
+            model(x[..., :rows, :columns], timestep, seen, ForwardInfo(step.index, branches, sparsity=step.sparsity))
     begin_run(model)

@@ -34,6 +34,11 @@ class Conditioning:
     later_cond: Tensor | None = None  # [N, S, text_dim]: texts 1 to N of the prompt, for steps whose `texts` say so
     later_uncond: Tensor | None = None  # [N, S, text_dim]: of the negative prompt
 
+    @property
+    def from_image(self) -> bool:
+        """Whether the video starts from an image, or has known frames."""
+        return self.concat is not None or self.known is not None
+
     def text(self, branch: str, number: int) -> Tensor:
         """Text rows [1 or B, S, text_dim] of a branch, "cond" or "uncond"; several only where a text changes."""
         first, later = (self.cond, self.later_cond) if branch == "cond" else (self.uncond, self.later_uncond)
@@ -73,10 +78,21 @@ class Conditioning:
             if all(one is value for one in each):
                 found[name] = value
             elif isinstance(value, Tensor):
-                found[name] = torch.cat([one.expand(batch, *one.shape[1:]) for one in each])
+                found[name] = torch.cat([one.expand(batch, *one.shape[1:]) for one in as_wide(each)])
             else:
                 found[name] = [one for one in each for _ in range(batch)]
         return found
+
+
+def as_wide(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros after those that have fewer control videos along the second axis, so that all have as many."""
+    widest = max(one.shape[1] for one in tensors)
+
+    def widened(one: Tensor) -> Tensor:
+        missing = one.shape[0], widest - one.shape[1], *one.shape[2:]
+        return torch.cat([one, one.new_zeros(missing)], 1) if missing[1] else one
+
+    return [widened(one) for one in tensors]
 
 
 def empty_latents(config: VAEConfig, width: int, height: int, frames: int) -> Tensor:

@@ -29,7 +29,7 @@ from wan_core.sampling.plan import Branch, Expert, Plan, Step
 from wan_core.sampling.resolution import Resolution
 from wan_core.sampling.solvers import NOISY, SOLVERS, History, Solver
 from wan_core.sampling.sparsity.run import sparse_attention
-from wan_core.sampling.stages import runs, smaller
+from wan_core.sampling.stages import runs
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
 # benchmarks/results/guidance-*.json and docs/performance.md.
@@ -113,7 +113,6 @@ def denoise(
     sigmas, past = (*plan.before, *plan.sigmas), len(plan.before)
     timesteps = host_numbers([s.timestep for s in plan.steps], x.device)
     watch = FiniteWatch(len(plan.steps), x.device, together)
-    image = conditioning.concat is not None or conditioning.known is not None
     resolution = Resolution(plan, conditioning, history.video)
     pace = None if on_block is None else Pace(x.device, on_block)
     for phase, following in zip(plan.phases, (*plan.phases[1:], None), strict=True):
@@ -121,12 +120,10 @@ def denoise(
         last = last_runs(phase, batched or run_branches is not None)  # each rank runs one branch
         again = None if relieve is None else partial(relieve, expert)
         model = retried(partial(acquire, expert), again)
-        prepare = partial(Guided, model, resolution, plan, phase, x.shape[0], batched, run_branches, pace)
-        guided = retried(prepare, again)
+        guided = retried(partial(Guided, model, resolution, plan, phase, len(x), batched, run_branches, pace), again)
         for run in runs(phase):
-            size = (x.shape[2], *smaller((x.shape[3], x.shape[4]), run[0].scale, model.config.patch_size[1:]))
             # Sparse attention orders the tokens around everything else; residuals are kept in that order.
-            with sparse_attention(model, plan, run, size, image), residuals(model, run):
+            with sparse_attention(model, plan, run, tuple(x.shape[2:]), conditioning.from_image), residuals(model, run):
                 for step in run:
                     retried(partial(guided.use_texts, step.texts), again)
                     if ahead is not None and following is not None and step.index == last[0]:
@@ -139,7 +136,7 @@ def denoise(
                     watch.note(step.index, x)
                     if on_step is not None:
                         on_step(Progress(step, len(plan.steps), x, velocity, plan, forwards))
-        del prepare, guided, model  # frees the expert's text state and residuals before the next is made
+        del guided, model  # frees the expert's text state and residuals before the next is made
     watch.finish()
     on_end(history._replace(video=resolution.video))
     return x
@@ -269,7 +266,7 @@ class Guided:
         """The velocity of each branch that the step has. spacing: of rows and columns (`ForwardInfo`)."""
 
         def info(branches: tuple[Branch, ...], skip: bool) -> ForwardInfo:
-            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block, spacing)
+            return ForwardInfo(step.index, branches, skip, step.sparsity, self.after_block, spacing, step.control)
 
         def forward(branch: Branch) -> Tensor:
             text = self.nag_text if step.nag else self.text[branch]

@@ -12,7 +12,7 @@ from itertools import groupby
 from math import isfinite
 from typing import Any, Literal
 
-from wan_core.config import AdaptiveOptions, NagOptions, OptionError, SparseOptions, StageOptions
+from wan_core.config import AdaptiveOptions, NagOptions, OptionError, SparseOptions, StageOptions, check_choice
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.schedules import (
     dpmpp_schedule,
@@ -54,13 +54,14 @@ class Step:
     branches: tuple[Branch, ...]
     action: Action = "compute"  # for the skipped branches: reuse the blocks' last residual, or forecast it from several
     skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": may not run, decided in the run)
-    order: int = 0  # order of the forecast
+    order: float = 0  # order of the forecast; 1.5: the mean of the first and the second
     delta: bool = False  # only the conditional branch runs; the last difference of the branches is reused
     sparsity: float = 0.0  # share of the key blocks that attention does not read
     cost: float = 1.0  # estimated time of a forward, relative to one with dense attention
     texts: tuple[int, int] = (0, 0)  # which text of the prompt and of the negative prompt, where they change in a run
     correction: bool = False  # the second forward of a solver step (Heun): its sigma is its sigma_next
     nag: bool = False  # normalized attention guidance: cross-attention also sees the negative prompt
+    control: tuple[float, ...] | None = None  # how much each control video counts, or all; None: as conditioned
     scale: float = 1.0  # of the video's width and height at which the model runs
     own_positions: bool = False  # at a smaller scale: rotary positions are not spaced as the video's
 
@@ -85,7 +86,8 @@ class Step:
         marks = ("correction", "nag", "own_positions")
         used: dict[str, Any] = {name: True for name in marks if getattr(self, name)}
         used |= {} if self.scale == 1 else {"scale": self.scale}
-        rare = ("texts", "scale", *marks)
+        used |= {} if self.control is None else {"control": list(self.control)}
+        rare = ("texts", "scale", "control", *marks)
         fields = {name: value for name, value in asdict(self).items() if name not in rare}
         return {**fields, "branches": list(self.branches), "skipped": list(self.skipped), **texts, **used}
 
@@ -96,7 +98,8 @@ class Step:
         keys += "" if self.scale == 1 else f", {self.scale:g} of the size"
         texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
         marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag
-        return f"{self.action}{skipped}{marks}{keys}{texts}"
+        control = "" if self.control is None else f", control {' and '.join(f'{one:g}' for one in self.control)}"
+        return f"{self.action}{skipped}{marks}{keys}{texts}{control}"
 
 
 def step_numbers(steps: Sequence[Step]) -> list[int]:
@@ -325,8 +328,7 @@ def _schedule(
 
 
 def _check(steps: int, shift: float, boundary: float, guidance: dict[Expert, float], solver: str) -> None:
-    if solver not in SCHEDULES:
-        raise OptionError(f"solver {solver!r} is not known; use one of: {', '.join(SCHEDULES)}")
+    check_choice("solver", solver, tuple(SCHEDULES))
     if not 1 <= steps <= MAX_STEPS:
         raise OptionError(f"steps {steps} given; allowed are 1 to {MAX_STEPS}")
     if not (isfinite(shift) and 0 < shift <= 1000):

@@ -39,7 +39,10 @@ class SmallerSize:
     def of(cls, size: tuple[int, int], scale: float, patch: tuple[int, int], device: torch.device) -> SmallerSize:
         """size: rows and columns of the video's latents."""
         small = smaller(size, scale, patch)
-        rows, columns = (mean_over_areas(few, many).to(device) for few, many in zip(small, size, strict=True))
+        made = [mean_over_areas(few, many) for few, many in zip(small, size, strict=True)]
+        if device.type == "cuda":  # pinned, so that the host does not wait for the steps before
+            made = [rows.pin_memory() for rows in made]
+        rows, columns = (one.to(device, non_blocking=True) for one in made)
         return cls(rows, columns)
 
     @property

@@ -6,9 +6,9 @@ ComfyUI (`ModelSamplingDiscreteFlow.percent_to_sigma`): the sigma that the sched
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from wan_core.config import OptionError
 from wan_core.sampling.plan import Plan, Step
@@ -21,6 +21,22 @@ class TextRange(NamedTuple):
 
     start: float = 0.0
     end: float = 1.0
+
+    @classmethod
+    def of(cls, extras: Mapping[str, Any]) -> TextRange:
+        """As ComfyUI's CONDITIONING carries it."""
+        end = extras.get("end_percent")
+        return cls(extras.get("start_percent") or 0.0, 1.0 if end is None else end)
+
+    def percents(self) -> dict[str, float]:
+        """The inverse of `of`."""
+        return {"start_percent": self.start, "end_percent": self.end}
+
+
+def shared_range(one: TextRange, other: TextRange) -> TextRange | None:
+    """What both ranges have; None for nothing."""
+    start, end = max(one.start, other.start), min(one.end, other.end)
+    return TextRange(start, end) if start < end else None
 
 
 WHOLE = TextRange()
@@ -42,8 +58,8 @@ def assign_texts(plan: Plan, positive: Sequence[TextRange], negative: Sequence[T
     for phase in plan.phases:
         guided = any("uncond" in step.branches or step.nag for step in phase)
         for step in phase:
-            uncond = _text_of(step, plan.shift, negative, "negative") if guided else 0
-            steps.append(replace(step, texts=(_text_of(step, plan.shift, positive, "positive"), uncond)))
+            uncond = range_of(step, plan.shift, negative, "negative") if guided else 0
+            steps.append(replace(step, texts=(range_of(step, plan.shift, positive, "positive"), uncond)))
     assigned = replace(plan, steps=tuple(steps))
     for phase in assigned.phases:
         changes = len({step.texts for step in phase}) > 1
@@ -55,8 +71,8 @@ def assign_texts(plan: Plan, positive: Sequence[TextRange], negative: Sequence[T
     return assigned
 
 
-def _text_of(step: Step, shift: float, ranges: Sequence[TextRange], name: str) -> int:
-    """Which of `ranges` a step is in. Raises OptionError unless it is one."""
+def range_of(step: Step, shift: float, ranges: Sequence[TextRange], name: str, kind: str = "text") -> int:
+    """Which of `ranges` a step is in. kind: what they are of. Raises OptionError unless it is one."""
 
     def at(share: float) -> float:
         return sigma_at(share, shift)
@@ -65,7 +81,7 @@ def _text_of(step: Step, shift: float, ranges: Sequence[TextRange], name: str) -
     if len(inside) > 1:
         inside = [n for n in inside if step.sigma > at(ranges[n].end - NEAR)]
     if len(inside) != 1:
-        count = f"{len(inside)} texts" if inside else "no text"
+        count = f"{len(inside)} {kind}s" if inside else f"no {kind}"
         given = ", ".join(f"{start:g} to {end:g}" for start, end in ranges)
         raise OptionError(
             f"`{name}` has {count} for step {step.index} (sigma {step.sigma:.4f}); its ranges are {given}. A step "

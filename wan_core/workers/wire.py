@@ -14,10 +14,12 @@ from torch import Tensor
 
 from wan_core.config import (
     AdaptiveOptions,
+    ControlOptions,
     GuidanceOptions,
     LoadOptions,
     MagCacheOptions,
     NagOptions,
+    PatternOptions,
     Request,
     SkipOptions,
     SparseOptions,
@@ -33,6 +35,7 @@ SKIPS = {
     "magcache": MagCacheOptions,
     "taylorseer": TaylorSeerOptions,
     "adaptive": AdaptiveOptions,
+    "pattern": PatternOptions,
     "guidance": GuidanceOptions,
     "sparse": SparseOptions,
 }
@@ -47,6 +50,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
                 "branches": tuple(step["branches"]),
                 "skipped": tuple(step["skipped"]),
                 "texts": tuple(step["texts"]),
+                "control": None if step["control"] is None else tuple(step["control"]),
             }
         )
         for step in data["steps"]
@@ -68,7 +72,8 @@ def request_from(data: Mapping[str, Any]) -> Request:
         given = {name: one for name, one in skip.items() if one is not None}
         skip = SkipOptions(**{name: SKIPS[name](**one) if name in SKIPS else one for name, one in given.items()})
     nag = None if data["nag"] is None else NagOptions(**data["nag"])
-    return Request(**{**data, "skip": skip, "nag": nag})
+    control = None if data["control"] is None else ControlOptions(**data["control"])
+    return Request(**{**data, "skip": skip, "nag": nag, "control": control})
 
 
 def start_data(start: Start) -> tuple[dict[str, Any], dict[str, Tensor]]:

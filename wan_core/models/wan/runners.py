@@ -46,6 +46,7 @@ class ForwardInfo:
     cache replaces them. sparsity: share of the blocks of keys that attention does not read.
     after_block: called when the work of a block has been launched; may raise to interrupt.
     spacing: from one row of tokens to the next, and one column, in rotary positions; 2 at half the size of the video.
+    control: factors of how much each control video counts, or one for all; None: all count as prepared.
     """
 
     step: int = 0
@@ -54,6 +55,7 @@ class ForwardInfo:
     sparsity: float = 0.0
     after_block: Callable[[], None] | None = None
     spacing: tuple[float, float] = (1.0, 1.0)
+    control: tuple[float, ...] | None = None
 
 
 SINGLE_FORWARD = ForwardInfo()

@@ -29,6 +29,7 @@ from wan_core.ops.attention.sparse.kernels import block_length, resolve_kernel
 from wan_core.ops.attention.sparse.routing import Route, Rule
 from wan_core.ops.attention.sparse.tiles import Grid, Tiles, make_tiles, with_extra
 from wan_core.sampling.plan import Plan, Step
+from wan_core.sampling.stages import smaller
 
 
 class SparseTiles:
@@ -184,13 +185,14 @@ def ring_note(options: SparseOptions, attention: str, device: torch.device, head
 def sparse_attention(
     model: WanModel, plan: Plan, phase: Sequence[Step], latents: tuple[int, ...], image: bool = False
 ) -> Iterator[None]:
-    """Sparse attention on `model` while `phase` runs; nothing where no step of it has any. latents: (T, Y, X) of the
-    latents. image: the video starts from one. Nothing stays behind, whatever happens."""
+    """Sparse attention on `model` while `phase` runs, whose steps have one size; nothing where no step of it has any.
+    latents: (T, Y, X) of the video's. image: the video starts from one. Nothing stays behind, whatever happens."""
     if plan.sparse is None or not any(step.sparsity for step in phase):
         yield
         return
     patch = model.config.patch_size
-    grid = latents[0] // patch[0], latents[1] // patch[1], latents[2] // patch[2]
+    rows, columns = smaller((latents[1], latents[2]), phase[0].scale, patch[1:])
+    grid = latents[0] // patch[0], rows // patch[1], columns // patch[2]
     keeps = dict(plan.keeps).get(phase[0].expert) if plan.sparse.budgets else None
     with in_tiles(model, SparseTiles(model, plan.sparse, keeps, grid, image=image)):
         yield

@@ -30,6 +30,11 @@ def whole_clips(frames: int, clip: int, overlap: int) -> int:
     return overlap + max(1, -(-(frames - overlap) // new)) * new
 
 
+def whole_latents(frames: int, clip: int, overlap: int) -> int:
+    """Frames of a video padded to whole latent frames: 4n + 1. Its last clip may be a short one."""
+    return (frames + 2) // 4 * 4 + 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClipRules:
     """How a family cuts a long video.
@@ -65,13 +70,15 @@ class MediaRules:
     frames are, and the video gets the rate of `pose_video`. cropped: the bars beside the fitted reference are cut off.
     covering: pictures fill the size and what sticks out is cut off, without bars. by_area: a picture that gets smaller
     is averaged, not interpolated. past_end: a driving video that is too short is played to and fro, or goes on in
-    black. seen: fields whose first frame CLIP sees.
+    black. seen: fields whose first frame CLIP sees. front: pictures that are a latent frame before those of the video.
+    beside: pictures that are a frame of tokens before those of the video, and no latents. always: fields that a clip
+    has also where they are not given. For `size_of="given"` see `wan_core.pipeline.control_media`.
     """
 
-    needs: tuple[str, ...]
+    needs: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
     together: tuple[str, ...] = ()
-    size_of: Literal["pose_video", "reference"]
+    size_of: Literal["pose_video", "reference", "given"]
     step: int = 1
     least: int = 1
     length_of: Literal["pose_video", "audio"] = "pose_video"
@@ -81,6 +88,9 @@ class MediaRules:
     by_area: bool = False
     past_end: Literal["to and fro", "black"] = "to and fro"
     seen: tuple[str, ...] = ("reference",)
+    front: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
 
 
 def cut_clips(rules: ClipRules, frames: int, clip: int, overlap: int) -> tuple[Clip, ...]:

@@ -43,6 +43,12 @@ ImageInput: TypeAlias = Literal[
 ]
 
 
+NEGATIVE_SOURCE = (
+    "this project's own text; Wan's own, in Chinese, is sample_neg_prompt in wan/configs/shared_config.py of "
+    "github.com/Wan-Video/Wan2.2"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What checkpoints were trained and tuned for: their inputs and the defaults of everything a user may leave out.
@@ -70,7 +76,7 @@ class Task:
     height: int
     frames: int
     fps: int
-    negative_prompt: str = (
+    negative_prompt: str = (  # written for this project: see NEGATIVE_SOURCE
         "blurry, low quality, jpeg artefacts, overexposed, washed-out colours, still picture, subtitles, watermark, "
         "deformed hands, extra fingers, extra limbs, distorted face, cluttered background, walking backwards"
     )
@@ -144,7 +150,8 @@ class Family:
     field of the request, [1, 3, F, H, W] in -1..1 (F is 1 for pictures); `carried`, the last frames of the clip before,
     or as many frames before it as `clips.history` says; `audio`, features of its sound; `lead`, of `clip_lead`. seen:
     CLIP features by field, where the task needs them: of `media.seen`, or of what the clip begins with, `image`.
-    branch_keys: of `conditioning_keys`, those that the negative prompt may have other values of.
+    branch_keys: of `conditioning_keys`, those that the negative prompt may have other values of. strength_key: the one
+    whose values, a number for each control video, may change during a run with the texts of a prompt; "": none.
     """
 
     name: str
@@ -159,6 +166,7 @@ class Family:
     conditioning_keys: frozenset[str]
     read_conditioning: Callable[[Task, VAEConfig, Mapping[str, Any], Mapping[str, Any]], Inputs]
     branch_keys: frozenset[str] = frozenset()
+    strength_key: str = ""
     why_not_sparse: Callable[[Task], str] = lambda _: ""
     stages: bool = False
     prepared_bytes: Callable[[DiTConfig, tuple[int, ...], int], int] = lambda *_: 0

@@ -8,11 +8,13 @@ image-to-video and is of the family `wan`.
 | `keys` | the names of parameters on disk |
 | `recognise` | from shapes to an architecture and its task |
 | `model` | the transformers (torch) |
-| `inputs` | what ComfyUI's CONDITIONING is to the transformers (torch) |
+| `inputs` | what ComfyUI's CONDITIONING, or the media of a clip, are to the transformers (torch) |
+| `camera` | the path of a camera, from motions or poses to rays (torch) |
 """
 
 from __future__ import annotations
 
+from wan_core.models.wan.families.clips import ClipRules, MediaRules, whole_latents
 from wan_core.models.wan.families.family import Family, function_of
 from wan_core.models.wan.families.fun.config import prepared_camera_bytes, prepared_control_bytes
 from wan_core.models.wan.families.fun.keys import (
@@ -40,6 +42,11 @@ FUN_CONTROL = Family(
     conditioning_keys=frozenset({*_IMAGE, "concat_mask_index", "reference_latents"}),
     read_conditioning=function_of("fun.inputs", "read_control"),
     prepared_bytes=prepared_control_bytes,
+    clips=ClipRules(overlaps=(1,), padded=whole_latents),
+    media=MediaRules(
+        needs=("control_video",), takes=("reference", "image"), size_of="given", beside=("reference",), seen=("image",)
+    ),
+    clip_inputs=function_of("fun.inputs", "control_inputs"),
 )
 FUN_CAMERA = Family(
     name="camera",
@@ -54,4 +61,7 @@ FUN_CAMERA = Family(
     conditioning_keys=frozenset({*_IMAGE, "camera_conditions"}),
     read_conditioning=function_of("fun.inputs", "read_camera"),
     prepared_bytes=prepared_camera_bytes,
+    clips=ClipRules(overlaps=(1,), padded=whole_latents),
+    media=MediaRules(needs=("camera",), takes=("image",), size_of="given", seen=("image",)),
+    clip_inputs=function_of("fun.inputs", "camera_inputs"),
 )

@@ -1,6 +1,6 @@
-"""What ComfyUI's CONDITIONING is to the transformers of Fun.
+"""What ComfyUI's CONDITIONING, or the media of a clip, are to the transformers of Fun.
 
-Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns.
+Legend: B batch, C latent channels, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
 """
 
 from __future__ import annotations
@@ -15,8 +15,16 @@ from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.config import IMAGE_TOKENS
+from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
-from wan_core.models.wan.families.wan.inputs import join_image, known_first, read_features
+from wan_core.models.wan.families.wan.inputs import (
+    frame_mask,
+    image_channels,
+    join_image,
+    known_first,
+    read_features,
+)
 
 Extras = Mapping[str, Any]
 
@@ -92,3 +100,54 @@ def check_size(given: Tensor, channels: int, samples: Tensor) -> None:
             f"latents of {list(given.shape)} given beside a video of {list(samples.shape)}; needed are [1 or batch, "
             f"{', '.join(map(str, wanted))}]: connect the LATENT of the node that made them"
         )
+
+
+def control_inputs(
+    task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
+) -> Inputs:
+    """The fields of `Conditioning` that the media of a clip of Fun control give. Source: VideoX-Fun's
+    pipeline_wan2_2_fun_control.py."""
+    control = vae.normalise(vae.encode(media["control_video"]))
+    masked = task.in_channels > 3 * vae.config.z_dim
+    found: Inputs = {"concat": torch.cat([control, start_channels(vae, media, control, masked=masked)], 1)}
+    found |= {} if task.image_dim is None else {"image_features": features_of(task, seen, control)}
+    if "reference" in media:
+        found["inputs"] = {"reference": vae.normalise(vae.encode(media["reference"]))[:, :, 0]}
+    return found
+
+
+def camera_inputs(
+    task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
+) -> Inputs:
+    """The fields of `Conditioning` that the media of a clip of Fun camera give. Source: VideoX-Fun's
+    pipeline_wan2_2_fun_control.py."""
+    rays, first = media["camera"], media.get("carried", media.get("image"))
+    stride = vae.config.spatial_stride
+    like = rays.new_zeros(1, vae.config.z_dim, rays.shape[2], rays.shape[3] // stride, rays.shape[4] // stride)
+    masked = task.in_channels > 2 * vae.config.z_dim
+    if masked and first is not None:
+        concat = image_channels(vae, first, None, clip.frames)
+    else:
+        concat = start_channels(vae, media, like, masked=masked)
+    found = {"concat": concat, "inputs": {"camera": rays}}
+    return found if task.image_dim is None else {**found, "image_features": features_of(task, seen, like)}
+
+
+def start_channels(vae: VideoVAE, media: Mapping[str, Tensor], like: Tensor, *, masked: bool) -> Tensor:
+    """Channels [1, 16 or 20, T, Y, X] of the first frames, where some are known, and of zeros; `masked`: with a mask of
+    what is known in front. like: latents [1, 16, T, Y, X]."""
+    start, known = torch.zeros_like(like), torch.zeros_like(like[:, :4])
+    first = media.get("carried", media.get("image"))
+    if first is not None:
+        latents = vae.normalise(vae.encode(first))
+        start[:, :, : latents.shape[2]] = latents
+        unknown = torch.ones(4 * (like.shape[2] - 1) + 1, device=like.device)
+        unknown[: first.shape[2]] = 0
+        known = 1 - frame_mask(unknown, like)
+    return torch.cat([known, start], 1) if masked else start
+
+
+def features_of(task: Task, seen: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """CLIP features of what the clip begins with; zeros where that is not known."""
+    assert task.image_dim is not None
+    return seen["image"] if "image" in seen else like.new_zeros(1, IMAGE_TOKENS, task.image_dim)

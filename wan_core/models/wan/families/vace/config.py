@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from wan_core.models.wan.config import T2V_1_3B, T2V_A14B, DiTConfig
 
+STRENGTH = "vace_strength"  # in CONDITIONING: of each control video, a list
+
 
 @dataclass(frozen=True, kw_only=True)
 class VaceConfig(DiTConfig):

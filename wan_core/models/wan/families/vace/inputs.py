@@ -1,20 +1,22 @@
-"""What ComfyUI's CONDITIONING is to the transformer of VACE.
+"""What ComfyUI's CONDITIONING, or the media of a clip, are to the transformer of VACE.
 
-Legend: B batch, N control videos, T/Y/X latent frames, rows, columns.
+Legend: B batch, N control videos, T/Y/X latent frames, rows, columns, F/H/W video frames, height, width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.config.checks import OptionError
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.vae.statistics import normalise
+from wan_core.models.vae.statistics import denormalise, normalise
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.family import Inputs, Task
 from wan_core.models.wan.families.wan.inputs import read_conditioning as read_image_conditioning
 
@@ -28,7 +30,8 @@ def image_inputs(task: Task, vae: VideoVAE, first: Tensor | None, last: Tensor |
 def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], latent: Mapping[str, Any]) -> Inputs:
     """The fields of `Conditioning` that ComfyUI's WanVaceToVideo gives, once or chained. Raises OptionError.
 
-    Without it everything is to be generated, as ComfyUI samples it.
+    Without it everything is to be generated, as ComfyUI samples it. That is what the negative prompt has, too, where
+    the positive one alone is controlled.
     """
     found = read_image_conditioning(task, vae, extras, latent)
     samples = latent["samples"]
@@ -42,7 +45,7 @@ def read_conditioning(task: Task, vae: VAEConfig, extras: Mapping[str, Any], lat
     control = [control_channels(*one, samples, vae) for one in zip(frames, masks, strict=True)]
     rows = max(map(len, control))
     stacked = torch.stack([one.expand(rows, -1, -1, -1, -1) for one in control], 1)
-    return {**found, "inputs": {"control": stacked, "control_scale": torch.tensor(scales, dtype=torch.float32)}}
+    return {**found, "inputs": {"control": stacked, "control_scale": torch.tensor([scales], dtype=torch.float32)}}
 
 
 def control_channels(frames: Tensor, mask: Tensor, samples: Tensor, vae: VAEConfig) -> Tensor:
@@ -59,3 +62,53 @@ def control_channels(frames: Tensor, mask: Tensor, samples: Tensor, vae: VAEConf
     rows = max(len(frames), len(mask))
     parts = [normalise(part, vae) for part in frames.split(vae.z_dim, 1)]
     return torch.cat([x.float().expand(rows, -1, -1, -1, -1) for x in (*parts, mask.to(frames.device))], 1)
+
+
+def clip_inputs(
+    task: Task, vae: VideoVAE, seen: Mapping[str, Tensor], media: Mapping[str, Tensor], clip: Clip
+) -> Inputs:
+    """The fields of `Conditioning` that the media of a clip give."""
+    frames, mask = control_of_media(vae.encode, media, clip, vae.config)
+    parts = [normalise(part, vae.config) for part in frames.split(vae.config.z_dim, 1)]
+    return {"inputs": {"control": torch.cat([part.float() for part in (*parts, mask.to(frames.device))], 1)}}
+
+
+def control_of_media(
+    encode: Callable[[Tensor], Tensor], media: Mapping[str, Tensor], clip: Clip, vae: VAEConfig
+) -> tuple[Tensor, Tensor]:
+    """Un-normalised latents [1, 32, T, Y, X] of what stays and what changes, and their mask [1, 64, T, Y, X], as
+    ComfyUI's CONDITIONING carries them. A latent frame of each reference picture is in front.
+
+    encode: [1, 3, F, H, W] in -1..1 -> latents. media: `mask` of what changes; `control_video`, grey where there is
+    none; the known frames `image`, `last_image` and `carried`; `reference` pictures [N, 3, 1, H, W]. Source:
+    VACE/vace/models/wan/wan_vace.py.
+    """
+    changes = (media["mask"][0, 0] >= 0).to(media["mask"].dtype)  # [F, H, W]
+    video = media["control_video"].clone() if "control_video" in media else torch.zeros_like(media["mask"])
+    for name, first in (("image", 0), ("carried", 0), ("last_image", clip.frames - 1)):
+        if name in media:
+            known = slice(first, first + media[name].shape[2])
+            video[:, :, known], changes[known] = media[name], 0
+    latents = torch.cat([encode(video * (1 - changes)), encode(video * changes)], 1)
+    mask = mask_channels(changes, latents.shape[2], vae.spatial_stride)[None]
+    references = [encode(picture[None]) for picture in media.get("reference", ())]
+    nothing = [denormalise(torch.zeros_like(one), vae) for one in references]
+    front = [torch.cat(pair, 1) for pair in zip(references, nothing, strict=True)]
+    stays = mask.new_zeros(1, MASK_CHANNELS, len(front), *mask.shape[3:])
+    return torch.cat([*front, latents], 2), torch.cat([stays, mask], 2)
+
+
+def mask_channels(changes: Tensor, frames: int, stride: int) -> Tensor:
+    """A mask of video frames [F, H, W] as that of so many latent frames [64, T, Y, X]: the pixels of a latent are its
+    channels."""
+    blocks = changes.unflatten(2, (-1, stride)).unflatten(1, (-1, stride))  # [F, Y, 8, X, 8]
+    blocks = blocks.permute(2, 4, 0, 1, 3).flatten(0, 1)
+    return F.interpolate(blocks[None], size=(frames, *blocks.shape[2:]), mode="nearest-exact")[0]
+
+
+def comfy_extras(
+    encode: Callable[[Tensor], Tensor], media: Mapping[str, Tensor], clip: Clip, vae: VAEConfig
+) -> dict[str, Tensor]:
+    """The media of a clip as ComfyUI's CONDITIONING carries them, one of each list. encode, media: as of
+    `control_of_media`."""
+    return dict(zip(("vace_frames", "vace_mask"), control_of_media(encode, media, clip, vae), strict=True))

@@ -32,8 +32,8 @@ class Control:
     """The control videos of a batch.
 
     patches: [B or 1, N, L, channels of a patch]; fewer rows serve several branches of the same videos. None: nothing
-    controls the video. scale: float32 [N]. grid: token frames, rows, columns. chains: of the forward that runs: tokens
-    [B, L, C] of every chain, as its last block left them.
+    controls the video. scale: float32 [B or 1, N]. grid: token frames, rows, columns. chains: of the forward that runs:
+    tokens [B, L, C] of every chain, as its last block left them.
     """
 
     patches: Tensor | None
@@ -44,10 +44,11 @@ class Control:
 
     def rows(self, start: int, stop: int) -> Control:
         """Those of the videos start..stop of the batch."""
-        patches = self.patches
+        patches, scale = self.patches, self.scale
         if patches is not None and len(patches) == self.videos:
             patches = patches[start:stop]
-        return replace(self, patches=patches, videos=stop - start)
+        scale = scale[start:stop] if len(scale) == self.videos else scale
+        return replace(self, patches=patches, scale=scale, videos=stop - start)
 
 
 class VaceBlock(Block):
@@ -93,7 +94,7 @@ class VaceModel(WanModel):
 
         control: [1 or B, 96, T, Y, X]: normalised latents of what stays and of what changes, and the mask; or several
         such videos, [1 or B, N, 96, T, Y, X]. None: the VACE blocks do not run. control_scale: how much each counts, a
-        number for all or one for each. Raises ValueError.
+        number for all, or one for each: [N] or [1 or B, N]. Raises ValueError.
         """
         embedded = self.embed_text(context, image)
         found = [self._keys_values(layer, embedded) for layer in range(len(self.blocks))]
@@ -106,7 +107,8 @@ class VaceModel(WanModel):
 
     def prepare_control(self, control: Tensor | None, scale: float | Sequence[float] | Tensor, videos: int) -> Control:
         weight, (pt, py, px) = self.vace_patch_embedding.weight, self.config.patch_size
-        scales = torch.as_tensor(scale, dtype=torch.float32, device=weight.device).reshape(-1)
+        scales = torch.as_tensor(scale, dtype=torch.float32, device=weight.device)
+        scales = scales if scales.ndim == 2 else scales.reshape(1, -1)
         if control is None:
             return Control(None, scales, (0, 0, 0), videos)
         control = control[:, None] if control.ndim == 5 else control
@@ -115,12 +117,12 @@ class VaceModel(WanModel):
                 f"a control video of {list(control.shape)} given for {videos} videos; this model takes [1 or batch, "
                 f"{self.config.vace_channels}, frames, rows, columns], or several of them along a second axis"
             )
-        if len(scales) not in (1, control.shape[1]):
-            raise ValueError(f"{len(scales)} control scales given, and {control.shape[1]} control videos")
+        if scales.shape[1] not in (1, control.shape[1]) or len(scales) not in (1, videos):
+            raise ValueError(f"{scales.numel()} control scales given, and {control.shape[1]} control videos")
         T, Y, X = (size // side for size, side in zip(control.shape[3:], (pt, py, px), strict=True))
         patches = control.to(weight.device, weight.dtype).unflatten(5, (X, px)).unflatten(4, (Y, py))
         patches = patches.unflatten(3, (T, pt)).permute(0, 1, 3, 5, 7, 2, 4, 6, 8).flatten(5).flatten(2, 4)
-        return Control(patches, scales.expand(control.shape[1]), (T, Y, X), videos)
+        return Control(patches, scales.expand(-1, control.shape[1]), (T, Y, X), videos)
 
     def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
         control = control_of(text)
@@ -137,8 +139,8 @@ class VaceModel(WanModel):
         return super().run_blocks(replace(inputs, text=inputs.text._replace(own=own)))
 
     def run_block(self, layer: int, tokens: Tensor, inputs: BlockInputs, own: object | None = None) -> Tensor:
-        control = control_of(inputs.text)
-        if control.patches is None or layer % self.config.vace_every:
+        control, factors = control_of(inputs.text), inputs.info.control
+        if control.patches is None or layer % self.config.vace_every or (factors and not any(factors)):
             return super().run_block(layer, tokens, inputs, own)
         start = tokens if layer == 0 else None
         if start is not None:
@@ -148,11 +150,15 @@ class VaceModel(WanModel):
         # What was chosen for the block beside it.
         block.self_attn.attend, block.parts = self.blocks[layer].self_attn.attend, self.blocks[layer].parts
         kv, added = inputs.text.keys_values[len(self.blocks) + number], []
+        factors = factors_for(factors, len(control.chains))
         for n, chain in enumerate(control.chains):
+            if not factors[n]:  # what it would add is zero
+                continue
             call = AttentionCall(layer, apart(inputs.sparse, f"VACE {n}"), inputs.lengths, own)
             chain, hint = block(chain, inputs.modulation, inputs.rope, kv, call, start=start)
             control.chains[n] = chain
-            added.append(hint.mul_(control.scale[n]))
+            scale = control.scale[0, n] if len(control.scale) == 1 else control.scale[:, n, None, None]
+            added.append(hint.mul_(scale if factors[n] == 1 else scale * factors[n]))
         tokens = super().run_block(layer, tokens, inputs, own)  # last: it may overwrite what the chains start from
         for hint in added:
             tokens.add_(hint)
@@ -163,6 +169,14 @@ class VaceModel(WanModel):
         conv = self.vace_patch_embedding
         some = patches if order is None else patches[:, :, order]
         return [F.linear(one, conv.weight.flatten(1), conv.bias) for one in some.unbind(1)]
+
+
+def factors_for(factors: tuple[float, ...] | None, count: int) -> tuple[float, ...]:
+    """One for each of so many control videos. Raises ValueError."""
+    found = (1.0,) * count if factors is None else factors * count if len(factors) == 1 else factors
+    if len(found) != count:
+        raise ValueError(f"the plan has factors for {len(found)} control videos, and {count} are given")
+    return found
 
 
 def apart(sparse: SparseState | None, name: str) -> SparseState | None:

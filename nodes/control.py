@@ -1,0 +1,186 @@
+"""What controls VACE, and the path of a camera for Fun camera."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from comfy_api.latest import io
+from torch import Tensor
+
+from wan_core.config import ControlOptions
+from wan_core.models.vae.config import VAE_21
+from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.families.fun.camera import MOTIONS, camera_rays, pose_count, read_camera
+from wan_core.models.wan.families.vace.config import STRENGTH
+from wan_core.models.wan.families.vace.inputs import comfy_extras
+from wan_core.pipeline.control_media import images_covering, references_of
+from wan_core.pipeline.images import video_to_pixels
+from wan_core.sampling.conditioning import empty_latents
+from wan_core.sampling.texts import TextRange, shared_range
+
+from . import host
+from .conditioning import check_widgets, size_inputs
+from .schema import newer
+from .sockets import CONDITIONING
+
+
+class WanCoreVACE(io.ComfyNode):
+    """Inputs of VACE."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreVACE",
+            display_name="WanCore VACE",
+            category="WanCore",
+            **newer("WanCoreVACE"),
+            description="What controls VACE: a video that is followed, masks of what is made anew, reference pictures "
+            "and known frames, for all of the run or a part of it. Several of these nodes, one after the other, "
+            "control together.",
+            inputs=[
+                io.Conditioning.Input("positive", tooltip="The encoded prompt, or that of another WanCore VACE."),
+                io.Conditioning.Input("negative", tooltip="The encoded negative prompt; it counts where guidance is "
+                                      "not 1."),
+                io.Vae.Input("vae", tooltip="The Wan 2.1 VAE: WanCore's or ComfyUI's own."),
+                *size_inputs(),
+                io.Float.Input("strength", default=1.0, min=0.0, max=100.0, step=0.01,
+                               tooltip="How much this control counts: 1 as trained, 0 not at all."),
+                io.Image.Input("control_video", optional=True, tooltip="What is followed (depth, edges, poses), or the "
+                               "video of which a part is made anew. Scaled to cover the size, what sticks out is cut "
+                               "off. What it lacks in frames is made."),
+                io.Mask.Input("control_masks", optional=True, tooltip="What of the control video is made anew, for "
+                              "each frame or one for all; without it, all of it is, and follows the control video."),
+                io.Image.Input("reference_images", optional=True, tooltip="Who or what is to be seen, one picture or "
+                               "several. Each is fitted into the size with white bars and is a latent frame in "
+                               "front."),
+                io.Image.Input("first_image", optional=True, tooltip="The first frame, or several."),
+                io.Image.Input("last_image", optional=True, tooltip="The last frame, or several."),
+                io.Float.Input("start", default=0.0, min=0.0, max=1.0, step=0.01, optional=True,
+                               tooltip="The control counts from this share of the run on."),
+                io.Float.Input("end", default=1.0, min=0.0, max=1.0, step=0.01, optional=True,
+                               tooltip="The control counts up to this share of the run. Steps after it are faster."),
+            ],
+            outputs=[
+                io.Conditioning.Output("positive_out", display_name="positive", tooltip="For the sampler."),
+                io.Conditioning.Output("negative_out", display_name="negative", tooltip="For the sampler."),
+                io.Latent.Output("latent", display_name="latent", tooltip="For the sampler. References are its first "
+                                 "frames."),
+                io.Int.Output("trim_latent", display_name="trim_latent", tooltip="Latent frames of the references "
+                              "before the video: for TrimVideoLatent, before decoding."),
+            ],
+        )  # fmt: skip
+
+    @classmethod
+    def validate_inputs(
+        cls,
+        width: int | None = None,
+        height: int | None = None,
+        frames: int | None = None,
+        start: float | None = None,
+        end: float | None = None,
+    ) -> bool:
+        if start is not None and end is not None:
+            ControlOptions(start=start, end=end)
+        return check_widgets(VAE_21, width, height, frames)
+
+    @classmethod
+    def execute(
+        cls,
+        positive: CONDITIONING,
+        negative: CONDITIONING,
+        vae: Any,
+        width: int,
+        height: int,
+        frames: int,
+        strength: float,
+        control_video: Tensor | None = None,
+        control_masks: Tensor | None = None,
+        reference_images: Tensor | None = None,
+        first_image: Tensor | None = None,
+        last_image: Tensor | None = None,
+        start: float = 0.0,
+        end: float = 1.0,
+    ) -> io.NodeOutput:
+        options, size = ControlOptions(scale=strength, start=start, end=end), (width, height)
+        media = {"mask": torch.ones(1, 3, frames, height, width)}
+        if control_masks is not None:
+            alike = frames if len(control_masks) == 1 else -1
+            media["mask"] = images_covering(control_masks.expand(alike, -1, -1), size, frames, rest=1)
+        if control_video is not None:
+            media["control_video"] = images_covering(control_video, size, frames, rest=0)
+        for field, images in (("image", first_image), ("last_image", last_image)):
+            if images is not None:
+                media[field] = images_covering(images, size, min(frames, len(images)), rest=0)
+        if reference_images is not None:
+            media["reference"] = references_of(reference_images, size)
+        extras = comfy_extras(lambda video: vae.encode(video_to_pixels(video)), media, Clip(0, 0, frames, 0), VAE_21)
+        count = len(media.get("reference", ()))
+        latents = empty_latents(VAE_21, width, height, frames)
+        latents = torch.cat([latents[:, :, :1].repeat(1, 1, count, 1, 1), latents], 2)
+        both = (in_ranges(one, extras, options) for one in (positive, negative))
+        return io.NodeOutput(*both, {"samples": host.to_intermediate(latents)}, count)
+
+
+def in_ranges(conditioning: CONDITIONING, extras: dict[str, Tensor], options: ControlOptions) -> CONDITIONING:
+    """Each text with the control added to its lists; once for each part of the run that has another strength."""
+    inside = TextRange(options.start, options.end)
+    parts = [(TextRange(0.0, options.start), 0.0), (inside, options.scale), (TextRange(options.end, 1.0), 0.0)]
+    made = []
+    for rows, given in conditioning:
+        for part, strength in parts:
+            both = shared_range(TextRange.of(given), part)
+            if both is None:
+                continue
+            own = {**extras, STRENGTH: strength}
+            lists = {key: [*(given.get(key) or []), value] for key, value in own.items()}
+            whole = both == TextRange() and "start_percent" not in given
+            made.append([rows, {**given, **lists, **({} if whole else both.percents())}])
+    return made
+
+
+class WanCoreCamera(io.ComfyNode):
+    """The path of a camera."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreCamera",
+            display_name="WanCore Camera",
+            category="WanCore",
+            **newer("WanCoreCamera"),
+            description="The path of a camera for Fun camera, from motions or from the lines of a file of poses. For "
+            "WanCameraImageToVideo.",
+            inputs=[
+                io.String.Input(
+                    "camera",
+                    multiline=True,
+                    default="zoom-in",
+                    tooltip="Motions with their speeds, such as zoom-in or pan-left:0.5+tilt-up, of "
+                    f"{', '.join(MOTIONS)}. Or a line for each frame as in RealEstate10K and CameraCtrl: time, fx, fy, "
+                    "cx, cy, 0, 0 and the rows of the 3x4 matrix from the world to the camera.",
+                ),
+                *size_inputs(),
+            ],
+            outputs=[
+                io.WanCameraEmbedding.Output(
+                    "camera_embedding", display_name="camera_embedding", tooltip="For WanCameraImageToVideo."
+                ),
+                io.Int.Output("width_out", display_name="width", tooltip="As given."),
+                io.Int.Output("height_out", display_name="height", tooltip="As given."),
+                io.Int.Output("length", display_name="length", tooltip="The frames, as given."),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls, camera: str | None = None, width: int | None = None, height: int | None = None, frames: int | None = None
+    ) -> bool:
+        if camera is not None:
+            pose_count(camera)
+        return check_widgets(VAE_21, width, height, frames)
+
+    @classmethod
+    def execute(cls, camera: str, width: int, height: int, frames: int) -> io.NodeOutput:
+        rays = camera_rays(read_camera(camera, frames), width, height)
+        return io.NodeOutput(host.to_intermediate(rays), width, height, frames)

@@ -1,0 +1,92 @@
+"""Paths of a camera: motions, lines of poses, and the rays that Fun camera takes of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan_core.config import OptionError
+from wan_core.models.wan.families.fun.camera import (
+    MOTIONS,
+    CameraPath,
+    camera_rays,
+    moved,
+    parse_motions,
+    pose_count,
+    read_camera,
+)
+
+
+def lines_of(path: CameraPath) -> str:
+    """As RealEstate10K has them."""
+    rows = []
+    for frame, (matrix, lens) in enumerate(zip(path.matrices, path.lenses, strict=True)):
+        numbers = [frame, *lens, 0, 0, *np.linalg.inv(matrix)[:3].flatten()]
+        rows.append(" ".join(f"{number:.12f}" for number in numbers))
+    return "https://example.org/video\n" + "\n".join(rows) + "\n"
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    motions=st.lists(st.tuples(st.sampled_from(list(MOTIONS)), st.floats(0, 2)), min_size=1, max_size=3),
+    frames=st.sampled_from([1, 5, 9]),
+    size=st.tuples(st.sampled_from([16, 48]), st.sampled_from([16, 32])),
+)
+def test_lines_of_poses_are_the_path_that_wrote_them(motions, frames, size) -> None:
+    text = "+".join(f"{name}:{speed:.6f}" for name, speed in motions)
+    path = read_camera(text, frames)
+    again = read_camera(lines_of(path), frames)
+    assert pose_count(lines_of(path)) == frames or frames == 1
+    rays, found = camera_rays(path, *size), camera_rays(again, *size)
+    assert rays.shape == (1, 24, (frames + 3) // 4, size[1], size[0])
+    assert torch.allclose(rays, found, atol=1e-5)
+
+
+def test_rays_are_moments_and_directions_relative_to_the_first_camera() -> None:
+    path = moved(parse_motions("pan-right+turn-left:0.5"), 5)
+    rays = camera_rays(path, 16, 16).unflatten(1, (6, 4))[0]  # [6, 4, 2, H, W]
+    moment, direction = rays[:3], rays[3:]
+    assert torch.allclose(direction.norm(dim=0), torch.ones(4, 2, 16, 16), atol=1e-5)
+    assert (moment * direction).sum(0).abs().max() < 1e-5  # a moment stands on its ray
+    assert not moment[:, :, 0].any() and (rays[:, :1, 0] == rays[:, :, 0]).all()  # the first frame four times
+    moved_on = CameraPath(np.linalg.inv(path.matrices[2]) @ path.matrices, path.lenses)
+    assert torch.allclose(camera_rays(moved_on, 16, 16), camera_rays(path, 16, 16), atol=1e-5)  # whatever the world is
+    up = camera_rays(moved(parse_motions("tilt-up"), 5), 16, 16).unflatten(1, (6, 4))[0]
+    assert (up[4, 3, 1].mean() < up[4, 0, 0].mean()) and not up[:3].any()  # y points down; it does not move
+
+
+def test_a_path_goes_on_at_its_end_and_is_cut() -> None:
+    path = moved(parse_motions("zoom-in"), 6)
+    part = path.part(4, 9)
+    assert len(part) == 5 and (part.matrices[2:] == path.matrices[5]).all()
+
+
+GOOD = lines_of(moved(parse_motions("static"), 2)).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Motions: static, pan-left"),
+        ("zoom", "Motions: static"),
+        ("zoom-in:fast", "speeds of 0 to 10"),
+        ("zoom-in:11", "speeds of 0 to 10"),
+        ("zoom-in:nan", "speeds of 0 to 10"),
+        ("1 2 3", "line 1 of the camera's poses is not 19 numbers"),
+        ("\n".join([*GOOD, "1 2 x"]), "line 4 of the camera's poses"),
+        (GOOD[1].replace("0.5", "inf", 1) + "\n" + GOOD[1], "line 1 of"),
+        (" ".join(["0", "0.5", "0", *GOOD[1].split()[3:]]), "fx and fy"),
+        (" ".join([*GOOD[1].split()[:7], *["0"] * 12]), "no rotation"),
+    ],
+)
+def test_what_is_no_path_is_refused(text: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        pose_count(text)
+
+
+def test_too_few_poses_are_refused() -> None:
+    with pytest.raises(OptionError, match="has 2 poses, and 5 frames"):
+        read_camera("\n".join(GOOD), 5)

@@ -1,0 +1,268 @@
+"""Control videos, masks, pictures and cameras on the command line: what they are to the transformers, and whole runs of
+tiny models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.animate_references import draw_weights
+from tests.control_references import SMALL
+from tests.pipeline.test_wan21 import VISION, huggingface_names
+from wan_core.checkpoint.random import random_module
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.cli import main
+from wan_core.config import ControlOptions, LoadOptions, OptionError, Request
+from wan_core.media.mp4 import write_mp4
+from wan_core.media.video import read_metadata, read_video
+from wan_core.models.vae.config import VAE_21
+from wan_core.models.wan.families.clips import Clip
+from wan_core.models.wan.families.fun.config import FunCameraConfig, FunControlConfig
+from wan_core.models.wan.families.vace.config import VaceConfig
+from wan_core.models.wan.families.vace.inputs import control_of_media
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.sources import TINY
+
+SHAPE: dict[str, Any] = {**SMALL, "dim": 64, "text_dim": 64}
+CONFIGS = {
+    "vace": VaceConfig(**SHAPE, in_channels=16, vace_every=2),
+    "fun-control": FunControlConfig(**SHAPE, in_channels=52),
+    "fun-control-21": FunControlConfig(**SHAPE, in_channels=48, image_dim=1280),
+    "camera": FunCameraConfig(**SHAPE, in_channels=36),
+}
+WIDTH, HEIGHT = 48, 32
+
+
+def drawn(frames: int, seed: int, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("control")
+    for name, config in CONFIGS.items():
+        for expert, seed in (("", 0), ("-low", 7)):
+            save_file(draw_weights(config, seed), folder / f"{name}{expert}.safetensors", {"num_heads": "2"})
+    vision = random_module(VISION, device="cpu", dtype=torch.float32, seed=2)
+    write_safetensors(huggingface_names(vision.state_dict()), folder / "clip_vision_h.safetensors", {})
+    Image.fromarray(drawn(1, 0, 40, 30)[0]).save(folder / "picture.png")
+    mask = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
+    mask[:, WIDTH // 2 :] = 255
+    Image.fromarray(mask).save(folder / "mask.png")
+    write_mp4(folder / "video.mp4", drawn(14, 1), fps=16)
+    return folder
+
+
+def options(folder: Path, name: str) -> list[str]:
+    parts = [f"--{part.replace('_', '-')}={TINY / f'{part}.safetensors'}" for part in ("text_encoder", "vae")]
+    vision = [f"--clip-vision={folder / 'clip_vision_h.safetensors'}"] if name.endswith("21") else []
+    low = [] if name in ("vace", "fun-control-21") else [f"--low={folder / f'{name}-low.safetensors'}"]
+    return [f"--high={folder / f'{name}.safetensors'}", *low, "--device=cpu", *parts, *vision]
+
+
+def run(folder: Path, name: str, out: Path, *given: str) -> int:
+    shared = ["--prompt=a red circle", "--steps=2", "--seed=3", f"--out={out}"]
+    return main(["generate", *options(folder, name), *shared, *(one.replace("@", f"{folder}/") for one in given)])
+
+
+SIZE = f"--size={WIDTH}x{HEIGHT}"
+RUNS = {
+    "text alone": ("vace", [SIZE, "--frames=5"], 5),
+    "followed": ("vace", [SIZE, "--control-video=@video.mp4", "--control-scale=0.7"], 13),
+    "inpainted": ("vace", [SIZE, "--control-video=@video.mp4", "--mask=@mask.png", "--reference=@picture.png"], 13),
+    "outpainted": ("vace", [SIZE, "--control-video=@video.mp4", "--outpaint=8/0/8/16", "--frames=5"], 5),
+    "first and last": ("vace", [SIZE, "--image=@picture.png", "--last-image=@picture.png", "--frames=5"], 5),
+    "in clips": ("vace", [SIZE, "--control-video=@video.mp4", "--clip-frames=9", "--reference=@picture.png"], 14),
+    "control": ("fun-control", [SIZE, "--control-video=@video.mp4", "--reference=@picture.png"], 13),
+    "control 2.1": ("fun-control-21", [SIZE, "--control-video=@video.mp4", "--image=@picture.png", "--frames=5"], 5),
+    "control in clips": ("fun-control", [SIZE, "--control-video=@video.mp4", "--clip-frames=9"], 14),
+    "camera": ("camera", [SIZE, "--camera=zoom-in+pan-left:0.5", "--image=@picture.png", "--frames=5"], 5),
+    "camera in clips": ("camera", [SIZE, "--camera=roll-left", "--clip-frames=5", "--frames=9"], 9),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_command_line_makes_a_video(folder: Path, tmp_path: Path, name: str) -> None:
+    model, given, frames = RUNS[name]
+    assert run(folder, model, tmp_path / "x.mp4", *given) == 0
+    assert read_video(tmp_path / "x.mp4").shape == (frames, HEIGHT, WIDTH, 3)
+    if name == "followed":
+        assert "0.7" in read_metadata(tmp_path / "x.mp4")["control"]
+
+
+# ------------------------------------------------------------------------------------------------ what becomes of them
+
+
+def loaded(folder: Path, name: str) -> Pipeline:
+    parts = {part: str(TINY / f"{part}.safetensors") for part in ("text_encoder", "vae")}
+    parts |= {"clip_vision": str(folder / "clip_vision_h.safetensors")} if name.endswith("21") else {}
+    low = None if name in ("vace", "fun-control-21") else str(folder / f"{name}-low.safetensors")
+    return Pipeline.load(LoadOptions(high=str(folder / f"{name}.safetensors"), low=low, device="cpu", **parts))
+
+
+def request(folder: Path, **given: Any) -> Request:
+    files = {field: str(folder / value) for field, value in given.items() if isinstance(value, str) and "." in value}
+    shared = {"prompt": "a red circle", "steps": 2, "width": WIDTH, "height": HEIGHT, "frames": 5}
+    return Request(**{**shared, **given, **files})
+
+
+def encoded(pipe: Pipeline, video: Tensor) -> Tensor:
+    return pipe.models.vae().normalise(pipe.models.vae().encode(video))
+
+
+def in_pixels(frames: np.ndarray) -> Tensor:
+    return torch.from_numpy(frames).float().permute(3, 0, 1, 2)[None] / 127.5 - 1
+
+
+@torch.no_grad()
+def test_vace_is_given_what_stays_what_changes_and_where(folder: Path) -> None:
+    pipe = loaded(folder, "vace")
+    given = request(folder, control_video="video.mp4", mask="mask.png", reference="picture.png", image="picture.png")
+    job = pipe.prepare(given)
+    assert job.latent_shape == (1, 16, 3, 4, 6) and job.tokens == 3 * 2 * 3  # the reference is a frame of the latents
+    control = pipe.encode(job).inputs["control"]
+    assert control.shape == (1, 96, 3, 4, 6)
+    video = in_pixels(read_video(folder / "video.mp4")[:5])
+    first = pipe.first_frames(job)["image"]
+    changes = torch.zeros(5, HEIGHT, WIDTH)
+    changes[1:, :, WIDTH // 2 :] = 1  # the first frame is known
+    video[:, :, :1] = first
+    assert torch.allclose(control[:, :16, 1:], encoded(pipe, video * (1 - changes)), atol=1e-5)
+    assert torch.allclose(control[:, 16:32, 1:], encoded(pipe, video * changes), atol=1e-5)
+    assert control[:, 16:32, 0].abs().max() < 1e-5 and not control[:, 32:, 0].any()
+    half = control[:, 32:, 1:]  # a latent frame has the mask of one video frame, in the middle of its part
+    assert (half[..., 3:] == 1).all() and not half[..., :3].any()
+
+
+def test_the_channels_of_a_mask_are_the_pixels_of_a_latent() -> None:
+    mask = torch.rand(1, 1, 5, 16, 24).round().expand(1, 3, -1, -1, -1) * 2 - 1
+    found = control_of_media(lambda x: torch.zeros(1, 16, 2, 2, 3), {"mask": mask}, Clip(0, 0, 5, 0), VAE_21)[1]
+    for y in range(16):
+        for x in range(24):
+            for latent, frame in ((0, 1), (1, 3)):  # the frame in the middle of each half
+                assert found[0, 8 * (y % 8) + x % 8, latent, y // 8, x // 8] == mask[0, 0, frame, y, x].clamp(min=0)
+
+
+@torch.no_grad()
+def test_outpainting_pads_the_video_and_keeps_what_it_shows(folder: Path) -> None:
+    pipe = loaded(folder, "vace")
+    given = request(folder, control_video="video.mp4", outpaint=(48, 0, 48, 0), width=144)
+    control = pipe.encode(pipe.prepare(given)).inputs["control"]
+    mask = control[0, 32:, :, :, :]
+    assert not mask[:, :, :, 6:12].any() and (mask[:, :, :, :6] == 1).all() and (mask[:, :, :, 12:] == 1).all()
+    size = pipe.prepare(Request(prompt="", control_video=given.control_video, outpaint=given.outpaint))
+    assert abs(size.width / size.height - 144 / 32) < 0.2 and size.frames == 13
+
+
+@torch.no_grad()
+def test_the_next_clip_of_vace_keeps_the_frames_before_it(folder: Path) -> None:
+    pipe = loaded(folder, "vace")
+    job = pipe.prepare(request(folder, control_video="video.mp4", frames=13, clip_frames=9, overlap=5))
+    assert [(clip.first, clip.frames, clip.carried) for clip in job.clips] == [(0, 9, 0), (4, 9, 5)]
+    media = {"control_video": torch.rand(1, 3, 9, 32, 48), "mask": torch.ones(1, 3, 9, 32, 48)}
+    seen: list[Tensor] = []
+
+    def encode(video: Tensor) -> Tensor:
+        seen.append(video)
+        return torch.zeros(1, 16, 3, 4, 6)
+
+    media["carried"] = torch.rand(1, 3, 5, 32, 48)
+    mask = control_of_media(encode, media, job.clips[1], VAE_21)[1]
+    assert torch.equal(seen[0][:, :, :5], media["carried"]) and not seen[0][:, :, 5:].any()
+    assert torch.equal(seen[1][:, :, 5:], media["control_video"][:, :, 5:])
+    assert not mask[:, :, :2].any() and (mask[:, :, 2] == 1).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["fun-control", "fun-control-21", "camera"])
+def test_fun_is_given_its_control_and_what_is_known(folder: Path, name: str) -> None:
+    pipe = loaded(folder, name)
+    camera = name == "camera"
+    given = request(folder, **{"camera": "zoom-in"} if camera else {"control_video": "video.mp4"}, image="picture.png")
+    job = pipe.prepare(given)
+    found, first = pipe.encode(job), pipe.first_frames(pipe.prepare(given))["image"]
+    assert found.concat is not None
+    if name == "fun-control-21":
+        assert found.concat.shape == (1, 32, 2, 4, 6) and found.image_features is not None
+        assert found.image_features.abs().max() > 0
+        without = pipe.encode(pipe.prepare(request(folder, control_video="video.mp4")))
+        assert without.image_features is not None and not without.image_features.any()
+        assert not without.concat[:, 16:].any()
+    else:
+        known = found.concat[:, 0 if camera else 16 :][:, :4]
+        assert (known[:, :, 0] == 1).all() and not known[:, :, 1].any()
+    rest = torch.cat([first, torch.zeros(1, 3, 4, HEIGHT, WIDTH)], 2)
+    start = found.concat[:, -16:]
+    assert torch.allclose(start if camera else start[:, :, :1], encoded(pipe, rest if camera else first), atol=1e-5)
+    if camera:
+        assert found.inputs["camera"].shape == (1, 24, 2, HEIGHT, WIDTH)
+    else:
+        control = in_pixels(read_video(folder / "video.mp4")[:5])
+        assert torch.allclose(found.concat[:, :16], encoded(pipe, control), atol=1e-5)
+    referred = None if camera else pipe.prepare(request(folder, control_video="video.mp4", reference="picture.png"))
+    assert referred is None or (referred.tokens, referred.latent_shape[2]) == (3 * 2 * 3, 2)  # beside the latents
+
+
+REFUSED = {
+    "--mask=@mask.png": "give --control-video as well",
+    "--outpaint=8/8/8/8": "give --control-video as well",
+    "--control-video=@video.mp4 --frames=17": "has 14 frames, and 17 are asked for",
+    "--control-video=@picture.png": "cannot read",
+    "--control-video=@nothing.mp4": "cannot read",
+    "--pose-video=@video.mp4": "does not take --pose-video",
+    "--camera=zoom-in": "does not take --camera",
+    "--denoise=0.5": "takes no --denoise",
+    "--control-video=@video.mp4 --outpaint=8/0/0/0 --image=@picture.png": "not as large as the padded video",
+    "--control-scale=-1": "control scale -1 given",
+    "--control-start=0.5 --control-end=0.5": "the end comes later",
+    "--control-start=0.9 --control-end=0.91": "none of the 2 steps",
+    "--steps=10 --control-end=0.5 --taylorseer=2/1/0.2": "leave out step caching",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_does_not_fit_is_refused_before_work(folder: Path, tmp_path: Path, capsys, words: str) -> None:
+    assert run(folder, "vace", tmp_path / "x.mp4", SIZE, *words.split()) == 2
+    assert REFUSED[words] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "message"),
+    [
+        ("fun-control", "", "give --control-video"),
+        ("fun-control", "--control-video=@video.mp4 --control-scale=0.5", "takes no strength of a control"),
+        ("fun-control", "--control-video=@video.mp4 --last-image=@picture.png", "takes no --last-image"),
+        ("camera", "", "give --camera"),
+        ("camera", "--camera=zoom", "Motions: static, pan-left"),
+        ("camera", "--camera=zoom-in:11", "speeds of 0 to 10"),
+    ],
+)
+def test_other_families_refuse_what_they_do_not_take(folder, tmp_path, capsys, model, words, message) -> None:
+    assert run(folder, model, tmp_path / "x.mp4", SIZE, *words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_the_strength_of_a_part_of_the_run_counts_in_that_part_alone(folder: Path) -> None:
+    """All of it, none of it, and the first steps of it: no two are equal, and strength 1 for all changes nothing."""
+    pipe = loaded(folder, "vace")
+
+    def made(**control: float) -> Tensor:
+        options = ControlOptions(**control) if control else None
+        given = request(folder, control_video="video.mp4", control=options)
+        return pipe.generate(given).latents
+
+    whole, part, nothing = made(), made(end=0.5), made(scale=0.0)
+    assert torch.equal(whole, made(scale=1.0))
+    assert not torch.equal(part, whole) and not torch.equal(part, nothing) and not torch.equal(whole, nothing)
+    video = request(folder, control_video="video.mp4", control=ControlOptions(end=0.5))
+    assert [step.control for step in pipe.prepare(video).plan.steps] == [(1.0,), (0.0,)]
+    with pytest.raises(OptionError, match="the end comes later"):
+        ControlOptions(start=0.7, end=0.2)
