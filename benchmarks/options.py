@@ -120,6 +120,11 @@ SUITES: dict[str, Suite] = {
         ("640x640x81",),
         takes=("setting", "layers", "scratch"),
     ),
+    "contributions": Suite(
+        "what each part of each block does on the embedded model, and what a run loses without it",
+        ("96x96x17",),
+        takes=("steps", "samples"),
+    ),
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
 ATTENTION_PARTS = ("kernels", "tune", "rounding")

@@ -14,6 +14,7 @@ from benchmarks.attention import attention_rows
 from benchmarks.caches import caches_rows
 from benchmarks.cases import parse_size
 from benchmarks.compare import compare_rows
+from benchmarks.contributions import contributions_rows
 from benchmarks.everyday import everyday_rows
 from benchmarks.forwards import forward_rows
 from benchmarks.four_step import four_step_rows
@@ -71,6 +72,7 @@ MEASURES: dict[str, Rows] = {
     "streaming": streaming_rows,
     "parallel": parallel_rows,
     "gguf": gguf_rows,
+    "contributions": contributions_rows,
     "rotation": rotation_rows,
     "int8": int8_rows,
     "four-step": four_step_rows,

@@ -176,9 +176,8 @@ class CaptionTrial:
         experts: dict[Expert, WanModel] = {n: self.expert(n, setup, dtype) for n in self.plan.experts}
         latents = torch.cat([self._finish(setup, experts, start) for start in range(0, len(self.scenes), BATCH)])
         frames = self._decode(latents)
-        true = sum(judge(video, scene).all_true for video, scene in zip(frames, self.scenes, strict=True))
         row: Row = {"weights": "embedded", "samples": len(self.scenes), "steps": len(self.plan.steps)}
-        row["captions_true"] = round(true / len(self.scenes), 4)
+        row["captions_true"] = self.true_share(frames)
         if setup == REFERENCE:
             self.reference = (latents, frames)
             return row
@@ -190,6 +189,11 @@ class CaptionTrial:
         noise = torch.cat([draw_noise(start + i, self.shape) for i in range(len(scenes))]).to(self.device)
         conditioning = Conditioning(cond=self.rows[start : start + len(scenes)], uncond=self.rows[-1:])
         return finish(setup, self.plan, experts.__getitem__, conditioning, noise, batched=True)
+
+    def true_share(self, frames: Tensor) -> float:
+        """The share of the captions that their videos show."""
+        true = sum(judge(video, scene).all_true for video, scene in zip(frames, self.scenes, strict=True))
+        return round(true / len(self.scenes), 4)
 
     @torch.no_grad()
     def _decode(self, latents: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from .resolution import WanCoreResolutionSchedule
 from .sampling import WanCoreSampler
 from .sound import WanCoreSoundToVideo
 from .sparse import WanCoreSparseAttention
+from .speed import WanCoreSpeedPreset
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
 from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
@@ -63,6 +64,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreSoundToVideo,
     WanCoreVACE,
     WanCoreCamera,
+    WanCoreSpeedPreset,
 ]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from wan_core.config import OptionError, check_choice
 from wan_core.media.video import fit_image
 from wan_core.models.vae.config import VAE_21, VAE_22, VAEConfig
+from wan_core.models.wan.families.family import NEGATIVE_SOURCE
 from wan_core.models.wan.families.wan.inputs import check_first, frame_mask, hold_first, known_frames
 from wan_core.models.wan.tasks import TASKS, image_task
 from wan_core.pipeline.images import pixels_to_video, video_to_pixels
@@ -109,7 +110,7 @@ class WanCoreTextEncode(io.ComfyNode):
                     dynamic_prompts=True,
                     default=NEGATIVE,
                     tooltip="What the video should not show; used where guidance is not 1. Leave it empty for the "
-                    "embedded model.",
+                    f"embedded model. The default is {NEGATIVE_SOURCE}.",
                 ),
             ],
             outputs=[

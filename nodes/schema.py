@@ -33,6 +33,7 @@ ALIASES = {
     "WanCoreCompare": ("compare videos", "psnr", "quality"),
     "WanCoreLoRA": ("wan lora", "lora loader", "lora stack", "lightx2v"),
     "WanCoreSparseAttention": ("sparse attention", "radial attention", "sage", "wan fast", "sla"),
+    "WanCoreSpeedPreset": ("speed", "preset", "wan fast", "teacache", "step caching", "sparse attention"),
     "WanCoreNAG": ("nag", "normalized attention guidance", "negative prompt", "cfg 1"),
     "WanCoreMotionPositions": ("wan s2v", "sound to video", "speech to video"),
     "WanCoreSoundToVideo": ("wan s2v", "sound to video", "speech to video", "audio", "lip sync", "talking"),
@@ -52,6 +53,7 @@ SHOWS_TEXT = (
     "WanCoreModelLoader", "WanCoreTextEncoderLoader", "WanCoreVAELoader", "WanCoreLoRA", "WanCoreLauncher",
     "WanCoreSampler", "WanCoreFromModel", "WanCoreAccelerate", "WanCoreTextEncode", "WanCoreNAG", "WanCoreMagCache",
     "WanCoreTaylorSeer", "WanCoreAdaptiveCache", "WanCoreGuidanceSchedule", "WanCoreSparseAttention",
+    "WanCoreSpeedPreset",
     "WanCoreResolutionSchedule",
 )  # fmt: skip
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from wan_core.pipeline.pipeline import Pipeline, Result
     from wan_core.sampling.plan import Plan, Step, make_plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "CheckpointError",
     "LoadOptions",

@@ -8,6 +8,7 @@ from .devices import device, gpu_count, to_intermediate
 from .folders import (
     model_names,
     model_path,
+    named_files,
     stamps,
     temporary_folder,
     temporary_video,
@@ -46,6 +47,7 @@ __all__ = [
     "log",
     "model_names",
     "model_path",
+    "named_files",
     "plan_of_part",
     "prepare_kernels",
     "prepare_when_up",

@@ -65,6 +65,14 @@ def stamps(folder: str, ending: str) -> list[tuple[str, int]]:
     return [(str(path), path.stat().st_mtime_ns) for path in found]
 
 
+def named_files(folder: str, ending: str) -> dict[str, Path]:
+    """The same files by name, as a list of choices has them: two with one name are the first of them."""
+    found: dict[str, Path] = {}
+    for path, _ in stamps(folder, ending):
+        found.setdefault(Path(path).name, Path(path))
+    return found
+
+
 def unfinished_path(seed: int) -> Path:
     """Where latents lie that are finished and have not arrived yet: what a run leaves there was interrupted by force,
     and `python -m wan_core decode` makes a video of it. In a folder that is read-only nothing is kept, and the run

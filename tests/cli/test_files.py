@@ -22,7 +22,8 @@ from tests.launched import below
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.latents import load_latents
 from wan_core.cli import main
-from wan_core.cli.generate import VideoWriting
+from wan_core.cli.progress import ProgressLine
+from wan_core.cli.video_writing import VideoWriting
 from wan_core.media.video import read_video
 from wan_core.pipeline import pipeline as pipeline_module
 from wan_core.pipeline.sources import TINY
@@ -180,8 +181,8 @@ def test_a_video_goes_where_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         report = pipeline_module.Report(torch.device("cpu"))
 
     for folder in ("gone", "/dev/null"):
-        writing, taken = VideoWriting(Path(tmp_path, folder, "x.mp4")), iter(Made.frames)
-        writing.write(taken, fps=8, settings={})
+        writing, taken = VideoWriting(Path(tmp_path, folder, "x.mp4"), ProgressLine()), iter(Made.frames)
+        writing.write(taken, fps=8, settings={"frames": 5})
         assert writing.fault is not None and f"to {writing.path}" in writing.fault
         path = writing.elsewhere(Made())
         assert path.parent == tmp_path and len(read_video(path)) == 5

@@ -142,9 +142,10 @@ def test_left_over_files_go_and_others_stay(tmp_path: Path, monkeypatch: pytest.
     for name in (*stay, *go):
         (tmp_path / name).write_text("")
     folder = tmp_path / f".j.{machine}-{ended_process()}-00000000-0000.part"
-    folder.mkdir()
+    folder.mkdir()  # of pictures that were not finished
+    (folder / "00001.png").touch()
     write_text(tmp_path / "new.json", "{}")
-    assert names(tmp_path) == sorted([*stay, folder.name, "new.json"])
+    assert names(tmp_path) == sorted([*stay, "new.json"])
     monkeypatch.setattr(outputs_module.socket, "gethostname", lambda: "elsewhere")
     outputs_module._machine.cache_clear()
     (tmp_path / go[0]).write_text("")

@@ -150,7 +150,7 @@ def test_frames_that_stand_still_are_encoded_once(config: VAEConfig, chunk: int,
 
 def test_pictures_that_stand_still_give_the_same_bits() -> None:
     """Pictures are stored channels last, and the CPU's convolutions are others for them."""
-    vae, _ = load_vae_only("tiny", None, "cpu", "fp32")
+    vae, _ = load_vae_only("tiny", None, "cpu", "fp32", 16)
     pictures = torch.zeros(1, 17, 96, 96, 3)
     pictures[:, 0] = torch.rand(96, 96, 3, generator=torch.Generator().manual_seed(0))
     found = vae.encode(pictures.movedim(-1, 1))

@@ -145,3 +145,29 @@ def test_the_embedded_model_s_own_curve_is_found(comfy: ComfyUI) -> None:
     run = comfy.run(graph)
     assert run.ok, run.status
     assert TINY in graph["model"]["inputs"].values() and "57 % saved" in run.outputs["plan"]["text"][0]
+
+
+def test_speed_presets_of_the_pack_and_of_the_user(comfy: ComfyUI) -> None:
+    """A preset's pattern and sparsity are in the plan; a file is read again when it changes, and refused when damaged
+    or not there."""
+    graph = loaders() | {"speed": node("WanCoreSpeedPreset", preset="balanced")}
+    graph["plan"] = node(
+        "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=2.0, skipping=["speed", 0]
+    )
+    graph["words"] = node("PreviewAny", source=["plan", 1])
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    assert "% of keys" in run.outputs["words"]["text"][0] and "saved" in run.outputs["words"]["text"][0]
+    path = comfy.base / "models" / "diffusion_models" / "mine.preset.json"
+    mine = {"format": "wancore-preset/1", "name": "mine", "setting": "pattern:100/100/0", "source": "a test"}
+    path.write_text(json.dumps(mine))
+    graph["speed"]["inputs"]["preset"] = "mine.preset.json"
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    assert "reuse" in run.outputs["words"]["text"][0] and "% of keys" not in run.outputs["words"]["text"][0]
+    path.write_text(json.dumps(mine | {"setting": "pattern:012"}))
+    run = comfy.run(graph)
+    assert not run.ok and "mine.preset.json" in run.message("execution_error")["exception_message"]
+    graph["speed"]["inputs"]["preset"] = "../../../etc/x.preset.json"
+    run = comfy.run(graph)
+    assert not run.ok and "is not there" in run.message("execution_error")["exception_message"]

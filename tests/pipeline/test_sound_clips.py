@@ -22,8 +22,9 @@ from tests.animate_references import draw_weights
 from tests.pipeline.test_clips import Stopped, stop_after
 from wan_core.checkpoint.speech import load_speech
 from wan_core.cli import main
-from wan_core.cli.generate import VideoWriting
+from wan_core.cli.progress import ProgressLine
 from wan_core.cli.prompt_list import write_with_report
+from wan_core.cli.video_writing import VideoWriting
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.execution.report import Report
 from wan_core.media.sound import read_sound
@@ -193,9 +194,10 @@ def test_the_file_has_the_sound_and_its_length(folder: Path, tmp_path: Path) -> 
 
 def test_a_sound_that_is_gone_by_the_end_is_in_the_file(folder: Path, tmp_path: Path) -> None:
     sound = shutil.copy(folder / "speech.wav", tmp_path / "speech.wav")
-    writing = VideoWriting(tmp_path / "x.mp4", str(sound))
+    writing = VideoWriting(tmp_path / "x.mp4", ProgressLine(), str(sound))
     Path(sound).unlink()
-    writing.write(iter(np.zeros((loop.FRAMES, 32, 32, 3), np.uint8)), fps=16, settings={})
+    settings = {"frames": loop.FRAMES}
+    writing.write(iter(np.zeros((loop.FRAMES, 32, 32, 3), np.uint8)), fps=16, settings=settings)
     assert writing.fault is None and abs(read_sound(tmp_path / "x.mp4").seconds - loop.FRAMES / 16) <= 1 / 16
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import ceil, floor
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT, small_dit
-from wan_core.config import AdaptiveOptions, GuidanceOptions, MagCacheOptions, SkipOptions, TaylorSeerOptions
+from wan_core.config import (
+    AdaptiveOptions,
+    GuidanceOptions,
+    MagCacheOptions,
+    PatternOptions,
+    SkipOptions,
+    TaylorSeerOptions,
+)
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo, Place, RunnerChain
 from wan_core.sampling.cache.adaptive_run import Adaptive
@@ -30,6 +38,8 @@ SETTINGS = {
     "published": SkipOptions(magcache=MagCacheOptions(**MAG | {"threshold": 0.05}, rule="published")),
     "magcache order 1": SkipOptions(magcache=MagCacheOptions(**MAG, order=1)),
     "taylorseer": SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=2, retention=0.1)),
+    "taylorseer 1.5": SkipOptions(taylorseer=TaylorSeerOptions(interval=3, order=1.5, retention=0.1)),
+    "pattern": SkipOptions(pattern=PatternOptions(high="11010010", low="1101")),
     "guidance": SkipOptions(guidance=GuidanceOptions(low=0.3, high=0.98, every=2)),
     "both": SkipOptions(
         magcache=MagCacheOptions(**MAG, order=1), guidance=GuidanceOptions(low=0.3, high=0.98, every=3)
@@ -62,10 +72,13 @@ def textbook(plan, noise):
             grid, past = model.token_grid(x), kept.setdefault((step.expert, branch), [])
             tokens, (time, modulation) = model.embed_patches(x, grid), model.embed_time(t)
             if branch in step.skipped:
-                used = past[-(step.order + 1) :]
-                stacked = torch.stack([r for _, r in used]).flatten(1).double().numpy()
-                polynomial = np.polynomial.polynomial.polyfit([float(i) for i, _ in used], stacked, len(used) - 1)
-                value = np.polynomial.polynomial.polyval(float(step.index), polynomial)
+                values = []
+                for order in {floor(step.order), ceil(step.order)}:  # two for 1.5, which is their mean
+                    used = past[-(order + 1) :]
+                    stacked = torch.stack([r for _, r in used]).flatten(1).double().numpy()
+                    polynomial = np.polynomial.polynomial.polyfit([float(i) for i, _ in used], stacked, len(used) - 1)
+                    values.append(np.polynomial.polynomial.polyval(float(step.index), polynomial))
+                value = sum(values) / len(values)
                 after = tokens + torch.from_numpy(value).float().view_as(tokens)
             else:
                 given = (tokens, modulation, model.rope(grid, x.device), text, ForwardInfo(), grid)

@@ -23,6 +23,7 @@ from wan_core.checkpoint.microscaled import with_packed
 from wan_core.checkpoint.opened import Checkpoint, TensorInfo, from_state_dict, merge, short_path
 from wan_core.checkpoint.pickle_file import open_pickle
 from wan_core.checkpoint.safetensors_file import open_safetensors
+from wan_core.config.checks import near_file
 from wan_core.config.limits import MAX_JSON
 
 __all__ = ["Checkpoint", "Source", "TensorInfo", "open_checkpoint"]
@@ -51,7 +52,7 @@ def _open_path(path: Path) -> Checkpoint:
         if path.is_dir():
             return _open_folder(path)
         if not path.is_file():
-            raise CheckpointError(f"no such file or folder ({path})", where=where)
+            raise CheckpointError(f"no such file or folder ({path}){near_file(path)}", where=where)
         if path.name.endswith(".index.json"):
             return _open_index(path)
         opened = _open_file(path)

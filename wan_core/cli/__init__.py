@@ -1,4 +1,4 @@
-"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, check, inspect, doctor.
+"""The command line: generate, warmup, decode, quantize, plan, calibrate, quality, search, check, inspect, doctor.
 
 User errors (a number out of range, a wrong file) end with one line on stderr and exit code 2. Everything is checked
 before work starts. Finished latents are written to disk before decoding, and stay there if a later phase fails.
@@ -9,15 +9,23 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from wan_core import __version__
 from wan_core.cli.control import add_strength_options
 from wan_core.cli.generate import run_decode, run_generate, run_warmup
-from wan_core.cli.inform import run_check, run_doctor, run_plan, run_quantize
+from wan_core.cli.inform import PLANNED_TASK, run_check, run_doctor, run_plan, run_quantize
 from wan_core.cli.inspect import add_inspect_options, run_inspect
+from wan_core.cli.libraries import missing_library
 from wan_core.cli.options import (
+    DEVICE_HELP,
+    MODEL_HELP,
+    VAE_PRECISION_HELP,
+    add_clip_options,
     add_lora_options,
     add_memory_plan_options,
     add_model_options,
@@ -25,24 +33,40 @@ from wan_core.cli.options import (
     add_plan_options,
     add_request_options,
     add_window_options,
+    task_table,
 )
+from wan_core.cli.parsing import Parser, program
 from wan_core.cli.prompt_list import run_list
-from wan_core.cli.quality import run_calibrate, run_quality
+from wan_core.cli.quality import run_calibrate, run_quality, run_search
 from wan_core.cli.workers import add_worker_options
 from wan_core.config import PRECISIONS, UserError
 from wan_core.models.wan.tasks import TASKS
-from wan_core.pipeline.evaluate.options import add_calibrate_options, add_quality_options
+from wan_core.pipeline.evaluate.options import add_calibrate_options, add_quality_options, add_search_options
 
+PIPE_CLOSED = 141  # as a shell says of a program that SIGPIPE ended
+OUT_HELP = "the video to write: .mp4, .webm or .gif; without ending, a folder of PNG files (default %(default)s)"
 OUT_OF_MEMORY = "Try --residency stream, a smaller --size or fewer --frames."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand. Returns the exit code: 0 done, 1 a check failed, 2 user error, 3 out of memory,
-    130 interrupted."""
+    130 interrupted, 141 nobody reads the output any more."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["bench"]:
         return run_benchmarks(arguments[1:])
-    options = build_parser().parse_args(arguments)
+    try:
+        options = parse(arguments)
+        code = run_command(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # what reads the output has ended, as in `... | head`
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # a stream without a descriptor has nothing left to flush at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return PIPE_CLOSED
+
+
+def run_command(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
     return report_faults(options.command, lambda: options.run(options))
 
@@ -51,9 +75,17 @@ def report_faults(command: str, run: Callable[[], int]) -> int:
     """Call `run` and return its exit code. User errors, interruption and out of memory print one line on stderr."""
     try:
         return run()
+    except BrokenPipeError:
+        raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except ModuleNotFoundError as fault:
+        advice = missing_library(fault.name or "")
+        if advice is None:
+            raise
+        print(f"wan_core {command}: {advice}", file=sys.stderr)
+        return 2
     except (UserError, OSError) as fault:
         logging.getLogger(__name__).info("raised here", exc_info=True)
         print(f"wan_core {command}: {fault}", file=sys.stderr)
@@ -79,23 +111,40 @@ def run_benchmarks(arguments: Sequence[str]) -> int:
     return int(importlib.import_module("benchmarks.__main__").main(arguments))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m wan_core", description="Video generation with Wan 2.2.")
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command. Ends the program with exit code 2 where they are wrong, 0 after --help."""
+    parser = build_parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options
+
+
+class MainParser(Parser):
+    """With the parser of each command by name."""
+
+    commands: dict[str, Parser]
+
+
+def build_parser() -> MainParser:
+    parser = MainParser(prog=program(), description="Video generation with Wan 2.2.")
+    parser.add_argument("--version", action="version", version=f"wancore {__version__}")
     parser.add_argument("--verbose", action="store_true", help="log every automatic choice and its reason")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
+    parser.commands = {}
     for name, (help, add_options, run) in COMMANDS.items():
-        command = commands.add_parser(name, help=help)
+        command = parser.commands[name] = commands.add_parser(name, help=help, description=f"{name}: {help}.")
         add_options(command)
+        command.usage = command.short_usage().removeprefix("usage: ").partition(";")[0].replace("%", "%%")
         command.set_defaults(run=run)
     return parser
 
 
 def add_generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = task_table()
     add_model_options(parser)
     add_request_options(parser)
-    parser.add_argument(
-        "--out", type=Path, default=Path("wancore.mp4"), help="the video to write, .mp4 (default %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("wancore.mp4"), help=OUT_HELP)
     parser.add_argument("--save-latents", type=Path, help="also keep the finished latents in this .safetensors file")
     parser.add_argument("--sheet", type=Path, help="also write frames from first to last as one picture (.png)")
     parser.add_argument("--report", type=Path, help="write the report as JSON")
@@ -108,17 +157,18 @@ def run_generate_or_list(options: argparse.Namespace) -> int:
 
 
 def add_warmup_options(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = task_table()
     add_model_options(parser)
     add_request_options(parser, prompt=False)
 
 
 def add_decode_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("latents", type=Path, help="a file written by --save-latents, or kept after a failed run")
-    parser.add_argument("--model", help="tiny, or the folder of a release")
+    parser.add_argument("--model", help="tiny, the folder of a release, or ComfyUI's models folder")
     parser.add_argument("--vae", help="VAE file or folder")
-    parser.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=Path("wancore.mp4"))
+    parser.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"), help=VAE_PRECISION_HELP)
+    parser.add_argument("--device", default="auto", help=DEVICE_HELP)
+    parser.add_argument("--out", type=Path, default=Path("wancore.mp4"), help=OUT_HELP)
     add_overwrite_option(parser)
 
 
@@ -134,12 +184,14 @@ def add_quantize_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-blocks", type=int, default=0, metavar="N", help="do not quantise the first and last N blocks"
     )
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", help=DEVICE_HELP)
     add_overwrite_option(parser)
 
 
 def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--task", default="t2v-A14B", help=f"one of {', '.join(TASKS)} (default %(default)s)")
+    parser.epilog = task_table()
+    parser.add_argument("--model", help=f"{MODEL_HELP}: the plan is for its task and files")
+    parser.add_argument("--task", help=f"one of {', '.join(TASKS)} (default: that of --model, else {PLANNED_TASK})")
     parser.add_argument("--high", type=Path, help="the expert's file or folder: uses the MagCache curve beside it")
     parser.add_argument("--low", type=Path, help="the low-noise expert's; its name may say that it is step-distilled")
     parser.add_argument("--image", action="store_true", help="plan a video that starts from an image (TI2V-5B)")
@@ -148,6 +200,13 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     add_window_options(parser)
     add_strength_options(parser.add_argument_group("control (VACE)"))
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_clip_options(parser, "print the clips of a video of --frames, this many frames each")
+    parser.add_argument(
+        "--seconds-per-forward",
+        type=float,
+        metavar="S",
+        help="of one clip, dense: print the time of all steps and clips",
+    )
     add_memory_plan_options(parser)
 
 
@@ -165,13 +224,20 @@ def add_quality_command_options(parser: argparse.ArgumentParser) -> None:
     add_overwrite_option(parser)
 
 
+def add_search_command_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    add_plan_options(parser)
+    add_search_options(parser)
+    add_overwrite_option(parser)
+
+
 def add_check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("video", type=Path)
     parser.add_argument("--prompt", help="the caption (default: the one in the file's metadata)")
 
 
 def add_doctor_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", help=DEVICE_HELP)
     parser.add_argument("--json", action="store_true")
 
 
@@ -197,6 +263,11 @@ COMMANDS: dict[str, Command] = {
         "compare step caching, guidance schedules and sparse attention with the full run",
         add_quality_command_options,
         run_quality,
+    ),
+    "search": (
+        "find presets for a model: the most quality in so many seconds",
+        add_search_command_options,
+        run_search,
     ),
     "check": ("check whether a video of the embedded model shows its caption", add_check_options, run_check),
     "inspect": ("show a file's model, layout, precision, LoRA rank and problems", add_inspect_options, run_inspect),

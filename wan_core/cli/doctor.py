@@ -5,7 +5,6 @@ For each one that cannot run, the reason is given.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import subprocess
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from wan_core.cli.libraries import LIBRARIES, library, library_lines
 from wan_core.config.compile_cache import why_not_kept
 from wan_core.config.folders import cache_folder
 from wan_core.execution.report import GIB
@@ -35,20 +35,6 @@ from wan_core.pipeline.card_choice import Choice, choice_lines, choices_on
 from wan_core.pipeline.settings import choose_device
 from wan_core.pipeline.sources import TINY
 
-# distribution -> (what it is for, how to install it); None: required
-LIBRARIES: dict[str, tuple[str, str | None]] = {
-    "torch": ("everything, from 2.6 on", None),
-    "numpy": ("frames", None),
-    "sentencepiece": ("tokenizer", None),
-    "av": ("writing and reading video", None),
-    "Pillow": ("reading images", None),
-    "flash-attn-4": ("attention on Hopper and Blackwell", "pip install 'wancore[attention]'"),
-    "flash-attn": ("attention on Ampere and newer", "pip install --no-build-isolation flash-attn"),
-    "sageattention": ("int8 attention", "see github.com/thu-ml/SageAttention"),
-    "nvidia-cudnn-frontend": ("FP8 attention", "pip install 'wancore[attention]'"),
-    "transformer-engine": ("FP8 linears and attention", "pip install --no-build-isolation 'wancore[te]'"),
-    "comfy-kitchen": ("INT8 matmuls and attention; NVFP4 and MXFP8 on Blackwell", "pip install 'wancore[comfy]'"),
-}
 # Largest relative errors that a self-test accepts.
 TOLERANCE = 0.01  # of an exact backend in bf16; measured: 0.002 to 0.004
 ROUNDED = 0.10  # of a backend that rounds to FP8 or int8; measured on random data: 0.05 to 0.08
@@ -106,12 +92,9 @@ def _card(device: torch.device) -> dict[str, Any] | None:
 
 
 def _library(name: str) -> dict[str, Any]:
-    purpose, install = LIBRARIES[name]
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return {"for": purpose, "version": None, "note": install or "required: pip install -r requirements.txt"}
-    return {"for": purpose, "version": version, "note": why_too_old(version) if name == "sentencepiece" else None}
+    found = library(name)
+    too_old = name == "sentencepiece" and found["version"] and why_too_old(found["version"])
+    return found | {"note": too_old or found["note"]}
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -263,12 +246,7 @@ def _assets() -> dict[str, Any]:
 def text(findings: dict[str, Any]) -> str:
     """The findings as text, one per line."""
     lines = ["system"] + [f"  {key:<22} {value}" for key, value in findings["system"].items()]
-    lines.append("libraries")
-    for name, library in findings["libraries"].items():
-        state = library["version"] or "not installed"
-        lines.append(
-            f"  {name:<22} {state:<16} {library['for']}" + (f" ({library['note']})" if library["note"] else "")
-        )
+    lines += library_lines(findings["libraries"])
     if (card := findings["card"]) is not None:
         lines += choice_lines([Choice(what, **one) for what, one in card.items()])
     lines.append(f"attention backends (auto: {findings['auto']})")

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 import shlex
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wan_core.cli.control import control_of
-from wan_core.cli.options import outputs_of, plan_numbers
+from wan_core.cli.options import RANDOM_SEED, outputs_of, plan_numbers
 from wan_core.cli.progress import ProgressLine
-from wan_core.cli.sound import sound_of
+from wan_core.cli.video_writing import VideoWriting, video_output
 from wan_core.cli.workers import generate_on, worker_options
-from wan_core.config import LoadOptions, OptionError, Request
-from wan_core.config.outputs import Outputs
+from wan_core.config import LoadOptions, Request
 from wan_core.sampling.cache.arguments import skip_options
+
+if TYPE_CHECKING:
+    from wan_core.pipeline.pipeline import Pipeline
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -29,6 +30,8 @@ def request_of(options: argparse.Namespace) -> Request:
     width, height = options.size or (None, None)
     settings = {f.name: arguments[f.name] for f in fields(Request) if f.name in arguments} | plan_numbers(options)
     settings |= {"prompt": options.prompt or "", "control": control_of(options)}
+    if options.seed == RANDOM_SEED:
+        settings["seed"] = secrets.randbelow(2**32)
     return Request(**{**settings, "width": width, "height": height, "skip": skip_options(options)})
 
 
@@ -39,12 +42,11 @@ def load_options_of(options: argparse.Namespace) -> LoadOptions:
 
 
 def run_warmup(options: argparse.Namespace) -> int:
-    from wan_core.pipeline.pipeline import Pipeline
     from wan_core.pipeline.warmup import warm_up
 
     request = request_of(options)
     progress = ProgressLine()
-    pipe = Pipeline.load(load_options_of(options), request=request)
+    pipe = load_with_progress(load_options_of(options), request, progress)
     warm_up(pipe, request, progress.phase)
     print(pipe.report.text())
     return 0
@@ -52,15 +54,15 @@ def run_warmup(options: argparse.Namespace) -> int:
 
 def run_generate(options: argparse.Namespace) -> int:
     """Returns 1 if the video is complete and another file that was asked for could not be written."""
-    from wan_core.media.mp4 import check_video_name
     from wan_core.media.pictures import check_picture_name
+    from wan_core.media.video_formats import check_sound
 
     request, load_options = request_of(options), load_options_of(options)
-    check_video_name(options.out)
     if options.sheet is not None:
         check_picture_name(options.sheet)
+    check_sound(options.out, request.audio is not None)
     with outputs_of(options) as outputs:
-        out = outputs.add("--out", options.out)
+        out = video_output(outputs, options.out)
         if options.save_latents is None:  # latents kept after an earlier failed run are never overwritten
             kept = out.with_suffix(".latents.safetensors")
             latents = outputs.add("latents kept for --out", kept, overwrite=False, quiet=True)
@@ -90,7 +92,8 @@ def generate_files(
     from wan_core.pipeline.kept_clips import remove_kept
 
     kept: list[Path] = []
-    progress, writing = ProgressLine(), VideoWriting(files.video, request.audio)
+    progress = ProgressLine(request.seed)
+    writing = VideoWriting(files.video, progress, request.audio)
     try:
         result = generate(options, load_options, request, progress, files, kept.append, writing.write)
         video = files.video if writing.fault is None else writing.elsewhere(result)
@@ -114,6 +117,7 @@ def generate_files(
         missing = [f"the latents of each clip are in {files.clips}"]
     missing += write_beside_video(result, files)
     print(result.report.text())
+    print(f"  seed {request.seed}")
     print(video)
     if video != files.video:
         missing.append(f"the video is in {video} and not in {files.video}")
@@ -132,49 +136,24 @@ def generate(
     write: Callable[..., None],
 ) -> Any:
     """A `Result` or `RemoteResult`: made here, or by several GPUs."""
-    from wan_core.pipeline.pipeline import Pipeline
-
     workers = worker_options(options)
     if workers is not None:
         return generate_on(workers, load_options, request, progress, files.latents, files.clips, on_kept, write)
-    pipe = Pipeline.load(load_options, request=request)
+    pipe = load_with_progress(load_options, request, progress)
     told = {"on_step": progress.step, "on_phase": progress.phase, "on_kept": on_kept}
+    told["on_job"] = lambda job: progress.planned(job.plan)
     return pipe.generate(request, keep_latents=files.latents, keep_clips=files.clips, write=write, **told)
 
 
-class VideoWriting:
-    """Writes the video to `path` while it is decoded, or else into the folder for temporary files: it took too long to
-    be lost. audio: path of its sound, which is read before anything is made. fault: why `path` could not be
-    written."""
+def load_with_progress(load_options: LoadOptions, request: Request, progress: ProgressLine) -> Pipeline:
+    """The models, ready for `request`. Raises as `Pipeline.load` does."""
+    from wan_core.checkpoint.staged import Reading, reading
+    from wan_core.pipeline.pipeline import Pipeline
 
-    def __init__(self, path: Path, audio: str | None = None) -> None:
-        self.path, self.sound = path, sound_of(audio)
-        self.fault: str | None = None
-
-    def write(self, frames: Iterator[Any], /, *, fps: int, settings: Mapping[str, Any]) -> None:
-        """For `Pipeline.generate`."""
-        from wan_core.media.mp4 import write_mp4
-        from wan_core.pipeline.pipeline import metadata
-
-        try:
-            write_mp4(self.path, frames, fps=fps, sound=self.sound, metadata=metadata(settings))
-        except (OSError, OptionError) as fault:  # the disk is full, or the folder is gone
-            self.fault = f"the video could not be written to {self.path}: {getattr(fault, 'strerror', None) or fault}"
-            print(self.fault, file=sys.stderr)
-
-    def elsewhere(self, result: Any) -> Path:
-        """Where it is instead. Raises OSError where it fits nowhere."""
-        from wan_core.media.mp4 import write_mp4
-        from wan_core.pipeline.pipeline import metadata
-
-        settings = metadata(result.report.settings)
-        try:
-            with result.report.phase("write"), Outputs({}) as outputs:
-                elsewhere = outputs.add("--out", Path(tempfile.gettempdir(), self.path.name))
-                return write_mp4(elsewhere, result.frames, fps=result.fps, sound=self.sound, metadata=settings)
-        except (OSError, OptionError) as fault:
-            second = getattr(fault, "strerror", None) or fault
-            raise OSError(f"{self.fault}; nor to {tempfile.gettempdir()}: {second}") from fault
+    with reading(Reading(on_bytes=progress.read)):
+        pipe = Pipeline.load(load_options, request=request, on_found=progress.found)
+    progress.end()
+    return pipe
 
 
 def write_beside_video(result: Any, files: GeneratedFiles) -> list[str]:
@@ -211,19 +190,25 @@ def decode_command(options: argparse.Namespace, latents: Path, out: Path) -> str
 def run_decode(options: argparse.Namespace) -> int:
     from wan_core.checkpoint.latents import load_latents
     from wan_core.execution.report import Report
-    from wan_core.media.mp4 import check_video_name, write_mp4
+    from wan_core.media.video_formats import write_video
     from wan_core.pipeline.builder import load_vae_only
-    from wan_core.pipeline.images import decode_latents
+    from wan_core.pipeline.images import decode_latents, images_shape
     from wan_core.pipeline.pipeline import metadata
 
-    check_video_name(options.out)
     with outputs_of(options) as outputs:
-        out = outputs.add("--out", options.out)
+        out = video_output(outputs, options.out)
         latents, fps, settings = load_latents(options.latents)
-        vae, device = load_vae_only(options.model, options.vae, options.device, options.vae_precision)
+        vae, device = load_vae_only(options.model, options.vae, options.device, options.vae_precision, latents.shape[1])
         report = Report(device, settings=settings)
-        write = partial(write_mp4, out, fps=fps, metadata=metadata(settings))
+        progress = ProgressLine()
+        progress.phase("decode")
+        count = images_shape(vae.config, latents)[0]
+
+        def write(frames: Iterator[Any]) -> None:
+            write_video(out, progress.frames(frames, count), fps=fps, metadata=metadata(settings))
+
         decode_latents(vae, latents.to(device), report, write)
+        progress.end()
     print(report.text())
     print(out)
     return 0

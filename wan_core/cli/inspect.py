@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from wan_core.config import OptionError, UserError
+from wan_core.config.checks import near_file
 
 _LAYER = re.compile(r"blocks[._](\d+)[._]")
 
 
 def add_inspect_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, help="safetensors, gguf, pth, a shard index, a folder, or a LoRA")
+    kinds = "safetensors, gguf, pth, a shard index, a LoRA; a folder of one part, of a release, or ComfyUI's models"
+    parser.add_argument("file", type=Path, help=kinds)
     parser.add_argument("--json", action="store_true")
 
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Print the description of the file. Returns 1 if it has problems, else 0."""
     if not options.file.exists():
-        raise OptionError(f"{options.file} does not exist")
+        raise OptionError(f"{options.file} does not exist{near_file(options.file)}")
     description = inspect(options.file)
     print(json.dumps(description, indent=1) if options.json else "\n".join(text_lines(description)))
     return int(bool(description["problems"]))
@@ -32,9 +34,54 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def inspect(path: Path) -> dict[str, Any]:
     """A description of `path` in plain values: kind, family, layout, precision, expert, ..., and a list of "problems".
+    Of a release or a models folder, its parts, each with its description.
 
     Reads only headers.
     """
+    if path.is_dir() and (parts := parts_of(path)) is not None:
+        return inspect_parts(path, parts)
+    return inspect_file(path)
+
+
+def parts_of(folder: Path) -> dict[str, Path] | None:
+    """Name -> file or folder: the parts of a release, or the files of a models folder; None for a folder that holds one
+    part."""
+    from wan_core.checkpoint import find_parts
+    from wan_core.pipeline.model_folders import TEXT_ENCODERS, TRANSFORMERS, files, models_root
+
+    root = models_root(folder)
+    if root is not None:
+        found = files(root, (*TRANSFORMERS, *TEXT_ENCODERS, "vae", "clip_vision", "loras"))
+        return {str(path.relative_to(root)): path for path in found}
+    parts = find_parts(folder)
+    return parts if len(parts) > 1 else None
+
+
+def inspect_parts(folder: Path, parts: Mapping[str, Path]) -> dict[str, Any]:
+    """{"folder", "gib", "parts", "models", "problems"}. models: the tasks that can be run with what is there; a part
+    that cannot be used is a problem only in a release, because a models folder holds files of other models too."""
+    from wan_core.config import LoadOptions
+    from wan_core.pipeline.model_folders import models_in, models_root
+    from wan_core.pipeline.sources import find_models
+
+    found = {name: inspect_file(path) for name, path in parts.items() if name != "tokenizer"}
+    total = round(sum(one.get("gib", 0) for one in found.values()), 3)
+    described: dict[str, Any] = {"folder": str(folder), "gib": total, "parts": found, "models": [], "problems": []}
+    root = models_root(folder)
+    if root is not None:
+        described["models"] = [model.words(root) for model in models_in(root)[0]]
+        return described
+    described["problems"] = [f"{name}: {problem}" for name, one in found.items() for problem in one["problems"]]
+    try:
+        described["models"] = [find_models(LoadOptions(model=str(folder))).task.name]
+    except UserError as fault:
+        if str(fault) not in " ".join(described["problems"]):
+            described["problems"].append(str(fault))
+    return described
+
+
+def inspect_file(path: Path) -> dict[str, Any]:
+    """As `inspect`, of a file, or of a folder that holds one part."""
     from wan_core.checkpoint import open_checkpoint
     from wan_core.checkpoint.lora.names import is_lora
 
@@ -175,9 +222,22 @@ def _from_metadata_and_name(metadata: Mapping[str, str], path: Path, known: Mapp
     return found
 
 
+def part_line(name: str, found: Mapping[str, Any]) -> str:
+    """`high: Wan 2.2 t2v-A14B, official layout, bfloat16, 26.62 GiB`."""
+    if found["problems"]:
+        return f"{name}: not usable: {found['problems'][0]}"
+    words = [found.get("family", found["kind"]), f"{found['layout']} layout", next(iter(found["precision"]), "")]
+    words += [found["expert"]] if "expert" in found else []
+    return f"{name}: {', '.join(words)}, {found['gib']:.2f} GiB"
+
+
 def text_lines(found: Mapping[str, Any]) -> list[str]:
-    """The description as lines `key: value`, problems last."""
+    """The description as lines `key: value`, problems last; of a folder, a line for each part."""
     lines = []
+    if "parts" in found:
+        lines = [f"folder: {found['folder']}", *(part_line(name, one) for name, one in found["parts"].items())]
+        lines += [f"total: {found['gib']:.2f} GiB", f"models: {'; '.join(found['models']) or 'none is complete'}"]
+        return [*lines, *(f"problem: {problem}" for problem in found["problems"])]
     for key, value in found.items():
         if key == "problems":
             continue

@@ -24,16 +24,26 @@ from wan_core.config import (
 )
 from wan_core.config.checks import parse_size
 from wan_core.config.outputs import Outputs
+from wan_core.models.wan.families.family import NEGATIVE_SOURCE
 from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.arguments import add_skip_options
 from wan_core.sampling.plan import SCHEDULES
 from wan_core.sampling.presets import CHOICES as PRESETS
 from wan_core.sampling.window import Window
 
+NEGATIVE_HELP = f"what the video should not show; an empty text is allowed (default: {NEGATIVE_SOURCE})"
+RANDOM_SEED = "random"
+MODEL_HELP = (
+    "tiny (the embedded model), random:TASK, the folder of a release, or ComfyUI's models folder (with --task where it "
+    "holds several models); the name of a repository prints the command that downloads it"
+)
+DEVICE_HELP = "auto, cpu, cuda, cuda:N (default %(default)s)"
+VAE_PRECISION_HELP = "of the VAE; auto: bf16 on a GPU, fp32 on a CPU"
+
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("models")
-    group.add_argument("--model", help="tiny (the embedded model), random:TASK, or the folder of a release")
+    group.add_argument("--model", help=MODEL_HELP)
     group.add_argument("--task", help="override the recognised task: " + ", ".join(TASKS))
     group.add_argument("--high", help="high-noise expert, or the only transformer: file, shard index or folder")
     group.add_argument("--low", help="low-noise expert")
@@ -42,7 +52,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--vae", help="VAE: file or folder")
     group.add_argument("--clip-vision", help="CLIP vision encoder: file or folder (Wan 2.1 image-to-video)")
     add_encoder_option(group)
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N (default %(default)s)")
+    group.add_argument("--device", default="auto", help=DEVICE_HELP)
     group.add_argument(
         "--precision",
         default="checkpoint",
@@ -53,7 +63,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keep-blocks", type=int, default=0, metavar="N", help="do not quantise the first and last N blocks"
     )
-    group.add_argument("--vae-precision", default="auto", choices=("auto", "bf16", "fp32"))
+    group.add_argument(
+        "--vae-precision",
+        default="auto",
+        choices=("auto", "bf16", "fp32"),
+        help=VAE_PRECISION_HELP,
+    )
     group.add_argument(
         "--attention",
         default="auto",
@@ -136,8 +151,8 @@ def add_memory_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--size", type=size, help="WIDTHxHEIGHT in pixels (default: the task's)")
     group.add_argument("--frames", type=int, help="4n + 1")
-    group.add_argument("--precision", default="bf16", choices=PRECISIONS)
-    group.add_argument("--compile", default="off", choices=COMPILES)
+    group.add_argument("--precision", default="bf16", choices=PRECISIONS, help="of transformer and text encoder")
+    group.add_argument("--compile", default="off", choices=COMPILES, help="as `generate` would compile")
     add_memory_options(group)
 
 
@@ -155,7 +170,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
             "time, or each group of GPUs that --mesh needs. Videos that are there are not made again "
             "(docs/parallel.md)",
         )
-    group.add_argument("--negative-prompt", help="default: the task's own; an empty text is allowed")
+    group.add_argument("--negative-prompt", help=NEGATIVE_HELP)
     group.add_argument("--image", help="first frame (image-to-video, Fun, VACE)")
     group.add_argument("--last-image", help="last frame (image-to-video, Fun inpaint, VACE)")
     group.add_argument("--from-video", help="video to start from (video-to-video)")
@@ -178,10 +193,16 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
         help="video that is white where that somebody is (Animate), or picture or video that is white where "
         "--control-video is made anew (VACE)",
     )
+    group.add_argument("--pose-prompt", help="what the driving video shows (Animate-2; default: the prompt)")
+    group.add_argument("--pose-strength", type=float, help="how strongly the driving video counts (Animate-2; 1)")
+    group.add_argument("--reference-strength", type=float, help="how strongly the reference counts (Animate-2; 1)")
     group.add_argument(
-        "--clip-frames", type=int, metavar="N", help="make a longer video in clips of N frames (default: the family's)"
+        "--face-guidance",
+        action=argparse.BooleanOptionalAction,
+        help="guidance above 1 also leads away from a still face; without it, from the negative prompt alone (Animate; "
+        "default: it does)",
     )
-    group.add_argument("--overlap", type=int, metavar="N", help="N of them are the last frames of the clip before")
+    add_clip_options(group, "make a longer video in clips of N frames (default: the family's)")
     group.add_argument(
         "--nag",
         type=_nag,
@@ -192,7 +213,12 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
     group.add_argument("--size", type=size, help="WIDTHxHEIGHT in pixels (default: the task's, or the image's aspect)")
     group.add_argument("--frames", type=int, help="4n + 1")
     group.add_argument("--fps", type=int)
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument(
+        "--seed",
+        type=seed_of,
+        default=0,
+        help="0 to 2^64 - 1, or random: a new one, which is printed and in the report (default %(default)s)",
+    )
     group.add_argument(
         "--guidance-mode",
         default="auto",
@@ -200,6 +226,16 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
         help="run the two guidance branches one after the other (sequential) or as one batch",
     )
     add_plan_options(parser)
+
+
+def add_clip_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, help: str) -> None:
+    parser.add_argument("--clip-frames", type=int, metavar="N", help=help)
+    parser.add_argument("--overlap", type=int, metavar="N", help="N of them are the last frames of the clip before")
+
+
+def seed_of(text: str) -> int | str:
+    """A number, or `RANDOM_SEED`, which is drawn for each run."""
+    return RANDOM_SEED if text == RANDOM_SEED else int(text)
 
 
 def _nag(text: str) -> NagOptions:
@@ -284,6 +320,20 @@ def outputs_of(options: argparse.Namespace) -> Outputs:
     for number, lora in enumerate(getattr(options, "loras", ())):
         inputs["--lora" if number == 0 else f"--lora (number {number + 1})"] = lora.path
     return Outputs(inputs, overwrite=options.overwrite, tell=lambda words: print(words, file=sys.stderr))
+
+
+def task_table() -> str:
+    """What every task takes for what is left out: for the end of a help text."""
+    lines = [
+        "defaults of the tasks:",
+        f"  {'task':<22}{'size':>10}{'frames':>8}{'fps':>5}{'steps':>7}{'shift':>7}  guidance",
+    ]
+    for task in TASKS.values():
+        guidance = f"{task.guidance_high:g}" + (f" high, {task.guidance_low:g} low" if task.two_experts else "")
+        size = f"{task.width}x{task.height}"
+        numbers = f"{size:>10}{task.frames:>8}{task.fps:>5}{task.steps:>7}{task.shift:>7g}"
+        lines.append(f"  {task.name:<22}{numbers}  {guidance}")
+    return "\n".join(lines)
 
 
 def size(text: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from wan_core.cli.generate import request_of
-from wan_core.cli.options import INPUTS, add_request_options
+from wan_core.cli.options import INPUTS, RANDOM_SEED, add_request_options
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.config.outputs import check_place, folded
 from wan_core.media.mp4 import check_video_name
@@ -97,6 +97,8 @@ def _video(
     given = parser.parse_args(words)
     if not (given.prompt or "").strip():
         raise OptionError("field 'prompt' is missing or empty")
+    if given.seed == RANDOM_SEED:
+        raise OptionError("seed random given: a list needs numbers, by which videos that are there are known again")
     request = request_of(given)
     name = out.with_name(f"{out.stem}-{line:04}{out.suffix}") if given.out is None else given.out
     check_video_name(name)

@@ -1,4 +1,4 @@
-"""The commands calibrate and quality, which measure the effect of step caching and sparse attention."""
+"""The commands calibrate, quality and search, which measure the effect of step caching and sparse attention."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ def run_quality(options: argparse.Namespace) -> int:
             check_video_name(options.video)
             options.video = outputs.add("--video", options.video)
         return run_quality(options, *_pipeline(options), options.setting or SETTINGS, outputs)
+
+
+def run_search(options: argparse.Namespace) -> int:
+    from wan_core.pipeline.evaluate.search_run import run_search
+
+    with outputs_of(options) as outputs:
+        return run_search(options, *_pipeline(options), outputs)
 
 
 def _claim_pictures(options: argparse.Namespace, outputs: Outputs) -> None:

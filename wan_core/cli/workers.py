@@ -79,7 +79,13 @@ def generate_on(
     from wan_core.workers.launcher import Workers
 
     check_request(loaded, request, torch.device(workers.devices[0]))
-    given = {"on_step": progress.step, "on_phase": progress.phase, "keep_latents": latents, "on_kept": on_kept}
+    given = {
+        "on_step": progress.step,
+        "on_plan": progress.planned,
+        "on_phase": progress.phase,
+        "keep_latents": latents,
+        "on_kept": on_kept,
+    }
     given |= {"keep_clips": clips, "write": write}
     with Workers(workers) as running:
         return generate(running, loaded, request, **given)

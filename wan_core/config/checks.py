@@ -5,6 +5,11 @@ The checks run before any work. Their messages say what was given, what is allow
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
 
 class UserError(ValueError):
     """The input is wrong; the message is written for the user. Base class of all such errors."""
@@ -14,10 +19,37 @@ class OptionError(UserError):
     """An option is out of range: the message says what was given, what is allowed and what to do."""
 
 
+def nearly(given: str, allowed: Iterable[str]) -> str | None:
+    """The one of `allowed` that may be meant by a word that is nearly right; None where none is near."""
+    names = {name.lower(): name for name in allowed}
+    found = get_close_matches(given.lower(), names, n=1, cutoff=0.7)
+    return names[found[0]] if found else None
+
+
+def meant_hint(given: str, allowed: Iterable[str]) -> str:
+    """`; did you mean X?`, or nothing, for the end of a message."""
+    found = nearly(given, allowed)
+    return f"; did you mean {found}?" if found else ""
+
+
+def near_file(path: Path) -> str:
+    """As `meant_hint`, for a file or folder that does not exist: by the names in its folder."""
+    try:
+        return meant_hint(path.name, os.listdir(path.parent))
+    except OSError:  # no such folder either
+        return ""
+
+
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise OptionError unless `value` is one of `allowed`."""
     if value not in allowed:
-        raise OptionError(f"{name} {value!r} is not known; use one of: {', '.join(allowed)}")
+        raise unknown(name, value, allowed)
+
+
+def unknown(name: str, value: str, allowed: Iterable[str]) -> OptionError:
+    """The error for a `value` that is not one of `allowed`."""
+    names = list(allowed)
+    return OptionError(f"{name} {value!r} is not known; use one of: {', '.join(names)}{meant_hint(value, names)}")
 
 
 def check_range(name: str, value: float, low: float, high: float, advice: str) -> None:

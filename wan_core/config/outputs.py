@@ -34,7 +34,12 @@ RUN = secrets.token_hex(4)  # tells this process from an earlier one with the sa
 PART = re.compile(r"\..*\.([0-9a-f]{8}-\d+-[0-9a-f]{8})-[0-9a-f]{4}\.part", re.DOTALL)
 CLAIM = re.compile(r"\..*\.[0-9a-f]{8}\.claim", re.DOTALL)
 EMPTY_CLAIM_SECONDS = 60.0  # a claim without text is one whose process ended while it made it, after so long
-LONG_ENDINGS = (".latents.safetensors", ".magcache.json", ".sparse.json")  # kept whole when a name gets a number
+LONG_ENDINGS = (
+    ".latents.safetensors",
+    ".magcache.json",
+    ".sparse.json",
+    ".preset.json",
+)  # kept whole when a name gets a number
 DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 MODEL_FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".gguf", ".model", ".index.json")
 
@@ -64,18 +69,29 @@ class Outputs:
             with suppress(OSError):  # the folder may be gone or read-only by now; a claim left there is harmless
                 self.claims.pop().unlink()
 
-    def add(self, option: str, path: Path, *, overwrite: bool | None = None, quiet: bool = False) -> Path:
+    def add(
+        self,
+        option: str,
+        path: Path,
+        *,
+        overwrite: bool | None = None,
+        quiet: bool = False,
+        pictures: str | None = None,
+    ) -> Path:
         """Where to write what `option` asks for: `path`, or the same with a number where that exists.
 
-        overwrite: None as for all. quiet: say nothing of another number. Raises OptionError if `path` is an input or
-        another output, or cannot be written.
+        overwrite: None as for all. quiet: say nothing of another number. pictures: `path` is a folder of pictures, of
+        which the first has this name. Raises OptionError if `path` is an input or another output, or cannot be written.
         """
         self._check_apart(option, path)
         self.asked[option] = path
         if is_special(path):  # /dev/stdout
             return path
-        _check_no_folder(path)
         overwrite = self.overwrite if overwrite is None else overwrite
+        if pictures is None:
+            _check_no_folder(path)
+        elif overwrite:
+            check_replaced_folder(path, pictures)
         if overwrite and path.exists() and not os.access(path, os.W_OK):
             raise OptionError(f"cannot write {path}: the file there is read-only. Choose another name.")
         found = self._claimed(path, overwrite)
@@ -200,6 +216,34 @@ def written_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
             temporary.unlink()
 
 
+@contextmanager
+def folder_beside(path: Path, first: str) -> Iterator[Path]:
+    """As `written_beside`, for a folder of numbered pictures, of which the first is called `first`. Raises OptionError
+    where another folder is there, and OSError."""
+    check_replaced_folder(path, first)
+    remove_left_over(path.absolute().parent)
+    temporary, old = _temporary(path), _temporary(path)
+    try:
+        temporary.mkdir()
+        yield temporary
+        if path.exists():
+            os.replace(path, old)
+        os.replace(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # gone by its new name
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def check_replaced_folder(path: Path, first: str) -> None:
+    """Raise OptionError if `path` is there and is not a folder of pictures named as `first` is: 00001.png."""
+    stem, _, ending = first.partition(".")
+    picture = re.compile(rf"\d{{{len(stem)},}}\.{ending}")
+    if path.exists() and not (path.is_dir() and all(picture.fullmatch(name) for name in os.listdir(path))):
+        raise OptionError(
+            f"cannot replace {path}: it is not a folder of pictures such as {first}. Choose another name."
+        )
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
     """Write a file of text, beside and then renamed. Raises OSError."""
     with written_beside(path) as temporary:
@@ -229,7 +273,7 @@ def remove_left_over(folder: Path) -> None:
             continue
         with suppress(OSError):  # another process removes it too, or may not read or remove it
             if (_has_ended(part[1]) if part else _is_left_over(path)) and not path.is_symlink():
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def claim_of(path: Path) -> Path:

@@ -9,6 +9,7 @@ from typing import Literal
 from wan_core.config.checks import OptionError, check_choice, check_range
 
 MAGCACHE_RULES = ("joint", "published")
+MAX_MARKS = 1000  # of a step pattern
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +24,14 @@ class MagCacheOptions:
     max_skips: int  # most steps skipped in a row
     retention: float  # share of each expert's steps, from its first one, that are always computed
     rule: str = "joint"  # "joint": one decision for both guidance branches; "published": one for each branch
-    order: int = 0  # order of the forecast that a skipped step uses; 0 reuses the last residual unchanged
+    order: float = 0  # order of the forecast of a skipped step; 0: the last residual; 1.5: the mean of 1 and 2
 
     def __post_init__(self) -> None:
         check_choice("magcache rule", self.rule, MAGCACHE_RULES)
         check_range("magcache threshold", self.threshold, 0, 10, "published values are 0.02 to 0.24")
         check_range("magcache skips in a row", self.max_skips, 0, 50, "published values are 2 to 4")
         check_range("magcache retention", self.retention, 0, 1, "a share of the steps; published values: 0.1 to 0.4")
-        check_range("forecast order", self.order, 0, 2, "0 reuses, 1 and 2 extrapolate")
+        check_range("forecast order", self.order, 0, 2, "0 reuses, 1, 1.5 and 2 extrapolate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +39,35 @@ class TaylorSeerOptions:
     """Compute every `interval`-th step; forecast the residual of the steps in between. Raises OptionError."""
 
     interval: int
-    order: int = 1
+    order: float = 1
     retention: float = 0.2  # as for MagCache
 
     def __post_init__(self) -> None:
         check_range("taylorseer interval", self.interval, 1, 50, "1 computes every step")
-        check_range("forecast order", self.order, 0, 2, "0 reuses, 1 and 2 extrapolate")
+        check_range("forecast order", self.order, 0, 2, "0 reuses, 1, 1.5 and 2 extrapolate")
         check_range("taylorseer retention", self.retention, 0, 1, "a share of the steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatternOptions:
+    """Compute the steps that a pattern marks with 1, forecast those it marks with 0. Raises OptionError.
+
+    A pattern covers an expert's steps, however many there are: its n-th mark stands for the same share of the phase.
+    Models with one transformer use both patterns, one after the other. `wan_core.sampling.cache.pattern` has the rule.
+    """
+
+    high: str
+    low: str
+    order: float = 1.5
+
+    def __post_init__(self) -> None:
+        check_range("forecast order", self.order, 0, 2, "0 reuses, 1, 1.5 and 2 extrapolate")
+        for name, marks in (("high", self.high), ("low", self.low)):
+            if not 1 <= len(marks) <= MAX_MARKS or set(marks) - {"0", "1"} or marks[0] != "1":
+                raise OptionError(
+                    f"step pattern {marks!r} given for the {name}-noise expert; write 1 to {MAX_MARKS} marks, 1 for "
+                    "each computed step and 0 for each skipped one, the first one 1: 1101010"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +192,7 @@ class SkipOptions:
     taylorseer: TaylorSeerOptions | None = None
     adaptive: AdaptiveOptions | None = None
     guidance: GuidanceOptions | None = None
+    pattern: PatternOptions | None = None
     sparse: SparseOptions | None = None
     stages: tuple[StageOptions, ...] = ()
 
@@ -182,6 +206,6 @@ class SkipOptions:
                     f"stages from sigma {above.low:g} to {above.high:g} and from {below.low:g} to {below.high:g} "
                     "overlap: a step has one size"
                 )
-        caches = [name for name in ("magcache", "taylorseer", "adaptive") if getattr(self, name) is not None]
+        caches = [name for name in ("magcache", "taylorseer", "adaptive", "pattern") if getattr(self, name) is not None]
         if len(caches) > 1:
             raise OptionError(f"{' and '.join(caches)} given; only one step cache can run: choose one of them")

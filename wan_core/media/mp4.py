@@ -1,4 +1,4 @@
-"""Writing H.264 in MP4 with PyAV.
+"""Writing video with PyAV: H.264 in MP4, and VP9 in WebM.
 
 Legend: F frames, H rows, W columns; colours are red, green, blue, full range.
 """
@@ -48,6 +48,27 @@ class Encoder:
         check_choice("threads", self.threads, tuple(THREADS))
 
 
+@dataclass(frozen=True)
+class Stored:
+    """How PyAV stores frames: its names of container and codec, and options of both."""
+
+    container: str
+    codec: str
+    container_options: Mapping[str, str]
+    codec_options: Mapping[str, str]
+    threads: str = "frames"  # as of `Encoder`
+
+    @classmethod
+    def mp4(cls, encoder: Encoder) -> Stored:
+        # index at the start, for streaming; tags with any name
+        options = {"movflags": "faststart+use_metadata_tags"}
+        return cls("mp4", "libx264", options, {"crf": str(encoder.crf), "preset": encoder.preset}, encoder.threads)
+
+
+# crf 24 of VP9 looks like crf 17 of H.264; b:v 0 makes it the quality, not a limit.
+WEBM = Stored("webm", "libvpx-vp9", {}, {"crf": "24", "b:v": "0", "deadline": "good", "cpu-used": "4", "row-mt": "1"})
+
+
 def write_mp4(
     path: str | os.PathLike[str],
     frames: Iterable[NDArray[np.uint8]],
@@ -84,7 +105,7 @@ def write_mp4(
     check_place(path)
     tagged = {**(tags or {}), **({} if metadata is None else {"comment": json.dumps(dict(metadata))})}
     with written_beside(path) as temporary:
-        _encode(temporary, frames, rate, encoder, sound, tagged)
+        encode(temporary, frames, rate, Stored.mp4(encoder), tagged, sound)
     return path
 
 
@@ -101,23 +122,25 @@ def checked_rate(fps: float | Fraction) -> Fraction:
     return Fraction(fps).limit_denominator(1001)
 
 
-def _encode(
+def encode(
     path: Path,
     frames: Iterable[NDArray[np.uint8]],
     rate: Fraction,
-    encoder: Encoder,
-    sound: Sound | None,
+    stored: Stored,
     tags: Mapping[str, str],
+    sound: Sound | None = None,
 ) -> None:
+    """Write `path` itself: see `write_mp4`."""
     size, count = None, 0
-    options = {"movflags": "faststart+use_metadata_tags"}  # index at the start, for streaming; tags with any name
-    with av.open(str(path.absolute()), "w", format="mp4", options=options) as container:
+    options = dict(stored.container_options)
+    with av.open(str(path.absolute()), "w", format=stored.container, options=options) as container:
         container.metadata.update(tags)
-        stream = container.add_stream("libx264", rate=rate, options={"crf": str(encoder.crf), "preset": encoder.preset})
-        stream.codec_context.thread_type = THREADS[encoder.threads]
+        stream = container.add_stream(stored.codec, rate=rate, options=dict(stored.codec_options))
+        assert isinstance(stream, av.VideoStream)
+        stream.codec_context.thread_type = THREADS[stored.threads]
         track = None if sound is None else container.add_stream("aac", rate=sound.rate, layout=sound.layout)
         for frame in frames:
-            array = _checked_frame(np.asarray(frame), count, size)
+            array = checked_frame(np.asarray(frame), count, size)
             if size is None:
                 size = array.shape[:2]
                 _describe(stream, size)
@@ -149,7 +172,8 @@ def _add_sound(container: OutputContainer, track: av.AudioStream, sound: Sound, 
     container.mux(track.encode(None))
 
 
-def _checked_frame(array: np.ndarray, index: int, size: tuple[int, int] | None) -> NDArray[np.uint8]:
+def checked_frame(array: np.ndarray, index: int, size: tuple[int, int] | None) -> NDArray[np.uint8]:
+    """uint8 [H, W, 3] with even sides, and those of the frames before it. Raises OptionError."""
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
         raise OptionError(f"frame {index} is {array.dtype} {list(array.shape)}; uint8 [height, width, 3] is needed")
     height, width = array.shape[:2]

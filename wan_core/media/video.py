@@ -117,9 +117,11 @@ def _check_amount(
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The `metadata` that `write_mp4` stored; empty if another program wrote the file. Raises as `read_video` does."""
+    """The `metadata` that `write_mp4` or `write_video` stored; empty if another program wrote the file. Raises as
+    `read_video` does."""
     with open_video(path) as container:
-        comment = container.metadata.get("comment", "")
+        found = {key.lower(): value for key, value in container.metadata.items()}  # COMMENT in Matroska
+        comment = found.get("comment", "")
     if len(comment) > MAX_JSON:
         return {}
     try:

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from wan_core.checkpoint import find_parts, load_vae
+from wan_core.checkpoint import load_vae
 from wan_core.checkpoint.load import StoredValues
 from wan_core.checkpoint.staged import current_reading, reading
 from wan_core.config import LoadOptions, OptionError
@@ -40,11 +40,12 @@ from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.hearing import Speech
-from wan_core.pipeline.host_planning import HostPlan, host_room, plan_host, staying_in_file
+from wan_core.pipeline.host_planning import HostPlan, check_host, host_room, plan_host, staying_in_file
 from wan_core.pipeline.loading import load_parts
 from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
 from wan_core.pipeline.merged_loras import MergedLoras, load_with_loras
+from wan_core.pipeline.model_folders import vae_in
 from wan_core.pipeline.model_parts import Experts, Parts, is_packed
 from wan_core.pipeline.settings import ModelSettings, PartToLoad, choose_device, compute_dtype, resolve_settings
 from wan_core.pipeline.sources import TINY, recognise
@@ -146,6 +147,8 @@ def load_models(
     any weights are read."""
     device = report.device
     settings = resolve_settings(found, options, device)
+    if device.type == "cpu":
+        check_host(settings.parts, host_room(options.host_memory_limit))
     layers = held_layers(found.dit.num_layers, ranks)
     planner = make_planner(settings, options, layers)
     plan = None if planner is None or options.residency == "shard" else planner.plan(workload)
@@ -265,12 +268,14 @@ def changes_weights(model: WanModel, wanted: Sequence[Wanted], part: PartToLoad,
     return MergedLoras.of(model).writes_weights(merged) or AppliedLoras.of(model, device).writes_weights(attached)
 
 
-def load_vae_only(model: str | None, vae: str | None, device: str, precision: str) -> tuple[VideoVAE, torch.device]:
-    """The VAE of a release or a file, for decoding saved latents."""
+def load_vae_only(
+    model: str | None, vae: str | None, device: str, precision: str, channels: int
+) -> tuple[VideoVAE, torch.device]:
+    """The VAE of a release or a file, for decoding saved latents of so many channels."""
     where = choose_device(device)
     if vae is None and model is None:
         raise OptionError("no VAE given: use --vae FILE, --model FOLDER of a release, or --model tiny")
-    path = vae or (TINY / "vae.safetensors" if model == "tiny" else find_parts(str(model)).get("vae"))
+    path = vae or (TINY / "vae.safetensors" if model == "tiny" else vae_in(str(model), channels))
     if path is None:
         raise OptionError(f"no VAE found in {model}: add --vae FILE")
     part = recognise(Path(path), "vae", load_vae)

@@ -24,7 +24,7 @@ from wan_core.models.wan.families.clips import Clip, ClipRules
 from wan_core.parallel.conditioning import kept_of_all
 from wan_core.pipeline.builder import Models
 from wan_core.pipeline.control_media import load_control
-from wan_core.pipeline.driving import MEDIA, Media, load_media
+from wan_core.pipeline.driving import MEDIA, Media, load_media, with_settings
 from wan_core.pipeline.hearing import heard
 from wan_core.pipeline.images import Pieces, decode_to
 from wan_core.pipeline.kept_clips import KeptClips, key_of
@@ -247,7 +247,7 @@ def condition(pipe: ClipMaker, job: Job, clip: Clip, given: Mapping[str, Tensor]
     vae = pipe.fetch("vae", pipe.models.vae)
     with pipe.report.phase("encode video"):
         inputs: Mapping[str, Any] = make(job.task, vae, seen, given, clip)
-    return replace(text, **inputs)
+    return replace(text, **with_settings(job.request, inputs, text.inputs.get("pose_context")))
 
 
 def run_key(pipe: ClipMaker, job: Job) -> str:

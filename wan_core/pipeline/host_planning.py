@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from wan_core.config import OptionError
-from wan_core.execution.memory.pinned_memory import available_bytes
+from wan_core.config.host_memory import available_bytes
 from wan_core.execution.memory.residency import KEPT_FREE
 from wan_core.execution.report import GIB
 from wan_core.pipeline.settings import PartToLoad
@@ -54,6 +54,19 @@ def plan_host(parts: Mapping[str, PartToLoad], available: int | None) -> HostPla
             "precision 'checkpoint', whose weights can stay in their files"
         )
     return HostPlan(frozenset(mapped), True if needed <= room else None)
+
+
+def check_host(parts: Mapping[str, PartToLoad], available: int | None) -> None:
+    """Raise OptionError where a CPU's models do not fit into host memory. Weights that are used as they are stored stay
+    in their mapped files and do not count. available: bytes of host memory; None: not known."""
+    sizes = {name: part.bytes for name, part in parts.items() if not part.stays_in_file}
+    if available is None or sum(sizes.values()) <= available:
+        return
+    words = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes.items())
+    raise OptionError(
+        f"on a CPU these models take {sum(sizes.values()) / GIB:.1f} GiB of host memory ({words}), and "
+        f"{available / GIB:.1f} GiB are available: end other programs, or use a smaller model or a GPU"
+    )
 
 
 def host_room(limit_gib: float | None = None) -> int | None:

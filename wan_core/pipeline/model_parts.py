@@ -67,6 +67,7 @@ class Part:
     memory: Checkpoint | None = None  # the weights of another program's model, where no file is known
     metadata: Mapping[str, str] = field(default_factory=dict)  # of its file
     packed: PackedSize | None = None  # of what may stay packed in memory, None if nothing is
+    stored_bytes: int = 0  # of its tensors in the files; 0 for random weights
     quantized_parameters: int = 0  # of matrices of the blocks that are stored packed, or in FP8 with scales
 
     def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:

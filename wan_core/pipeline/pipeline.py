@@ -33,6 +33,7 @@ from wan_core.parallel.conditioning import counts_of_all, rows_of_all, text_rank
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.builder import Models, load_models
 from wan_core.pipeline.clips import ClipRun, condition, given_to, load_clip_media
+from wan_core.pipeline.embedded import never_seen
 from wan_core.pipeline.images import decode_latents, encode_images, load_video, pixels_to_video
 from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
@@ -80,11 +81,18 @@ class Pipeline:
         self.relieved = False  # it ran out of memory and went on
 
     @classmethod
-    def load(cls, options: LoadOptions, *, request: Request | None = None, ranks: RankMesh | None = None) -> Pipeline:
+    def load(
+        cls,
+        options: LoadOptions,
+        *,
+        request: Request | None = None,
+        ranks: RankMesh | None = None,
+        on_found: Callable[[Parts], None] = lambda _: None,
+    ) -> Pipeline:
         """Recognise the files, then load them. A `request` given here is checked in between, before any weights are
         read, and picks the embedded model's image variant if it has an image. ranks: those that do all of it together,
-        each calling this and everything after it alike, on its own device; all have the same results. Raises
-        CheckpointError, OptionError or AttentionError."""
+        each calling this and everything after it alike, on its own device; all have the same results. on_found: told
+        what will be loaded, after every check. Raises CheckpointError, OptionError or AttentionError."""
         report = Report(choose_device(options.device) if ranks is None else ranks.device)
         image = request is not None and bool(request.image or request.last_image)
         if request is not None:
@@ -92,6 +100,7 @@ class Pipeline:
         with report.phase("load"):
             found = find_models(options, image=image)
             job = None if request is None else first_job(found, options, request, report.device)
+            on_found(found)
             models = load_models(found, options, report, None if job is None else Workload.of(job), ranks)
         return cls(models, report)
 
@@ -183,6 +192,8 @@ class Pipeline:
                 job = replace(job, batched=False, batched_why="the branches follow each other through the layers")
                 self.report.settings["guidance_mode"] = "sequential"
         self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
+        for note in never_seen(job):
+            self.warn(note)
         if job.plan.sparse is not None:
             check_kernel(job.plan.sparse, models.attention, models.device, models.dit_config.head_dim, job.tokens)
         return job
@@ -213,10 +224,14 @@ class Pipeline:
 
     @torch.no_grad()
     def encode_text(self, job: Job) -> Conditioning:
-        """The prompts."""
+        """The prompts, and that of the driving video."""
         ranks, rows, counts = self.models.ranks, None, None
-        negative = job.plan.reads_negative
-        prompts = [job.request.prompt, job.negative_prompt] if negative else [job.request.prompt]
+        named = {"prompt": job.request.prompt}
+        if job.plan.reads_negative:
+            named["negative prompt"] = job.negative_prompt
+        if job.pose_prompt not in (None, job.request.prompt):
+            named["pose prompt"] = job.pose_prompt
+        prompts = list(named.values())
 
         def encode() -> tuple[Tensor, list[TokenCount]]:
             encoder = self.fetch("text encoder", self.models.text_encoder)
@@ -227,9 +242,10 @@ class Pipeline:
             rows, counts = retried(encode, lambda: self.relieve("text_encoder"))
         with self.report.phase("text"):
             rows = rows_of_all(ranks, rows)
-            self.note_prompts(prompts, counts_of_all(ranks, counts, len(prompts)))
-            cond, uncond = rows[:1], rows[1:] if negative else None
-        return Conditioning(cond=cond, uncond=uncond)
+            self.note_prompts(named, counts_of_all(ranks, counts, len(prompts)))
+        each = dict(zip(named, rows.split(1), strict=True))
+        pose = {} if job.pose_prompt is None else {"pose_context": each.get("pose prompt", each["prompt"])}
+        return Conditioning(cond=each["prompt"], uncond=each.get("negative prompt"), inputs=pose)
 
     @torch.no_grad()
     def encode_video(self, job: Job) -> Tensor | None:
@@ -241,13 +257,17 @@ class Pipeline:
             frames = load_video(job.request.from_video, (job.width, job.height), job.frames)
             return encode_images(vae, frames.to(self.models.device))
 
-    def note_prompts(self, prompts: Sequence[str], counts: Sequence[TokenCount]) -> None:
+    def note_prompts(self, prompts: Mapping[str, str], counts: Sequence[TokenCount]) -> None:
         """Say what was cut, or is not read as it may be meant."""
-        for name, text, count in zip(("prompt", "negative prompt"), prompts, counts, strict=False):
+        for (name, text), count in zip(prompts.items(), counts, strict=True):
             for note in prompt_notes(name, text, count):
-                self.report.notes.append(note)
-                if self.models.ranks is None or self.models.ranks.rank == 0:
-                    log.warning("%s", note)
+                self.warn(note)
+
+    def warn(self, note: str) -> None:
+        """A note of the report that a user should see before the run."""
+        self.report.notes.append(note)
+        if self.models.ranks is None or self.models.ranks.rank == 0:
+            log.warning("%s", note)
 
     def image_features(self, job: Job) -> Tensor | None:
         """What CLIP sees in the first image, or in the last where only that is known; None for tasks without it.

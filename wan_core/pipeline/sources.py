@@ -7,7 +7,7 @@ weights are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from wan_core.checkpoint import Checkpoint, detect, find_parts, load_dit, load_text_encoder, load_vae, open_checkpoint
+from wan_core.checkpoint import Checkpoint, detect, load_dit, load_text_encoder, load_vae, open_checkpoint
 from wan_core.checkpoint.detect import Config, Detected, Kind, empty_module
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.random import random_module
@@ -36,6 +36,7 @@ from wan_core.ops.quant.packed import holds_tables
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.expert_names import difference
 from wan_core.pipeline.hearing import random_speech, recognise_speech
+from wan_core.pipeline.model_folders import parts_in
 from wan_core.pipeline.model_parts import Experts, PackedSize, Part, Parts, Share
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
@@ -58,6 +59,17 @@ def find_models(options: LoadOptions, *, image: bool = False) -> Parts:
     parts = random_parts(options) if random else file_parts(options, image)
     check_fit(parts)
     return parts
+
+
+def find_transformers(options: LoadOptions, *, image: bool = False) -> Parts:
+    """As `find_models`, where only the transformers matter: the other parts may be missing, and are left out."""
+    if options.model is not None and options.model.startswith("random:"):
+        return random_parts(options)
+    paths = resolve_paths(options, image, transformers_only=True)
+    family = None if options.task is None else find_task(options.task).family
+    found = {name: recognise(paths[name], "dit", load_dit, family) for name in ("high", "low") if name in paths}
+    task, why = task_of(options, found, image)
+    return Parts(task, found, why)
 
 
 def own_loras(options: LoadOptions, preset: str, *, image: bool = False) -> LoadOptions:
@@ -87,9 +99,20 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     kinds: dict[str, Kind] = {"high": "dit", "low": "dit", "text_encoder": "text_encoder", "vae": "vae"}
     family = None if options.task is None else find_task(options.task).family
     found = {name: recognise(path, kinds[name], loaders[name], family) for name, path in paths.items()}
-    dit = found["high"].config
-    assert isinstance(dit, DiTConfig)
-    why = ""
+    task, why = task_of(options, found, image)
+    if task.image_dim is not None:
+        found["clip_vision"] = recognise_vision(clip_vision, task)
+    elif options.clip_vision is not None:
+        raise OptionError(f"{task.name} takes no CLIP features of an image: leave --clip-vision out")
+    if options.audio_encoder is None and family_of(task).hears is None:
+        audio_encoder = None  # of another model in the same folder
+    speech = recognise_speech(audio_encoder, task, cast(DiTConfig, found["high"].config))
+    return Parts(task, found, why, speech)
+
+
+def task_of(options: LoadOptions, found: Mapping[str, Part], image: bool) -> tuple[Task, str]:
+    """The task of the transformers in `found`, and what decided it where their tensors do not. Raises OptionError."""
+    dit, why = cast(DiTConfig, found["high"].config), ""
     if options.task is not None:
         task = find_task(options.task)
     elif options.model == "tiny":
@@ -103,13 +126,7 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     check_features(task, dit, found["high"].source)
     if task.two_experts and "low" not in found:
         raise OptionError(f"{task.name} has two experts: give both --high and --low" + (f" ({why})" if why else ""))
-    if task.image_dim is not None:
-        found["clip_vision"] = recognise_vision(clip_vision, task)
-    elif options.clip_vision is not None:
-        raise OptionError(f"{task.name} takes no CLIP features of an image: leave --clip-vision out")
-    if options.audio_encoder is None and family_of(task).hears is None:
-        audio_encoder = None  # of another model in the same folder
-    return Parts(task, found, why, recognise_speech(audio_encoder, task, dit))
+    return task, why
 
 
 def recognise_vision(path: Path | None, task: Task) -> Part:
@@ -135,7 +152,8 @@ def recognise_vision(path: Path | None, task: Task) -> Part:
 
     parameters = sum(p.numel() for p in empty_module(found.config).parameters())
     stored = max(infos, key=lambda info: info.nbytes).dtype
-    return Part(f"{checkpoint.describe()} ({found.layout})", found.config, stored, parameters, load, path=path)
+    label, size = f"{checkpoint.describe()} ({found.layout})", sum(info.nbytes for info in infos)
+    return Part(label, found.config, stored, parameters, load, path=path, stored_bytes=size)
 
 
 def check_features(task: Task, dit: DiTConfig, source: str) -> None:
@@ -175,19 +193,21 @@ def find_experts(high: str | Path | Checkpoint, low: str | Path | Checkpoint | N
     return Experts(task, first, second, vae, why)
 
 
-def resolve_paths(options: LoadOptions, image: bool) -> dict[str, Path]:
-    """Where each part is. Raises OptionError naming what is missing, CheckpointError for a folder that is none."""
+def resolve_paths(options: LoadOptions, image: bool, transformers_only: bool = False) -> dict[str, Path]:
+    """Where each part is. transformers_only: the others may be missing. Raises OptionError naming what is missing,
+    CheckpointError for a folder that is none."""
     if options.model == "tiny":
         task = embedded_variant(options.task, image)
         names = {**TINY_FILES[task], "text_encoder": "text_encoder", "vae": "vae"}
         paths = {part: TINY / f"{name}.safetensors" for part, name in names.items()}
     else:
-        paths = find_parts(options.model) if options.model is not None else {}
+        paths = parts_in(options, transformers_only=transformers_only) if options.model is not None else {}
     given = {part: getattr(options, part) for part in (*PARTS, HEARS, "tokenizer")}
     paths |= {part: Path(path) for part, path in given.items() if path is not None}
     if "high" not in paths and "low" in paths:
         paths["high"] = paths.pop("low")  # one file alone, whichever option named it
-    missing = [part for part in ("high", "text_encoder", "vae") if part not in paths]
+    needed = ("high",) if transformers_only else ("high", "text_encoder", "vae")
+    missing = [part for part in needed if part not in paths]
     if missing:
         flags = ", ".join("--" + part.replace("_", "-") for part in missing)
         raise OptionError(
@@ -232,6 +252,7 @@ def recognise(
         path=source.path if isinstance(source, Checkpoint) else Path(source),
         memory=source if isinstance(source, Checkpoint) and source.path is None else None,
         metadata=checkpoint.metadata,
+        stored_bytes=sum(info.nbytes for info in infos),
         scaled=bool(found.scales),
         packed=packed_size(checkpoint, found),
         quantized_parameters=sum(

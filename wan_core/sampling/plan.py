@@ -12,7 +12,7 @@ from itertools import groupby
 from math import isfinite
 from typing import Any, Literal
 
-from wan_core.config import AdaptiveOptions, NagOptions, OptionError, SparseOptions, StageOptions
+from wan_core.config import AdaptiveOptions, NagOptions, OptionError, SparseOptions, StageOptions, check_choice
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.schedules import (
     dpmpp_schedule,
@@ -54,7 +54,7 @@ class Step:
     branches: tuple[Branch, ...]
     action: Action = "compute"  # for the skipped branches: reuse the blocks' last residual, or forecast it from several
     skipped: tuple[Branch, ...] = ()  # branches whose blocks do not run ("adaptive": may not run, decided in the run)
-    order: int = 0  # order of the forecast
+    order: float = 0  # order of the forecast; 1.5: the mean of the first and the second
     delta: bool = False  # only the conditional branch runs; the last difference of the branches is reused
     sparsity: float = 0.0  # share of the key blocks that attention does not read
     cost: float = 1.0  # estimated time of a forward, relative to one with dense attention
@@ -328,8 +328,7 @@ def _schedule(
 
 
 def _check(steps: int, shift: float, boundary: float, guidance: dict[Expert, float], solver: str) -> None:
-    if solver not in SCHEDULES:
-        raise OptionError(f"solver {solver!r} is not known; use one of: {', '.join(SCHEDULES)}")
+    check_choice("solver", solver, tuple(SCHEDULES))
     if not 1 <= steps <= MAX_STEPS:
         raise OptionError(f"steps {steps} given; allowed are 1 to {MAX_STEPS}")
     if not (isfinite(shift) and 0 < shift <= 1000):

@@ -77,6 +77,7 @@ def generate(
     request: Request,
     *,
     on_step: OnStep | None = None,
+    on_plan: Callable[[Plan], None] = lambda _: None,
     on_phase: Callable[[str], None] = lambda _: None,
     keep_latents: Path | None = None,
     keep_clips: Path | None = None,
@@ -92,6 +93,7 @@ def generate(
         nonlocal plan
         if header["name"] == "plan":
             plan = plan_from(header["plan"])
+            on_plan(plan)
         elif header["name"] == "phase":
             on_phase(header["phase"])
         elif header["name"] == "kept":

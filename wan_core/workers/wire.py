@@ -19,6 +19,7 @@ from wan_core.config import (
     LoadOptions,
     MagCacheOptions,
     NagOptions,
+    PatternOptions,
     Request,
     SkipOptions,
     SparseOptions,
@@ -34,6 +35,7 @@ SKIPS = {
     "magcache": MagCacheOptions,
     "taylorseer": TaylorSeerOptions,
     "adaptive": AdaptiveOptions,
+    "pattern": PatternOptions,
     "guidance": GuidanceOptions,
     "sparse": SparseOptions,
 }

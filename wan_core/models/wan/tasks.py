@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wan_core.config.checks import OptionError
+from wan_core.config.checks import OptionError, unknown
 from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.family import Task
 
@@ -16,7 +16,7 @@ def find_task(name: str) -> Task:
     for known, task in TASKS.items():
         if known.lower() == name.lower():
             return task
-    raise OptionError(f"task {name!r} is not known; use one of: {', '.join(TASKS)}")
+    raise unknown("task", name, TASKS)
 
 
 def image_task(latent_channels: int) -> Task:

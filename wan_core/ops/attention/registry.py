@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from wan_core.config import UserError
+from wan_core.config.checks import unknown
 from wan_core.config.compile_cache import set_flash_attention_cache
 from wan_core.ops.attention.library import Library, load_torchs_cudnn
 from wan_core.ops.attention.protocol import Attention, Dense
@@ -212,9 +213,7 @@ def resolve_attention(
         log.info("attention: %s (%s)", name, BACKENDS[name].summary)
     backend = BACKENDS.get(name)
     if backend is None:
-        raise AttentionError(
-            f"attention backend {name!r} is not known; use one of: {', '.join(CHOSEN)}, {', '.join(BACKENDS)}"
-        )
+        raise AttentionError(str(unknown("attention backend", name, (*CHOSEN, *BACKENDS))))
     reason = backend.why_not(device, dtype, head_dim)
     if reason is not None:
         raise AttentionError(

@@ -55,6 +55,37 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--video", type=Path, help="the first sample in every setting, side by side (.mp4)")
 
 
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    _add_sample_options(parser, count=48)
+    group = parser.add_argument_group("what is searched")
+    group.add_argument(
+        "--seconds",
+        action="append",
+        metavar="NAME=SECONDS",
+        help="a preset with the most quality in so many seconds, repeatable: balanced=100",
+    )
+    group.add_argument(
+        "--psnr",
+        action="append",
+        metavar="NAME=DECIBELS",
+        help="the fastest preset that keeps so many decibels to the full run, repeatable: careful=35",
+    )
+    group.add_argument("--out", type=Path, required=True, help="folder of the presets, and of rows to go on with")
+    group.add_argument(
+        "--first", type=int, default=6, metavar="N", help="videos of the first round of halving (default %(default)s)"
+    )
+    group.add_argument("--rounds", type=int, default=3, help="rounds of changes to the best (default %(default)s)")
+    group.add_argument("--changes", type=int, default=8, help="changes tried in a round (default %(default)s)")
+    of = parser.add_argument_group(
+        "what seconds are estimated for (default: this model at this size on this device; for the embedded model A14B "
+        "at 1280x720x81 in FP8 on an H200)"
+    )
+    of.add_argument("--of-task", help="the task whose full size is estimated")
+    of.add_argument("--of-size", metavar="WIDTHxHEIGHTxFRAMES")
+    of.add_argument("--forward-seconds", type=float, help="seconds of one dense forward there")
+    of.add_argument("--beside-seconds", type=float, help="seconds of everything else there, such as decoding")
+
+
 def _add_sample_options(parser: argparse.ArgumentParser, count: int) -> None:
     group = parser.add_argument_group("sample videos")
     group.add_argument(
@@ -66,7 +97,7 @@ def _add_sample_options(parser: argparse.ArgumentParser, count: int) -> None:
         metavar="FILE.jsonl",
         help='prompts with a first frame each, {"prompt": ..., "image": ...} a line, used in turn',
     )
-    group.add_argument("--negative-prompt", help="default: the task's own")
+    group.add_argument("--negative-prompt", help="default: the task's own, as of `generate`")
     group.add_argument("--image", help="first frame, for models that take one")
     group.add_argument("--size", help="WIDTHxHEIGHT (default: the task's own)")
     group.add_argument("--frames", type=int, help="4n + 1")

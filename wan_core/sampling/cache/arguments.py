@@ -18,17 +18,29 @@ from wan_core.config import (
     TaylorSeerOptions,
 )
 from wan_core.sampling.cache.magcache import PRESETS, parse_magcache
+from wan_core.sampling.cache.pattern import number, parse_pattern
 from wan_core.sampling.sparsity.schedule import PRESETS as SPARSE_PRESETS
 from wan_core.sampling.sparsity.schedule import parse_sparse
+from wan_core.sampling.speed_presets import SUFFIX, find_speed, speed_names
 from wan_core.sampling.stages import parse_stages
 
 Cache = TypeVar("Cache", TaylorSeerOptions, AdaptiveOptions)
 SEER_FORM = "interval/order/retention such as 2/1/0.2"
+PARTS = (
+    "magcache", "magcache_rule", "magcache_order", "taylorseer", "adaptive", "pattern", "guidance_interval",
+    "guidance_every", "sparse", "stages",
+)  # fmt: skip
 ADAPTIVE_FORM = "threshold/skips in a row/retention such as 0.1/3/0.2"
 
 
 def add_skip_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("step caching, guidance schedule, sparse attention (default: off)")
+    group.add_argument(
+        "--speed",
+        metavar="NAME",
+        help="a whole preset, for which a search measured seconds and quality: "
+        f"{', '.join(speed_names())}, or a file {SUFFIX} of the command search",
+    )
     group.add_argument(
         "--magcache",
         metavar="T/K/R",
@@ -40,7 +52,10 @@ def add_skip_options(parser: argparse.ArgumentParser) -> None:
         help="joint: one decision for both guidance branches (default); published: one for each, as in the paper",
     )
     group.add_argument(
-        "--magcache-order", type=int, choices=(0, 1, 2), help="order of the forecast; 0 reuses the last residual"
+        "--magcache-order",
+        type=number,
+        choices=(0, 1, 1.5, 2),
+        help="order of the forecast; 0 reuses the last residual",
     )
     group.add_argument(
         "--taylorseer",
@@ -51,6 +66,11 @@ def add_skip_options(parser: argparse.ArgumentParser) -> None:
         "--adaptive",
         metavar="T[/K[/R]]",
         help="decide during the run which steps to skip; threshold/skips in a row/retention: 0.1/3/0.2",
+    )
+    group.add_argument(
+        "--pattern",
+        metavar="HIGH/LOW[/ORDER]",
+        help="marks of each expert's steps, 1 computed, 0 forecast, for any number of steps: 1101010/1101/1.5",
     )
     group.add_argument("--guidance-interval", metavar="LOW-HIGH", help="guide only steps with sigma between: 0.2-0.95")
     group.add_argument(
@@ -82,15 +102,34 @@ def skip_options(options: argparse.Namespace) -> SkipOptions | None:
         every = 1 if options.guidance_every is None else options.guidance_every
         guidance = GuidanceOptions(low=low, high=high, every=every)
     magcache, seer, adaptive = options.magcache, options.taylorseer, options.adaptive  # "" is given, and an error
+    if options.speed is not None:
+        others = [name for name in PARTS if getattr(options, name) is not None]
+        if others:
+            raise OptionError(
+                f"--speed and --{others[0].replace('_', '-')} given, which the preset sets too: leave one of them out"
+            )
+        return speed_options(options.speed)
     skipping = SkipOptions(
         magcache=None if magcache is None else parse_magcache(magcache, rule=rule or "joint", order=order),
         taylorseer=None if seer is None else _parse(seer, TaylorSeerOptions, "taylorseer", SEER_FORM),
         adaptive=None if adaptive is None else _parse(adaptive, AdaptiveOptions, "adaptive", ADAPTIVE_FORM),
         guidance=guidance,
+        pattern=None if options.pattern is None else parse_pattern(options.pattern),
         sparse=None if options.sparse is None else parse_sparse(options.sparse),
         stages=() if options.stages is None else parse_stages(options.stages),
     )
     return None if skipping == SkipOptions() else skipping
+
+
+def speed_options(name: str) -> SkipOptions | None:
+    """What the speed preset `name` sets; a name or a file as for `find_speed`. Raises OptionError."""
+    preset = find_speed(name)
+    try:
+        if "speed:" in preset.setting:
+            raise OptionError("a preset within a preset")
+        return parse_setting(preset.setting)
+    except OptionError as fault:
+        raise OptionError(f"speed preset {name}: {fault}") from fault
 
 
 def _parse(text: str, kind: type[Cache], name: str, form: str) -> Cache:
@@ -100,7 +139,7 @@ def _parse(text: str, kind: type[Cache], name: str, form: str) -> Cache:
         if len(parts) > len(known):
             raise ValueError(text)
         pairs = zip(known, parts)  # noqa: B905
-        given: dict[str, Any] = {f.name: (int if f.type == "int" else float)(part) for f, part in pairs}
+        given: dict[str, Any] = {f.name: (int if f.type == "int" else number)(part) for f, part in pairs}
         return kind(**given)
     except OptionError:
         raise
@@ -112,8 +151,8 @@ def parse_setting(text: str) -> SkipOptions | None:
     """A setting of the command `quality`: parts joined by `+`. Raises OptionError.
 
     The parts are `magcache:balanced`, `magcache:0.12/2/0.2:order1:published`, `taylorseer:2/1/0.2`, `adaptive:0.1`,
-    `guidance:0.2-0.9`, `every:2`, `sparse:balanced:reuse2` and `stages:0.5/0.9-0.98`; `full` is the run
-    without any of them.
+    `pattern:1101/101/1.5`, `guidance:0.2-0.9`, `every:2`, `sparse:balanced:reuse2` and `stages:0.5/0.9-0.98`; `full` is
+    the run without any of them, `speed:balanced` a speed preset.
     """
     if text == "full":
         return None
@@ -131,11 +170,11 @@ def parse_setting(text: str) -> SkipOptions | None:
             for word in words:
                 if word in MAGCACHE_RULES and options.magcache_rule is None:
                     options.magcache_rule = word
-                elif word in ("order0", "order1", "order2") and options.magcache_order is None:
-                    options.magcache_order = int(word[-1])
+                elif word in ("order0", "order1", "order1.5", "order2") and options.magcache_order is None:
+                    options.magcache_order = number(word.removeprefix("order"))
                 else:
                     raise _unknown(text)
-        elif name in ("taylorseer", "adaptive", "sparse", "stages"):
+        elif name in ("taylorseer", "adaptive", "pattern", "sparse", "stages", "speed"):
             setattr(options, name, value)
         elif name == "guidance":
             options.guidance_interval = value

@@ -34,7 +34,7 @@ _NUMBERS = re.compile(r"([\d.]+)/(\d+)/([\d.]+)")
 _NAME = re.compile(r"E(\d)(\d\d)K(\d+)R(\d\d)", re.IGNORECASE)
 
 
-def parse_magcache(text: str, *, rule: str = "joint", order: int | None = None) -> MagCacheOptions:
+def parse_magcache(text: str, *, rule: str = "joint", order: float | None = None) -> MagCacheOptions:
     """A preset's name, `threshold/skips/retention` such as 0.12/2/0.2, or the same as E012K2R20. Raises OptionError.
 
     order: of the forecast; None takes the preset's, and 0 (as published) for numbers.
@@ -66,7 +66,7 @@ def skip_magcache(plan: Plan, options: MagCacheOptions, curve: Curve) -> Plan:
     return mark(plan, skipped, options.order)
 
 
-def mark(plan: Plan, skipped: Sequence[tuple[Branch, ...]], order: int) -> Plan:
+def mark(plan: Plan, skipped: Sequence[tuple[Branch, ...]], order: float) -> Plan:
     """`plan` with the branches `skipped[i]` of step i skipped.
 
     The forecast's order is `order`, or lower while an expert has fewer computed residuals; order 0 is reuse.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from typing import ClassVar, cast
 
 import torch
@@ -45,9 +46,9 @@ def residual_program(phase: Sequence[Step], branch: Branch) -> Program:
     sources: dict[int, tuple[list[Step], list[float]]] = {}
     for step in phase:
         if branch in step.skipped:
-            past = computed[-(step.order + 1) :]
+            past = computed[-(ceil(step.order) + 1) :]
             assert past, f"step {step.index} skips its {branch} branch before anything was computed"
-            sources[step.index] = past, weights([s.index for s in past], step.index)
+            sources[step.index] = past, forecast([s.index for s in past], step.index, min(step.order, len(past) - 1))
         elif branch in step.branches:
             computed.append(step)
     slots = max((len(past) for past, _ in sources.values()), default=0)
@@ -68,6 +69,16 @@ def weights(past: Sequence[float], now: float) -> list[float]:
                 weight *= (now - other) / (here - other)
         found.append(weight)
     return found
+
+
+def forecast(past: Sequence[float], now: float, order: float) -> list[float]:
+    """The weights of a forecast. Between two orders it is between their forecasts: 1.5 is the mean of the line through
+    the last two values and the parabola through three, which overshoots where they are far apart."""
+    upper, part = weights(past, now), order % 1
+    if not part:
+        return upper
+    lower = [0.0, *weights(past[1:], now)]
+    return [part * high + (1 - part) * low for high, low in zip(upper, lower, strict=True)]
 
 
 def residual_bytes(plan: Plan, tokens: int, dim: int, itemsize: int = 2) -> int:

@@ -13,6 +13,7 @@ from wan_core.sampling.cache.adaptive import mark_adaptive
 from wan_core.sampling.cache.curves import Curve, find_curve
 from wan_core.sampling.cache.guidance import schedule_guidance
 from wan_core.sampling.cache.magcache import skip_magcache
+from wan_core.sampling.cache.pattern import pattern_words, skip_pattern
 from wan_core.sampling.cache.taylorseer import skip_taylorseer
 from wan_core.sampling.cutting import cut_plan, without_lost_sources
 from wan_core.sampling.plan import Plan
@@ -91,10 +92,11 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         if options.guidance.every > 1 and plan.solver == "lcm":
             raise OptionError(f"the reused guidance does not fit the solver lcm, {UNCACHED['lcm']}: use every 1")
         plan = schedule_guidance(plan, options.guidance)
-    policy = options.magcache or options.taylorseer or options.adaptive
+    policy = options.magcache or options.taylorseer or options.adaptive or options.pattern
     if policy is None:
         return replace(plan, unskipped=full)
-    name = "MagCache" if options.magcache else "TaylorSeer" if options.taylorseer else "the adaptive cache"
+    names = {"magcache": "MagCache", "taylorseer": "TaylorSeer", "adaptive": "the adaptive cache"}
+    name = next((name for field, name in names.items() if getattr(options, field)), "the step pattern")
     check_cacheable(plan.solver, name)
     if distilled or steps < MIN_STEPS:
         too_few = f"{steps} steps, fewer than {MIN_STEPS}, differ too much from each other"
@@ -110,6 +112,8 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         return replace(skip_magcache(plan, options.magcache, curve), unskipped=full)
     if options.taylorseer:
         return replace(skip_taylorseer(plan, options.taylorseer), unskipped=full)
+    if options.pattern:
+        return replace(skip_pattern(plan, options.pattern), unskipped=full)
     assert options.adaptive is not None
     note = "adaptive: the run decides which of the marked steps it skips"
     return replace(mark_adaptive(plan, options.adaptive), unskipped=full, notes=(*plan.notes, note))
@@ -120,11 +124,12 @@ def skip_words(options: SkipOptions) -> str:
     words: list[str] = []
     if cache := options.magcache:
         words.append(f"magcache {cache.threshold:g}/{cache.max_skips}/{cache.retention:g}")
-        words += [f"rule {cache.rule}"] * (cache.rule != "joint") + [f"order {cache.order}"] * (cache.order > 0)
+        words += [f"rule {cache.rule}"] * (cache.rule != "joint") + [f"order {cache.order:g}"] * (cache.order > 0)
     if seer := options.taylorseer:
-        words.append(f"taylorseer {seer.interval}/{seer.order}/{seer.retention:g}")
+        words.append(f"taylorseer {seer.interval}/{seer.order:g}/{seer.retention:g}")
     if adaptive := options.adaptive:
         words.append(f"adaptive {adaptive.threshold:g}/{adaptive.max_skips}/{adaptive.retention:g}")
+    words += [] if options.pattern is None else [f"pattern {pattern_words(options.pattern)}"]
     if guidance := options.guidance:
         words += [f"guidance in {guidance.low:g}-{guidance.high:g}"] * ((guidance.low, guidance.high) != (0, 1))
         words += [f"guidance every {guidance.every}"] * (guidance.every > 1)

@@ -31,8 +31,8 @@ HALF = 0.5  # least sparsity of a ramp
 # 12.5 to 50 %.
 KERNEL, CHOICE = 1.075, 0.06
 # The same for what is computed of unselected blocks beyond their means: for each further part, for the slope and each
-# part of it, for the choice by error and each part of it. Counted, not measured (docs/sparse.md, "What is lost").
-PART, SLOPE, SLOPE_PART, ERROR, ERROR_PART = 0.02, 0.012, 0.008, 0.006, 0.002
+# part of it, for each part of the choice by error. From benchmarks/results/sparse-rest-h200-*.json.
+PART, SLOPE, SLOPE_PART, ERROR_PART = 0.0285, 0.045, 0.028, 0.0105
 FORM = "quality, balanced, fast, or sparsity/dense steps/dense layers such as 0.8125/0/0, then options after a colon: "
 WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, parts4, slope, error, even, alone, mean, or a kernel"
 
@@ -117,7 +117,7 @@ def forward_flops(config: DiTConfig, tokens: int) -> tuple[int, int]:
 def rest_cost(options: SparseOptions) -> float:
     """Time for unselected blocks beyond one mean of each, relative to dense attention."""
     slope = SLOPE + SLOPE_PART * options.parts if options.slope else 0.0
-    error = ERROR + ERROR_PART * options.parts if options.score == "error" else 0.0
+    error = ERROR_PART * options.parts if options.score == "error" else 0.0
     return PART * (options.parts - 1) + slope + error
 
 

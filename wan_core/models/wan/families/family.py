@@ -43,6 +43,12 @@ ImageInput: TypeAlias = Literal[
 ]
 
 
+NEGATIVE_SOURCE = (
+    "this project's own text; Wan's own, in Chinese, is sample_neg_prompt in wan/configs/shared_config.py of "
+    "github.com/Wan-Video/Wan2.2"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What checkpoints were trained and tuned for: their inputs and the defaults of everything a user may leave out.
@@ -70,7 +76,7 @@ class Task:
     height: int
     frames: int
     fps: int
-    negative_prompt: str = (
+    negative_prompt: str = (  # written for this project: see NEGATIVE_SOURCE
         "blurry, low quality, jpeg artefacts, overexposed, washed-out colours, still picture, subtitles, watermark, "
         "deformed hands, extra fingers, extra limbs, distorted face, cluttered background, walking backwards"
     )

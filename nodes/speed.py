@@ -1,0 +1,59 @@
+"""Node for speed presets: step cache, sparse attention and guidance as a search found them together."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io, ui
+
+from wan_core.config import OptionError, SkipOptions
+from wan_core.sampling.cache.arguments import speed_options
+from wan_core.sampling.cache.skipping import skip_words
+from wan_core.sampling.speed_presets import SUFFIX, speed_names
+
+from . import host
+from .schema import newer
+from .skipping import skipping_output
+
+
+class WanCoreSpeedPreset(io.ComfyNode):
+    """A whole setting that a search found."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreSpeedPreset",
+            display_name="WanCore Speed Preset",
+            category="WanCore",
+            **newer("WanCoreSpeedPreset"),
+            description="Step caching, sparse attention and guidance together, as a search found them: the most "
+            "quality in a given time. For the sampler, the plan preview and, without a guidance schedule, WanCore "
+            "Accelerate.",
+            inputs=[
+                io.Combo.Input(
+                    "preset",
+                    options=[*speed_names(), *host.named_files("diffusion_models", SUFFIX)],
+                    default="balanced",
+                    tooltip="Presets of this pack were searched on the embedded model. Presets of your own, from "
+                    f"`python -m wan_core search`, are found in models/diffusion_models as NAME{SUFFIX}.",
+                )
+            ],
+            outputs=[skipping_output()],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, preset: str = "") -> list[tuple[str, int]]:
+        return host.stamps("diffusion_models", SUFFIX)  # run again when a preset's file changes
+
+    @classmethod
+    def validate_inputs(cls, preset: str = "") -> bool:
+        return True  # `execute` refuses what is not there, in words, also where ComfyUI's list is older than a file
+
+    @classmethod
+    def execute(cls, preset: str) -> io.NodeOutput:
+        files = host.named_files("diffusion_models", SUFFIX)
+        if preset not in speed_names() and preset not in files:  # a workflow may come from a stranger
+            raise OptionError(
+                f"speed preset {preset[:100]!r} is not there: put its file into models/diffusion_models and refresh, "
+                f"or choose one of {', '.join([*speed_names(), *files])}"
+            )
+        options = speed_options(preset if preset in speed_names() else str(files[preset])) or SkipOptions()
+        return io.NodeOutput(options, ui=ui.PreviewText(skip_words(options)))

@@ -1,0 +1,173 @@
+"""The search for presets: what it finds on a made-up landscape, what it writes on the embedded model and refuses."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wan_core.cli import main
+from wan_core.config import OptionError
+from wan_core.pipeline.evaluate.search import AXES, LEAST, Candidate, Search, least_seconds, spread
+from wan_core.sampling.cache.arguments import parse_setting, speed_options
+from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.plan import make_plan
+from wan_core.sampling.speed_presets import FOLDER, SUFFIX, find_speed, read_speed, speed_names
+
+PHASES = (26, 14)  # of 40 steps
+
+
+@cache
+def planned(setting):
+    return skip_forwards(make_plan(steps=40), parse_setting(setting), None)
+
+
+@cache
+def seconds(setting):
+    """A forward takes 1, with sparse attention less."""
+    plan = planned(setting)
+    return sum(step.forwards * (1 - 0.6 * step.sparsity) for step in plan.steps)
+
+
+def quality(setting, count):
+    """Made up: what is left out costs, skipped steps in the first half three times as much."""
+    plan = planned(setting)
+    loss = sum((3 if step.index < 20 else 1) * 0.1 for step in plan.steps if step.skipped)
+    loss += sum(step.sparsity**3 for step in plan.steps if not step.skipped)
+    return [50 - loss + 0.01 * video for video in range(count)]
+
+
+def searched(target, measure=quality, **options):
+    measured = {}
+
+    def noted(setting, count):
+        measured[setting] = max(count, measured.get(setting, 0))
+        return measure(setting, count)
+
+    search = Search(PHASES, seconds, noted, count=8, first=2, **options)
+    return search.within(target), measured, search
+
+
+def test_it_finds_the_best_of_its_candidates_and_improves_it():
+    best, measured, search = searched(30.0)
+    alone = max(quality(one.setting, 1)[0] for one in search.candidates(30.0))
+    assert seconds(best.setting) <= 30 and quality(best.setting, 1)[0] > alone
+    assert all(seconds(setting) <= 30 for setting in measured)
+    # halving: few of the settings are measured on all videos
+    assert 0 < sum(count == 8 for count in measured.values()) < len(measured) / 2
+
+
+def test_the_same_seed_searches_the_same():
+    assert searched(30.0)[0:2] == searched(30.0)[0:2]
+
+
+def test_a_bound_of_quality_is_kept_by_the_fastest():
+    _, _, search = searched(30.0)
+    found = least_seconds(search, 45.0, 80.0)
+    assert search.score(found, 8) >= 45
+    faster = search.within(seconds(found.setting) * 0.8)
+    assert search.score(faster, 8) < 45
+    unreachable = least_seconds(search, 60.0, 80.0)
+    assert unreachable.setting == "full"
+
+
+def test_too_few_seconds_are_refused_with_what_is_possible():
+    with pytest.raises(OptionError, match="the fastest takes"):
+        searched(3.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(LEAST, 40), st.integers(1, 39), st.sampled_from([1.0, 1.35, 2.0]))
+def test_steps_are_spread_over_every_phase(count, high, early):
+    phases = (high, 40 - high)
+    steps = spread(count, phases, early)
+    assert len(steps) == count and {0, high, 39} <= steps <= set(range(40))
+    for words in ("", AXES["sparse"][1]):
+        one = Candidate((words, ""), phases, steps)
+        marks = one.pattern().high + one.pattern().low
+        assert len(one.pattern().high) == high and {i for i, mark in enumerate(marks) if mark == "1"} == steps
+
+
+def test_more_steps_at_the_beginning_where_asked():
+    even, early = (sorted(spread(12, PHASES, power)) for power in (1.0, 1.35))
+    assert sum(step < 20 for step in early) > sum(step < 20 for step in even)
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+SMALL = ["search", "--model", "tiny", "--device", "cpu", "--steps", "10", "--frames", "5", "--size", "64x48"]
+FEW = ["--count", "2", "--first", "1", "--rounds", "1", "--changes", "2", "--prompt", "a red circle", "--prompt", "a"]
+
+
+def test_a_search_writes_a_preset_and_goes_on_where_it_was(tiny_assets, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "wan_core.pipeline.evaluate.search.AXES", {"sparse": ("", AXES["sparse"][1]), "guidance": ("",)}
+    )
+    assert main([*SMALL, *FEW, "--seconds", "mine=80", "--out", str(tmp_path)]) == 0
+    first = capsys.readouterr()
+    path = tmp_path / f"mine{SUFFIX}"
+    written = json.loads(path.read_text())
+    assert written["setting"] in first.out and written["seconds"] <= 80
+    assert written["videos"] == 2 and {"psnr", "psnr_worst", "ssim", "psnr_error"} <= written.keys()
+    front = [(row["seconds"], row["psnr"]) for row in written["rows"]]
+    assert front == sorted(front) and any(row["setting"] == written["setting"] for row in written["rows"])
+    assert speed_options(str(path)) == parse_setting(written["setting"])
+    assert main(["plan", "--steps", "40", "--speed", str(path)]) == 0
+    rows = (tmp_path / "t2v-tiny-10.rows.jsonl").read_text()
+    assert main([*SMALL, *FEW, "--seconds", "mine=80", "--out", str(tmp_path), "--overwrite"]) == 0
+    assert (tmp_path / "t2v-tiny-10.rows.jsonl").read_text() == rows  # nothing was measured again
+    assert json.loads(path.read_text())["setting"] == written["setting"]
+    assert main([*SMALL, *FEW, "--seed", "1", "--seconds", "mine=80", "--out", str(tmp_path)]) == 2
+    assert "other videos" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given", [[], ["--seconds", "x"], ["--seconds", "../x=3"], ["--seconds", "a=1", "--psnr", "a=2"]]
+)
+def test_the_command_refuses(given, tiny_assets, tmp_path, capsys):
+    assert main([*SMALL, "--out", str(tmp_path / "new"), *given]) == 2
+    told = capsys.readouterr().err
+    assert "wan_core search" in told and ("given" in told or "no preset" in told)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_the_presets_of_this_package_are_found_and_save_what_they_say():
+    assert {"balanced", "fast", "balanced-i2v", "fast-i2v"} <= set(speed_names())
+    for name in speed_names():
+        fields = json.loads((FOLDER / f"{name}{SUFFIX}").read_text())
+        plan = skip_forwards(make_plan(task=fields["of"]["task"], steps=40), speed_options(name), None)
+        assert plan.forwards == fields["forwards"] < plan.unskipped
+        assert find_speed(name).setting == fields["setting"] == read_speed(FOLDER / f"{name}{SUFFIX}").setting
+
+
+DAMAGED = {
+    "no json": "{",
+    "no preset": "[]",
+    "another form": '{"format": "wancore-preset/9", "name": "a", "setting": "full", "source": "b"}',
+    "no setting": '{"format": "wancore-preset/1", "name": "a", "source": "b"}',
+    "a number": '{"format": "wancore-preset/1", "name": "a", "setting": 3, "source": "b"}',
+    "an unknown setting": '{"format": "wancore-preset/1", "name": "a", "setting": "fly:1", "source": "b"}',
+    "itself": '{"format": "wancore-preset/1", "name": "a", "setting": "speed:balanced", "source": "b"}',
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_preset_is_refused_in_words(text, tmp_path):
+    path = tmp_path / f"x{SUFFIX}"
+    path.write_text(text)
+    with pytest.raises(OptionError, match=r"x\.preset\.json"):
+        speed_options(str(path))
+
+
+def test_names_that_are_no_presets(tmp_path, capsys):
+    with pytest.raises(OptionError, match="balanced"):
+        speed_options("quick")
+    with pytest.raises(OptionError, match="balanced"):
+        speed_options(str(tmp_path / f"missing{SUFFIX}"))
+    assert main(["plan", "--speed", "balanced", "--sparse", "fast"]) == 2
+    assert "--sparse" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""The libraries that the engine uses: what for, and how to install them. Imports none of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import sys
+from typing import Any
+
+# distribution -> (what it is for, how to install it); None: required
+LIBRARIES: dict[str, tuple[str, str | None]] = {
+    "torch": ("everything, from 2.6 on", None),
+    "numpy": ("frames", None),
+    "sentencepiece": ("tokenizer", None),
+    "av": ("writing and reading video", None),
+    "Pillow": ("reading images", None),
+    "safetensors": ("reading and writing model files", None),
+    "flash-attn-4": ("attention on Hopper and Blackwell", "pip install 'wancore[attention]'"),
+    "flash-attn": ("attention on Ampere and newer", "pip install --no-build-isolation flash-attn"),
+    "sageattention": ("int8 attention", "see github.com/thu-ml/SageAttention"),
+    "nvidia-cudnn-frontend": ("FP8 attention", "pip install 'wancore[attention]'"),
+    "transformer-engine": ("FP8 linears and attention", "pip install --no-build-isolation 'wancore[te]'"),
+    "comfy-kitchen": ("INT8 matmuls and attention; NVFP4 and MXFP8 on Blackwell", "pip install 'wancore[comfy]'"),
+}
+MODULES = {"Pillow": "PIL"}  # of distributions that are imported by another name
+TORCH = "https://pytorch.org/get-started/locally"
+
+
+def install_command(name: str) -> str:
+    """How to install a required library into the Python that runs this."""
+    python = "python" if sys.prefix != sys.base_prefix else sys.executable
+    if name == "torch":
+        index = " --index-url https://download.pytorch.org/whl/cu130" if sys.platform == "win32" else ""
+        return f"{python} -m pip install torch{index} (2.6 or newer; the build for each GPU: {TORCH})"
+    return f"{python} -m pip install {name}"
+
+
+def missing() -> list[str]:
+    """The required libraries that cannot be imported."""
+    required = [name for name, (_, install) in LIBRARIES.items() if install is None]
+    return [name for name in required if importlib.util.find_spec(MODULES.get(name, name)) is None]
+
+
+def missing_library(module: str) -> str | None:
+    """What to do where a required library is not installed, by the name of its module; None for other modules."""
+    distribution = next((name for name in LIBRARIES if MODULES.get(name, name) == module.partition(".")[0]), None)
+    if distribution is None or distribution not in missing():
+        return None
+    return f"{distribution} is not installed: {install_command(distribution)}. `doctor` lists what else is missing"
+
+
+def without_torch() -> dict[str, Any]:
+    """What the doctor finds where required libraries are missing, as plain data: {"system", "libraries", "install"}."""
+    return {
+        "system": {"python": platform.python_version(), "platform": platform.platform()},
+        "libraries": {name: library(name) for name in LIBRARIES},
+        "install": [install_command(name) for name in missing()],
+    }
+
+
+def library(name: str) -> dict[str, Any]:
+    """{"for", "version", "note"} of a distribution; version None where it is not installed."""
+    purpose, install = LIBRARIES[name]
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return {"for": purpose, "version": None, "note": install or f"required: {install_command(name)}"}
+    return {"for": purpose, "version": version, "note": None}
+
+
+def library_lines(libraries: dict[str, dict[str, Any]]) -> list[str]:
+    """One line for each library."""
+    lines = ["libraries"]
+    for name, found in libraries.items():
+        note = f" ({found['note']})" if found["note"] else ""
+        lines.append(f"  {name:<22} {found['version'] or 'not installed':<16} {found['for']}{note}")
+    return lines
+
+
+def text(findings: dict[str, Any]) -> str:
+    """The findings of `without_torch` as text."""
+    lines = ["system", *(f"  {key:<22} {value}" for key, value in findings["system"].items())]
+    lines += library_lines(findings["libraries"])
+    return "\n".join(
+        [*lines, "not tested, because required libraries are missing. Install them first:"]
+        + [f"  {command}" for command in findings["install"]]
+    )

@@ -1,0 +1,73 @@
+"""The parser of the command line: short usage, defaults in the help, suggestions for words that are nearly right."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from wan_core.config.checks import meant_hint, nearly
+
+
+class DefaultsFormatter(argparse.RawDescriptionHelpFormatter):
+    """Adds `(default X)` to the help of each option whose default its text does not name."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        says_nothing = action.default in (None, [], (), argparse.SUPPRESS) or action.default is False
+        if not action.option_strings or says_nothing or "default" in text:
+            return text
+        return f"{text} (default %(default)s)".strip()
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends with one line on errors, a short usage, and the option or command that may be meant."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **{"formatter_class": DefaultsFormatter, **more})
+        self.given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2]
+        message = f"unknown: {unknown}" if unknown else message
+        self.exit(2, f"{self.prog}: {message}{self._suggestions()}\n{self.short_usage()}\n")
+
+    def short_usage(self) -> str:
+        """One line: what the command needs."""
+        needed = [self._words(action) for action in self._actions if not action.option_strings]
+        needed += [self._words(action) for action in self._actions if action.option_strings and action.required]
+        for group in self._mutually_exclusive_groups:
+            if group.required:
+                needed.append(f"({' | '.join(self._words(action) for action in group._group_actions)})")
+        return f"usage: {' '.join([self.prog, *needed])} [options]; all of them: {self.prog} --help"
+
+    @staticmethod
+    def _words(action: argparse.Action) -> str:
+        value = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+        return " ".join([*action.option_strings[-1:], *[str(value)] * (action.nargs != 0)])
+
+    def _suggestions(self) -> str:
+        """`: did you mean --prompt?` for each option that this parser does not know."""
+        known = list(self._option_string_actions)
+        words = [word.partition("=")[0] for word in self.given if re.match(r"--\w", word)]
+        meant = [nearly(word, known) for word in words if not any(name.startswith(word) for name in known)]
+        return "".join(f"; did you mean {word}?" for word in dict.fromkeys(meant) if word)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        allowed = [str(choice) for choice in action.choices]
+        hint = meant_hint(str(value), allowed)
+        raise argparse.ArgumentError(action, f"{value!r} is not known; use one of: {', '.join(allowed)}{hint}")
+
+
+def program() -> str:
+    """What the user called: `wancore` where that is installed, else `python -m wan_core`."""
+    return "wancore" if Path(sys.argv[0]).stem.lower() == "wancore" else "python -m wan_core"

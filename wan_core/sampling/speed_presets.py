@@ -1,0 +1,64 @@
+"""Presets that a search found: a setting (step cache, sparse attention, guidance) with what it was measured to do.
+
+A preset is a JSON file `NAME.preset.json`. Those of this package are in `assets/presets`, measured on the embedded
+model; `python -m wan_core search` writes others, of a user's own model. Its `setting` is in the words of `quality
+--setting`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from wan_core.config import OptionError
+from wan_core.config.limits import MAX_JSON, check_file_size
+
+FORMAT = "wancore-preset/1"
+SUFFIX = ".preset.json"
+FOLDER = Path(__file__).parents[1] / "assets" / "presets"
+AGAIN = "search it again, or choose another"
+
+
+@dataclass(frozen=True)
+class SpeedPreset:
+    """`setting` in the words of `quality --setting`; `source`: the model that it was measured on."""
+
+    name: str
+    setting: str
+    source: str
+
+
+def speed_names() -> tuple[str, ...]:
+    """The presets of this package."""
+    return tuple(sorted(path.name.removesuffix(SUFFIX) for path in FOLDER.glob(f"*{SUFFIX}")))
+
+
+def find_speed(name: str) -> SpeedPreset:
+    """The preset of this package with that name, or of the file. Raises OptionError."""
+    if name in speed_names():
+        return read_speed(FOLDER / f"{name}{SUFFIX}")
+    path = Path(name)
+    if not name.endswith(SUFFIX) or not path.is_file():
+        raise OptionError(
+            f"speed preset {name!r} given; use one of {', '.join(speed_names())}, or an existing file NAME{SUFFIX} "
+            "that `python -m wan_core search` wrote"
+        )
+    return read_speed(path)
+
+
+def read_speed(path: Path) -> SpeedPreset:
+    """The preset in a file. Raises OptionError if it is damaged or of another form."""
+    try:
+        check_file_size(path, MAX_JSON)
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+            raise OptionError(f"{path} is not a preset of the form {FORMAT}: {AGAIN}")
+        found = [fields[name] for name in ("name", "setting", "source")]
+    except (OSError, ValueError, KeyError, RecursionError) as fault:
+        if isinstance(fault, OptionError):
+            raise
+        raise OptionError(f"{path} is not a preset ({type(fault).__name__}: {fault}): {AGAIN}") from fault
+    if not all(isinstance(value, str) and value for value in found):
+        raise OptionError(f"{path} is not a preset: name, setting and source must be words: {AGAIN}")
+    return SpeedPreset(*found)
