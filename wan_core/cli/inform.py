@@ -10,6 +10,7 @@ from wan_core.cli.control import control_of
 from wan_core.cli.options import outputs_of, plan_numbers, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.config.checks import near_file
+from wan_core.models.wan.families import check_stages
 from wan_core.models.wan.families.long_video import LongVideo, cut_video
 from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.arguments import skip_options
@@ -65,6 +66,8 @@ def run_plan(options: argparse.Namespace) -> int:
     control = control_of(options)
     plan = plan if control is None else with_control(plan, control)
     task = TASKS[plan.task]
+    if plan.stages:
+        check_stages(task)
     told = options.frames is not None or options.clip_frames is not None or options.overlap is not None
     frames = task.frames if options.frames is None else options.frames
     if frames < 1:
