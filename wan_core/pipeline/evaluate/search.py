@@ -27,8 +27,11 @@ from wan_core.sampling.cache.skipping import skip_words
 # work is another row.
 AXES: dict[str, tuple[str, ...]] = {
     "sparse": (
-        "", "sparse:0.5/0/0", "sparse:0.625/0/0:ramp0", "sparse:0.75/0/0:ramp0", "sparse:0.75/0/0",
-        "sparse:0.8125/0/0:ramp0", "sparse:0.8125/0/0", "sparse:0.875/0/0:ramp0", "sparse:0.875/0/0",
+        "", "sparse:0.5/0/0", "sparse:0.625/0/0:ramp0",
+        "sparse:0.5/0/0:error", "sparse:0.625/0/0:ramp0:error", "sparse:0.75/0/0:ramp0:error", "sparse:0.75/0/0:error",
+        "sparse:0.8125/0/0:ramp0:error", "sparse:0.8125/0/0:error", "sparse:0.875/0/0:ramp0:error",
+        "sparse:0.625/0/0:ramp0:slope:error", "sparse:0.75/0/0:ramp0:slope:error", "sparse:0.75/0/0:slope:error",
+        "sparse:0.8125/0/0:ramp0:slope:error", "sparse:0.8125/0/0:slope:error", "sparse:0.875/0/0:ramp0:slope:error",
     ),
     "guidance": ("", "every:2", "guidance:0.3-1"),
     "stages": ("", "stages:0.5/0.9-0.98", "stages:0.75/0.8-0.98"),
@@ -75,14 +78,17 @@ class Candidate:
 
 
 def spread(count: int, phases: Phases, early: float) -> frozenset[int]:
-    """`count` of the steps, the first of each phase and the last of the run among them, the others evenly, or denser
-    at the beginning (`early` above 1)."""
+    """`count` of the steps, the first of each phase and the last of the run among them, the others evenly between
+    those, or denser at the beginning (`early` above 1)."""
     total = sum(phases)
+    last = max(1, total - 1)
     chosen = {sum(phases[:n]) for n in range(len(phases))} | {total - 1}
-    wanted = [round((i / max(1, count - 1)) ** early * (total - 1)) for i in range(count)]
-    for step in wanted:
-        if len(chosen) < count:
-            chosen.add(step)
+    spans = list(pairwise((step / last) ** (1 / early) for step in sorted(chosen)))
+    parts = [1] * len(spans)
+    for _ in range(count - len(chosen) if spans else 0):
+        parts[max(range(len(spans)), key=lambda n: (spans[n][1] - spans[n][0]) / parts[n])] += 1
+    for (low, high), pieces in zip(spans, parts, strict=True):
+        chosen |= {round((low + (high - low) * n / pieces) ** early * last) for n in range(1, pieces)}
     while len(chosen) < min(count, total):
         chosen.add(_widest(chosen, total))
     return frozenset(chosen)
