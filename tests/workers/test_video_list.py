@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -57,6 +57,7 @@ class Losing:
 
 
 @settings(max_examples=30)
+@example(count=3, makers=1, losses=[{1: 2, 2: 1}, {}, {}, {}], refuses=set(), there={3})
 @given(
     count=st.integers(1, 9),
     makers=st.integers(1, 4),

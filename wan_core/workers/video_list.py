@@ -144,6 +144,19 @@ class VideoList:
             self.stopped = True
             self.changed.notify_all()
 
+    def end(self) -> None:
+        """No maker is left: what is waiting is made already, or not made."""
+        for video in self.waiting:
+            try:
+                finished = self.is_finished(video)
+            except OptionError as fault:
+                self._fail(video, str(fault))
+                continue
+            if finished:
+                self.outcome.elsewhere.append(video.line)
+            else:
+                self.outcome.failed[video.line] = "no maker is left"
+
     @contextmanager
     def _ended(self, video: ListedVideo) -> Iterator[None]:
         """`video` is no longer being made; what became of it is written down before anyone looks."""
@@ -199,6 +212,5 @@ def make_all(videos: VideoList, makers: Sequence[Maker], kill: Callable[[], obje
                     kill()
         for future in running:
             future.result()
-    for video in videos.waiting:
-        videos.outcome.failed[video.line] = "no maker is left"
+    videos.end()
     return videos.outcome
