@@ -229,7 +229,8 @@ def with_defaults(graph: Graph, kinds: Mapping[str, Any]) -> Graph:
     filled: Graph = {}
     for name, entry in graph.items():
         inputs = dict(entry["inputs"])
-        for key, (what, *rest) in kinds[entry["class_type"]]["input"].get("required", {}).items():
+        known = kinds.get(entry["class_type"], {"input": {}})  # a note or a primitive is the page's own
+        for key, (what, *rest) in known["input"].get("required", {}).items():
             if key not in inputs and rest and "default" in rest[0]:
                 inputs[key] = rest[0]["default"]
             elif key not in inputs and isinstance(what, list):

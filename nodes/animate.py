@@ -20,7 +20,7 @@ from wan_core.sampling.conditioning import empty_latents
 
 from . import host
 from .conditioning import check_widgets, with_values
-from .schema import newer
+from .schema import ADVANCED, newer
 from .sockets import CONDITIONING
 
 MAX_SIDE, MAX_FRAMES = 8192, 401
@@ -71,6 +71,19 @@ def outputs() -> list[Any]:
             tooltip="Frames that the clip has from previous_frames: remove so many first frames after decoding.",
         ),
     ]
+
+
+def strength(name: str, of: str) -> Any:
+    return io.Float.Input(
+        name,
+        **ADVANCED,
+        default=1.0,
+        min=0.0,
+        max=10.0,
+        step=0.01,
+        optional=True,
+        tooltip=f"How strongly the {of} counts.",
+    )
 
 
 def clip_of(family: str, frames: int, previous: Tensor | None, overlap: int) -> Clip:
@@ -138,6 +151,14 @@ class WanCoreAnimate(io.ComfyNode):
                     optional=True,
                     tooltip="How many of previous_frames the clip begins with: 1 or 5.",
                 ),
+                io.Boolean.Input(
+                    "face_guidance",
+                    **ADVANCED,
+                    default=True,
+                    optional=True,
+                    tooltip="Where guidance is above 1, it also leads away from a still face. Off: from the negative "
+                    "prompt alone.",
+                ),
             ],
             outputs=outputs(),
         )
@@ -163,6 +184,7 @@ class WanCoreAnimate(io.ComfyNode):
         clip_vision_output: Any = None,
         previous_frames: Tensor | None = None,
         overlap: int = 1,
+        face_guidance: bool = True,
     ) -> io.NodeOutput:
         if (background_video is None) != (character_mask is None):
             raise OptionError("only one of background_video and character_mask is connected: connect both, or neither")
@@ -173,7 +195,7 @@ class WanCoreAnimate(io.ComfyNode):
         if clip_vision_output is not None:
             extras["clip_vision_output"] = clip_vision_output
         without = extras
-        if face_video is not None:
+        if face_video is not None and face_guidance:
             without = {**extras, "face_video_pixels": torch.full_like(extras["face_video_pixels"], -1)}
         both = with_values(positive, extras), with_values(negative, without)
         return io.NodeOutput(*both, latent, 1, clip.carried)
@@ -207,6 +229,8 @@ class WanCoreAnimate2(io.ComfyNode):
                     "positive_pose", optional=True, tooltip="A prompt for the driving video; without it, `positive`."
                 ),
                 io.Image.Input("previous_frames", optional=True, tooltip=PREVIOUS),
+                strength("pose_strength", "driving video"),
+                strength("reference_strength", "reference image"),
             ],
             outputs=outputs(),
         )
@@ -230,12 +254,16 @@ class WanCoreAnimate2(io.ComfyNode):
         clip_vision_output_pose: Any = None,
         positive_pose: CONDITIONING | None = None,
         previous_frames: Tensor | None = None,
+        pose_strength: float = 1.0,
+        reference_strength: float = 1.0,
     ) -> io.NodeOutput:
         clip = clip_of("animate2", frames, previous_frames, 1)
         pictures = {"reference": reference_image, "pose_video": pose_video, "carried": tail(previous_frames, clip)}
         extras, latent = conditioned("animate2", vae, (width, height), clip, pictures)
         own = {"clip_vision_output": clip_vision_output, "clip_vision_output_pose": clip_vision_output_pose}
         own["cross_attn_pose"] = (positive_pose or positive)[0][0]
+        strengths = {"pose_strength": pose_strength, "reference_strength": reference_strength}
+        own |= {name: value for name, value in strengths.items() if value != 1}
         extras |= {key: value for key, value in own.items() if value is not None}
         both = with_values(positive, extras), with_values(negative, extras)
         return io.NodeOutput(*both, latent, 1, clip.carried)

@@ -26,6 +26,10 @@ SPEED_TRANSFORMER = {
     "animate2_cache": "WanAnimate2Cache: the driving video is passed through the model once anyway",
 }
 POSE_CACHE = "WanAnimate2Cache."  # the names of functions that it registers begin so
+CHANGES_OPTIONS = {  # in words
+    "context_handler": "context windows (ComfyUI's sampler runs them, and WanCore Accelerate with it; the command line "
+    "makes long videos of image-to-video and Animate models clip by clip)",
+}
 SPEED_WRAPPERS = {"torch.compile"}
 OURS = "wancore"  # what keys of WanCore's own nodes for a MODEL begin with
 DATA = {"lora_metadata"}  # attachments that say something and do nothing
@@ -125,7 +129,8 @@ def _changes_results(model: Any) -> Iterator[str]:
     """In words, everything on a MODEL that changes its results, except weights' patches and the shift."""
     yield from (f"object patch {name}" for name in model.object_patches if name not in {SAMPLING, *SPEED_OBJECTS})
     options, known = model.model_options, EMPTY_OPTIONS | SPEED_OPTIONS.keys()
-    yield from (f"model option {name}" for name, value in options.items() if value and name not in known)
+    changed = [name for name, value in options.items() if value and name not in known]
+    yield from (CHANGES_OPTIONS.get(name, f"model option {name}") for name in changed)
     for name, value in options.get("transformer_options", {}).items():
         if name in ("patches", "patches_replace"):
             yield from (f"{name} {inner}" for inner, several in value.items() if several)

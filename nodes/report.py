@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from wan_core.config import SkipOptions
 from wan_core.execution.report import Report
 from wan_core.execution.report_drawing import draw_report
 from wan_core.media.drawing import clock
+from wan_core.models.wan.families.long_video import cut_video
 from wan_core.sampling.plan import Expert
 from wan_core.sampling.plan_drawing import draw_plan
 
@@ -59,6 +62,7 @@ class WanCorePlanPreview(io.ComfyNode):
                 ),
                 preset_input(),
                 *window_inputs(),
+                *_clip_inputs(),
             ],
             outputs=[
                 io.Image.Output("image", display_name="image", tooltip="The plan, drawn."),
@@ -86,6 +90,9 @@ class WanCorePlanPreview(io.ComfyNode):
         end_step: int = 0,
         return_with_leftover_noise: str = "",
         sigmas: None = None,
+        frames: int = 0,
+        clip_frames: int = 0,
+        overlap: int = 0,
     ) -> float:
         return seconds_per_forward or float("nan")  # NaN is never cached: measured times change with every run
 
@@ -108,15 +115,55 @@ class WanCorePlanPreview(io.ComfyNode):
         end_step: int = LAST,
         return_with_leftover_noise: str = "disable",
         sigmas: Tensor | None = None,
+        frames: int = 0,
+        clip_frames: int = 0,
+        overlap: int = 0,
     ) -> io.NodeOutput:
         numbers = steps, shift, boundary, guidance_high, guidance_low, solver
         window = window_of(denoise, start_step, end_step, return_with_leftover_noise)
         plan = plan_of(model, *numbers, skipping, from_image, preset, window, sigmas)
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
         seconds = entered if seconds_per_forward else model.pace
-        image = as_image(draw_plan(plan, plan.estimate(seconds)))
-        text = plan.table()
+        estimate, clips = plan.estimate(seconds), ""
+        if frames or clip_frames or overlap:
+            task = model.experts.task
+            long = cut_video(task, frames or task.frames, clip_frames or None, overlap or None)
+            estimate, clips = None if estimate is None else estimate * long.cost, long.words(plan.count)
+        image = as_image(draw_plan(plan, estimate, clips=clips))
+        text = plan.table() + (f"\nclips: {clips}" if clips else "")
         return io.NodeOutput(image, text, ui=shown(image, text.splitlines()[0], cls))
+
+
+def _clip_inputs() -> list[Any]:
+    return [
+        io.Int.Input(
+            "frames",
+            **ADVANCED,
+            default=0,
+            min=0,
+            max=100000,
+            optional=True,
+            tooltip="Of a video that is made clip by clip: shows how many clips, and the time of all. 0: one clip.",
+        ),
+        io.Int.Input(
+            "clip_frames",
+            **ADVANCED,
+            default=0,
+            min=0,
+            max=1001,
+            optional=True,
+            tooltip="Of a clip, a multiple of 4 plus 1. 0: the model's own.",
+        ),
+        io.Int.Input(
+            "overlap",
+            **ADVANCED,
+            default=0,
+            min=0,
+            max=13,
+            optional=True,
+            tooltip="So many of them are the last frames of the clip before. 0: the model's own.",
+        ),
+    ]
 
 
 class WanCoreReport(io.ComfyNode):

@@ -143,8 +143,8 @@ def embedded_demo(flow: Workflow) -> None:
     decode = add_decode(flow, vae, sampler)
     add_video(flow, decode["image"], "WanCore/demo_text")
     flow.column("Plan and report", 3 * STEP + NARROW + 60, WIDE)
-    flow.add("WanCorePlanPreview", model=model["model"], space=310)
-    flow.add("WanCoreReport", report=decode["report"], space=300)
+    flow.add("WanCorePlanPreview", model=model["model"], space=240)
+    flow.add("WanCoreReport", report=decode["report"], space=270)
 
     below = BELOW
     flow.column("2  Image to video", STEP, WIDE, y=below)

@@ -1,14 +1,15 @@
-"""Write the benchmark tables of README.md from the committed results, so that no number in it is typed by hand.
+"""Write the benchmark tables of the README and docs/ from the committed results, so that no number is typed by hand.
 
-    python tools/readme_tables.py            rewrite README.md
-    python tools/readme_tables.py --check    exit 1, naming the tables, if README.md does not show the newest results
+    python tools/readme_tables.py            rewrite README.md, README.zh.md and docs/*.md
+    python tools/readme_tables.py --check    exit 1, naming pages and tables, if one does not show the newest results
 
 A table stands between `<!-- bench:NAME -->` and `<!-- /bench -->`. NAME is a suite (`forward`), or a suite and a device
 (`forward-h200`) where the suite was measured on several. Its newest file is shown, which is called
 `benchmarks/results/<suite>-<device>-<yyyymmdd>.json` and holds
 {"suite", "command", "commit", "device", "versions": {library: version}, "rows": [{"name", "seconds", ...}]}.
 Columns that no row fills are left out; a key of a row that this file does not know becomes a column of its own.
-The table `cards` is no measurement: it is the choice by card of `wan_core.pipeline.card_choice`.
+The table `cards` is no measurement: it is the choice by card of `wan_core.pipeline.card_choice`. `why` and `summary`
+are short tables over several results: tools/summary_tables.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # not there where this file is run as a script
+
+from tools.summary_tables import short_table  # noqa: E402
+
 REGION = re.compile(r"(?P<open><!-- bench:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(?P<close><!-- /bench -->)", re.DOTALL)
 OPENING = re.compile(r"<!-- bench:")  # a region without its end swallows the next one, or is none
 FILE = re.compile(r"(?P<stem>.+)-(?P<date>\d{8})\.json")
@@ -83,6 +88,8 @@ CHOSEN = {
     ),
     "everyday": ("name", "seconds", "ratio", "loaders", "text", "image", "samplers", "decode", "save"),
     "native": ("name", "seconds", "ratio", "error"),
+    "attention": ("name", "size", "seconds", "ratio", "tflops", "error", "offset", "outliers", "sinks", "structured"),
+    "int8": ("name", "size", "seconds", "ratio", "peak_gib", "activation_gib", "weights_gib", "error"),
     "streaming": ("name", "size", "seconds", "slowdown", "resident_blocks", "peak_gib", "plan_error", "host_gib"),
     "startup": ("name", "size", "seconds", "ratio", "gb_s", "host_gib"),
     "caches": ("name", "size", "seconds", "share", "forwards", "estimate", "off", "peak_gib"),
@@ -126,7 +133,7 @@ Result = dict[str, Any]
 
 
 class TableError(ValueError):
-    """README.md or a result file cannot be used; says which and what to do."""
+    """A page or a result file cannot be used; says which and what to do."""
 
 
 def newest_result(name: str, results: Path) -> Result:
@@ -143,9 +150,7 @@ def newest_result(name: str, results: Path) -> Result:
         if name in (match["stem"], result["suite"]):
             found.setdefault(match["date"], []).append((path, result))
     if not found:
-        raise TableError(
-            f"README.md asks for the table {name!r}, and {results} holds no result of it: run `make bench`"
-        )
+        raise TableError(f"a page asks for the table {name!r}, and {results} holds no result of it: run `make bench`")
     newest = found[max(found)]
     if len(newest) > 1:
         names = ", ".join(path.stem.rsplit("-", 1)[0] for path, _ in newest)
@@ -195,7 +200,6 @@ def table(result: Result) -> str:
 
 def cards_table() -> str:
     """The Markdown of `wan_core.pipeline.card_choice` for cards as people have them, all optional libraries there."""
-    sys.path.insert(0, str(ROOT))  # not there where this file is run as a script
     from wan_core.ops.cards import AMPERE, card_of
     from wan_core.pipeline.card_choice import card_choices
 
@@ -220,40 +224,56 @@ def with_reason(row: Result, columns: list[str]) -> Result:
     return row | {first: f"*{reason}*"}
 
 
+def body_of(name: str, results: Path) -> str:
+    """The Markdown of the table called `name`."""
+    if name == CARDS:
+        return cards_table()
+    try:
+        short = short_table(name, lambda result: newest_result(result, results), cell)
+    except KeyError as missing:
+        raise TableError(f"the table {name!r} asks for the row {missing}, which its newest result lacks") from missing
+    return table(newest_result(name, results)) if short is None else short
+
+
 def rewrite(text: str, results: Path) -> tuple[str, list[str]]:
     """`text` with its tables made anew, and the names of those that changed. TableError for a region without end."""
     changed = []
 
     def replace(match: re.Match[str]) -> str:
-        body = cards_table() if match["name"] == CARDS else table(newest_result(match["name"], results))
+        body = body_of(match["name"], results)
         if body != match["body"]:
             changed.append(match["name"])
         return match["open"] + body + match["close"]
 
     if len(OPENING.findall(text)) != len(REGION.findall(text)):
-        raise TableError(
-            "README.md: write `<!-- bench:NAME -->` on a line of its own, and end each with `<!-- /bench -->`"
-        )
+        raise TableError("write `<!-- bench:NAME -->` on a line of its own, and end each with `<!-- /bench -->`")
     return REGION.sub(replace, text), changed
+
+
+def pages_of(root: Path) -> list[Path]:
+    """Every page that may hold tables."""
+    return [*sorted(root.glob("README*.md")), *sorted(root.glob("docs/*.md"))]
 
 
 def main(argv: list[str] | None = None, *, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if README.md is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a page is stale")
     options = parser.parse_args(argv)
-    readme = root / "README.md"
-    try:
-        text, changed = rewrite(readme.read_text(encoding="utf-8"), root / "benchmarks" / "results")
-    except TableError as error:
-        print(error, file=sys.stderr)
-        return 1
-    if options.check and changed:
-        print(f"README.md is stale ({', '.join(changed)}): run python tools/readme_tables.py", file=sys.stderr)
-        return 1
-    if changed:
-        readme.write_text(text, encoding="utf-8")
-        print(f"README.md: rewrote {', '.join(changed)}")
-    return 0
+    stale = False
+    for page in pages_of(root):
+        name = page.relative_to(root).as_posix()
+        try:
+            text, changed = rewrite(page.read_text(encoding="utf-8"), root / "benchmarks" / "results")
+        except TableError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
+        if changed and options.check:
+            print(f"{name} is stale ({', '.join(changed)}): run python tools/readme_tables.py", file=sys.stderr)
+        elif changed:
+            page.write_text(text, encoding="utf-8")
+            print(f"{name}: rewrote {', '.join(changed)}")
+        stale |= bool(changed)
+    return 1 if stale and options.check else 0
 
 
 if __name__ == "__main__":

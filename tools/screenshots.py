@@ -1,9 +1,12 @@
 """Open every workflow in ComfyUI's page, check that it arrived whole, and take its picture for docs/images/.
 
-    python tools/screenshots.py http://127.0.0.1:8188            check, and write docs/images/<workflow>.png
+    python tools/screenshots.py http://127.0.0.1:8188 --run      check, and take every picture, with both renderers
     python tools/screenshots.py http://127.0.0.1:8188 --check    check only
-    ... --run                                                     run each before its picture is taken, and check that
-                                                                  what it then saves holds no more values than before
+    --run runs each before its picture is taken, and checks that what it then saves holds no more values than before.
+
+Written: workflows/<workflow>.jpg for the template browser; for those in PICTURED docs/images/<workflow>.png, of Nodes
+2.0 docs/images/<workflow>_nodes2.png, and docs/images/shown.json: which inputs of which nodes the pictures show. A
+test compares that file with the schemas, so that no picture is older than its nodes.
 
 Needs `pip install playwright` and a Chromium (`--chromium PATH`, by default the `chromium` of the system). The ComfyUI
 must have this pack in custom_nodes. Checked in the page: no node is missing, every link joins the sockets that the file
@@ -34,6 +37,13 @@ ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS, IMAGES = ROOT / "workflows", ROOT / "docs" / "images"
 WIDTH, EDGE = 1920, 16  # of a picture, in pixels
 THUMBNAIL = 512  # pixels of the picture that ComfyUI's template browser shows
+PICTURED = {  # workflows in docs/images, and how they are drawn there
+    "text_to_video": ("classic", "nodes2"),
+    "image_to_video": ("classic",),
+    "mixed_with_native_nodes": ("classic",),
+}
+RENDERERS = {"classic": "", "nodes2": "_nodes2"}  # what a picture's name ends with
+EMBEDDED = '"tiny'  # in the graphs that run without weights
 COLOURS = 128  # of a picture's palette; a page has few
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync", "--no-proxy-server"]
@@ -133,8 +143,15 @@ def run(page: Page, workflow: dict[str, Any]) -> list[str]:
     ]
 
 
-def picture(page: Page, path: Path) -> None:
-    """The whole graph without the page's bars, as a small PNG, and a thumbnail for ComfyUI's template browser."""
+def shown(name: str, found: dict[str, Any]) -> dict[str, list[str]]:
+    """The inputs that each node of this pack has in the page, by its type."""
+    page = json.loads((WORKFLOWS / f"{title_of(name)}.json").read_text(encoding="utf-8"))
+    own = [node for node in page["nodes"] if node["type"].startswith("WanCore")]
+    return {node["type"]: [entry[0] for entry in found["inputs"][str(node["id"])]] for node in own}
+
+
+def picture(page: Page, name: str, renderer: str) -> None:
+    """The whole graph without the page's bars: a small PNG, and a thumbnail for ComfyUI's template browser."""
     left, top, right, bottom = page.evaluate(BOUNDS)
     scale = min((WIDTH - 2 * EDGE) / (right - left), 1.0)
     view = {"width": WIDTH, "height": round((bottom - top) * scale) + 2 * EDGE}
@@ -142,10 +159,12 @@ def picture(page: Page, path: Path) -> None:
     page.evaluate(BARE)
     page.evaluate(FIT, [left - EDGE / scale, top - EDGE / scale, scale])
     raw = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    raw.quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)
-    raw.thumbnail((THUMBNAIL, THUMBNAIL))
-    raw.save(WORKFLOWS / f"{title_of(path.stem)}.jpg", quality=80, optimize=True)
+    if renderer in PICTURED.get(name, ()):
+        path = IMAGES / f"{name}{RENDERERS[renderer]}.png"
+        raw.quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(path, optimize=True)
+    if renderer == "classic":
+        raw.thumbnail((THUMBNAIL, THUMBNAIL))
+        raw.save(WORKFLOWS / f"{title_of(name)}.jpg", quality=80, optimize=True)
 
 
 def open_page(context: BrowserContext, address: str) -> Page:
@@ -156,6 +175,28 @@ def open_page(context: BrowserContext, address: str) -> Page:
     return page
 
 
+def choose_renderer(address: str, renderer: str) -> None:
+    """Set the page up for pictures: no tutorial, no map, and one of the two ways in which it draws nodes."""
+    settings = SETTINGS | {"Comfy.VueNodes.Enabled": renderer == "nodes2"}
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(
+        f"{address}/api/settings", json.dumps(settings).encode(), {"Content-Type": "application/json"}
+    )
+    direct.open(request, timeout=30).close()
+
+
+def visit(page: Page, name: str, renderer: str, options: argparse.Namespace) -> tuple[list[str], dict[str, list[str]]]:
+    """Load a workflow, run it where asked, take its picture. Returns what is wrong, and the inputs that are shown."""
+    workflow = json.loads((WORKFLOWS / f"{title_of(name)}.json").read_text(encoding="utf-8"))
+    found = page.evaluate(LOAD, [workflow, name])
+    wrong = check(name, found)
+    if options.run and EMBEDDED in (WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"):
+        wrong += run(page, workflow)
+    if not options.check:
+        picture(page, name, renderer)
+    return wrong, shown(name, found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("address", help="where ComfyUI is, such as http://127.0.0.1:8188")
@@ -163,34 +204,33 @@ def main() -> int:
     parser.add_argument(
         "--run", action="store_true", help="run each workflow first, so that results are in the picture"
     )
+    parser.add_argument("--renderer", choices=RENDERERS, action="append", help="one alone; both if it is not given")
     parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser")
     parser.add_argument("names", nargs="*", help="workflows; all if none is named")
     options = parser.parse_intermixed_args()
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    direct.open(urllib.request.Request(
-        f"{options.address}/api/settings", json.dumps(SETTINGS).encode(), {"Content-Type": "application/json"}
-    ), timeout=30).close()  # fmt: skip
     names = options.names or sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
+    record = IMAGES / "shown.json"
+    pictured = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
     failed = False
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as profile:
-        context = playwright.chromium.launch_persistent_context(
-            profile,
-            executable_path=options.chromium,
-            headless=True,
-            args=FLAGS,
-            viewport={"width": WIDTH, "height": 1080},
-        )
-        page = open_page(context, options.address)
-        for name in names:
-            workflow = json.loads((WORKFLOWS / f"{title_of(name)}.json").read_text(encoding="utf-8"))
-            wrong = check(name, page.evaluate(LOAD, [workflow, name]))
-            if options.run:
-                wrong += run(page, workflow)
-            print(f"{name}: {'; '.join(wrong) or 'whole'}", flush=True)
-            failed = failed or bool(wrong)
-            if not options.check:
-                picture(page, IMAGES / f"{name}.png")
-        context.close()
+        for renderer in options.renderer or RENDERERS:
+            choose_renderer(options.address, renderer)
+            context = playwright.chromium.launch_persistent_context(
+                profile, executable_path=options.chromium, headless=True, args=FLAGS,
+                viewport={"width": WIDTH, "height": 1080},
+            )  # fmt: skip
+            page = open_page(context, options.address)
+            for name in names:
+                if renderer not in ("classic", *PICTURED.get(name, ())):
+                    continue
+                wrong, inputs = visit(page, name, renderer, options)
+                print(f"{renderer} {name}: {'; '.join(wrong) or 'whole'}", flush=True)
+                failed = failed or bool(wrong)
+                if renderer in PICTURED.get(name, ()) and not options.check:
+                    pictured[f"{name}{RENDERERS[renderer]}.png"] = inputs
+            context.close()
+    if not options.check:
+        record.write_text(json.dumps(pictured, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return failed
 
 

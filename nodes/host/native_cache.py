@@ -37,6 +37,7 @@ from wan_core.sampling.stages import with_stages
 
 from .native_kept import eager, keep_blocks, keep_output, reuse, reuse_blocks, uncompiled
 from .native_model import STATEFUL, NativeModel, describe
+from .native_stages import stages_of
 
 KEY = "wancore_cache"
 BLOCKS, OUTPUT = "blocks", "output"
@@ -67,7 +68,7 @@ def native_plan(
         branches=branches,
     )
     plan = with_stages(replace(plan, notes=(model.note,) if model.note else ()), options.stages)
-    if solver == "lcm" and replace(options, sparse=None) != SkipOptions():
+    if solver == "lcm" and replace(options, sparse=None, stages=()) != SkipOptions():
         check_cacheable(solver, "the step cache")
     curve = None
     if options.magcache is not None and model.task is not None:
@@ -116,7 +117,7 @@ class StepCache:
         planned = native_plan(
             model,
             part,
-            self.options,
+            replace(self.options, stages=stages_of(guider.model_patcher)),
             guidance=guider.cfg if guided else 1.0,
             branches=BOTH if guided else BOTH[:1],
             solver=getattr(getattr(sampler, "sampler_function", None), "__name__", "sampler").removeprefix("sample_"),
@@ -302,20 +303,17 @@ class CachedRun:
         return keys
 
     def _decide(self, step: Step) -> bool:
-        if step.action == "adaptive":
-            assert self.adaptive is not None
-            return self.adaptive.decide(step)
-        return bool(step.skipped)
+        return bool(step.skipped) if self.adaptive is None else self.adaptive.decide(step)
 
     def _note(self, index: int, keys: list[tuple[Any, ...]], output: Tensor) -> None:
         """For the adaptive policy: the velocity of the first prompt, once a step."""
         if self.adaptive is None:
             return
         newest, measured = self.noted
-        prompts = [key for key in keys if key[0] == 0]
-        measured = measured or next(iter(prompts), None)
-        if measured in keys and index > newest:
-            self.adaptive.note(self.steps[index], output.chunk(len(keys))[keys.index(measured)].float())
+        prompts = [(*key[:3], *key[4:]) for key in keys]  # whatever the size of the latents
+        measured = measured or next((prompt for prompt in prompts if prompt[0] == 0), None)
+        if measured in prompts and index > newest:
+            self.adaptive.note(self.steps[index], output.chunk(len(keys))[prompts.index(measured)].float())
             self.noted = index, measured
 
 

@@ -9,6 +9,7 @@ sampler goes with it. `wan_core.sampling.resolution` has the mathematics.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from comfy.patcher_extension import WrappersMP, add_wrapper_with_key
 from torch import Tensor
 
 from wan_core.config import OptionError, StageOptions
-from wan_core.sampling.native.run import RUN
+from wan_core.sampling.native.run import FORWARD, RUN, SCALE, NativeForward
 from wan_core.sampling.resolution import SmallerSize
 from wan_core.sampling.schedules import shifted
 from wan_core.sampling.stages import check_end, stage_at, stage_words
@@ -94,8 +95,11 @@ class StagedRun:
             size = self.size(stage.scale, x, executor.class_obj.diffusion_model.patch_size[1:])
             sample, told = size.sample(x.float(), sigma), self.told(sigma, stage.scale)
             concat = None if c_concat is None else (size.down(c_concat.float()) / size.ratio).to(c_concat)
+            options = {**options, SCALE: stage.scale}
+            if FORWARD in options:  # says the size of the video
+                options[FORWARD] = at_size(options[FORWARD], size)
             if stage.positions == "video":
-                options = {**options, "rope_options": rope_options(size)}
+                options["rope_options"] = rope_options(size)
             inputs = sample.to(x), torch.full_like(t, told), concat, c_crossattn, control, options
             predicted = executor(*inputs, **kwargs).float()
             velocity, before = (sample - predicted) / told, [self.videos.get(key) for key in keys]
@@ -105,7 +109,7 @@ class StagedRun:
         return video
 
     def told(self, sigma: float, scale: float) -> float:
-        """The sigma that the model is told, as `wan_core.sampling.stages.at_scale` has it."""
+        """The sigma that the model is told, as `wan_core.sampling.stages.at_stage` has it."""
         seen = shifted(sigma, scale)
         return max(seen, self.boundary) if sigma >= self.boundary else seen
 
@@ -137,6 +141,12 @@ def rope_options(size: SmallerSize) -> dict[str, float]:
     """As ComfyUI's Wan models take them: tokens in the middle of what they stand for."""
     rows, columns = size.spacing
     return {"scale_y": rows, "scale_x": columns, "shift_y": (rows - 1) / 2, "shift_x": (columns - 1) / 2}
+
+
+def at_size(forward: NativeForward, size: SmallerSize) -> NativeForward:
+    frames, *sides = forward.grid
+    rows, columns = (round(side / apart) for side, apart in zip(sides, size.spacing, strict=True))
+    return replace(forward, grid=(frames, rows, columns))
 
 
 def attach_stages(patcher: ModelPatcher, stages: Stages | None) -> None:

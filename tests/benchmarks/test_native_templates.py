@@ -52,8 +52,8 @@ def test_our_sampler_gets_the_seed_the_solver_and_the_sigmas_of_the_one_that_it_
 
 
 def test_a_sampler_that_cannot_be_replaced_is_named() -> None:
-    with pytest.raises(ValueError, match="KSamplerAdvanced"):
-        with_our_sampler({"one": {"class_type": "KSamplerAdvanced", "inputs": GIVEN}})
+    with pytest.raises(ValueError, match="SamplerCustomAdvanced"):
+        with_our_sampler({"one": {"class_type": "SamplerCustomAdvanced", "inputs": GIVEN}})
 
 
 def test_steps_seeds_and_solvers_of_all_samplers_change() -> None:

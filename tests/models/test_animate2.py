@@ -22,7 +22,7 @@ from wan_core.models.wan.families.animate2 import attention
 from wan_core.models.wan.families.animate2 import model as animate2_model
 from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention, Recording, spans
 from wan_core.models.wan.families.animate2.config import Animate2Config
-from wan_core.models.wan.families.animate2.kept import HostLayers
+from wan_core.models.wan.families.animate2.kept import Form, HostLayers
 from wan_core.models.wan.families.animate2.model import Animate2Model
 from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.model import WanModel
@@ -208,7 +208,7 @@ def test_kept_in_host_memory_it_is_the_same(model, monkeypatch, videos):
     """A layer's keys and values arrive while the one before computes; two places serve all layers."""
     given = draw_inputs(ANIMATE2, (videos, *GRID[1:]))
     there = run(model, given)
-    monkeypatch.setattr(animate2_model, "fits", lambda *_: False)
+    monkeypatch.setattr(animate2_model, "choose_form", lambda *_: Form(on_host=True))
     assert torch.equal(run(model, given), there)
     x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
     with torch.no_grad():

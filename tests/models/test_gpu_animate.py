@@ -21,6 +21,7 @@ from wan_core.models.wan.families.animate.config import ANIMATE_14B
 from wan_core.models.wan.families.animate.model import AnimateModel
 from wan_core.models.wan.families.animate2 import model as animate2_model
 from wan_core.models.wan.families.animate2.config import ANIMATE2_14B
+from wan_core.models.wan.families.animate2.kept import Form
 from wan_core.models.wan.families.animate2.model import Animate2Model
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.registry import resolve_attention
@@ -108,12 +109,28 @@ def test_from_host_memory_it_is_the_same(monkeypatch):
     x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
     model = wan_core.load_dit(draw_weights(config), family="animate2", device=CUDA, dtype=torch.bfloat16)
     there = model(x, timestep, model.prepare_text(context, **given))
-    monkeypatch.setattr(animate2_model, "fits", lambda *_: False)
+    monkeypatch.setattr(animate2_model, "choose_form", lambda *_: Form(on_host=True))
     prepared = model.prepare_text(context, **given)
     for _ in range(20):
         assert torch.equal(model(x, timestep, prepared), there)
     del prepared
     assert torch.equal(model(x, timestep, model.prepare_text(context, **given)), there)
+
+
+@torch.no_grad()
+def test_in_fp8_it_is_almost_the_same_and_no_place_changes_it(monkeypatch):
+    config = WIDE["animate2"]
+    given = {name: value.to(CUDA) for name, value in draw_inputs(config, (1, 5, 24, 24)).items()}
+    x, timestep, context = (given.pop(name) for name in ("x", "timestep", "context"))
+    model = wan_core.load_dit(draw_weights(config), family="animate2", device=CUDA, dtype=torch.bfloat16)
+    exact = model(x, timestep, model.prepare_text(context, **given))
+    found = []
+    for on_host in (False, True):
+        monkeypatch.setattr(animate2_model, "choose_form", lambda *_, h=on_host: Form(on_host=h, fp8=True))
+        prepared = model.prepare_text(context, **given)
+        found += [model(x, timestep, prepared) for _ in range(5)]
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert 0 < (found[0] - exact).norm() / exact.norm() < 0.02
 
 
 def seconds(run, times: int = 3) -> float:

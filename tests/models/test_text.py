@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import io
 
 import pytest
@@ -341,7 +342,7 @@ def test_too_many_buckets_are_refused():
 def test_an_old_sentencepiece_is_refused(proto, monkeypatch, version, works):
     """Before 0.2.3, a damaged model ends the process."""
     monkeypatch.setattr(sentencepiece, "__version__", version)
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda _: version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     note = doctor.examine("cpu")["libraries"]["sentencepiece"]["note"]
     if works:
         assert len(Tokenizer(proto)) and note is None

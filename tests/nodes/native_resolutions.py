@@ -104,6 +104,57 @@ def check_together(it: World) -> None:
     assert "wancore_stages" not in str(model.model_options)
 
 
+def check_sparse(it: World) -> None:
+    """A smaller step reads as many blocks as one at full size, by a choice of its own."""
+    from wan_core.config import SparseOptions
+    from wan_core.sampling.native.sparse import NativeSparse
+
+    seen: set[tuple[int, int, float]] = set()
+    real = NativeSparse._state
+
+    def noted(self: Any, forward: Any, layer: int, rule: Any, grid: Any, *rest: Any) -> Any:
+        state = real(self, forward, layer, rule, grid, *rest)
+        assert state.tiles.grid == grid and state.rules[0].keep == rule.keep
+        seen.add((forward.run.index, grid[1], rule.keep))
+        return state
+
+    NativeSparse._state = noted
+    try:
+        given = {
+            "sparse": SparseOptions(sparsity=0.875, dense_steps=0, ramp=0, reuse=3, kernel="math"),
+            "attention": "math",
+        }
+        fast = staged(it, world.tiny("WAN21_T2V"), f"{HALF}:every2", **given)
+        assert sample(fast, EULER, size=(1, 16, 3, 16, 16)).isfinite().all()
+    finally:
+        NativeSparse._state = real
+    small = {2, 4}
+    assert seen == {(i, 4, 0.5) if i in small else (i, 8, 0.125) for i in range(len(EULER) - 1)}, seen
+
+
+def check_reuse(it: World) -> None:
+    """A step cache reuses nothing that was kept before a step of another size; the first steps of the adaptive cache
+    may be many."""
+    from wan_core.config import AdaptiveOptions
+
+    real, seen = it.cache.CachedRun._begin, {}
+
+    def noted(self: Any, x: Any, options: Any) -> Any:
+        found = real(self, x, options)
+        seen[found[0]] = x.shape[3], found[-1]
+        return found
+
+    it.cache.CachedRun._begin = noted
+    try:
+        for retention in (0.1, 0.6):
+            policy = {"adaptive": AdaptiveOptions(threshold=10, max_skips=5, retention=retention)}
+            sample(staged(it, world.tiny("WAN21_T2V"), f"{HALF}:every2", **policy), EULER)
+            assert any(skipped for _, skipped in seen.values()), seen
+            assert not any(seen[i][1] and seen[i][0] != seen[i - 1][0] for i in range(1, len(seen))), seen
+    finally:
+        it.cache.CachedRun._begin = real
+
+
 def check_shown(it: World) -> None:
     """The plan preview has the sizes, and a run that would end small is refused before its first step."""
     from wan_core.config import OptionError
@@ -112,6 +163,8 @@ def check_shown(it: World) -> None:
     given = {"steps": 20, "cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
     given |= {"denoise": 1.0, "seconds_per_forward": 1.0}
     _, table = preview.execute(staged(it, world.tiny("WAN21_T2V")), **given).result
+    lcm = preview.execute(staged(it, world.tiny("WAN21_T2V")), **{**given, "sampler_name": "lcm"}).result[1]
+    assert "0.5 of the size" in lcm
     assert "0.5 of the size" in table and "resolution schedule: 0.5 of width and height" in table, table
     ran: list[int] = []
     model = world.tiny("WAN21_T2V")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.comfy_graphs import with_defaults
 from tests.comfyui import ComfyUI, Graph, Run, find_comfyui, make_base
 from tests.nodes.test_nodes_comfy import node
 from wan_core.checkpoint.random import random_module
@@ -220,6 +221,18 @@ def test_another_strength_loads_nothing_again(comfy: ComfyUI) -> None:
 def test_what_cannot_be_carried_is_refused_by_name(comfy: ComfyUI, extra: str, words: str) -> None:
     run = comfy.run(native(extra=extra))
     assert not run.ok and words in str(run.status) and "the high MODEL" in str(run.status)
+
+
+def test_context_windows_are_refused_by_name(comfy: ComfyUI) -> None:
+    graph = native(extra="Wrapped")
+    windows = {"context_length": 9, "context_overlap": 1, "context_schedule": "standard_static", "context_stride": 1,
+               "closed_loop": False, "fuse_method": "pyramid", "freenoise": False}  # fmt: skip
+    graph["high extra"] = node("WanContextWindowsManual", model=graph["high extra"]["inputs"]["model"], **windows)
+    run = comfy.run(with_defaults(graph, comfy.get("/object_info")))
+    assert (
+        not run.ok
+        and "context windows (ComfyUI's sampler runs them" in run.message("execution_error")["exception_message"]
+    )
 
 
 def test_what_changes_only_the_speed_is_reported(comfy: ComfyUI) -> None:

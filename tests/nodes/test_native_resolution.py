@@ -13,7 +13,7 @@ import pytest
 from tests.comfyui import QUIET, find_newer_comfyui, python_of
 
 pytestmark = pytest.mark.comfy
-CHECKS = ("full_size", "engine", "variants", "together", "shown")
+CHECKS = ("full_size", "engine", "variants", "together", "sparse", "reuse", "shown")
 
 
 @pytest.fixture(scope="module")

@@ -143,3 +143,21 @@ def test_a_background_without_a_mask_is_refused(comfy: ComfyUI) -> None:
         graph_of("animate", background_video=[of_kind(api_form(WORKFLOWS["animate"]), "GetVideoComponents"), 0])
     )
     assert not run.ok and "background_video and character_mask" in str(run.status)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [("animate2", {"pose_strength": 0.0}), ("animate2", {"reference_strength": 0.0}), ("animate", {})],
+)
+def test_strengths_reach_the_model_and_a_plan_shows_all_clips(comfy: ComfyUI, family: str, changed: Any) -> None:
+    graph = graph_of(family, **changed)
+    model = [of_kind(graph, "WanCoreModelLoader"), 0]
+    numbers = {name: value for name, value in PLAN.items() if name != "seed"} | {"boundary": 0.0}
+    clips = {"frames": 20, "clip_frames": 9, "seconds_per_forward": 5.0}
+    graph["plan"] = node("WanCorePlanPreview", model=model, **numbers, **clips)
+    graph["table"] = node("PreviewAny", source=["plan", 1])
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    assert run.outputs["table"]["text"][0].endswith("clips: 3 of 9 frames, 1 carried over: 3 x 2 steps")
+    if changed:
+        assert not torch.equal(made(comfy, graph)[0], made(comfy, graph_of(family))[0])

@@ -38,7 +38,7 @@ def test_a_template_samples_the_same_and_says_what_was_accelerated(templates: Te
     assert result.words == EXPECTED[name]["words"]
     # Where it is above 1e-3, docs/families.md says what is done differently from ComfyUI, and why.
     assert (result.ours is None) == (EXPECTED[name]["ours"] is None)
-    assert result.ours is None or result.ours <= 1.5 * EXPECTED[name]["ours"] + 1e-5
+    assert result.ours is None or result.ours <= 2.5 * EXPECTED[name]["ours"] + 1e-5
 
 
 # ------------------------------------------------------------------------------------------------ without ComfyUI

@@ -1,4 +1,4 @@
-"""The table of cards and the choice by card: `auto`, `fast`, the doctor and README say the same."""
+"""The table of cards and the choice by card: `auto`, `fast`, the doctor and docs/choices.md say the same."""
 
 from __future__ import annotations
 
@@ -106,4 +106,4 @@ def test_what_runs_is_what_each_kernel_says():
 def test_the_readme_shows_the_table():
     from tools.readme_tables import cards_table
 
-    assert cards_table() in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert cards_table() in (ROOT / "docs/choices.md").read_text(encoding="utf-8")

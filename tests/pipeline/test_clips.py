@@ -138,7 +138,7 @@ def reference_loop(pipe: Pipeline, given: Request, reference: np.ndarray, videos
         pose = vae.normalise(vae.encode(clip["pose"]))
         if two:
             inputs = {"pose": torch.cat([pose, torch.ones_like(pose[:, :4]), pose], 1), "unconditional": False}
-            inputs |= {"pose_image": vision(clip["pose"][:, :, 0]), "log_scale": 0.0}
+            inputs |= {"pose_image": vision(clip["pose"][:, :, 0]), "log_scale": 0.0, "pose_context": text.cond}
             without = {"unconditional": True}
         else:
             inputs = {"pose": pose, "face": clip["face"]}

@@ -18,7 +18,8 @@ from tests.control_references import SMALL
 from tests.pipeline.test_wan21 import VISION, huggingface_names
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.cli import main
+from wan_core.cli import build_parser, main
+from wan_core.cli.prompt_file import read_list
 from wan_core.config import ControlOptions, LoadOptions, OptionError, Request
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_metadata, read_video
@@ -27,6 +28,7 @@ from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.families.fun.config import FunCameraConfig, FunControlConfig
 from wan_core.models.wan.families.vace.config import VaceConfig
 from wan_core.models.wan.families.vace.inputs import control_of_media
+from wan_core.pipeline.clips import run_key
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.sources import TINY
 
@@ -159,6 +161,43 @@ def test_outpainting_pads_the_video_and_keeps_what_it_shows(folder: Path) -> Non
     assert not mask[:, :, :, 6:12].any() and (mask[:, :, :, :6] == 1).all() and (mask[:, :, :, 12:] == 1).all()
     size = pipe.prepare(Request(prompt="", control_video=given.control_video, outpaint=given.outpaint))
     assert abs(size.width / size.height - 144 / 32) < 0.2 and size.frames == 13
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", [1, 2, 5, 9])
+def test_several_last_frames_of_vace_end_with_the_last(count: int) -> None:
+    last, seen = torch.rand(1, 3, count, 32, 48), []
+
+    def encode(video: Tensor) -> Tensor:
+        seen.append(video)
+        return torch.zeros(1, 16, 3, 4, 6)
+
+    media = {"mask": torch.ones(1, 3, 9, 32, 48), "last_image": last}
+    mask = control_of_media(encode, media, Clip(0, 0, 9, 0), VAE_21)[1]
+    assert torch.equal(seen[0][:, :, -count:], last) and not seen[0][:, :, :-count].any() and not seen[1].any()
+    assert mask[:, :, 2].any() == (count == 1) and mask[:, :, 0].any() == (count < 9)  # of frames 7 and 1
+
+
+def test_clips_are_kept_for_these_contents_of_every_picture(folder: Path, tmp_path: Path) -> None:
+    pipe, keys = loaded(folder, "vace"), []
+    files = {field: tmp_path / f"{field}.png" for field in ("image", "last_image", "reference")}
+    given = request(folder, **{field: str(path) for field, path in files.items()})
+    for path in (None, *files.values()):
+        for number, one in enumerate(files.values()):
+            Image.fromarray(drawn(1, number + 9 * (one == path))[0]).save(one)
+        keys.append(run_key(pipe, pipe.prepare(given)))
+    assert len(set(keys)) == 4
+
+
+def test_poses_of_the_command_line_hold_for_a_list(folder: Path, tmp_path: Path) -> None:
+    poses = tmp_path / "poses.txt"
+    poses.write_text("0 0.5 0.9 0.5 0.5 0 0 1 0 0 0 0 1 0 0 0 0 1 0\n" * 9)
+    listed = tmp_path / "list.jsonl"
+    listed.write_text('{"prompt": "a red circle"}\n{"prompt": "a", "camera": "zoom-in"}\n')
+    words = ["generate", *options(folder, "camera"), f"--prompts={listed}", f"--camera={poses}", "--out=x.mp4"]
+    given = build_parser().parse_args(words)
+    first, second = (video.request.camera for video in read_list(listed, given, LoadOptions(model="tiny")))
+    assert first == poses.read_text() and second == "zoom-in"
 
 
 @torch.no_grad()

@@ -11,14 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from tests.animate_references import ANIMATE2, TINY_ANIMATE, draw_weights
-from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config import OptionError
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.vae.statistics import normalise
 from wan_core.models.wan.families.animate2.config import DISTILLED_LOG_SCALE
 from wan_core.models.wan.tasks import find_task, image_task
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.model_parts import Experts
-from wan_core.pipeline.pipeline import check_request
 from wan_core.pipeline.sources import find_experts
 from wan_core.sampling.plan import Plan, make_plan
 from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
@@ -101,9 +100,5 @@ def test_what_they_cannot_do_is_refused(experts):
         join(ranges, given(2), LATENT, experts["animate2"], plan_of())
 
 
-def test_the_command_line_says_that_they_need_videos():
-    for name in ("vace-14B", "fun-control-A14B", "camera-A14B"):
-        options = LoadOptions(model=f"random:{name}:1", device="cpu")
-        with pytest.raises(OptionError, match=f"{name} is driven by videos that the command line .* do not take yet"):
-            check_request(options, Request(prompt="x"), torch.device("cpu"))
+def test_a_task_of_an_image_needs_no_videos():
     assert not image_task(16).driven_by

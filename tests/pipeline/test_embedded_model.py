@@ -77,7 +77,7 @@ def test_an_image_starts_the_video(tmp_path):
 
 
 def test_committed_evaluation_reaches_its_targets():
-    """The numbers in the README are those of a committed run over at least 200 samples."""
+    """The numbers in docs/benchmarks.md are those of a committed run over at least 200 samples."""
     results = sorted((Path(__file__).parents[2] / "benchmarks/results").glob("embedded-*.json"))
     rows = json.loads(results[-1].read_text())["rows"]
     best = max((r for r in rows if "text-to-video" in r["name"]), key=lambda r: r["all"])

@@ -14,7 +14,7 @@ from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import save
 from wan_core.checkpoint.staged import Reading, reading
 from wan_core.config import LoadOptions, OptionError
-from wan_core.execution.memory.pinned_memory import _left_in_container, available_bytes
+from wan_core.config.host_memory import _left_in_container, available_bytes
 from wan_core.execution.memory.residency import KEPT_FREE, Residency
 from wan_core.execution.report import GIB
 from wan_core.models.text.config import UMT5_XXL

@@ -284,7 +284,7 @@ def test_presets_keep_the_video(tiny_assets):
 
 
 def test_the_committed_comparison_reaches_its_targets():
-    """What the README says is a measured file: its presets, 192 captions or more, 40 steps of the embedded model."""
+    """docs/benchmarks.md shows a measured file: its presets, 192 captions or more, 40 steps of the embedded model."""
     from pathlib import Path
 
     results = sorted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import wave
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,9 @@ from tests.animate_references import draw_weights
 from tests.pipeline.test_clips import Stopped, stop_after
 from wan_core.checkpoint.speech import load_speech
 from wan_core.cli import main
+from wan_core.cli.progress import ProgressLine
 from wan_core.cli.prompt_list import write_with_report
+from wan_core.cli.video_writing import VideoWriting
 from wan_core.config import LoadOptions, OptionError, Request
 from wan_core.execution.report import Report
 from wan_core.media.sound import read_sound
@@ -42,6 +45,7 @@ from wan_core.workers.video_list import ListedVideo
 SPEECH = SpeechConfig(dim=128, ffn_dim=32, num_layers=2, conv_dim=16, position_kernel=8)
 # One that hears so few states, of a small encoder.
 SMALL = replace(loop.CONFIG, audio_layers=3, audio_dim=128)
+PARTS = ("text_encoder", "vae")
 FRAMES = loop.CLIP - 3  # of the first clip
 
 
@@ -188,6 +192,15 @@ def test_the_file_has_the_sound_and_its_length(folder: Path, tmp_path: Path) -> 
     assert np.corrcoef(spoken[:both], sound.samples[0, :both])[0, 1] > 0.9  # it begins where the video begins
 
 
+def test_a_sound_that_is_gone_by_the_end_is_in_the_file(folder: Path, tmp_path: Path) -> None:
+    sound = shutil.copy(folder / "speech.wav", tmp_path / "speech.wav")
+    writing = VideoWriting(tmp_path / "x.mp4", ProgressLine(), str(sound))
+    Path(sound).unlink()
+    settings = {"frames": loop.FRAMES}
+    writing.write(iter(np.zeros((loop.FRAMES, 32, 32, 3), np.uint8)), fps=16, settings=settings)
+    assert writing.fault is None and abs(read_sound(tmp_path / "x.mp4").seconds - loop.FRAMES / 16) <= 1 / 16
+
+
 def test_every_part_of_the_sound_counts_where_it_is_heard(folder: Path, tmp_path: Path) -> None:
     """Another sound after the first clip changes the second, and not the first."""
     pipe, given, heard = loaded(folder), request(folder, frames=20, steps=1), hearing.encoded
@@ -270,7 +283,7 @@ def test_what_does_not_belong_together_is_refused(folder: Path) -> None:
     assert made.width % 64 == made.height % 64 == 0
 
 
-def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path) -> None:
+def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path, tmp_path: Path) -> None:
     def find(**changed: object) -> Callable[[], object]:
         parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
         given = {"high": str(folder / "small.safetensors"), **parts, **changed}
@@ -288,6 +301,14 @@ def test_the_encoder_of_sound_is_checked_before_anything_is_read(folder: Path) -
             find(**changed)()
     with pytest.raises(OptionError, match="hears no sound: leave --audio-encoder out"):
         find_models(LoadOptions(model="tiny", audio_encoder=str(folder / "wav2vec2.safetensors")))
+    for found, name in (
+        ("t2v_high", "high_noise_model"),
+        ("t2v_low", "low_noise_model"),
+        *zip(PARTS, PARTS, strict=True),
+    ):
+        shutil.copy(TINY / f"{found}.safetensors", tmp_path / f"{name}.safetensors")
+    shutil.copy(folder / "wav2vec2.safetensors", tmp_path / "wav2vec2_large.safetensors")  # beside other models
+    assert find_models(LoadOptions(model=str(tmp_path))).speech is None
     tiny = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
     with pytest.raises(OptionError, match="t2v-tiny does not take --audio"):
         tiny.prepare(Request(prompt="a", audio=str(folder / "speech.wav")))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.sampling.test_denoise import EXPERTS, TEXT, run, small_dit
 from tests.sampling.test_sparse_run import A14B
 from tests.sampling.test_window import sample
+from wan_core.cli import main
 from wan_core.config import OptionError, Request, SkipOptions, StageOptions
 from wan_core.models.wan.families import FAMILIES, check_stages
 from wan_core.models.wan.rope import rope_table
@@ -140,6 +141,11 @@ def test_nothing_is_reused_at_another_size(stages, steps, cut):
 def test_what_cannot_be_is_refused(make, words):
     with pytest.raises(OptionError, match=words):
         make()
+
+
+def test_the_command_plan_refuses_what_the_run_refuses(capsys):
+    assert main(["plan", "--task", "vace-14B", "--stages", "0.5/0.9-0.98"]) != 0
+    assert "it is for models of the family wan" in capsys.readouterr().err
 
 
 def test_options_travel_and_are_said():

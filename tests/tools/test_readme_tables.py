@@ -1,4 +1,4 @@
-"""tools/readme_tables.py: what it writes, what it leaves alone, and when it says that README.md is stale."""
+"""tools/readme_tables.py: what it writes, what it leaves alone, and when it says that a page is stale."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.readme_tables import TableError, cell, main, newest_result, rewrite
+from tools.readme_tables import ROOT, TableError, body_of, cell, main, newest_result, rewrite
+from tools.summary_tables import TABLES
 
 ROWS = [
     {"name": "ours", "size": "720p", "seconds": 9.2345, "ratio": 1.254, "ratio_to": "peer", "peak_gib": None},
@@ -119,6 +120,37 @@ def test_check_fails_until_the_readme_is_rewritten(tmp_path: Path, capsys: pytes
     assert main(["--check"], root=tmp_path) == 0
     write(tmp_path, "forward", "h200", "20261121", [{"name": "faster", "seconds": 1.0}])
     assert main(["--check"], root=tmp_path) == 1
+
+
+def test_every_page_of_the_docs_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "forward", "h200", "20261120")
+    (tmp_path / "docs").mkdir()
+    for name in ("README.md", "README.zh.md", "docs/benchmarks.md"):
+        (tmp_path / name).write_text(region("forward"), encoding="utf-8")
+    assert main([], root=tmp_path) == 0 == main(["--check"], root=tmp_path)
+    for name in ("README.zh.md", "docs/benchmarks.md"):
+        page = tmp_path / name
+        page.write_text(region("forward"), encoding="utf-8")
+        assert main(["--check"], root=tmp_path) == 1
+        assert f"{name} is stale (forward)" in capsys.readouterr().err
+        assert main([], root=tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", ["why", "summary", "why.zh", "summary.zh"])
+def test_short_tables_compare_two_rows_of_a_committed_result(name: str) -> None:
+    lines = body_of(name, ROOT / "benchmarks" / "results").splitlines()
+    assert len(lines) - 2 == len(TABLES[name.partition(".")[0]]) <= 8
+    for line in lines[2:]:
+        before, after, ratio = (cell.strip() for cell in line.split("|")[2:5])
+        assert float(after) > 0 and bool(before) == bool(ratio)
+        if ratio:
+            assert float(before) / float(after) == pytest.approx(float(ratio), rel=0.02)
+
+
+def test_a_short_table_names_the_row_that_is_missing(tmp_path: Path) -> None:
+    write(tmp_path, "everyday", "h200", "20261122")
+    with pytest.raises(TableError, match=r"'why'.*on, new seed: ours.*newest result lacks"):
+        body_of("why", tmp_path / "benchmarks" / "results")
 
 
 @pytest.mark.parametrize(

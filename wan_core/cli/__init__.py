@@ -25,6 +25,7 @@ from wan_core.cli.options import (
     DEVICE_HELP,
     MODEL_HELP,
     VAE_PRECISION_HELP,
+    add_clip_options,
     add_lora_options,
     add_memory_plan_options,
     add_model_options,
@@ -199,6 +200,13 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     add_window_options(parser)
     add_strength_options(parser.add_argument_group("control (VACE)"))
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_clip_options(parser, "print the clips of a video of --frames, this many frames each")
+    parser.add_argument(
+        "--seconds-per-forward",
+        type=float,
+        metavar="S",
+        help="of one clip, dense: print the time of all steps and clips",
+    )
     add_memory_plan_options(parser)
 
 

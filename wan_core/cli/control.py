@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from wan_core.config import ControlOptions, OptionError
@@ -61,7 +62,7 @@ def camera(text: str) -> str:
     """The text of a file of poses, or motions as they are: what they say is checked with the request."""
     path = Path(text)
     try:
-        if not path.is_file():
+        if not os.path.isfile(text):  # False also for what is no name: poses that were read are a default of lists
             return text
         if path.stat().st_size > MAX_JSON:
             raise argparse.ArgumentTypeError(f"{path} has more than {MAX_JSON} bytes: no file of camera poses")

@@ -10,10 +10,15 @@ from wan_core.cli.control import control_of
 from wan_core.cli.options import outputs_of, plan_numbers, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.config.checks import near_file
+from wan_core.models.wan.families import check_stages
+from wan_core.models.wan.families.long_video import LongVideo, cut_video
+from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.control import with_control
+from wan_core.sampling.plan import Plan
 from wan_core.sampling.presets import preset_plan
+from wan_core.sampling.sparsity.schedule import with_costs
 
 PLANNED_TASK = "t2v-A14B"  # where neither a task nor a model is named
 # Pixels of a frame, and of all frames, of the largest video that `check` compares: it takes 300 bytes for each.
@@ -52,14 +57,54 @@ def run_plan(options: argparse.Namespace) -> int:
         take_model(options)
     options.task = options.task or PLANNED_TASK
     if options.memory:
+        if any(one is not None for one in (options.clip_frames, options.overlap, options.seconds_per_forward)):
+            raise OptionError("--memory is of one clip: leave out --clip-frames, --overlap and --seconds-per-forward")
         return run_memory_plan(options)
     files = [path for path in (*loras, options.high, options.low) if path is not None]
     plan = preset_plan(files=files, task=options.task, **plan_numbers(options), window=window_of(options))
     plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
     control = control_of(options)
     plan = plan if control is None else with_control(plan, control)
-    print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
+    task = TASKS[plan.task]
+    if plan.stages:
+        check_stages(task)
+    told = options.frames is not None or options.clip_frames is not None or options.overlap is not None
+    frames = task.frames if options.frames is None else options.frames
+    if frames < 1:
+        raise OptionError(f"--frames {frames} given; a video has at least 1")
+    long = cut_video(task, frames, options.clip_frames, options.overlap) if told else None
+    seconds = whole_seconds(plan, long, options.seconds_per_forward)
+    if options.json:
+        more = {} if long is None else {"clips": long.as_list()}
+        more |= {} if seconds is None else {"seconds": round(seconds, 3)}
+        print(json.dumps(plan.as_dict() | more, indent=1))
+        return 0
+    print(plan.table())
+    if long is not None:
+        alone = len(long.clips) == 1 and not long.leading
+        print(f"{frames} frames: {'one piece' if alone else long.words(plan.count)}")
+    if seconds is not None:
+        from wan_core.media.drawing import clock  # imports PIL
+
+        print(f"about {clock(seconds)} in all, with {options.seconds_per_forward:g} s a forward")
     return 0
+
+
+def whole_seconds(plan: Plan, long: LongVideo | None, each: float | None) -> float | None:
+    """Of all steps of all clips, at so many for one forward that reads everything; None where that is not known."""
+    if each is None:
+        return None
+    if not each > 0:
+        raise OptionError(f"--seconds-per-forward {each:g} given; it must be above 0")
+    task = TASKS[plan.task]
+    dit = task.full_size
+    if dit is not None:
+        T = (task.frames - 1) // task.vae.temporal_stride + 1
+        latents = T, task.height // task.vae.spatial_stride, task.width // task.vae.spatial_stride
+        plan = with_costs(plan, dit, latents)
+    seconds = plan.estimate(dict.fromkeys(plan.experts, each))
+    assert seconds is not None
+    return seconds * (1.0 if long is None else long.cost)
 
 
 def take_model(options: argparse.Namespace) -> None:

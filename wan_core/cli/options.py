@@ -193,10 +193,16 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
         help="video that is white where that somebody is (Animate), or picture or video that is white where "
         "--control-video is made anew (VACE)",
     )
+    group.add_argument("--pose-prompt", help="what the driving video shows (Animate-2; default: the prompt)")
+    group.add_argument("--pose-strength", type=float, help="how strongly the driving video counts (Animate-2; 1)")
+    group.add_argument("--reference-strength", type=float, help="how strongly the reference counts (Animate-2; 1)")
     group.add_argument(
-        "--clip-frames", type=int, metavar="N", help="make a longer video in clips of N frames (default: the family's)"
+        "--face-guidance",
+        action=argparse.BooleanOptionalAction,
+        help="guidance above 1 also leads away from a still face; without it, from the negative prompt alone (Animate; "
+        "default: it does)",
     )
-    group.add_argument("--overlap", type=int, metavar="N", help="N of them are the last frames of the clip before")
+    add_clip_options(group, "make a longer video in clips of N frames (default: the family's)")
     group.add_argument(
         "--nag",
         type=_nag,
@@ -220,6 +226,11 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
         help="run the two guidance branches one after the other (sequential) or as one batch",
     )
     add_plan_options(parser)
+
+
+def add_clip_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, help: str) -> None:
+    parser.add_argument("--clip-frames", type=int, metavar="N", help=help)
+    parser.add_argument("--overlap", type=int, metavar="N", help="N of them are the last frames of the clip before")
 
 
 def seed_of(text: str) -> int | str:

@@ -23,10 +23,11 @@ def video_output(outputs: Outputs, path: Path) -> Path:
 
 class VideoWriting:
     """Writes the video to `path` while it is decoded, or else into the folder for temporary files: it took too long to
-    be lost. audio: path of its sound. fault: why `path` could not be written."""
+    be lost. audio: path of its sound, which is read before anything is made. fault: why `path` could not be
+    written."""
 
     def __init__(self, path: Path, progress: ProgressLine, audio: str | None = None) -> None:
-        self.path, self.progress, self.audio = path, progress, audio
+        self.path, self.progress, self.sound = path, progress, sound_of(audio)
         self.fault: str | None = None
 
     def write(self, frames: Iterator[Any], /, *, fps: int, settings: Mapping[str, Any]) -> None:
@@ -36,7 +37,7 @@ class VideoWriting:
 
         counted = self.progress.frames(frames, settings["frames"])
         try:
-            write_video(self.path, counted, fps=fps, sound=sound_of(self.audio), metadata=metadata(settings))
+            write_video(self.path, counted, fps=fps, sound=self.sound, metadata=metadata(settings))
         except (OSError, OptionError) as fault:  # the disk is full, or the folder is gone
             self.fault = f"the video could not be written to {self.path}: {getattr(fault, 'strerror', None) or fault}"
             print(self.fault, file=sys.stderr)
@@ -46,11 +47,11 @@ class VideoWriting:
         from wan_core.media.video_formats import write_video
         from wan_core.pipeline.pipeline import metadata
 
-        settings, sound = metadata(result.report.settings), sound_of(self.audio)
+        settings = metadata(result.report.settings)
         try:
             with result.report.phase("write"), Outputs({}) as outputs:
                 elsewhere = video_output(outputs, Path(tempfile.gettempdir(), self.path.name))
-                return write_video(elsewhere, result.frames, fps=result.fps, sound=sound, metadata=settings)
+                return write_video(elsewhere, result.frames, fps=result.fps, sound=self.sound, metadata=settings)
         except (OSError, OptionError) as fault:
             second = getattr(fault, "strerror", None) or fault
             raise OSError(f"{self.fault}; nor to {tempfile.gettempdir()}: {second}") from fault

@@ -189,6 +189,10 @@ class Request:
     face_video: str | None = None  # path of a video of a face whose expression is followed
     background: str | None = None  # path of a video in which the reference replaces somebody
     mask: str | None = None  # path of a video that is white where that somebody is
+    pose_prompt: str | None = None  # describes the driving video; None: the prompt does
+    pose_strength: float | None = None  # factor on what is read of the driving video; None: 1
+    reference_strength: float | None = None  # the same of the reference
+    face_guidance: bool | None = None  # whether guidance leads away from a still face as well; None: yes
     control_video: str | None = None  # path of a video that is followed, or of which a part is made anew
     outpaint: tuple[int, int, int, int] | None = None  # so many pixels left, top, right and bottom of that are made
     camera: str | None = None  # motions of a camera, or the lines of a file of poses
@@ -204,6 +208,10 @@ class Request:
             raise OptionError(f"seed {self.seed} given; allowed are 0 to 2^64 - 1")
         if (self.width is None) != (self.height is None):
             raise OptionError("only one of width and height given; give both, or neither for the task's own size")
+        for name in ("pose_strength", "reference_strength"):
+            strength = getattr(self, name)
+            if strength is not None and not 0 <= strength <= 10:
+                raise OptionError(f"{name.replace('_', ' ')} {strength:g} given; allowed are 0 to 10")
         if self.fps is not None and not 1 <= self.fps <= 240:
             raise OptionError(f"fps {self.fps} given; allowed are 1 to 240")
         if self.outpaint is not None:

@@ -230,6 +230,8 @@ def folder_beside(path: Path, first: str) -> Iterator[Path]:
             os.replace(path, old)
         os.replace(temporary, path)
     finally:
+        if old.exists() and not path.exists():  # broken off between the two
+            os.replace(old, path)
         shutil.rmtree(temporary, ignore_errors=True)  # gone by its new name
         shutil.rmtree(old, ignore_errors=True)
 

@@ -1,6 +1,6 @@
 """The one table of NVIDIA cards: which attention, precision and sparse kernel are best on each kind of card.
 
-`auto` of attention, of the sparse kernel and of INT8 files reads it, and so do `doctor` and README
+`auto` of attention, of the sparse kernel and of INT8 files reads it, and so do `doctor` and docs/choices.md
 (`wan_core.pipeline.card_choice`, which adds what depends on memory). Whether a kernel runs at all is not decided here:
 its own `why_not` says that.
 """

@@ -1,8 +1,8 @@
 """The right choice by card: precision, attention, residency and cache, each with its reason.
 
 `card_choices` is the one function: `doctor` and `plan --memory` print it for the card that is there and for what runs
-there, and `tools/readme_tables.py` writes README's table with it. Names come from `wan_core.ops.cards`, which `auto`
-reads too. What depends on memory is the memory plan of a Wan 2.2 A14B pair at 1280x720 and 81 frames.
+there, and `tools/readme_tables.py` writes the table of docs/choices.md with it. Names come from `wan_core.ops.cards`,
+which `auto` reads too. What depends on memory is the memory plan of a Wan 2.2 A14B pair at 1280x720 and 81 frames.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from wan_core.models.wan.families.clips import Clip, ClipRules
 from wan_core.parallel.conditioning import kept_of_all
 from wan_core.pipeline.builder import Models
 from wan_core.pipeline.control_media import load_control
-from wan_core.pipeline.driving import MEDIA, Media, load_media
+from wan_core.pipeline.driving import MEDIA, Media, load_media, with_settings
 from wan_core.pipeline.hearing import heard
 from wan_core.pipeline.images import Pieces, decode_to
 from wan_core.pipeline.kept_clips import KeptClips, key_of
@@ -36,7 +36,8 @@ from wan_core.sampling.pace import BlockChecks
 
 log = logging.getLogger(__name__)
 # What a report says of a run that decides nothing of its result.
-NOT_DECIDING = frozenset({"memory", "residency", *MEDIA, "image", "models"})
+FILES = (*MEDIA, "image", "last_image")  # whose contents decide, and not their names
+NOT_DECIDING = frozenset({"memory", "residency", *FILES, "models"})
 Write = Callable[[Iterator[np.ndarray]], object]
 Module = TypeVar("Module")
 
@@ -246,7 +247,7 @@ def condition(pipe: ClipMaker, job: Job, clip: Clip, given: Mapping[str, Tensor]
     vae = pipe.fetch("vae", pipe.models.vae)
     with pipe.report.phase("encode video"):
         inputs: Mapping[str, Any] = make(job.task, vae, seen, given, clip)
-    return replace(text, **inputs)
+    return replace(text, **with_settings(job.request, inputs, text.inputs.get("pose_context")))
 
 
 def run_key(pipe: ClipMaker, job: Job) -> str:
@@ -258,5 +259,5 @@ def run_key(pipe: ClipMaker, job: Job) -> str:
     files = [part.part.path for part in models.settings.parts.values() if part.part.path is not None]
     if job.request.audio is not None and models.speech.path is not None:
         files.append(models.speech.path)
-    media = [getattr(job.request, field) for field in (*MEDIA, "image")]
+    media = [getattr(job.request, field) for field in FILES]
     return key_of(settings, [*files, *models.loras], [Path(path) for path in media if path is not None])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import lcm, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from wan_core.media.video import load_image, picture_size, read_video, video_fac
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.families.clips import Clip, MediaRules, bounced
+from wan_core.models.wan.families.family import Inputs
 from wan_core.models.wan.tasks import Task
 from wan_core.pipeline.images import pixels_to_video
 
@@ -33,6 +34,8 @@ VIDEOS = ("pose_video", "face_video", "background", "mask")
 MEDIA = (*PICTURES, *VIDEOS, "control_video", "audio")
 OTHERS = ("outpaint", "camera")  # what drives a video, and is no file
 LEAST_SECONDS = 0.1  # of a sound
+STRENGTHS = ("pose_strength", "reference_strength")
+SETTINGS = ("pose_prompt", *STRENGTHS, "face_guidance")
 
 
 class DrivenSize(NamedTuple):
@@ -51,8 +54,8 @@ def option(field: str) -> str:
 def check_media(request: Request, task: Task) -> None:
     """Raise OptionError for media that the task does not take, and where some are missing."""
     rules = family_of(task).media
-    given = [field for field in (*MEDIA, *OTHERS) if getattr(request, field) is not None]
-    takes = () if rules is None else (*rules.needs, *rules.takes)
+    given = [field for field in (*MEDIA, *OTHERS, *SETTINGS) if getattr(request, field) is not None]
+    takes = () if rules is None else (*rules.needs, *rules.takes, *rules.settings)
     if unknown := [option(field) for field in given if field not in takes]:
         raise OptionError(f"{task.name} does not take {', '.join(unknown)}: leave it out, or load a model that does")
     if rules is None and task.driven_by:
@@ -71,6 +74,18 @@ def check_media(request: Request, task: Task) -> None:
         if getattr(request, field) is not None and field not in takes:
             own = ": its picture is --reference" if "reference" in rules.needs else ": leave it out"
             raise OptionError(f"{task.name} takes no {option(field)}{own}")
+
+
+def with_settings(request: Request, inputs: Inputs, pose_context: Tensor | None) -> Inputs:
+    """The fields of `Conditioning` with what the request says beside media. pose_context: text rows for the driving
+    video, for a family that reads some."""
+    own: dict[str, Any] = {name: getattr(request, name) for name in STRENGTHS if getattr(request, name) is not None}
+    if pose_context is not None:
+        own["pose_context"] = pose_context
+    without = dict(inputs.get("uncond_inputs", {}))
+    if request.face_guidance is False:
+        without.pop("face", None)
+    return {**inputs, "inputs": {**inputs.get("inputs", {}), **own}, "uncond_inputs": without}
 
 
 def driven_size(request: Request, task: Task, rules: MediaRules, multiple: int) -> DrivenSize:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from wan_core.config import OptionError
-from wan_core.execution.memory.pinned_memory import available_bytes
+from wan_core.config.host_memory import available_bytes
 from wan_core.execution.memory.residency import KEPT_FREE
 from wan_core.execution.report import GIB
 from wan_core.pipeline.settings import PartToLoad

@@ -224,10 +224,14 @@ class Pipeline:
 
     @torch.no_grad()
     def encode_text(self, job: Job) -> Conditioning:
-        """The prompts."""
+        """The prompts, and that of the driving video."""
         ranks, rows, counts = self.models.ranks, None, None
-        negative = job.plan.reads_negative
-        prompts = [job.request.prompt, job.negative_prompt] if negative else [job.request.prompt]
+        named = {"prompt": job.request.prompt}
+        if job.plan.reads_negative:
+            named["negative prompt"] = job.negative_prompt
+        if job.pose_prompt not in (None, job.request.prompt):
+            named["pose prompt"] = job.pose_prompt
+        prompts = list(named.values())
 
         def encode() -> tuple[Tensor, list[TokenCount]]:
             encoder = self.fetch("text encoder", self.models.text_encoder)
@@ -238,9 +242,10 @@ class Pipeline:
             rows, counts = retried(encode, lambda: self.relieve("text_encoder"))
         with self.report.phase("text"):
             rows = rows_of_all(ranks, rows)
-            self.note_prompts(prompts, counts_of_all(ranks, counts, len(prompts)))
-            cond, uncond = rows[:1], rows[1:] if negative else None
-        return Conditioning(cond=cond, uncond=uncond)
+            self.note_prompts(named, counts_of_all(ranks, counts, len(prompts)))
+        each = dict(zip(named, rows.split(1), strict=True))
+        pose = {} if job.pose_prompt is None else {"pose_context": each.get("pose prompt", each["prompt"])}
+        return Conditioning(cond=each["prompt"], uncond=each.get("negative prompt"), inputs=pose)
 
     @torch.no_grad()
     def encode_video(self, job: Job) -> Tensor | None:
@@ -252,9 +257,9 @@ class Pipeline:
             frames = load_video(job.request.from_video, (job.width, job.height), job.frames)
             return encode_images(vae, frames.to(self.models.device))
 
-    def note_prompts(self, prompts: Sequence[str], counts: Sequence[TokenCount]) -> None:
+    def note_prompts(self, prompts: Mapping[str, str], counts: Sequence[TokenCount]) -> None:
         """Say what was cut, or is not read as it may be meant."""
-        for name, text, count in zip(("prompt", "negative prompt"), prompts, counts, strict=False):
+        for (name, text), count in zip(prompts.items(), counts, strict=True):
             for note in prompt_notes(name, text, count):
                 self.warn(note)
 

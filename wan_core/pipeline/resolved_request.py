@@ -16,10 +16,11 @@ from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import check_sparse, check_stages, family_of
-from wan_core.models.wan.families.clips import Clip, MediaRules, check_clips, cut_clips
+from wan_core.models.wan.families.clips import Clip, MediaRules
+from wan_core.models.wan.families.long_video import LongVideo, cut_video
 from wan_core.models.wan.tasks import Task
 from wan_core.pipeline.control_media import given_size
-from wan_core.pipeline.driving import MEDIA, OTHERS, check_media, driven_size
+from wan_core.pipeline.driving import MEDIA, OTHERS, SETTINGS, check_media, driven_size
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
 from wan_core.sampling.control import control_words, with_control, with_control_costs
@@ -55,6 +56,13 @@ class Job:
     leading: int = 0  # latent frames before those of the video
 
     @property
+    def pose_prompt(self) -> str | None:
+        """What the driving video is described by; None: the family reads nothing for it."""
+        if self.media is None or "pose_prompt" not in self.media.settings:
+            return None
+        return self.request.prompt if self.request.pose_prompt is None else self.request.pose_prompt
+
+    @property
     def alone(self) -> bool:
         """Whether the video is made in one piece, and all of its latents are of the video."""
         return len(self.clips) == 1 and self.media is None
@@ -79,7 +87,7 @@ class Job:
         """What reports and video files say about it."""
         request, plan = self.request, self.plan
         images = {"image": request.image, "last_image": request.last_image, "video": request.from_video}
-        images |= {field: getattr(request, field) for field in MEDIA}
+        images |= {field: getattr(request, field) for field in (*MEDIA, *SETTINGS)}
         return {
             "task": plan.task,
             "prompt": request.prompt,
@@ -89,7 +97,7 @@ class Job:
             "frames": self.frames,
             "fps": self.fps,
             "tokens": self.tokens,
-            **({} if self.alone else {"clips": self.clip_words()}),
+            **({} if self.alone else {"clips": LongVideo(self.clips).words(plan.count)}),
             "steps": plan.count,
             **({} if request.from_video is None else {"denoise": strength(request)}),
             "shift": plan.shift,
@@ -103,13 +111,6 @@ class Job:
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
             "seed": request.seed,
         }
-
-    def clip_words(self) -> str:
-        """`3 of 77 frames, 1 carried over: 3 x 20 steps`."""
-        count, carried = len(self.clips), self.clips[-1].carried
-        lengths = " and ".join(str(n) for n in dict.fromkeys(clip.frames for clip in self.clips))
-        over = f", {carried} carried over" if carried else ""
-        return f"{count} of {lengths} frames{over}: {count} x {self.plan.count} steps"
 
 
 def make_job(
@@ -174,11 +175,11 @@ def make_job(
     if request.width is None and picture is not None:
         fit = size_for_image if task.image == "channels" else best_size_for_image
         width, height = fit(*picture, task.width * task.height, multiple)
-    clips, leading, beside = cut(request, task, frames)
-    longest = clips[0].frames
+    long, beside = cut(request, task, frames)
+    longest = long.clips[0].frames
     check_size(width, height, longest, multiple=multiple, temporal=vae.temporal_stride)
     T, Y, X = (
-        (longest - 1) // vae.temporal_stride + 1 + leading,
+        (longest - 1) // vae.temporal_stride + 1 + long.leading,
         height // vae.spatial_stride,
         width // vae.spatial_stride,
     )
@@ -198,34 +199,23 @@ def make_job(
         tokens=tokens,
         batched=batched,
         batched_why=why,
-        clips=clips,
+        clips=long.clips,
         media=media,
-        leading=leading,
+        leading=long.leading,
     )
 
 
-def cut(request: Request, task: Task, frames: int) -> tuple[tuple[Clip, ...], int, int]:
-    """The clips of a video of so many frames, how many latent frames each has before its own, and how many frames of
-    tokens the transformer adds. Raises OptionError."""
-    rules, media = family_of(task).clips, family_of(task).media
-    leading, beside = 0 if rules is None else rules.leading, 0
+def cut(request: Request, task: Task, frames: int) -> tuple[LongVideo, int]:
+    """The clips of a video of so many frames, and how many frames of tokens the transformer adds. Raises
+    OptionError."""
+    media = family_of(task).media
+    front = beside = 0
     if media is not None:
-        leading += sum(getattr(request, field) is not None for field in media.front)
+        front = sum(getattr(request, field) is not None for field in media.front)
         beside = sum(getattr(request, field) is not None for field in media.beside)
-    if rules is None or not (rules.always or request.clip_frames is not None):
-        if request.clip_frames is not None or request.overlap is not None:
-            why = "give --clip-frames as well" if rules is not None else f"{task.name} makes a video in one piece"
-            raise OptionError(f"clips of {request.clip_frames or 'no'} frames asked for: {why}")
-        return (Clip(0, 0, frames, 0),), leading, beside
-    clip, overlap = given(request.clip_frames, task.frames), given(request.overlap, rules.overlaps[0])
-    check_clips(rules, clip, overlap, task.name)
-    alone = task.image == "none" and media is None
-    if not rules.always and (alone or request.last_image or request.from_video):
-        raise OptionError(
-            f"--clip-frames {clip} given: the next clip begins with frames of the one before, which needs an "
-            "image-to-video model, and no --last-image or --from-video"
-        )
-    return cut_clips(rules, frames, clip, overlap), leading, beside
+    from_noise = request.last_image is None and request.from_video is None
+    long = cut_video(task, frames, request.clip_frames, request.overlap, from_noise=from_noise)
+    return replace(long, leading=long.leading + front), beside
 
 
 def given(value: int | None, default: int) -> int:

@@ -29,7 +29,7 @@ from wan_core.models.text.umt5 import TextEncoder, UMT5Encoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vision.config import VIT_H, VisionConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import choose_task
+from wan_core.models.wan.families import choose_task, family_of
 from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.tasks import TASKS, Task, find_task
 from wan_core.ops.quant.packed import holds_tables
@@ -104,6 +104,8 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
         found["clip_vision"] = recognise_vision(clip_vision, task)
     elif options.clip_vision is not None:
         raise OptionError(f"{task.name} takes no CLIP features of an image: leave --clip-vision out")
+    if options.audio_encoder is None and family_of(task).hears is None:
+        audio_encoder = None  # of another model in the same folder
     speech = recognise_speech(audio_encoder, task, cast(DiTConfig, found["high"].config))
     return Parts(task, found, why, speech)
 

@@ -9,16 +9,20 @@ from wan_core.sampling.plan import Plan, Step
 from wan_core.sampling.stages import runs
 
 
-def draw_plan(plan: Plan, seconds: float | None = None, size: tuple[int, int] = (960, 540)) -> Image.Image:
+def draw_plan(
+    plan: Plan, seconds: float | None = None, size: tuple[int, int] = (960, 540), clips: str = ""
+) -> Image.Image:
     """The sigma of every step, who runs it, the boundary, guidance, branches and skipped steps; RGB.
 
-    seconds: the estimate for the whole run, if there is one.
+    seconds: the estimate for the whole run, if there is one. clips: that the steps run for, in words.
     """
     canvas = Canvas(*size)
     left, right, top, bottom = 56, size[0] - 24, 64, size[1] - 132
     canvas.text(24, 16, f"{plan.task}   {plan.step_words()}   {plan.solver}   shift {plan.shift:g}", size=17)
     time = "time unknown before a first run" if seconds is None else f"about {clock(seconds)}"
     canvas.text(size[0] - 24, 19, f"{plan.forward_words()}   {time}", FAINT, anchor="ra")
+    if clips:
+        canvas.text(24, 40, f"clips: {clips}", FAINT, 11)
 
     step_width = (right - left) / len(plan.steps)
     for step in plan.steps:  # whose step it is, behind everything

@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from wan_core.config.host_memory import available_bytes
 from wan_core.execution.memory.host_weights import HostWeights, Layout, tensors_of
-from wan_core.execution.memory.pinned_memory import available_bytes
 from wan_core.execution.memory.streaming import Stage
 from wan_core.execution.report import GIB
 from wan_core.models.text.umt5 import TextEncoder

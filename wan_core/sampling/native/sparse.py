@@ -22,8 +22,9 @@ from wan_core.ops.attention.sparse.kernels import KERNELS, block_length, resolve
 from wan_core.ops.attention.sparse.routing import Rule
 from wan_core.ops.attention.sparse.tiles import Grid, make_tiles, with_extra
 from wan_core.sampling.native.frames import FrameKeys
-from wan_core.sampling.native.run import NativeForward
+from wan_core.sampling.native.run import SCALE, NativeForward
 from wan_core.sampling.sparsity.run import layer_rule, wider
+from wan_core.sampling.sparsity.schedule import at_scale
 
 
 class NativeSparse:
@@ -44,11 +45,12 @@ class NativeSparse:
         """q, k, v [B, L, H, D] -> [B, L, H, D]; None where this call attends to all keys. dense: what computes that,
         None where it is ComfyUI's."""
         run, layer = forward.run, transformer_options.get("block_index")
-        if not run.sparsity or layer is None:
+        sparsity = at_scale(run.sparsity, transformer_options.get(SCALE, 1.0))
+        if not sparsity or layer is None:
             return None
         if k.shape[1] == forward.text:  # a video as long as its text: this may be cross-attention
             return None
-        rule = layer_rule(self.options, self.keeps, layer, run.sparsity)
+        rule = layer_rule(self.options, self.keeps, layer, sparsity)
         if rule is not None and q.shape[1] != k.shape[1]:
             return self._frame(forward, layer, rule, q, k, v)
         grid = None if rule is None else grid_of(forward, transformer_options, q.shape[1])
@@ -88,7 +90,7 @@ class NativeSparse:
             pooled=options.pooled,
             slope=options.slope,
             step=run.sparse_step(),
-            branches=(forward.branches, layer, forward.call(layer), q.device),
+            branches=(forward.branches, layer, forward.call(layer), q.device, grid),
             reuse=options.reuse,
             routes=run.routes,
         )

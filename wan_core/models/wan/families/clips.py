@@ -72,7 +72,8 @@ class MediaRules:
     is averaged, not interpolated. past_end: a driving video that is too short is played to and fro, or goes on in
     black. seen: fields whose first frame CLIP sees. front: pictures that are a latent frame before those of the video.
     beside: pictures that are a frame of tokens before those of the video, and no latents. always: fields that a clip
-    has also where they are not given. For `size_of="given"` see `wan_core.pipeline.control_media`.
+    has also where they are not given. settings: fields of a request beside media that may
+    be given. For `size_of="given"` see `wan_core.pipeline.control_media`.
     """
 
     needs: tuple[str, ...] = ()
@@ -88,6 +89,7 @@ class MediaRules:
     by_area: bool = False
     past_end: Literal["to and fro", "black"] = "to and fro"
     seen: tuple[str, ...] = ("reference",)
+    settings: tuple[str, ...] = ()
     front: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     always: tuple[str, ...] = ()

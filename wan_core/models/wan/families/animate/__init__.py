@@ -49,6 +49,7 @@ ANIMATE = Family(
         takes=("face_video", "background", "mask"),
         together=("background", "mask"),
         size_of="pose_video",
+        settings=("face_guidance",),
     ),
     clip_inputs=function_of("animate.inputs", "clip_inputs"),
 )

@@ -63,6 +63,7 @@ ANIMATE2 = Family(
         cropped=True,
         by_area=True,
         seen=("reference", "pose_video"),
+        settings=("pose_prompt", "pose_strength", "reference_strength"),
     ),
     clip_inputs=function_of("animate2.inputs", "clip_inputs"),
 )

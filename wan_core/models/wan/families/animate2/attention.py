@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wan_core.config.checks import OptionError
-from wan_core.models.wan.families.animate2.kept import to_host
+from wan_core.models.wan.families.animate2.kept import FORMS, Form, Kept, Layer, kept_layer
 from wan_core.ops.attention.merge import merge, merge_lse
 from wan_core.ops.attention.protocol import SINGLE, Attention, AttentionCall, Ring
 
@@ -27,16 +27,15 @@ AT_ONCE = 8192  # tokens of driven frames that are merged at a time
 @dataclass(frozen=True)
 class Recording:
     """`AttentionCall.own` of the pass over the driving video: keeps the keys and values of every layer, values times
-    `factor`, on the host if that is said."""
+    `factor`."""
 
-    on_host: bool = False
+    form: Form = FORMS[0]
     factor: float = 1.0
-    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    layers: dict[int, Layer] = field(default_factory=dict)
 
     def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k, v [B, M, H, D] of one layer."""
-        pair = k.contiguous(), (v if self.factor == 1.0 else v * self.factor).contiguous()
-        self.layers[layer] = (to_host(pair[0]), to_host(pair[1])) if self.on_host else pair
+        self.layers[layer] = kept_layer(k, v if self.factor == 1.0 else v * self.factor, self.form)
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Driven:
     """
 
     frame: int
-    keys: Tensor | None = None
-    values: Tensor | None = None
+    keys: Kept | None = None
+    values: Kept | None = None
     log_scale: float = 0.0
     reference_strength: float = 1.0
 
@@ -145,7 +144,8 @@ class DrivenAttention(Attention):
             for start, stop, frames in spans(begin, begin + q.shape[1], own.frame, AT_ONCE):
                 here = slice(start - begin, stop - begin)
                 there = slice((start // own.frame - 1) * own.frame, (start // own.frame - 1 + frames) * own.frame)
-                queries, keys, values = q[some, here], own.keys[:, there], own.values[:, there]
+                queries = q[some, here]
+                keys, values = (kept[:, there].to(queries.dtype) for kept in (own.keys, own.values))
                 found = self.by_frame(queries, keys, values, frames)
                 out[some, here] = merge([(out[some, here], lse[some, :, here]), found])
         return out

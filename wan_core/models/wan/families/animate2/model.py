@@ -10,6 +10,7 @@ Source: ComfyUI's model_animate2.py, diffusers' transformer_wan_animate_2.py, Li
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention, Recording, finite_scale
 from wan_core.models.wan.families.animate2.config import Animate2Config, prepared_bytes
-from wan_core.models.wan.families.animate2.kept import DeviceLayers, HostLayers, fits
+from wan_core.models.wan.families.animate2.kept import FORMS, DeviceLayers, HostLayers, choose_form
 from wan_core.models.wan.families.wan.image_model import ImageWanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.rope import rope_table
@@ -27,6 +28,7 @@ from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs, Place
 from wan_core.ops.attention.protocol import Attention
 from wan_core.ops.attention.sdpa import SDPA
 
+log = logging.getLogger(__name__)
 DRIVING_TIMESTEP = 1.0
 
 
@@ -145,12 +147,16 @@ class Animate2Model(ImageWanModel):
         rope = rope_table(grid, self.config.rope_axes, weight.device, start=(1, 0, grid[2]))
         tokens = self.embed_patches(pose, grid)
         ahead = prepared_bytes(self.config, (len(pose), 0, pose.shape[2] + 1, *pose.shape[3:]), tokens.element_size())
-        room = fits(ahead, tokens.shape[0] * (tokens.shape[1] + grid[1] * grid[2]), tokens.shape[2], weight.device)
-        recorded = Recorded(on_host=not room, factor=strength)
+        beside = tokens.shape[0] * (tokens.shape[1] + grid[1] * grid[2])
+        form = choose_form(ahead, len(self.blocks), beside, tokens.shape[2], weight.device)
+        if form != FORMS[0]:
+            tell = log.warning if form.fp8 else log.info
+            tell("keys and values of the driving video (%.1f GiB) are kept %s", ahead / 2**30, form.words())
+        recorded = Recorded(form=form, factor=strength)
         inputs = BlockInputs(tokens, modulation, rope, text._replace(own=recorded), SINGLE_FORWARD, grid)
         self.runners(inputs, self.run_blocks, {Place.SCALES, Place.SHARDS})
         layers = [recorded.layers[layer] for layer in range(len(self.blocks))]
-        return DeviceLayers(layers) if room else HostLayers(layers, weight.device), grid
+        return HostLayers(layers, weight.device) if form.on_host else DeviceLayers(layers), grid
 
     def embed(self, x: Tensor, grid: tuple[int, int, int], text: PreparedText) -> Tensor:
         driving = text.own

@@ -85,9 +85,10 @@ def control_of_media(
     """
     changes = (media["mask"][0, 0] >= 0).to(media["mask"].dtype)  # [F, H, W]
     video = media["control_video"].clone() if "control_video" in media else torch.zeros_like(media["mask"])
-    for name, first in (("image", 0), ("carried", 0), ("last_image", clip.frames - 1)):
+    for name in ("image", "carried", "last_image"):
         if name in media:
-            known = slice(first, first + media[name].shape[2])
+            count = media[name].shape[2]
+            known = slice(clip.frames - count, None) if name == "last_image" else slice(count)
             video[:, :, known], changes[known] = media[name], 0
     latents = torch.cat([encode(video * (1 - changes)), encode(video * changes)], 1)
     mask = mask_channels(changes, latents.shape[2], vae.spatial_stride)[None]

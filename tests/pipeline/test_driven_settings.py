@@ -1,0 +1,86 @@
+"""What a request says beside the media that drive it: a prompt of the driving video, strengths, guidance by a face."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import wan_core.pipeline.clips as clips_module
+from tests.pipeline.test_clips import folder as media_folder  # noqa: F401
+from tests.pipeline.test_clips import loaded, request
+from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.denoise import stack_text
+
+
+def conditioned(pipe: Pipeline, given: Request) -> Conditioning:
+    job = pipe.prepare(given)
+    media = clips_module.load_clip_media(pipe, job)
+    pixels = clips_module.given_to(pipe, job, job.clips[0], media, None)
+    return clips_module.condition(pipe, job, job.clips[0], pixels, pipe.encode_text(job))
+
+
+@torch.no_grad()
+def test_the_driving_video_has_a_prompt_of_its_own(media_folder: Path) -> None:  # noqa: F811
+    pipe, given = loaded(media_folder, "animate2"), request(media_folder, "animate2")
+    plain = conditioned(pipe, given)
+    assert torch.equal(plain.inputs["pose_context"], plain.cond) and plain.uncond is not None
+    told = conditioned(pipe, replace(given, pose_prompt="a blue square"))
+    expected = conditioned(pipe, replace(given, prompt="a blue square")).cond
+    assert torch.equal(told.inputs["pose_context"], expected) and torch.equal(told.cond, plain.cond)
+    assert not torch.equal(expected, plain.cond)
+    # Both branches of guidance are driven by the same pass.
+    both, rows = plain.family_inputs(("cond", "uncond"), 1), stack_text([plain.cond, plain.uncond], 1)
+    features = torch.cat([plain.image_features] * 2)
+    prepared = pipe.models.expert("high").prepare_text(rows, features, **both)
+    assert prepared.own.layers.videos == 1
+
+
+@torch.no_grad()
+def test_strengths_change_the_video_and_1_does_not(media_folder: Path) -> None:  # noqa: F811
+    pipe = loaded(media_folder, "animate2")
+    given = replace(request(media_folder, "animate2"), frames=9)
+    plain = pipe.generate(given).frames
+    assert np.array_equal(pipe.generate(replace(given, pose_strength=1.0, reference_strength=1.0)).frames, plain)
+    for name in ("pose_strength", "reference_strength"):
+        assert conditioned(pipe, replace(given, **{name: 0.5})).inputs[name] == 0.5
+        assert not np.array_equal(pipe.generate(replace(given, **{name: 0.0})).frames, plain)
+
+
+@torch.no_grad()
+def test_guidance_leads_away_from_a_still_face_or_not(media_folder: Path) -> None:  # noqa: F811
+    pipe = loaded(media_folder, "animate")
+    given = replace(request(media_folder, "animate"), frames=9)
+    plain = conditioned(pipe, given)
+    assert torch.equal(plain.uncond_inputs["face"], torch.full_like(plain.inputs["face"], -1))
+    assert conditioned(pipe, replace(given, face_guidance=False)).uncond_inputs == {}
+    one, other, same = (pipe.generate(replace(given, face_guidance=wanted)).frames for wanted in (None, False, True))
+    assert np.array_equal(one, same) and not np.array_equal(one, other)
+
+
+def test_settings_that_a_family_does_not_take_are_refused(media_folder: Path) -> None:  # noqa: F811
+    for family, changed in (
+        ("animate", {"pose_prompt": "x"}),
+        ("animate", {"reference_strength": 1.0}),
+        ("animate2", {"face_guidance": True}),
+    ):
+        with pytest.raises(OptionError, match=f"does not take --{next(iter(changed)).replace('_', '-')}"):
+            loaded(media_folder, family).prepare(replace(request(media_folder, family), **changed))
+    tiny = Pipeline.load(LoadOptions(model="tiny", task="t2v-tiny", device="cpu"))
+    with pytest.raises(OptionError, match="does not take --pose-strength"):
+        tiny.prepare(Request(prompt="a", pose_strength=0.5))
+    for wrong in (-0.1, float("nan"), 11):
+        with pytest.raises(OptionError, match="pose strength"):
+            Request(prompt="a", pose_strength=wrong)
+
+
+def test_kept_clips_are_of_the_same_settings(media_folder: Path) -> None:  # noqa: F811
+    pipe, given = loaded(media_folder, "animate2"), request(media_folder, "animate2")
+    key = clips_module.run_key(pipe, pipe.prepare(given))
+    for changed in ({"pose_prompt": "a blue square"}, {"pose_strength": 0.5}, {"reference_strength": 0.5}):
+        assert clips_module.run_key(pipe, pipe.prepare(replace(given, **changed))) != key

@@ -1,0 +1,57 @@
+"""What a plan says of a video that is made clip by clip."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from wan_core.cli import main
+from wan_core.models.wan.families.long_video import cut_video
+from wan_core.models.wan.tasks import TASKS
+
+FAMILIES_THAT_CUT = ("animate-14B", "animate2-14B", "i2v-A14B")
+
+
+def test_the_cost_of_all_clips_is_that_of_their_latent_frames() -> None:
+    for task in FAMILIES_THAT_CUT:
+        for frames in range(1, 400, 7):
+            long = cut_video(TASKS[task], frames, 33, 1)
+            tokens = [(clip.frames - 1) // 4 + 1 + long.leading for clip in long.clips]
+            assert long.cost == pytest.approx(sum(tokens) / tokens[0])
+            assert long.words(20).endswith(f"{len(long.clips)} x 20 steps")
+    assert cut_video(TASKS["t2v-A14B"], 81).cost == 1
+
+
+def plan(capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    assert main(["plan", *more]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_plan_shows_clips_and_the_time_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, "--task", "animate-14B", "--frames", "200", "--seconds-per-forward", "6")
+    assert "200 frames: 3 of 77 frames, 1 carried over: 3 x 20 steps" in out
+    assert "about 6:00 min in all, with 6 s a forward" in out
+    given = ("--task", "i2v-A14B", "--frames", "157", "--clip-frames", "81", "--overlap", "5", "--steps", "2")
+    told = json.loads(plan(capsys, *given, "--seconds-per-forward", "1.5", "--json"))
+    assert [clip["first"] for clip in told["clips"]] == [0, 76] and told["seconds"] == 2 * 4 * 1.5
+    assert plan(capsys, "--task", "t2v-A14B", "--frames", "81").endswith("81 frames: one piece\n")
+    assert "frames" not in plan(capsys, "--task", "t2v-A14B")
+
+
+def test_steps_that_cost_less_are_estimated_so(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--steps", "4", "--seconds-per-forward", "10", "--json")
+    dense, sparse = (json.loads(plan(capsys, *given, *more))["seconds"] for more in ((), ("--sparse", "balanced")))
+    assert dense == 80 and 20 < sparse < 60
+
+
+def test_what_a_plan_cannot_cut_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, words in (
+        (["--frames", "161", "--clip-frames", "81"], "needs an image-to-video model"),
+        (["--memory", "--seconds-per-forward", "2"], "--memory is of one clip"),
+        (["--overlap", "1"], "give --clip-frames as well"),
+        (["--frames", "0"], "at least 1"),
+        (["--seconds-per-forward", "0"], "must be above 0"),
+    ):
+        assert main(["plan", "--task", "t2v-A14B", *wrong]) == 2
+        assert words in capsys.readouterr().err

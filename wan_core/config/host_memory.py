@@ -1,0 +1,32 @@
+"""How much host memory is available. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def available_bytes() -> int | None:
+    """Host memory that is available without swapping, to this process's container too; None where the system does not
+    say."""
+    try:
+        with open("/proc/meminfo") as file:
+            found = next((line for line in file if line.startswith("MemAvailable:")), None)
+    except OSError:
+        return None
+    if found is None:
+        return None
+    left = _left_in_container(Path("/sys/fs/cgroup"))
+    free = int(found.split()[1]) * 1024
+    return free if left is None else min(free, left)
+
+
+def _left_in_container(folder: Path) -> int | None:
+    """Bytes below the memory limit of a control group (version 2), cached files not counted; None where there is no
+    limit."""
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    cached = sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
+    return max(0, int(limit) - int(used) + cached) if limit.isdecimal() else None
