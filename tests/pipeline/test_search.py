@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -89,6 +90,23 @@ def test_steps_are_spread_over_every_phase(count, high, early):
         one = Candidate((words, ""), phases, steps)
         marks = one.pattern().high + one.pattern().low
         assert len(one.pattern().high) == high and {i for i, mark in enumerate(marks) if mark == "1"} == steps
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(LEAST, 40), st.integers(1, 39))
+def test_steps_are_even_within_every_phase(count, high):
+    steps = sorted(spread(count, (high, 40 - high), 1.0))
+    for first, last in ((0, high), (high, 39)):
+        within = [step for step in steps if first <= step <= last]
+        gaps = [after - before for before, after in pairwise(within)]
+        assert not gaps or max(gaps) - min(gaps) <= 1, steps
+
+
+def test_every_word_of_the_axes_is_a_setting_and_blocks_may_be_chosen_by_error():
+    for word in filter(None, chain(*AXES.values())):
+        assert parse_setting(word) is not None
+    _, measured, _ = searched(30.0)
+    assert any(":error" in setting for setting in measured) and any(":slope:error" in setting for setting in measured)
 
 
 def test_more_steps_at_the_beginning_where_asked():
