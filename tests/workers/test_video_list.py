@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from wan_core.config.outputs import Outputs, claim_of
 from wan_core.workers.launcher import WorkerError
 from wan_core.workers.video_list import ATTEMPTS, LOSSES, ListedVideo, VideoList, make_all
 
+REPOSITORY = Path(__file__).parents[2]
 TINY = ["generate", "--model", "tiny", "--size", "32x32", "--frames", "5", "--steps", "1"]
 
 
@@ -236,8 +238,10 @@ def test_another_picture_under_the_same_name_is_another_video(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.slow
-def test_a_rank_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Two makers of a rank each, one killed midway: all videos are there, none twice, with the bytes of one rank."""
+def test_a_rank_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two makers of a rank each, one killed midway: all videos are there, none twice, with the bytes of one rank. That
+    one has a process of its own as ranks have: what ran before in this one may change the last bit of a product."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     count = 6
     lines = [{"prompt": "a red circle", "seed": seed, "frames": 17, "size": "64x64"} for seed in range(count)]
     path, here = write_list(tmp_path, *lines), os.getpid()
@@ -254,7 +258,10 @@ def test_a_rank_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         thread = threading.Thread(target=kill if name == "two" else lambda: None)
         thread.start()
         command = [*TINY, "--prompts", str(path), "--gpus", devices, "--out", str(tmp_path / name / "o.mp4")]
-        assert main(command) == 0
+        if name == "one":
+            subprocess.run([sys.executable, "-m", "wan_core", *command], cwd=REPOSITORY, check=True)
+        else:
+            assert main(command) == 0
         thread.join()
         made[name] = {p.name: p.read_bytes() for p in (tmp_path / name).iterdir() if p.suffix == ".mp4"}
         assert len(list((tmp_path / name).iterdir())) == 2 * count, "videos and reports, and no hidden file"
