@@ -43,11 +43,10 @@ class Merge:
 
 
 AHEAD = 1 << 28  # most bytes of changes that are copied to the GPU before they are needed
-THREADS = 4  # that copy them: most of a copy is the first touch of the mapped file
 
 
 class Ahead:
-    """Copies changes to a GPU in threads while their weights are read, because a LoRA's tensors are mapped and a copy
+    """Copies changes to a GPU in a thread while their weights are read, because a LoRA's tensors are mapped and a copy
     from the file blocks. At most `AHEAD` bytes of device memory are used: files with full differences are as large as
     the model. changes: in the order in which `take` asks for them; changes that are not yet copied come from the
     file."""
@@ -59,7 +58,7 @@ class Ahead:
         self.bytes_ahead = 0
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
-            self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lora")
+            self.pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
             self.waiting = {name: _bytes(listed) for name, listed in changes.items()}
             self._start_copies()
 

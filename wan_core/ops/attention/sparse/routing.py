@@ -4,7 +4,7 @@ A block of keys is worth the attention it would get: the sum over its keys of ex
 the mean of the keys estimate that, and miss a block with a few keys that stand out. For keys that scatter normally
 around their mean the logarithm of the mean of the exponentials is mean + variance / 2, where the variance of q . k is
 the sum over channels of q^2 times the variance of the keys: one more small product. `score="spread"` adds it,
-`score="mean"` does not. `score="error"` ranks by what is lost where a block is replaced by its means
+`score="mean"` does not. `score="error"` ranks by the error that a block's means make in its place
 (arXiv:2603.08982): the mass that the variance adds, times the distance of its values from the output.
 
 Legend: B batch, L tokens, H heads, D head dim, n blocks (of queries and of keys), p parts of all blocks, K
