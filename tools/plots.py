@@ -1,7 +1,7 @@
-"""Draw the plots of docs/images/ from the committed results, with matplotlib (`pip install -e ".[dev]"`).
+"""Draw the plots of docs/images/ from the committed results, with matplotlib (`pip install ".[plots]"`).
 
-    python -m tools.plots             # draw all of them, and write docs/images/plots.json: the points that they show
-    python -m tools.plots --check     # draw nothing; exit 1 if the results say something else than plots.json
+python -m tools.plots             # draw all of them, and write docs/images/plots.json: the points that they show
+python -m tools.plots --check     # draw nothing; exit 1 if the results say something else than plots.json
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 RESULTS, IMAGES = ROOT / "benchmarks/results", ROOT / "docs/images"
 DRAWN = IMAGES / "plots.json"
+COLOURS = 96
 Series = dict[str, list[list[Any]]]  # name in the legend -> points [x, y, label]
 
 # ------------------------------------------------------------------------------------------------------ quality.png
@@ -34,6 +35,7 @@ SPARSE = (  # series, result, row: these read a part of attention
     ("speed preset", "speed-presets-quality-x86_64-cpu", "speed:fast"),
 )
 FULL_FORWARDS = 80  # of 40 guided steps
+DOT = 5  # pixels of a point that no label covers, from its centre
 
 
 def quality_points() -> Series:
@@ -60,8 +62,8 @@ def quality_points() -> Series:
 def planned(setting: str) -> tuple[int, float]:
     """Forwards of 40 steps of A14B with `setting`, and what they cost in dense forwards at 1280x720x81."""
     from wan_core.models.wan.tasks import find_task
-    from wan_core.sampling.cache.skipping import skip_forwards
     from wan_core.sampling.cache.arguments import parse_setting
+    from wan_core.sampling.cache.skipping import skip_forwards
     from wan_core.sampling.plan import make_plan
     from wan_core.sampling.sparsity.schedule import with_costs
 
@@ -75,42 +77,50 @@ def planned(setting: str) -> tuple[int, float]:
 
 
 def draw_quality(series: Series) -> Figure:
-    figure, (axes,) = _figure(1, (9.6, 5.6))
+    figure, (axes,) = new_figure(1, (9.6, 5.6))
     ((full, _, words),) = series["full run"]
     axes.axvline(full, color="black", linestyle="--", label=f"{words}: {full:.0f} s, nothing lost")
     for colour, (name, points) in enumerate((n, p) for n, p in series.items() if n != "full run"):
         x, y, _ = zip(*points, strict=True)
         axes.scatter(x, y, color=f"C{colour}", label=name, zorder=3)
     axes.set(xlim=(0, full + 25), ylim=(20, 54))
-    axes.set_xlabel("seconds of a video at 1280x720, 81 frames, 40 steps: A14B in FP8 on one H200, as the plan estimates")
+    axes.set_xlabel(
+        "seconds of a video at 1280x720, 81 frames, 40 steps: A14B in FP8 on one H200, as the plan estimates"
+    )
     axes.set_ylabel("PSNR against the full run, dB: embedded model")
     axes.set_title("What a faster setting costs")
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper left")
     label(axes, [tuple(point) for name, points in series.items() if name != "full run" for point in points])
     return figure
 
 
 def label(axes: Axes, points: list[tuple[float, float, str]]) -> None:
     """Write the label of every point beside it, at the first place around it where nothing is written or drawn."""
+    from matplotlib.transforms import Bbox
+
     figure = axes.figure
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    drawn = [axes.transData.transform((x, y)) for x, y, _ in points]
+    centres = [axes.transData.transform((x, y)) for x, y, _ in points]
+    dots = [Bbox.from_bounds(x - DOT, y - DOT, 2 * DOT, 2 * DOT) for x, y in centres]
     legend = axes.get_legend()
     taken = [] if legend is None else [legend.get_window_extent(renderer)]
-    places = [(7 * side, dy) for dy in (0, 8, -8, 15, -15, 23, -23, 31, -31) for side in (1, -1)]
+    places = [(8 * side, dy) for dy in (0, 8, -8, 15, -15, 23, -23, 31, -31) for side in (1, -1)]
     for x, y, words in sorted(points, key=lambda point: point[1], reverse=True):
         for across, up in places:
             align = "left" if across > 0 else "right"
             text = axes.annotate(
-                words, (x, y), (across, up), textcoords="offset points", ha=align, va="center", fontsize=8,
+                words,
+                (x, y),
+                (across, up),
+                textcoords="offset points",
+                ha=align,
+                va="center",
+                fontsize=8,
             )
             box = text.get_window_extent(renderer)
             inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
-            free = not any(box.overlaps(other) for other in taken)
-            if inside and free and not any(box.contains(*place) for place in drawn):
-                if up:
-                    text.arrow_patch = None
+            if inside and not any(box.overlaps(other) for other in [*taken, *dots]):
                 taken.append(box)
                 break
             text.remove()
@@ -130,14 +140,18 @@ def recall_points() -> Series:
 
 
 def draw_recall(series: Series) -> Figure:
+    from matplotlib.ticker import MultipleLocator
+
     sources = list(dict.fromkeys(source for points in series.values() for *_, source in points))
-    figure, axes = _figure(2 * len(sources), (9.6, 3.6 * len(sources)), columns=2)
+    figure, axes = new_figure(2 * len(sources), (9.6, 3.6 * len(sources)), columns=2)
+    dashes = {name: "--" if name == "tiles, mean" else "-" for name in series}  # it is close to another one
     for row, source in enumerate(sources):
         for column, words in enumerate(("attention kept", "relative error of the output")):
             one = axes[2 * row + column]
             for name, points in series.items():
                 shown = [(100 * read, values[column]) for read, values, of in points if of == source]
-                one.plot(*zip(*shown, strict=True), marker="o", markersize=4, label=name)
+                one.plot(*zip(*shown, strict=True), dashes[name], marker="o", markersize=4, label=name)
+            one.yaxis.set_major_locator(MultipleLocator(0.2))
             one.set(xlim=(0, 100), ylim=(0, None), title=f"{source}:\n{words}", xlabel="blocks read, %")
     axes[1].legend(fontsize=8)
     return figure
@@ -151,7 +165,7 @@ PLOTS: dict[str, tuple[Callable[[], Series], Callable[[Series], Figure]]] = {
 }
 
 
-def _figure(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Figure, list[Axes]]:
+def new_figure(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Figure, list[Axes]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -162,6 +176,16 @@ def _figure(count: int, size: tuple[float, float], columns: int = 1) -> tuple[Fi
         one.grid(alpha=0.3)
         one.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG of few colours, which is a third of the size."""
+    import numpy as np
+    from PIL import Image
+
+    figure.canvas.draw()
+    pixels = np.asarray(figure.canvas.buffer_rgba())  # type: ignore[attr-defined]
+    Image.fromarray(pixels).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def _rounded(seconds: float) -> float:
@@ -177,10 +201,12 @@ def main(argv: list[str] | None = None) -> int:
         drawn = json.loads(DRAWN.read_text(encoding="utf-8"))
         stale = [name for name in PLOTS if drawn.get(name) != points[name]]
         if stale:
-            print(f"{', '.join(stale)} in docs/images: older than the results; run python -m tools.plots", file=sys.stderr)
+            print(
+                f"{', '.join(stale)} in docs/images: older than the results; run python -m tools.plots", file=sys.stderr
+            )
         return 1 if stale else 0
     for name, (_, draw) in PLOTS.items():
-        draw(points[name]).savefig(IMAGES / name, pil_kwargs={"optimize": True})
+        save(draw(points[name]), IMAGES / name)
         print(IMAGES / name, (IMAGES / name).stat().st_size, "bytes")
     DRAWN.write_text(json.dumps(points, indent=1) + "\n", encoding="utf-8")
     return 0

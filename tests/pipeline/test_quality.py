@@ -246,11 +246,13 @@ def test_pictures():
     assert draw_curve(curve, plans).size == (960, 540) and draw_curve(curve, {}).size == (960, 540)
     single = find_curve(None, "ti2v-5B")
     assert draw_curve(single, preset_plans(make_plan(task="ti2v-5B"), single)).size == (960, 540)
-    rows = [{"name": "a", "saved": 0.0, "psnr": 99.0, "psnr_worst": 99.0}]
-    rows += [{"name": f"magcache:{n}", "saved": n / 20, "psnr": 40.0 - n, "psnr_worst": 30.0 - n} for n in range(8)]
+    rows = [{"name": "a", "ratio": 1.0, "psnr": 99.0, "psnr_worst": 99.0}]
+    rows += [
+        {"name": f"magcache:{n}", "ratio": 1.2 + n / 9, "psnr": 40.0 - n, "psnr_worst": 30.0 - n} for n in range(8)
+    ]
     assert draw_quality(rows, "title").size == (960, 600)
     for psnr, worst in ((99.0, 99.0), (64.0, 62.0), (61.0, 60.0), (70.0, 30.0)):  # the axis ends at 60 dB
-        assert draw_quality([{"name": "a", "saved": 0.3, "psnr": psnr, "psnr_worst": worst}], "t").size == (960, 600)
+        assert draw_quality([{"name": "a", "ratio": 0.3, "psnr": psnr, "psnr_worst": worst}], "t").size == (960, 600)
     video = torch.full((3, 49, 51, 3), 0.5)
     sheet = side_by_side({str(n): video for n in range(5)})
     assert sheet.dtype == torch.float32 and not sheet.shape[1] % 2 and not sheet.shape[2] % 2
