@@ -211,10 +211,9 @@ class ResidualBlock(nn.Module):
         h = first.convolve(norm_silu_extend(norm, first, x, chunk), chunk, biased=False)
         h = second.convolve(norm_silu_extend(later_norm, second, h, chunk, first.bias), chunk, biased=False)
         if self.shortcut is None:
-            return triton_vae.add_with_bias(h, x, second.bias, None)
-        return triton_vae.add_with_bias(
-            h, self.shortcut.convolve(x, chunk, biased=False), second.bias, self.shortcut.bias
-        )
+            return triton_vae.add_with_bias(h, x, cast(Tensor, second.bias), None)
+        rest = self.shortcut.convolve(x, chunk, biased=False)
+        return triton_vae.add_with_bias(h, rest, cast(Tensor, second.bias), self.shortcut.bias)
 
     def settle(self, still: Still) -> Still:
         """As `CausalConv3d.settle`."""
