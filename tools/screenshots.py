@@ -55,7 +55,8 @@ LOAD = """async ([workflow, name]) => {
   const prompt = await app.graphToPrompt();
   const saved = app.graph.serialize();
   return {
-    missing: app.graph.nodes.filter((n) => n.has_errors || !LiteGraph.registered_node_types[n.type]).map((n) => n.type),
+    missing: app.graph.nodes.filter((n) => !LiteGraph.registered_node_types[n.type]).map((n) => n.type),
+    refused: app.graph.nodes.filter((n) => n.has_errors).map((n) => n.type),
     links: saved.links,
     widgets: Object.fromEntries(saved.nodes.map((n) => [n.id, n.widgets_values])),
     inputs: Object.fromEntries(saved.nodes.map((n) => [n.id, (n.inputs ?? []).map((i) => [i.name, i.link ?? null])])),
@@ -104,6 +105,10 @@ def check(name: str, found: dict[str, Any]) -> list[str]:
     page = json.loads((WORKFLOWS / f"{title_of(name)}.json").read_text(encoding="utf-8"))
     api = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
     wrong = [f"the page does not know {kind}" for kind in found["missing"]]
+    refused = [kind for kind in found["refused"] if kind not in found["missing"]]
+    wrong += [
+        f"{kind} has errors (is a file that it names not in ComfyUI's models or input folder?)" for kind in refused
+    ]
     if sorted(found["links"]) != sorted(page["links"]):
         wrong.append(f"links: {found['links']} instead of {page['links']}")
     for node in page["nodes"]:

@@ -106,7 +106,7 @@ def run_benchmarks(arguments: Sequence[str]) -> int:
     spec = importlib.util.find_spec("benchmarks")
     if spec is None or spec.origin is None or Path(spec.origin).resolve().parents[1] != checkout:
         print(
-            "wan_core bench: the benchmarks are in the source repository and not in the installed package. "
+            f"{program()} bench: the benchmarks are in the source repository and not in the installed package. "
             "Run `python -m benchmarks SUITE` in a checkout.",
             file=sys.stderr,
         )
