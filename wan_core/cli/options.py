@@ -12,6 +12,7 @@ from wan_core.cli.control import FILES as CONTROL_FILES
 from wan_core.cli.control import add_control_options, add_strength_options
 from wan_core.cli.sound import FILES as SOUND_FILES
 from wan_core.cli.sound import add_audio_option, add_encoder_option
+from wan_core.cli.windows import add_windows_option
 from wan_core.config import (
     COMPILES,
     GUIDANCE_MODES,
@@ -203,6 +204,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
         "default: it does)",
     )
     add_clip_options(group, "make a longer video in clips of N frames (default: the family's)")
+    add_windows_option(group)
     group.add_argument(
         "--nag",
         type=_nag,

@@ -103,7 +103,7 @@ class SparseTiles:
             pooled=self.options.pooled,
             slope=self.options.slope,
             step=len(self.computed),
-            branches=info.branches,
+            branches=(info.branches, info.window),
             reuse=self.options.reuse,
             routes=self.routes,
             observe=self.observe,
