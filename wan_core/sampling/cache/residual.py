@@ -159,8 +159,8 @@ class ResidualCache:
     @property
     def buffers(self) -> dict[Branch, Tensor]:
         """[S, B, L, C] of every branch that has stored something, of the first context window."""
-        first = [(branch, kept.buffer) for (branch, window), kept in self.kept.items() if not window]
-        return {branch: buffer for branch, buffer in first if buffer is not None}
+        first: dict[Branch, Tensor | None] = {b: kept.buffer for (b, window), kept in self.kept.items() if not window}
+        return {branch: buffer for branch, buffer in first.items() if buffer is not None}
 
     def of(self, branch: Branch, window: int) -> Residuals:
         """What a branch keeps of a context window."""
