@@ -76,6 +76,8 @@ class WindowOptions:
         numbers = size.split("/")
         if len(numbers) > 2 or not all(number.isdecimal() for number in numbers) or int(numbers[0]) % 4 != 1:
             raise OptionError(f"context windows {text!r} given; the length is 4n + 1 frames; write {FORM}")
+        if len(numbers) == 2 and int(numbers[1]) >= int(numbers[0]):
+            raise OptionError(f"context windows {text!r} given; the overlap is smaller than the length")
         length = (int(numbers[0]) - 1) // 4 + 1
         return cls(length=length, overlap=int(numbers[1]) // 4 if len(numbers) == 2 else length // 3, **given)  # type: ignore[arg-type]
 
