@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 native_models = importlib.import_module("native_models")
 
 SEED, STEPS = 5, 4
+FIRST = 2  # steps of the high-noise expert, where there are two
 SIZE = (1, 16, 9, 4, 6)  # of latents
 WINDOWS = {"context_length": 17, "context_overlap": 8, "context_schedule": "standard_static", "context_stride": 1,
            "closed_loop": False, "fuse_method": "pyramid", "freenoise": False}  # fmt: skip
@@ -33,6 +34,7 @@ CASES = {  # model, what its windows have besides
     "t2v looped pyramid": ("t2v", LOOPED),
     "t2v looped relative, closed": ("t2v", {**LOOPED, "fuse_method": "relative", "closed_loop": True}),
     "t2v batched flat, FreeNoise": ("t2v", {**BATCHED, "fuse_method": "flat"}),
+    "two experts, uniform pyramid": ("experts", {**UNIFORM, "freenoise": True}),
     "t2v one window": ("t2v", {"context_length": 33, "freenoise": True}),
     "i2v static pyramid": ("i2v 2.2", {}),
     "i2v uniform pyramid, FreeNoise": ("i2v 2.2", {**UNIFORM, "freenoise": True}),
@@ -41,7 +43,8 @@ CASES = {  # model, what its windows have besides
     "5B uniform pyramid": ("5B", UNIFORM),
     "5B from an image, static relative": ("5B image", {"fuse_method": "relative"}),
 }
-TASKS = {"t2v": "t2v-14B", "i2v 2.2": "i2v-A14B", "i2v": "i2v-14B-480P", "5B": "ti2v-5B", "5B image": "ti2v-5B"}
+TASKS = {"t2v": "t2v-14B", "experts": "t2v-A14B", "i2v": "i2v-14B-480P", "i2v 2.2": "i2v-A14B"}
+TASKS |= dict.fromkeys(("5B", "5B image"), "ti2v-5B")
 
 
 def engine_model(native: Any, task: Any) -> Any:
@@ -63,8 +66,8 @@ def engine_model(native: Any, task: Any) -> Any:
     return made.float().eval()
 
 
-def ours(native: Any, kind: str, conditions: Any, latent: dict[str, Any], sigmas: Any, solver: str) -> Any:
-    """Latents of WanCore's sampler, with the context windows of the MODEL as WanCore from MODEL reads them."""
+def ours(natives: list[Any], kind: str, conditions: Any, latent: dict[str, Any], sigmas: Any, solver: str) -> Any:
+    """Latents of WanCore's sampler, with the context windows of the MODELs as WanCore from MODEL reads them."""
     import torch
 
     from wan_core.execution.report import Report
@@ -76,18 +79,21 @@ def ours(native: Any, kind: str, conditions: Any, latent: dict[str, Any], sigmas
     from wan_core.sampling.start import Start
 
     task = KNOWN[TASKS[kind]]
-    model = engine_model(native, task)
-    windows = importlib.import_module("pack.nodes.native_windows").read_windows(native, "the MODEL")
+    models = {name: engine_model(one, task) for name, one in zip(("high", "low"), natives, strict=False)}
+    read = importlib.import_module("pack.nodes.native_windows").read_windows
+    (windows,) = {read(native, "the MODEL") for native in natives}
     given = [float(sigma) for sigma in sigmas]
-    plan = make_plan(task=task.name, sigmas=given, boundary=0.0, guidance_high=3.0, solver=solver)
+    boundary = sum(given[FIRST - 1 : FIRST + 1]) / 2 if len(natives) == 2 else 0.0
+    low = {"guidance_low": 3.0} if len(natives) == 2 else {}
+    plan = make_plan(task=task.name, sigmas=given, boundary=boundary, guidance_high=3.0, solver=solver, **low)
     shape = tuple(latent["samples"].shape)
     plan = with_windows(plan, windows, shape[2]) if windows is not None else plan
-    experts = SimpleNamespace(task=task, dit=model.config, vae=task.vae)
+    experts = SimpleNamespace(task=task, dit=models["high"].config, vae=task.vae)
     joined = join(*conditions, latent, experts, plan)
     start, cpu = Start(shape=shape, seed=SEED), torch.device("cpu")
     noise = start.sample(joined.plan, task.vae, cpu)
     return joined.plan, sample_latents(
-        joined.plan, lambda _: model, joined.conditioning, noise, task.vae, Report(cpu), start=start
+        joined.plan, models.__getitem__, joined.conditioning, noise, task.vae, Report(cpu), start=start
     )
 
 
@@ -97,15 +103,16 @@ def compare(kind: str, changed: dict[str, Any]) -> dict[str, Any]:
     import torch
     from comfy_extras.nodes_context_windows import WanContextWindowsManualNode
 
-    make, extra, size = native_models.variants()[kind.removesuffix(" image")]
+    make, extra, size = native_models.variants()["t2v" if kind == "experts" else kind.removesuffix(" image")]
     size = (1, size[1], *SIZE[2:])
     if "concat_mask" in extra:
         known = torch.ones(1, 1, *SIZE[2:])
         known[:, :, :1] = 0
         extra = {**extra, "concat_latent_image": native_models.rows(*size, seed=7), "concat_mask": known}
-    model, changed = make(), {**WINDOWS, **changed}
+    changed = {**WINDOWS, **changed}
+    models = [make(), native_models.tiny("WAN21_T2V", seed=1)] if kind == "experts" else [make()]
     solver = changed.pop("solver", "euler")
-    windowed = WanContextWindowsManualNode.execute(model, **changed).result[0]
+    windowed = [WanContextWindowsManualNode.execute(model, **changed).result[0] for model in models]
     conditions = native_models.conditions(extra)
     latent: dict[str, Any] = {"samples": torch.zeros(size)}
     if kind.endswith("image"):
@@ -113,13 +120,21 @@ def compare(kind: str, changed: dict[str, Any]) -> dict[str, Any]:
         latent["samples"][:, :, :1] = native_models.rows(*size, seed=8)[:, :, :1]
         latent["noise_mask"][:, :, :1] = 0
     noise, mask = comfy.sample.prepare_noise(latent["samples"], SEED), latent.get("noise_mask")
-    sampler = comfy.samplers.KSampler(model, STEPS, torch.device("cpu"), sampler=solver, scheduler="simple")
+    sampler = comfy.samplers.KSampler(models[0], STEPS, torch.device("cpu"), sampler=solver, scheduler="simple")
     how = {"cfg": 3.0, "sampler_name": solver, "scheduler": "simple", "seed": SEED, "noise_mask": mask}
-    how |= {"positive": conditions[0], "negative": conditions[1], "latent_image": latent["samples"]}
+    how |= {"positive": conditions[0], "negative": conditions[1], "disable_pbar": True}
+
+    def theirs(natives: list[Any]) -> Any:
+        first, *second = natives
+        ends = {"start_step": 0, "last_step": FIRST} if second else {}
+        made = comfy.sample.sample(first, noise.clone(), STEPS, latent_image=latent["samples"], **ends, **how)
+        if not second:
+            return made
+        rest = {"latent_image": made, "start_step": FIRST, "last_step": STEPS, "disable_noise": True}
+        return comfy.sample.sample(*second, torch.zeros_like(noise), STEPS, **rest, **how)
+
     with torch.inference_mode():
-        expected, plain = (
-            comfy.sample.sample(one, noise.clone(), STEPS, **how, disable_pbar=True) for one in (windowed, model)
-        )
+        expected, plain = theirs(windowed), theirs(models)
         plan, found = ours(windowed, kind, conditions, latent, sampler.sigmas, solver)
     return {
         "error": native_models.error(found, expected),

@@ -36,7 +36,7 @@ from wan_core.sampling.cache.residual import residuals
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.context_windows import fuse_weights, windows_of, with_windows
-from wan_core.sampling.denoise import model_inputs
+from wan_core.sampling.denoise import last_runs, model_inputs
 from wan_core.sampling.plan import SCHEDULES, make_plan
 from wan_core.sampling.solvers import SOLVERS
 from wan_core.sampling.start import Start
@@ -142,6 +142,9 @@ def test_a_plan_counts_the_forwards_of_every_window(options, frames, steps, solv
     pairs = list(zip(plan.steps, plain.steps, strict=True))
     assert all(one.forwards == len(one.branches) * len(one.windows) for one in plan.steps)
     assert all(replace(one, windows=()) == other for one, other in pairs)
+    last = plan.phases[-1][-1]  # what a streamed expert still has to run
+    assert last_runs(plan.phases[-1], False) == (last.index, 2 * len(last.windows))
+    assert last_runs(plan.phases[-1], True) == (last.index, len(last.windows))
     assert plan.estimate({"high": 2.0, "low": 3.0}) == sum(s.forwards * (2 + (s.expert == "low")) for s in plan.steps)
     assert max(plan.window_sizes(frames)) in (options.length, options.length + 1)
     assert f"{len(plan.steps[0].windows)} windows" in plan.table() and options.words() in plan.table()
