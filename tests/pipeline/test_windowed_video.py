@@ -12,6 +12,7 @@ from PIL import Image
 
 from wan_core.cli import main
 from wan_core.config import LoadOptions, Request, SkipOptions, TaylorSeerOptions, WindowOptions
+from wan_core.media.metrics import judge
 from wan_core.media.video import read_metadata
 from wan_core.models.vae.config import VAE_21
 from wan_core.pipeline.memory_planning import Workload, beside_workload
@@ -43,6 +44,13 @@ def test_a_report_says_what_ran(pipe: Pipeline) -> None:
     assert any("each a forward of its own" in note for note in result.report.notes)
     assert result.plan.forwards == sum(2 * len(step.windows) for step in result.plan.steps)
     assert not torch.equal(result.latents, latents(pipe, LONG))
+
+
+def test_a_video_twice_as_long_as_in_training_shows_what_it_should(pipe: Pipeline) -> None:
+    """The embedded model saw 17 frames."""
+    long = Request(prompt=CAPTION, frames=33, steps=20, windows=WindowOptions.parse("17/8"))
+    assert judge(torch.from_numpy(pipe.generate(long).frames), CAPTION).all_true
+    assert not judge(torch.from_numpy(pipe.generate(replace(long, windows=None)).frames), CAPTION).all_true
 
 
 def test_a_video_that_fits_is_made_as_without_windows(pipe: Pipeline) -> None:
