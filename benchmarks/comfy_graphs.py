@@ -148,7 +148,9 @@ def native_conditioning(job: Job) -> Graph:
     return graph
 
 
-def our_graph(job: Job, attention: str = "auto", presets: Mapping[str, str] | None = None, **sampler: Any) -> Graph:
+def our_graph(
+    job: Job, attention: str = "auto", presets: Mapping[str, str] | None = None, lora_mode: str = "auto", **sampler: Any
+) -> Graph:
     """The same video with our nodes. presets: of "sparse" and "cache". sampler: more inputs of the sampler."""
     both = {expert: expert_file(job.task, expert, job.precision, job.layers) for expert in EXPERTS}
     graph: Graph = {
@@ -160,6 +162,7 @@ def our_graph(job: Job, attention: str = "auto", presets: Mapping[str, str] | No
             residency="auto",
             compile="off",
             keep_blocks=0,
+            lora_mode=lora_mode,
         ),
         "loaders.text": node("WanCoreTextEncoderLoader", text_encoder=TEXT, precision="checkpoint"),
         "loaders.vae": node("WanCoreVAELoader", vae=VAE, precision="auto"),

@@ -9,6 +9,7 @@ on       the template's switch on: a LoRA for each expert, four steps, no guidan
 other    the same with a new prompt and a new image in each run
 off      the switch off: 20 steps with guidance 3.5. ComfyUI's own nodes run only `--steps` (4) of them, and the time of
          their samplers is scaled; ours run all
+t2v      the same with the template for text-to-video
 cold     a fresh server for each side and run: from POST, as soon as it answers, to the file
 errors   final latents of 8 of 40 blocks against ComfyUI's own nodes on bf16 weights of the same values, same noise
 
@@ -85,6 +86,7 @@ OFF_SIDES = (
         lambda job: our_graph(job, "cudnn-fp8", {"cache": "balanced", "sparse": "balanced"}),
     ),
 )
+ATTACHED = Side("ours, auto, LoRAs attached", lambda job: our_graph(job, lora_mode="attach"))
 ACCELERATED = (
     Side("native, accelerated, auto", lambda job: accelerated_graph(job, "auto")),
     Side("native, accelerated, sparse fast", lambda job: accelerated_graph(job, "cudnn-fp8", {"sparse": "fast"})),
@@ -93,7 +95,7 @@ ACCELERATED = (
 
 def chosen(sides: Sequence[Side], options: argparse.Namespace) -> list[Side]:
     """Those that `--setup` names, or all. Raises OptionError for a name that no part of the suite has."""
-    known = {side.name for side in (*SIDES, *OFF_SIDES, *ACCELERATED)}
+    known = {side.name for side in (*SIDES, *OFF_SIDES, ATTACHED, *ACCELERATED)}
     if unknown := set(options.setup or ()) - known:
         raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(sorted(known))}")
     return [side for side in sides if not options.setup or side.name in options.setup]
@@ -113,11 +115,13 @@ def everyday_rows(
             job = Job(width=width, height=height, frames=frames, layers=options.layers)
             if {"on", "other", "off", "cold"} & set(wanted):
                 files.write(job)
-            if {"on", "other", "off"} & set(wanted):
+            if "t2v" in wanted:
+                files.write(replace(job, task="t2v"))
+            if set(PARTS) & set(wanted):
                 with Server(checkout, base, device) as server:
-                    for part in ("on", "other", "off"):
+                    for part, rows in PARTS.items():
                         if part in wanted:
-                            yield from PARTS[part](server, job, options)
+                            yield from rows(server, job, options)
             if "cold" in wanted:
                 yield from cold_rows(checkout, base, device, job, options)
             if "errors" in wanted:
@@ -231,7 +235,7 @@ def middle_row(rows: list[Row]) -> Row:
 
 def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     jobs = [replace(job, seed=seed) for seed in range(1, 2 + (options.runs or 3))]
-    yield from side_by_side(server, chosen((*SIDES, *ACCELERATED), options), jobs, "on, new seed")
+    yield from side_by_side(server, chosen((*SIDES, ATTACHED, *ACCELERATED), options), jobs, "on, new seed")
 
 
 def other_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
@@ -243,6 +247,14 @@ def other_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterato
 
 
 def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
+    yield from whole_rows(server, job, options, "off")
+
+
+def text_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
+    yield from whole_rows(server, replace(job, task="t2v"), options, "text-to-video, off")
+
+
+def whole_rows(server: Server, job: Job, options: argparse.Namespace, label: str) -> Iterator[Row]:
     """Steps of the native nodes take equally long, so that few of them tell the time of all."""
     whole = replace(job, four_steps=False)
     fewer = replace(whole, steps=options.steps or 4)
@@ -258,7 +270,7 @@ def off_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[
     for row in (*native, *ours):
         if peers and "seconds" in row:
             row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": PEER}
-        yield row | {"name": f"off: {row['name']}"}
+        yield row | {"name": f"{label}: {row['name']}"}
 
 
 def scaled(server: Server, side: Side, fewer: Job, whole: Job) -> Row:
@@ -271,7 +283,7 @@ def scaled(server: Server, side: Side, fewer: Job, whole: Job) -> Row:
     return row | {"steps_measured": fewer.total_steps}
 
 
-PARTS = {"on": on_rows, "other": other_rows, "off": off_rows}
+PARTS = {"on": on_rows, "other": other_rows, "off": off_rows, "t2v": text_rows}
 
 
 def cold_rows(checkout: Path, base: Path, device: torch.device, job: Job, options: argparse.Namespace) -> Iterator[Row]:
@@ -324,7 +336,7 @@ def error_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterato
     for four_steps in (True, False):
         work = replace(job, four_steps=four_steps)
         exact = latents(server, native_graph(replace(work, precision="fp16")))
-        for side in chosen((*SIDES, *ACCELERATED) if four_steps else OFF_SIDES, options):
+        for side in chosen((*SIDES, ATTACHED, *ACCELERATED) if four_steps else OFF_SIDES, options):
             row = guarded(
                 side.name,
                 job.size,

@@ -129,7 +129,7 @@ SUITES: dict[str, Suite] = {
 }
 ATTENTION_PARTS = ("kernels", "tune", "rounding")
 TUNED = ("bf16", "int8", "8bit")  # kinds of kernels that the part tune has; named in its place, only these
-EVERYDAY_PARTS = ("on", "other", "off", "cold", "errors")
+EVERYDAY_PARTS = ("on", "other", "off", "t2v", "cold", "errors")
 NATIVE_PARTS = ("steps", "guided", "templates")
 TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of them
     "animate2": "video_wan_animate2",

@@ -15,7 +15,7 @@ from benchmarks import comfy_files, everyday
 from benchmarks.comfy_files import as_fp8, expert_file, hf_name, write_experts
 from benchmarks.comfy_graphs import Job, middle, native_graph, with_defaults
 from benchmarks.comfyui import Graph, Run
-from benchmarks.everyday import ACCELERATED, OFF_SIDES, SIDES, everyday_rows, times
+from benchmarks.everyday import ACCELERATED, ATTACHED, OFF_SIDES, SIDES, everyday_rows, times
 from benchmarks.native import SIDES as NATIVE_SIDES
 from tests.comfyui import find_comfyui
 from wan_core.checkpoint import detect, load_dit, open_checkpoint
@@ -65,7 +65,7 @@ def test_the_largest_number_of_a_matrix_is_exact_in_fp8() -> None:
 
 
 @pytest.mark.parametrize("job", [Job(), Job(four_steps=False), Job(task="t2v"), Job(denoise_only=True)])
-@pytest.mark.parametrize("make", [side.graph for side in (*SIDES, *OFF_SIDES, *ACCELERATED, *NATIVE_SIDES)])
+@pytest.mark.parametrize("make", [side.graph for side in (*SIDES, *OFF_SIDES, ATTACHED, *ACCELERATED, *NATIVE_SIDES)])
 def test_links_lead_somewhere_and_our_nodes_know_their_inputs(make: Any, job: Job) -> None:
     graph: Graph = make(job)
     for entry in graph.values():
