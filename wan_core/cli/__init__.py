@@ -38,7 +38,6 @@ from wan_core.cli.options import (
 from wan_core.cli.parsing import Parser, program
 from wan_core.cli.prompt_list import run_list
 from wan_core.cli.quality import run_calibrate, run_quality, run_search
-from wan_core.cli.windows import add_windows_option
 from wan_core.cli.workers import add_worker_options
 from wan_core.config import PRECISIONS, UserError
 from wan_core.models.wan.tasks import TASKS
@@ -202,7 +201,6 @@ def add_plan_command_options(parser: argparse.ArgumentParser) -> None:
     add_strength_options(parser.add_argument_group("control (VACE)"))
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     add_clip_options(parser, "print the clips of a video of --frames, this many frames each")
-    add_windows_option(parser)
     parser.add_argument(
         "--seconds-per-forward",
         type=float,

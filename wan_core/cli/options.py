@@ -204,7 +204,6 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
         "default: it does)",
     )
     add_clip_options(group, "make a longer video in clips of N frames (default: the family's)")
-    add_windows_option(group)
     group.add_argument(
         "--nag",
         type=_nag,
@@ -231,8 +230,10 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
 
 
 def add_clip_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, help: str) -> None:
+    """For videos that are longer than those of the training."""
     parser.add_argument("--clip-frames", type=int, metavar="N", help=help)
     parser.add_argument("--overlap", type=int, metavar="N", help="N of them are the last frames of the clip before")
+    add_windows_option(parser)
 
 
 def seed_of(text: str) -> int | str:
