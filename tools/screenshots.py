@@ -9,8 +9,9 @@ Written: workflows/<workflow>.jpg for the template browser; for those in PICTURE
 test compares that file with the schemas, so that no picture is older than its nodes.
 
 Needs `pip install playwright` and a Chromium (`--chromium PATH`, by default the `chromium` of the system). The ComfyUI
-must have this pack in custom_nodes. Checked in the page: no node is missing, every link joins the sockets that the file
-says, every value of a widget is the file's, and the prompt that the page would send is `workflows/api/<workflow>.json`.
+must have this pack in custom_nodes, run with WANCORE_ALLOW_CPU_WORKERS=1 and, in its models and input folders, have a
+file of every name that a workflow names. Checked in the page: no node is missing, every link joins the sockets that
+the file says, every value of a widget is the file's, and the prompt that the page would send is `workflows/api/<workflow>.json`.
 ComfyUI's own nodes may have more inputs than the file, where the ComfyUI is newer.
 """
 
@@ -96,7 +97,8 @@ RUN = """async () => {
       app.api.addEventListener(kind, () => done(kind), { once: true });
   });
   await app.queuePrompt(0, 1);
-  return await ended;
+  const refused = Object.values(app.lastNodeErrors ?? {}).flatMap((node) => node.errors.map((one) => one.details));
+  return refused.length ? "a refusal: " + refused.join("; ") : await ended;
 }"""
 
 

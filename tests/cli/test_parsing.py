@@ -128,3 +128,15 @@ def test_what_is_missing_is_called_by_its_name(capsys, tmp_path):
 def test_libraries_are_installed_from_where_they_are():
     """This package is in no index that pip searches, so that its extras cannot be installed by name."""
     assert not [name for name, (_, install) in LIBRARIES.items() if install is not None and "wancore" in install]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--seed", "abc"], "argument --seed: 'abc' is neither a whole number nor random"),
+        (["--frames", "5.5"], "argument --frames: '5.5' is no whole number"),
+        (["--shift", "x"], "argument --shift: 'x' is no number"),
+    ],
+)
+def test_what_is_no_number_is_said_in_words(given, says, capsys):
+    assert says in fault(["generate", "--prompt", "x", *given], capsys)
