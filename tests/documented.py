@@ -124,6 +124,8 @@ def reason_not_run(command: Command) -> str | None:
     if rule is not None:
         return rule.reason
     words = command.own
+    if words is None and command.text.startswith("mkdir "):
+        return None
     if words is None:
         raise LookupError(f"{command.place}: neither a command of ours, nor one that a rule names: {command.text}")
     if not command.block and is_name(words):

@@ -50,8 +50,9 @@ TEXT_TO_VIDEO = DiTConfig(**SMALL, in_channels=16)
 TRANSFORMERS: dict[str, DiTConfig] = {  # what is in the name -> the model; the first that is there
     "animate_2": Animate2Config(**SMALL, in_channels=36, image_dim=1280),
     "animate": AnimateConfig(
-        **SMALL, in_channels=36, image_dim=1280, motion_channels=(4, 6, 8), motion_features=12, face_hidden=16
-    ),
+        **SMALL, in_channels=36, image_dim=1280, motion_channels=(4, 6, 8), motion_features=12, motion_directions=5,
+        face_hidden=16,
+    ),  # fmt: skip
     "vace": VaceConfig(**SMALL, in_channels=16, vace_every=1),
     "fun_control": FunControlConfig(**SMALL, in_channels=52),
     "camera": FunCameraConfig(**SMALL, in_channels=36),

@@ -8,9 +8,11 @@ for what makes them small: see `on_a_cpu`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import subprocess
 import wave
 from pathlib import Path
 
@@ -50,7 +52,7 @@ RUN_MODELS = ("generate", "warmup", "calibrate", "quality", "search")
 
 def different() -> dict[str, Command]:
     """The commands that are run, one of those that are the same, by place."""
-    found = {tuple(one.own): one for one in reversed(commands()) if reason_not_run(one) is None and one.own}
+    found = {tuple(one.own or [one.page, one.text]): one for one in reversed(commands()) if reason_not_run(one) is None}
     return {one.place: one for one in reversed(found.values())}
 
 
@@ -64,7 +66,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in {name for row in ROWS for name in row}:
         path = folder / folder_of(name) / name
         write_stand_in(path)
-        if any(name in row for row in COMFY_ORG):
+        if any(name in row for row in COMFY_ORG) and "inpaint" not in name:  # of the same task as image-to-video
             there = folder / "ComfyUI/models" / folder_of(name) / name
             there.parent.mkdir(parents=True, exist_ok=True)
             os.link(path, there)
@@ -107,7 +109,9 @@ def write_list(page: str, folder: Path) -> None:
 
 def on_a_cpu(words: list[str]) -> list[str]:
     """The same command, small enough for a CPU: one video of 64x64 and 5 frames where the weights are not the embedded
-    model's, and no GPU. An attention kernel that needs a GPU is left to `auto`."""
+    model's, and no GPU. The memory of one is 24 GiB. An attention kernel that needs a GPU is left to `auto`."""
+    if words[0] == "plan" and "--memory" in words:
+        return [*words, "--memory-limit", "24"]
     if words[0] not in RUN_MODELS:
         return words
     found = [SMALLER[before] if before in SMALLER else word for before, word in zip(["", *words], words, strict=False)]
@@ -170,7 +174,9 @@ def run(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 def test_a_command_runs(place: str, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     command = COMMANDS[place]
     words = command.own
-    assert words is not None
+    if words is None:
+        subprocess.run(["bash", "-c", command.text], check=True, cwd=enter(command.page, places, monkeypatch))
+        return
     enter(command.page, places, monkeypatch)
     if "Wan-AI/Wan2.2-T2V-A14B" in words:  # "prints the command that downloads it"
         monkeypatch.chdir(places["root"])
@@ -179,15 +185,77 @@ def test_a_command_runs(place: str, places: dict[str, Path], monkeypatch: pytest
     assert run(words, capfd)
 
 
-# -------------------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------------- every row of weights
 
 
-def example(kind: object) -> list[str]:
-    """The first command of the pages for such a transformer, without its weights and its output."""
+def example(model: str) -> list[str]:
+    """The first command of the pages for such a model, without its weights and its output."""
     for command in COMMANDS.values():
         words = command.own or []
-        model = next(iter(given(words, {"high", "task"})), None)
-        if words[0] == "generate" and model is not None and config_of(model.name) is kind:
-            pairs = [(a, b) for a, b in zip(words[1::2], words[2::2], strict=True)]
+        named = next(iter(given(words, {"high", "task"})), None)
+        if words[0] == "generate" and named is not None and config_of(named.name) is config_of(model):
+            pairs = zip(words[1::2], words[2::2], strict=True)
             return ["generate", *(word for pair in pairs if pair[0] not in (*WEIGHTS, "--out") for word in pair)]
-    raise LookupError(f"no command is documented for {kind}")
+    raise LookupError(f"no command is documented for {model}")
+
+
+def parts(model: str, text_encoder: str = "umt5_xxl_fp8_e4m3fn_scaled.safetensors") -> list[str]:
+    """What the README says a model needs beside its transformers."""
+    found = {"--text-encoder": text_encoder, "--vae": "wan_2.1_vae.safetensors"}
+    if (config := config_of(model)).out_channels == 48:
+        found["--vae"] = "wan2.2_vae.safetensors"
+    if config.image_dim is not None:
+        found["--clip-vision"] = "clip_vision_h.safetensors"
+    if config.family == "s2v":
+        found["--audio-encoder"] = "wav2vec2_large_english_fp16.safetensors"
+    return [word for option, name in found.items() for word in (option, f"{folder_of(name)}/{name}")]
+
+
+def models_of(rows: list[list[str]], folder: str) -> list[tuple[str, ...]]:
+    """The files of each model, or of each pair of LoRAs: two experts, or one file alone."""
+    found: list[tuple[str, ...]] = []
+    for row in rows:
+        names = [name for name in row if folder_of(name) == folder]
+        pair = bool(names) and "high" in names[0].lower()
+        found += [tuple(names)] if pair else [(name,) for name in names]
+    return found
+
+
+def experts(names: tuple[str, ...], *options: str) -> list[str]:
+    return [word for option, name in zip(options, names, strict=False) for word in (option, f"{folder_of(name)}/{name}")]
+
+
+@pytest.mark.parametrize("names", models_of(ROWS, "diffusion_models"), ids=lambda names: names[0])
+def test_every_transformer_of_the_tables(names: tuple[str, ...], places, monkeypatch, capfd) -> None:
+    enter("README.md", places, monkeypatch)
+    encoder = ["umt5-xxl-encoder-Q8_0.gguf"] if names[0].endswith("gguf") else []
+    words = [*example(names[0]), *experts(names, "--high", "--low"), *parts(names[0], *encoder), "--out", "row.mp4"]
+    assert "swapped" not in run(words, capfd)
+
+
+@pytest.mark.parametrize("names", models_of(ROWS, "loras"), ids=lambda names: names[0])
+def test_every_lora_of_the_tables(names: tuple[str, ...], places, monkeypatch, capfd) -> None:
+    enter("README.md", places, monkeypatch)
+    kind = "i2v" if "i2v" in names[0] else "t2v"
+    of = next(model for model in models_of(COMFY_ORG, "diffusion_models") if f"_{kind}_" in model[0])
+    loras = experts(names, "--lora-high", "--lora-low")
+    words = [*example(of[0]), *experts(of, "--high", "--low"), *parts(of[0]), *loras, "--out", "four.mp4"]
+    run([*words, "--report", "four.json", "--overwrite"], capfd)
+    made = json.loads(Path("four.json").read_text())["settings"]
+    assert (made["steps"], made["solver"], made["shift"], set(made["guidance"].values())) == (4, "euler", 5, {1})
+
+
+@pytest.mark.parametrize("name", releases_of(SECTION))
+def test_every_release_of_the_tables(name: str, places, monkeypatch, capfd) -> None:
+    enter("README.md", places, monkeypatch)
+    run([*example(name), "--model", name.partition("/")[2], "--out", "release.mp4"], capfd)
+
+
+TASKS = ("t2v-A14B", "i2v-A14B", "ti2v-5B", "animate-14B", "s2v-14B", "vace-14B", "fun-control-A14B", "camera-A14B")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_model_is_found_in_the_models_folder(task: str, places, monkeypatch, capfd) -> None:
+    """`--model ComfyUI/models --task TASK` finds the files by itself."""
+    enter("README.md", places, monkeypatch)
+    run([*example(task), "--model", "ComfyUI/models", "--task", task, "--out", "found.mp4"], capfd)
