@@ -19,9 +19,9 @@ PAGES = [
 ]  # fmt: skip
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
-PROGRAM = re.compile(r"(?:\.venv/bin/)?python |wancore |make |pip |git |hf |pytest |torchrun |curl ")
+PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )?(?:\.venv/bin/)?python |wancore |make |pip |git |hf |pytest |torchrun |curl ")
 OURS = re.compile(r"^(?:wancore|(?:\.venv/bin/)?python -m wan_core) (.+)$", re.DOTALL)
-BENCHMARKS = re.compile(r"^(?:\.venv/bin/)?python -m (?:benchmarks|wan_core bench) ?(.*)$", re.DOTALL)
+BENCHMARKS = re.compile(r"^(?:\.venv/bin/)?python -m (?:benchmarks|wan_core bench)(?: (.*))?$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,14 @@ def is_name(words: list[str]) -> bool:
 
 # -------------------------------------------------------------------------------------------------------- weights table
 
+FOLDERS = {  # what is in the name of a file -> its folder in ComfyUI's models folder; the first that fits
+    r"lora": "loras",
+    r"^umt5": "text_encoders",
+    r"_vae\.safetensors$": "vae",
+    r"^clip_vision": "clip_vision",
+    r"^wav2vec2": "audio_encoders",
+    r"(?i)^wan": "diffusion_models",
+}
 WEIGHT_FILE = re.compile(r"\.(safetensors|gguf)$")
 
 
@@ -169,6 +177,14 @@ def weight_rows(section: str) -> list[list[str]]:
         if alike := re.search(r"`(\w+)` and `(\w+)` in place of `(\w+)`", line):
             found += [[name.replace(alike[3], other) for name in names] for other in (alike[1], alike[2])]
     return found
+
+
+def folder_of(name: str) -> str:
+    """The folder of ComfyUI for a file. Raises LookupError for one of which nothing is known."""
+    folder = next((folder for known, folder in FOLDERS.items() if re.search(known, name)), None)
+    if folder is None:
+        raise LookupError(f"no folder is known for {name}")
+    return folder
 
 
 def releases_of(section: str) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.documented import folder_of
 from tests.gguf_files import llama_name, matrices, tokenizer_notes
 from tests.gguf_files import write as write_gguf
 from tests.int8_files import described, encoded
@@ -88,12 +89,9 @@ def drawn(config: Any, name: str, dtype: torch.dtype = torch.bfloat16) -> State:
 
 
 def write_stand_in(path: Path) -> None:
-    """The file of this name, in a folder that is made. Raises KeyError for a name that nothing is known of."""
-    writer = next((writer for known, writer in WRITERS.items() if re.search(known, path.name)), None)
-    if writer is None:
-        raise KeyError(f"no stand-in is known for {path.name}")
+    """The file of this name, in a folder that is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer(path)
+    WRITERS[folder_of(path.name)](path)
 
 
 def write_transformer(path: Path) -> None:
@@ -187,20 +185,10 @@ def write_lora(path: Path) -> None:
     save_file(state, path)
 
 
-WRITERS: dict[str, Callable[[Path], None]] = {  # by name: the first that is found in it
-    r"lora": write_lora,
-    r"^umt5.*(safetensors|gguf)$": write_text_encoder,
-    r"_vae\.safetensors$": write_vae,
-    r"^clip_vision": write_vision,
-    r"^wav2vec2": write_speech,
-    r"(?i)^wan.*(safetensors|gguf)$": write_transformer,
-}
-FOLDERS = dict(zip(WRITERS, ("loras", "text_encoders", "vae", "clip_vision", "audio_encoders", "diffusion_models")))
-
-
-def folder_of(name: str) -> str:
-    """The folder of ComfyUI for a file."""
-    return next(folder for known, folder in FOLDERS.items() if re.search(known, name))
+WRITERS: dict[str, Callable[[Path], None]] = {  # by ComfyUI's folder
+    "loras": write_lora, "text_encoders": write_text_encoder, "vae": write_vae, "clip_vision": write_vision,
+    "audio_encoders": write_speech, "diffusion_models": write_transformer,
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------- releases

@@ -26,12 +26,13 @@ from tests.documented import (
     Command,
     commands,
     fences,
+    folder_of,
     reason_not_run,
     releases_of,
     weight_rows,
     weights_section,
 )
-from tests.stand_ins import config_of, folder_of, write_release, write_stand_in
+from tests.stand_ins import config_of, write_release, write_stand_in
 from wan_core.cli import main
 from wan_core.media.mp4 import write_mp4
 from wan_core.media.video import read_video
@@ -88,6 +89,7 @@ def enter(page: str, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -
         (folder / "wan_core").symlink_to(ROOT / "wan_core")
         (folder / "FOLDER").symlink_to(FOLDERS.get(page, "Wan2.2-T2V-A14B"))
         (folder / "FILE").symlink_to(next((folder / "diffusion_models").glob("*t2v_high*.safetensors")))
+        (folder / "FOLDER/t2v").symlink_to(".")
         write_list(page, folder)
     monkeypatch.chdir(folder)
     return folder
@@ -139,6 +141,8 @@ def draw_picture(path: Path, frames: int = 1) -> None:
 
 
 def make_media(words: list[str]) -> None:
+    for path in given(words, {"samples"}):
+        path.write_text('{"prompt": "a red circle"}\n')
     for path in given(words, MEDIA):
         if path.suffix in (".wav", ".mp3"):
             with wave.open(str(path), "wb") as file:

@@ -35,6 +35,8 @@ RELEASES = (  # repositories of whole releases on Hugging Face
     "Wan-AI/Wan2.2-T2V-A14B",
     "Wan-AI/Wan2.2-I2V-A14B",
     "Wan-AI/Wan2.2-TI2V-5B",
+    "Wan-AI/Wan2.2-Animate-14B",
+    "Wan-AI/Wan2.2-S2V-14B",
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
