@@ -65,6 +65,12 @@ def commands() -> list[Command]:
     return found
 
 
+def option_spans(page: Path) -> list[str]:
+    """Code spans of the text that begin with an option, each once."""
+    plain = FENCE.sub("", page.read_text(encoding="utf-8"))
+    return list(dict.fromkeys(" ".join(span.split()) for span in SPAN.findall(plain) if span.startswith("--")))
+
+
 def logical_lines(text: str) -> Iterator[tuple[int, str]]:
     """(number of its first line, command): lines are joined as a shell does it, at a backslash, an open quote, a pipe
     or `&&`. Empty lines and comments are none."""
@@ -107,9 +113,12 @@ RULES = [
         ("installs or downloads", r"^(pip|git|hf) "),
         ("sets up .venv, from the network", r"^make "),
         ("runs the tests themselves", r"^(\w+=\S+ )*(\.venv/bin/)?(python -m )?pytest"),
-        ("needs a running ComfyUI", r"127\.0\.0\.1:8188|main\.py --listen|^python generate\.py"),
+        (
+            "needs a running ComfyUI (tests/nodes/test_documented_headless.py)",
+            r"127\.0\.0\.1:8188|main\.py --listen|^python generate\.py",
+        ),
         ("needs several hosts", r"--nnodes"),
-        ("measures for minutes, most of it on a GPU", r"python -m (benchmarks|wan_core bench)"),
+        ("measures for minutes, most of it on a GPU", r"-m (benchmarks|wan_core bench)(?! trajectory --device cpu)"),
         ("trains, searches for faults or makes files of the repository", r"python (-m )?tools[./]"),
         ("made a committed result, in minutes", r"--out benchmarks/results"),
         ("is a part of Python, or of this package that others start", r"python -m (compileall|wan_core\.workers)"),
@@ -124,7 +133,7 @@ def reason_not_run(command: Command) -> str | None:
     if rule is not None:
         return rule.reason
     words = command.own
-    if words is None and command.text.startswith("mkdir "):
+    if words is None and (command.text.startswith("mkdir ") or BENCHMARKS.match(command.text)):
         return None
     if words is None:
         raise LookupError(f"{command.place}: neither a command of ours, nor one that a rule names: {command.text}")
@@ -139,7 +148,7 @@ def is_name(words: list[str]) -> bool:
         return True
     if words[0] in NEEDS_MODEL and not {"--model", "--high"} & set(words):
         return True
-    return words[0] == "generate" and "--prompt" not in words or words[0] == "quantize" and len(words) < 5
+    return words[0] == "quantize" and len(words) < 5
 
 
 # -------------------------------------------------------------------------------------------------------- weights table

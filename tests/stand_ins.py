@@ -31,8 +31,8 @@ from wan_core.models.audio.wav2vec2 import SpeechEncoder
 from wan_core.models.text.config import TextConfig
 from wan_core.models.vae.config import WAN22_MEAN, WAN22_STD, VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families.animate2.config import Animate2Config
 from wan_core.models.wan.families.animate.config import AnimateConfig
+from wan_core.models.wan.families.animate2.config import Animate2Config
 from wan_core.models.wan.families.fun.config import FunCameraConfig, FunControlConfig
 from wan_core.models.wan.families.s2v.config import S2VConfig
 from wan_core.models.wan.families.vace.config import VaceConfig
@@ -51,9 +51,14 @@ TEXT_TO_VIDEO = DiTConfig(**SMALL, in_channels=16)
 TRANSFORMERS: dict[str, DiTConfig] = {  # what is in the name -> the model; the first that is there
     "animate_2": Animate2Config(**SMALL, in_channels=36, image_dim=1280),
     "animate": AnimateConfig(
-        **SMALL, in_channels=36, image_dim=1280, motion_channels=(4, 6, 8), motion_features=12, motion_directions=5,
+        **SMALL,
+        in_channels=36,
+        image_dim=1280,
+        motion_channels=(4, 6, 8),
+        motion_features=12,
+        motion_directions=5,
         face_hidden=16,
-    ),  # fmt: skip
+    ),
     "vace": VaceConfig(**SMALL, in_channels=16, vace_every=1),
     "fun_control": FunControlConfig(**SMALL, in_channels=52),
     "camera": FunCameraConfig(**SMALL, in_channels=36),

@@ -28,6 +28,7 @@ from tests.documented import (
     folder_of,
     is_name,
     logical_lines,
+    option_spans,
     reason_not_run,
     releases_of,
     weight_rows,
@@ -50,7 +51,7 @@ def test_commands_are_found() -> None:
 def test_lines_are_joined_as_a_shell_joins_them() -> None:
     text = "# no command\na b \\\n  c  # said\n\njq '.x\n  | y' |\n  curl &&\n  z\nlast"
     assert [at for at, _ in logical_lines(text)] == [1, 4, 8]
-    assert [shlex.split(one, comments=True) for _, one in logical_lines(text)][0] == ["a", "b", "c"]
+    assert shlex.split(next(logical_lines(text))[1], comments=True) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -84,6 +85,27 @@ def test_every_option_is_known(command: Command, capsys: pytest.CaptureFixture[s
     assert callable(options.run)
     if words[0] == "plan" and "--memory" not in words:
         assert main(words) == 0 and "step" in capsys.readouterr().out
+
+
+def test_the_page_on_commands_has_all() -> None:
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in PARSER.commands)
+    assert all(f"`{name}`" in page for name in SUITES)
+
+
+OTHERS = {  # options of others -> whose
+    "--cpu": "ComfyUI", "--cache-classic": "ComfyUI", "--devices": "wan_core/workers/worker.py",
+    "--worker-prompts": "tools/soak.py", "--keep": "tools/fuzz.py",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_option_in_the_text_is_known(page: Path) -> None:
+    pages = [parser.format_help() for parser in (PARSER, *PARSER.commands.values(), benchmark_parser())]
+    known = {*re.findall(r"--[a-z][\w-]*", " ".join(pages)), *OTHERS}
+    named = {option for span in option_spans(page) for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
+    assert named <= known
+    assert all(f'"{option}"' in (ROOT / file).read_text() for option, file in OTHERS.items() if file.endswith(".py"))
 
 
 def measured() -> list[tuple[str, str]]:

@@ -89,7 +89,9 @@ def inspect_file(path: Path) -> dict[str, Any]:
     try:
         with open_checkpoint(path) as checkpoint:
             found |= {"tensors": len(checkpoint.tensors), "gib": gib(checkpoint), "precision": precisions(checkpoint)}
-            found |= _lora(checkpoint) if is_lora(checkpoint.tensors) else _encoder(checkpoint) or _model(checkpoint, path)
+            found |= (
+                _lora(checkpoint) if is_lora(checkpoint.tensors) else _encoder(checkpoint) or _model(checkpoint, path)
+            )
             found |= _from_metadata_and_name(checkpoint.metadata, path, found)
     except UserError as fault:
         found["problems"].append(str(fault))
@@ -110,8 +112,8 @@ def precisions(checkpoint: Any) -> dict[str, float]:
 
 
 def _encoder(checkpoint: Any) -> dict[str, Any]:
-    """The description of an encoder of pictures or of sound; empty for another file. Raises CheckpointError for one that
-    is damaged, or not Wan's."""
+    """The description of an encoder of pictures or of sound; empty for another file. Raises CheckpointError for one
+    that is damaged, or not Wan's."""
     from wan_core.checkpoint.speech import PREFIX, find_speech
     from wan_core.checkpoint.vision import find_vision
 

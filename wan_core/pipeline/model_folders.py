@@ -169,7 +169,11 @@ def one_model(root: Path, task: str | None) -> Model:
         return fitting[0]
     names = "; ".join(model.words(root) for model in fitting or models)
     if fitting:
-        choose = "by --high and --low" if len({one.task.name for one in fitting}) == 1 else "by --task, or by --high and --low"
+        choose = (
+            "by --high and --low"
+            if len({one.task.name for one in fitting}) == 1
+            else "by --task, or by --high and --low"
+        )
         raise OptionError(f"{len(fitting)} models are in {root}: {names}. Choose {choose}")
     for_task = "" if task is None else f" for {task}"
     others = f". There are {names}" if names else ""
