@@ -1,4 +1,4 @@
-"""The commands of the README and the docs, as a reader finds them, and which of them a test can run.
+"""The commands of the README, the docs and the help pages of nodes, as a reader finds them, and which a test can run.
 
 A command is a line of a block of code that is marked `bash`, with the lines it goes on in, or a code span in the text
 that begins with a program. It has its own quotes and comments, so it is read by the rules of a shell.
@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [
-    *(ROOT / name for name in ("README.md", "README.zh.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").glob("*.md"))
-]  # fmt: skip
+PAGES = [ROOT / name for name in ("README.md", "README.zh.md", "CONTRIBUTING.md")]
+PAGES += [page for folder in ("docs", "web/docs") for page in sorted((ROOT / folder).glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
 PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )?(?:\.venv/bin/)?python |wancore |make |pip |git |hf |pytest |torchrun |curl ")
@@ -144,8 +143,8 @@ def reason_not_run(command: Command) -> str | None:
 
 def is_name(words: list[str]) -> bool:
     """Whether the text names a command, and does not say the whole of it."""
-    if re.fullmatch("[A-Z]+", words[0]):
-        return True
+    if len(words) == 1 or re.fullmatch("[A-Z]+", words[0]):
+        return words[0] not in ("doctor", "plan")
     if words[0] in NEEDS_MODEL and not {"--model", "--high"} & set(words):
         return True
     return words[0] == "quantize" and len(words) < 5

@@ -117,12 +117,13 @@ def run(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     printed = capfd.readouterr()
     assert code == 0, printed.err[-2000:]
     written = [path for path in Path().rglob("*") if path.is_file() and before.get(path) != path.stat().st_mtime_ns]
-    for path in given(words, OUTPUTS):
+    written = [path.resolve() for path in written]
+    for path in (named.resolve() for named in given(words, OUTPUTS)):
         mine = [
             one for one in written if (one.parent == path.parent and one.suffix == path.suffix) or path in one.parents
         ]
         assert mine and all(one.stat().st_size for one in mine), f"{path} is not among {written}"
     assert all(len(read_video(path)) > 1 for path in written if path.suffix == ".mp4")
     if words[0] == "calibrate":  # "kept beside the checkpoint"
-        assert any(path.suffix == ".json" and Path(words[2]).resolve() in path.resolve().parents for path in written)
+        assert any(path.suffix == ".json" and Path(words[2]).resolve() in path.parents for path in written)
     return printed.out + printed.err

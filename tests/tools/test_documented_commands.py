@@ -135,6 +135,11 @@ def test_files_and_targets_are_there(command: Command) -> None:
     assert all((ROOT / name).exists() or (ROOT / f"{name}.py").is_file() for name in names)
 
 
+def test_both_languages_have_the_same_commands() -> None:
+    first, second = ([one.words for one in COMMANDS if one.page == page] for page in ("README.md", "README.zh.md"))
+    assert len(first) > 20 and sorted(first) == sorted(second)
+
+
 # ------------------------------------------------------------------------------------------------------------- weights
 
 
