@@ -115,8 +115,8 @@ def measured() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("place", "text"), measured(), ids=[place for place, _ in measured()])
 def test_every_measurement_is_known(place: str, text: str) -> None:
-    """Results say in words what else was run, behind a comma or a semicolon."""
-    words = [re.sub("^N$", "4", word) for word in shlex.split(re.split("[;,] ", text)[0], comments=True)]
+    """Results say in words what else was run, behind a comma, a semicolon or in brackets."""
+    words = [re.sub("^N$", "4", word) for word in shlex.split(re.split(r"[;,] | \(", text)[0], comments=True)]
     if words and words[0] not in ("SUITE", "NAME"):
         options = benchmark_parser().parse_args(suite_first(words))
         assert options.suite in SUITES
