@@ -24,13 +24,13 @@ DEMO_CHECK = $(BIN)/python -m wan_core check "$(DEMO)" --prompt "$(PROMPT)"
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    generate $(DEMO) with the embedded model and check that its caption came true"
-	@echo "make test    make check, then the test suite"
+	@echo "make demo        generate $(DEMO) with the embedded model and check that its caption came true"
+	@echo "make test        make check, then the test suite"
 	@echo "make documented  run the commands of the README and the docs on tiny stand-ins of the weights"
-	@echo "make check   lint, format, types, import directions"
-	@echo "make format  let ruff mend what it can"
-	@echo "make bench   measure on this machine; writes benchmarks/results/"
-	@echo "make clean   remove .venv, caches and out/"
+	@echo "make check       lint, format, types, import directions"
+	@echo "make format      let ruff mend what it can"
+	@echo "make bench       measure on this machine; writes benchmarks/results/"
+	@echo "make clean       remove .venv, caches and out/"
 
 demo: .venv/.runtime
 	@mkdir -p $(dir $(DEMO))
