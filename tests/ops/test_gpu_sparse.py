@@ -95,8 +95,8 @@ def on_host(kernel, *given: torch.Tensor) -> list[torch.Tensor]:
 
 
 def allowed_behind_a_choice(kernel) -> float:
-    """From the same numbers. FP8 rounds the output and probabilities, 0.027 and about as much; without the slopes it is 0.38, without the
-    means 0.5, with another score 0.45."""
+    """From the same numbers. FP8 rounds the output, 0.027, and probabilities, about as much; without the slopes it is
+    0.38, without the means 0.5, with another score 0.45."""
     return 0.1 if kernel.fp8 else 0.05 + allowed(kernel)
 
 
