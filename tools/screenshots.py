@@ -11,7 +11,7 @@ test compares that file with the schemas, so that no picture is older than its n
 Needs `pip install playwright` and a Chromium (`--chromium PATH`, by default the `chromium` of the system). The ComfyUI
 must have this pack in custom_nodes, run with WANCORE_ALLOW_CPU_WORKERS=1 and, in its models and input folders, have a
 file of every name that a workflow names. Checked in the page: no node is missing, every link joins the sockets that
-the file says, every value of a widget is the file's, and the prompt that the page would send is that of `workflows/api`.
+the file says, every value of a widget is the file's, and the prompt that the page would send is in `workflows/api`.
 ComfyUI's own nodes may have more inputs than the file, where the ComfyUI is newer.
 """
 
