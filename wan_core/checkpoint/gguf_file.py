@@ -164,7 +164,7 @@ def open_gguf(path: Path) -> Checkpoint:
         info = tensors[name]
         return _view(mapping, info.dtype, info.nbytes // info.dtype.itemsize, offsets[name]).reshape(info.shape)
 
-    def packed(name: str) -> Packed:
+    def packed(name: str, _: Callable[[str], Tensor]) -> Packed:
         info, fmt = tensors[name], PACKED[codes[name]]
         data = _view(mapping, torch.uint8, info.nbytes, offsets[name])
         return Packed(fmt.name, info.shape, {"weight": data.reshape(-1, fmt.row_bytes(info.shape[-1]))})

@@ -42,7 +42,7 @@ from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.hearing import Speech
 from wan_core.pipeline.host_planning import HostPlan, check_host, host_room, plan_host, staying_in_file
 from wan_core.pipeline.loading import load_parts
-from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, notes_of
+from wan_core.pipeline.loras import AppliedLoras, Wanted, check_packed, lora_files, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
 from wan_core.pipeline.merged_loras import MergedLoras, load_with_loras
 from wan_core.pipeline.model_folders import vae_in
@@ -162,6 +162,8 @@ def load_models(
         waits = plan_host(settings.parts, host_room(options.host_memory_limit))
         parts = {n: staying_in_file(part) if n in waits.mapped else part for n, part in settings.parts.items()}
         settings = replace(settings, parts=parts)
+        if is_packed(settings.quantization):  # merging was asked for, and they are attached
+            check_packed((one for name in waits.mapped for one in settings.loras.get(name, ())), found.dit)
         planner = replace(planner, settings=settings)
 
     def load(name: str) -> nn.Module:
@@ -203,7 +205,7 @@ def check_parts(settings: ModelSettings, residency: Residency, sharded: bool) ->
     why = None
     if residency.policy != "resident" or sharded:
         why = f"its blocks stay on the GPUs, and residency {'shard' if sharded else residency.policy!r} was chosen"
-    elif any(is_packed(part.quantization) for part in settings.parts.values()):
+    elif is_packed(settings.quantization):
         why = "weights that stay packed (GGUF) are not read in parts"
     elif settings.all_loras:
         why = "LoRAs are not read in parts: leave them out"

@@ -50,8 +50,8 @@ def plan_host(parts: Mapping[str, PartToLoad], available: int | None) -> HostPla
         sizes = ", ".join(f"{name} {part.bytes / GIB:.1f}" for name, part in parts.items() if name not in mapped)
         raise OptionError(
             f"these models wait in host memory, which takes {needed / GIB:.1f} GiB ({sizes}), and "
-            f"{available / GIB:.1f} GiB are available: end other programs, or use files in scaled FP8 or GGUF with "
-            "precision 'checkpoint', whose weights can stay in their files"
+            f"{available / GIB:.1f} GiB are available: end other programs, or use files whose weights can stay there: "
+            "scaled FP8 or GGUF with precision 'checkpoint', INT8 (ConvRot) with 'int8'"
         )
     return HostPlan(frozenset(mapped), True if needed <= room else None)
 
