@@ -10,14 +10,14 @@ be in the same file.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from wan_core.checkpoint import integer_layers
 from wan_core.checkpoint.errors import CheckpointError
-from wan_core.checkpoint.opened import Checkpoint, TensorInfo, part_name
+from wan_core.checkpoint.opened import Checkpoint, Read, TensorInfo, part_name
 from wan_core.ops.kernels.microscaling import GROUP, tiled_shape
 from wan_core.ops.quant.packed import INTEGERS, MICROSCALED, Packed
 
@@ -56,8 +56,11 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
         parts[weight] = {part_name(weight, part): checkpoint.tensors[source] for part, source in names.items()}
         sources |= {part_name(weight, part): source for part, source in names.items()}
 
-    def read_packed(name: str, read: Callable[[str], Tensor]) -> Packed:
-        stored = {part.rpartition(":")[2]: read(part) for part in parts[name]}
+    def read(name: str) -> Tensor:
+        return checkpoint.read(sources.get(name, name))
+
+    def read_packed(name: str, ahead: Read | None) -> Packed:
+        stored = {part.rpartition(":")[2]: (ahead or read)(part) for part in parts[name]}
         info = tensors[name]
         assert info.packing is not None
         if info.packing not in MICROSCALED:
@@ -70,7 +73,7 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
     plain = {name: name for name, info in tensors.items() if info.packing is None}
     return checkpoint.replaced(
         tensors=tensors,
-        read=lambda name: checkpoint.read(sources.get(name, name)),
+        read=read,
         read_packed=read_packed,
         places={n: checkpoint.places[s] for n, s in (plain | sources).items() if s in checkpoint.places},
         parts=parts,

@@ -30,7 +30,8 @@ class TensorInfo:
     packing: str | None = None
 
 
-ReadPacked = Callable[[str, Callable[[str], Tensor]], Packed]
+Read = Callable[[str], Tensor]
+ReadPacked = Callable[[str, Read | None], Packed]
 
 
 def part_name(name: str, part: str) -> str:
@@ -78,7 +79,7 @@ class Checkpoint:
         path: Path | None,
         tensors: Mapping[str, TensorInfo],
         metadata: Mapping[str, str],
-        read: Callable[[str], Tensor],
+        read: Read,
         read_packed: ReadPacked | None = None,
         tokenizer: Callable[[], bytes] | None = None,
         places: Mapping[str, tuple[Path, int]] | None = None,
@@ -94,7 +95,7 @@ class Checkpoint:
         self.readers = readers
         self.metadata = metadata
         self._where = where
-        self._read: Callable[[str], Tensor] | None = read
+        self._read: Read | None = read
         self._read_packed = read_packed
         self.tokenizer = tokenizer
 
@@ -110,13 +111,13 @@ class Checkpoint:
             return self.read_packed(name).dequantize()
         return self._read(name)
 
-    def read_packed(self, name: str, read: Callable[[str], Tensor] | None = None) -> Packed:
+    def read_packed(self, name: str, read: Read | None = None) -> Packed:
         """The matrix `name`, whose `packing` is not None, as it is stored; its parts share memory with the file. read:
         gives the parts instead, in their order."""
         assert self._read_packed is not None, "nothing in this file is packed"
         if self._read is None:
             raise CheckpointError("it is closed", where=self._where)
-        return self._read_packed(name, read or self._read)
+        return self._read_packed(name, read)
 
     def info(self, name: str) -> TensorInfo:
         """Of a tensor, or of a part of a packed one."""
@@ -130,7 +131,7 @@ class Checkpoint:
         *,
         tensors: Mapping[str, TensorInfo] | None = None,
         metadata: Mapping[str, str] | None = None,
-        read: Callable[[str], Tensor] | None = None,
+        read: Read | None = None,
         read_packed: ReadPacked | None = None,
         places: Mapping[str, tuple[Path, int]] | None = None,
         parts: Mapping[str, Mapping[str, TensorInfo]] | None = None,
