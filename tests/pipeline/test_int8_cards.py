@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.checkpoint.test_int8_reading import files, lora  # noqa: F401
 from tests.checkpoint.test_kept_packed import scaled  # noqa: F401
-from tests.int8_files import HOLD, NAMES, inputs
+from tests.int8_files import HOLD, NAMES, SMALL, inputs
 from tests.pipeline.test_host_planning import mappings
 from wan_core.checkpoint import Checkpoint, load_dit, load_text_encoder
 from wan_core.checkpoint.detect import expected_shapes
@@ -185,6 +185,21 @@ def load(part: PartToLoad, wanted: list[Wanted], how: Reading) -> WanModel:
         apply_loras(model, wanted, part, CPU)
     assert isinstance(model, WanModel)
     return model
+
+
+def test_a_lora_that_has_to_be_merged_is_refused(files) -> None:  # noqa: F811
+    """Into weights that stay packed in their file; `int8` keeps what was there and sums it in."""
+    name = "blocks.0.ffn.0"
+    n, k = expected_shapes(SMALL)[f"{name}.weight"]
+    whole = read_lora(from_state_dict({f"{name}.diff": torch.ones(n, k)}, "a LoRA"), expected_shapes(SMALL))
+    wanted = [Wanted(whole, 1.0, ("", 0, 0))]
+    for precision, held in HELD.items():
+        part = PartToLoad(recognise(files["rotated 256"], "dit", load_dit), torch.float32, held)
+        if precision == "checkpoint":
+            with pytest.raises(OptionError, match=f"changes {name}.* stay packed"):
+                staying_in_file(part, wanted)
+        else:
+            assert staying_in_file(part, wanted).lora_mode == "attach"
 
 
 @torch.no_grad()

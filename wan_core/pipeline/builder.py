@@ -42,7 +42,7 @@ from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.hearing import Speech
 from wan_core.pipeline.host_planning import HostPlan, check_host, host_room, plan_host, staying_in_file
 from wan_core.pipeline.loading import load_parts
-from wan_core.pipeline.loras import AppliedLoras, Wanted, check_packed, lora_files, notes_of
+from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
 from wan_core.pipeline.merged_loras import MergedLoras, load_with_loras
 from wan_core.pipeline.model_folders import vae_in
@@ -160,10 +160,9 @@ def load_models(
     waits = HostPlan()
     if planner is not None and residency.policy != "resident" and ranks is None:
         waits = plan_host(settings.parts, host_room(options.host_memory_limit))
-        parts = {n: staying_in_file(part) if n in waits.mapped else part for n, part in settings.parts.items()}
+        loras = settings.loras
+        parts = {n: staying_in_file(p, loras.get(n, ())) if n in waits.mapped else p for n, p in settings.parts.items()}
         settings = replace(settings, parts=parts)
-        if is_packed(settings.quantization):  # merging was asked for, and they are attached
-            check_packed((one for name in waits.mapped for one in settings.loras.get(name, ())), found.dit)
         planner = replace(planner, settings=settings)
 
     def load(name: str) -> nn.Module:
