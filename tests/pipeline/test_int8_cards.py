@@ -16,13 +16,14 @@ from tests.checkpoint.test_int8_reading import files, lora  # noqa: F401
 from tests.checkpoint.test_kept_packed import scaled  # noqa: F401
 from tests.int8_files import HOLD, NAMES, SMALL, inputs
 from tests.pipeline.test_host_planning import mappings
-from wan_core.checkpoint import Checkpoint, load_dit, load_text_encoder
+from wan_core.checkpoint import Checkpoint, load_dit, load_text_encoder, load_vae
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import Lora, read_lora
 from wan_core.checkpoint.microscaled import METADATA_KEY, with_packed
 from wan_core.checkpoint.opened import TensorInfo, from_state_dict
+from wan_core.checkpoint.save import save
 from wan_core.checkpoint.staged import Reading, reading
-from wan_core.config import LoadOptions, OptionError
+from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.execution.memory.planning import GIB, limited
 from wan_core.execution.memory.residency import Residency
 from wan_core.models.text.config import UMT5_XXL
@@ -34,15 +35,16 @@ from wan_core.models.wan.tasks import find_task
 from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline import memory_planning, settings
+from wan_core.pipeline import builder, memory_planning, settings
 from wan_core.pipeline.builder import apply_loras
 from wan_core.pipeline.host_planning import plan_host, staying_in_file
 from wan_core.pipeline.loras import Wanted
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload
 from wan_core.pipeline.merged_loras import load_with_loras
 from wan_core.pipeline.model_parts import PackedSize, Part, Parts
+from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import ModelSettings, PartToLoad, resolve_settings
-from wan_core.pipeline.sources import find_models, recognise
+from wan_core.pipeline.sources import TINY, TINY_LORAS, find_models, recognise
 from wan_core.sampling.plan import make_plan
 
 CPU = torch.device("cpu")
@@ -217,3 +219,34 @@ def test_a_text_encoder_in_fp8_stays_so_beside_int8(scaled: Path) -> None:  # no
     packed, wide = held["int8"].load(CPU), held["fp8"].load(CPU)
     assert any(isinstance(module, PackedLinear) for module in packed.modules())
     assert torch.equal(packed.encode(["a red circle", ""]), wide.encode(["a red circle", ""]))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("precision", HELD)
+def test_a_run_whose_models_all_stay_in_their_files(monkeypatch, tmp_path, scaled, precision: str) -> None:  # noqa: F811
+    """With LoRAs and little host memory, planned as on a GPU: the latents of a run without limits."""
+    experts = {}
+    for name in ("high", "low"):
+        experts[name] = str(tmp_path / f"{name}.safetensors")
+        save(load_dit(TINY / f"t2v_{name}.safetensors", dtype=torch.float32, quantization=HELD["int8"]), experts[name])
+    loras = tuple(LoraOptions(path=str(path), expert=expert) for expert, path in TINY_LORAS.items())
+    paths = {**experts, "text_encoder": str(scaled), "vae": str(TINY / "vae.safetensors")}
+    plain = LoadOptions(
+        task="t2v-tiny", device="cpu", precision=precision, loras=loras, lora_mode="attach", residency="stream", **paths
+    )
+    request = Request(prompt="a red circle moving right", width=32, height=32, frames=5, steps=2, seed=1)
+    expected = latents_of(Pipeline.load(plain), request)
+    monkeypatch.setattr(builder, "make_planner", MemoryPlanner)
+    monkeypatch.setattr(memory_planning, "device_room", lambda *_: 8 * GIB)
+    vae = recognise(TINY / "vae.safetensors", "vae", load_vae).bytes(torch.float32)
+    limited = replace(plain, lora_mode="auto", host_memory_limit=1.2 * vae / GIB)
+    pipe = Pipeline.load(limited, request=request)
+    held = pipe.models.residency.host_weights
+    memory = {name: any(unit.memory is not None for unit in weights.units) for name, weights in held.items()}
+    assert memory == {"high": False, "low": False, "text_encoder": False, "vae": True}
+    assert pipe.models.settings.parts["high"].lora_mode == "attach"
+    assert torch.equal(latents_of(pipe, request), expected)
+
+
+def latents_of(pipe: Pipeline, request: Request) -> torch.Tensor:
+    job = pipe.prepare(request)
+    return pipe.sample(job, pipe.encode(job))
