@@ -210,10 +210,12 @@ def test_a_text_encoder_in_fp8_stays_so_beside_int8(scaled: Path) -> None:  # no
     part = recognise(scaled, "text_encoder", load_text_encoder)
     assert isinstance(found, Parts)
     found = replace(found, of={**found.of, "text_encoder": part})
-    held = {
-        precision: resolve_settings(found, LoadOptions(model="tiny", precision=precision), CPU).parts["text_encoder"]
+    resolved = {
+        precision: resolve_settings(found, LoadOptions(model="tiny", precision=precision), CPU)
         for precision in ("int8", "checkpoint", "fp8")
     }
+    held = {precision: one.parts["text_encoder"] for precision, one in resolved.items()}
+    builder.check_parts(resolved["int8"], Residency(CPU, "resident"), False)  # the layer pipeline takes it
     assert held["int8"] == held["checkpoint"] and held["int8"].stays_in_file
     assert held["fp8"].quantization is None
     packed, wide = held["int8"].load(CPU), held["fp8"].load(CPU)
