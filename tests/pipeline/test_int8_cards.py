@@ -153,12 +153,15 @@ def streamed(model: nn.Module, copy: bool | None) -> WanModel:
     return found
 
 
-@pytest.mark.parametrize("precision", HELD)
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [("int8", "rotated 256"), *(("checkpoint", kind) for kind in ("rotated 256", "tensor", "w4a4", "w4a8"))],
+)
 @pytest.mark.parametrize("mode", ["none", "attach", "merge"])
 @torch.no_grad()
-def test_from_its_file_it_is_the_same(files, lora: Wanted, precision: str, mode: str) -> None:  # noqa: F811
+def test_from_its_file_it_is_the_same(files, lora: Wanted, precision: str, kind: str, mode: str) -> None:  # noqa: F811
     """Streamed out of the mapped file, with a LoRA attached; merged, out of memory."""
-    path = files["rotated 256"]
+    path = files[kind]
     part = from_file(path, precision)
     part = replace(part, lora_mode="merge") if mode == "merge" else part
     wanted = [] if mode == "none" else [lora]
