@@ -51,7 +51,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--text-encoder", help="UMT5: file or folder")
     group.add_argument("--tokenizer", help="spiece.model, if the text encoder's file does not contain it")
     group.add_argument("--vae", help="VAE: file or folder")
-    group.add_argument("--clip-vision", help="CLIP vision encoder: file or folder (Wan 2.1 image-to-video)")
+    group.add_argument("--clip-vision", help="CLIP vision encoder: file or folder (Animate, Wan 2.1 image-to-video)")
     add_encoder_option(group)
     group.add_argument("--device", default="auto", help=DEVICE_HELP)
     group.add_argument(
