@@ -27,13 +27,14 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "g
     the host must read the same tensors in the same order."""
     if ranks.host.size == 1:
         return checkpoint
-    order = {name: i for i, name in enumerate(checkpoint.tensors)}
+    parts = [part for several in checkpoint.parts.values() for part in several]
+    order = {name: i for i, name in enumerate([*checkpoint.tensors, *parts])}
     host = ranks.host
     readers = Readers(host.size, host.index, ranks.device, SMALL, partial(all_gather, group=host))
 
     def read(name: str) -> Tensor:
         stored = checkpoint.read(name)
-        if how == "gather" and checkpoint.tensors[name].nbytes > SMALL:
+        if how == "gather" and checkpoint.info(name).nbytes > SMALL:
             return gather_read(stored, readers)
         return broadcast_read(stored, host, ranks.device, order[name] % host.size)
 
@@ -48,6 +49,7 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "g
         checkpoint.tokenizer,
         checkpoint.places if gathers else None,
         readers if gathers else None,
+        checkpoint.parts,
     )
 
 

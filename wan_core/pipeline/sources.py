@@ -32,6 +32,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import choose_task, family_of
 from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.tasks import TASKS, Task, find_task
+from wan_core.ops.quant.int8 import row_format
 from wan_core.ops.quant.packed import holds_tables
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.expert_names import difference
@@ -237,6 +238,11 @@ def recognise(
     infos = [checkpoint.tensors[name] for name in found.names.values()]
     stored = max(infos, key=lambda info: info.nbytes).dtype
     parameters = sum(prod(info.shape) for info in infos)
+    quantized = [
+        checkpoint.tensors[theirs]
+        for ours, theirs in found.names.items()
+        if ours.startswith("blocks.") and (ours in found.scales or checkpoint.tensors[theirs].packing)
+    ]
     return Part(
         f"{checkpoint.describe()} ({found.layout})",
         found.config,
@@ -256,11 +262,8 @@ def recognise(
         stored_bytes=sum(info.nbytes for info in infos),
         scaled=bool(found.scales),
         packed=packed_size(checkpoint, found),
-        quantized_parameters=sum(
-            prod(checkpoint.tensors[theirs].shape)
-            for ours, theirs in found.names.items()
-            if ours.startswith("blocks.") and (ours in found.scales or checkpoint.tensors[theirs].packing)
-        ),
+        quantized_parameters=sum(prod(info.shape) for info in quantized),
+        int8_parameters=sum(prod(info.shape) for info in quantized if info.packing == row_format(info.shape[-1])),
     )
 
 
