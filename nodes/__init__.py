@@ -30,6 +30,7 @@ from .speed import WanCoreSpeedPreset
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
 from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
+from .vision_loader import WanCoreVisionLoader
 
 NODES: list[type[io.ComfyNode]] = [
     WanCoreModelLoader,
@@ -65,6 +66,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreVACE,
     WanCoreCamera,
     WanCoreSpeedPreset,
+    WanCoreVisionLoader,
 ]
 
 

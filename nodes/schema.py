@@ -44,6 +44,7 @@ ALIASES = {
     "WanCoreAnimate2": ("wan animate 2", "motion transfer", "driving video", "wan animate2 to video"),
     "WanCoreVACE": ("wan vace", "control video", "inpainting", "outpainting", "reference to video"),
     "WanCoreCamera": ("wan camera", "fun camera", "camera poses", "cameractrl", "camera trajectory"),
+    "WanCoreVisionLoader": ("clip vision loader", "clip_vision_h", "wan animate", "wan i2v"),
     "WanCoreFromModel": ("wan bridge", "model to wancore", "convert model", "block swap", "wan fast"),
 }  # fmt: skip
 
@@ -54,7 +55,7 @@ SHOWS_TEXT = (
     "WanCoreSampler", "WanCoreFromModel", "WanCoreAccelerate", "WanCoreTextEncode", "WanCoreNAG", "WanCoreMagCache",
     "WanCoreTaylorSeer", "WanCoreAdaptiveCache", "WanCoreGuidanceSchedule", "WanCoreSparseAttention",
     "WanCoreSpeedPreset",
-    "WanCoreResolutionSchedule",
+    "WanCoreResolutionSchedule", "WanCoreVisionLoader",
 )  # fmt: skip
 
 
