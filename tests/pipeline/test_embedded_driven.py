@@ -84,12 +84,13 @@ def test_the_command_line_drives_a_picture(drawn: dict[str, Path], tmp_path: Pat
 
 
 def test_committed_results_reach_their_targets() -> None:
-    """Of 200 held-out pairs the motion is right in 90 % or more, and nothing that saves time costs more than a standard
-    error of either claim."""
-    for precision in ("fp32", "fp8"):
-        rows = json.loads(sorted(RESULTS.glob(f"driven-{precision}-*.json"))[-1].read_text())["rows"]
-        full = next(row for row in rows if row["name"] == "full")
-        for claim in ("look", "motion"):
-            error = (full[claim] * (1 - full[claim]) / full["samples"]) ** 0.5
-            assert all(row[claim] >= full[claim] - error for row in rows), (precision, claim)
-        assert full["motion"] >= 0.9
+    """Of 200 held-out pairs look and motion are right in 90 %, and nothing that saves time costs more than a standard
+    error of either."""
+    of = {name: json.loads(sorted(RESULTS.glob(f"driven-{name}-*.json"))[-1].read_text()) for name in ("fp32", "fp8")}
+    full = next(row for row in of["fp32"]["rows"] if row["name"] == "full")
+    assert full["samples"] >= 200
+    for claim in ("look", "motion"):
+        assert full[claim] >= 0.9
+        for row in (*of["fp32"]["rows"], *of["fp8"]["rows"]):
+            error = (full[claim] * (1 - full[claim]) / row["samples"]) ** 0.5
+            assert row[claim] >= full[claim] - error - 1e-9, (row["name"], claim)
