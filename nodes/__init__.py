@@ -31,6 +31,7 @@ from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
 from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
 from .vision_loader import WanCoreVisionLoader
+from .windows import WanCoreContextWindows
 
 NODES: list[type[io.ComfyNode]] = [
     WanCoreModelLoader,
@@ -66,6 +67,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreVACE,
     WanCoreCamera,
     WanCoreSpeedPreset,
+    WanCoreContextWindows,
     WanCoreVisionLoader,
 ]
 

@@ -83,6 +83,8 @@ class WanCoreCalibrate(io.ComfyNode):
         solver: str,
         keep: str,
     ) -> io.NodeOutput:
+        if model.windows is not None:
+            raise OptionError("a curve is measured on a video in one piece: connect the model without context windows")
         path = cls._curve_path(model, image="noise_mask" in latent) if keep == BESIDE else None
         plan, kept = plan_of(model, steps, shift, boundary, guidance_high, guidance_low, solver), None
         with Outputs({}) as outputs:

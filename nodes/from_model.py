@@ -12,7 +12,7 @@ from comfy_api.latest import io, ui
 from torch import nn
 
 from wan_core.checkpoint.save import write_safetensors
-from wan_core.config import LoadOptions, LoraOptions, OptionError
+from wan_core.config import LoadOptions, LoraOptions, OptionError, WindowOptions
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.pipeline.loras import Wanted, check_packed, read_loras
 from wan_core.pipeline.native_patches import lora_checkpoints, loras_of_patches
@@ -102,8 +102,8 @@ class WanCoreFromModel(io.ComfyNode):
         loras = {expert: _loras(native, settings, expert, workers) for expert, native in natives.items()}
         if settings.precision == PACKED:
             check_packed((one for wanted in loras.values() for one in wanted), settings.found.dit)
-        shift = _shift(natives)
-        socket = replace(socket_of(options, settings, held, workers), loras=loras, shift=shift)
+        shift, windows = _shift(natives), _windows(natives)
+        socket = replace(socket_of(options, settings, held, workers), loras=loras, shift=shift, windows=windows)
         lines = [info_of(settings)]
         lines += [
             f"{expert}: {one.words(settings.parts[expert].lora_words)}"
@@ -111,6 +111,7 @@ class WanCoreFromModel(io.ComfyNode):
             for one in wanted
         ]
         lines += [f"shift {shift:g}, as ModelSamplingSD3 set it" if shift else "no ModelSamplingSD3: its own shift"]
+        lines += [f"context windows {windows.words()}"] if windows else []
         lines += [note for native in natives.values() for note in native.notes]
         info = "\n".join(lines)
         return io.NodeOutput(socket, info, ui=ui.PreviewText(info))
@@ -166,4 +167,13 @@ def _shift(natives: Mapping[str, NativeModel]) -> float | None:
     if len({shift and round(shift, 9) for shift in found}) > 1:
         words = " and ".join(f"{native.where} has {native.shift or 'none'}" for native in natives.values())
         raise OptionError(f"the shift differs ({words}): put ModelSamplingSD3 with one shift behind both models")
+    return found[0]
+
+
+def _windows(natives: Mapping[str, NativeModel]) -> WindowOptions | None:
+    """Context windows of all MODELs. Raises OptionError where they differ."""
+    found = [native.windows for native in natives.values()]
+    if len(set(found)) > 1:
+        given = [f"{one.where} has {one.windows.words() if one.windows else 'none'}" for one in natives.values()]
+        raise OptionError(f"the context windows differ ({' and '.join(given)}): put the same behind both models")
     return found[0]

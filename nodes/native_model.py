@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from wan_core.checkpoint import Checkpoint
 from wan_core.checkpoint.opened import TensorInfo
-from wan_core.config import OptionError
+from wan_core.config import OptionError, WindowOptions
 from wan_core.pipeline.native_patches import PREFIX, Patches
+
+from .native_windows import HANDLER, WRAPPERS, read_windows
 
 LOADER = "load_diffusion_model"  # of ComfyUI 0.33 and newer: reads one file
 SAMPLING = "model_sampling"
@@ -26,10 +28,6 @@ SPEED_TRANSFORMER = {
     "animate2_cache": "WanAnimate2Cache: the driving video is passed through the model once anyway",
 }
 POSE_CACHE = "WanAnimate2Cache."  # the names of functions that it registers begin so
-CHANGES_OPTIONS = {  # in words
-    "context_handler": "context windows (ComfyUI's sampler runs them, and WanCore Accelerate with it; the command line "
-    "makes long videos of image-to-video and Animate models clip by clip)",
-}
 SPEED_WRAPPERS = {"torch.compile"}
 OURS = "wancore"  # what keys of WanCore's own nodes for a MODEL begin with
 DATA = {"lora_metadata"}  # attachments that say something and do nothing
@@ -39,13 +37,14 @@ EMPTY_OPTIONS = {"transformer_options"}  # looked into, one by one
 @dataclass(frozen=True)
 class NativeModel:
     """What is carried. owner: the module that all copies of a MODEL share. source: its file, or the weights in memory.
-    shift: None where no node set one. notes: for people."""
+    shift: None where no node set one. windows: context windows. notes: for people."""
 
     where: str
     owner: nn.Module
     source: Path | Checkpoint
     patches: Patches
     shift: float | None
+    windows: WindowOptions | None
     notes: list[str]
 
 
@@ -67,6 +66,7 @@ def read_native(model: Any, where: str) -> NativeModel:
         source=_weights(model, where) if path is None else path,
         patches={key: list(several) for key, several in model.patches.items()},
         shift=_shift(model, where),
+        windows=read_windows(model, where),
         notes=[f"{where}: {note}" for note in notes],
     )
 
@@ -128,9 +128,8 @@ def _shift(model: Any, where: str) -> float | None:
 def _changes_results(model: Any) -> Iterator[str]:
     """In words, everything on a MODEL that changes its results, except weights' patches and the shift."""
     yield from (f"object patch {name}" for name in model.object_patches if name not in {SAMPLING, *SPEED_OBJECTS})
-    options, known = model.model_options, EMPTY_OPTIONS | SPEED_OPTIONS.keys()
-    changed = [name for name, value in options.items() if value and name not in known]
-    yield from (CHANGES_OPTIONS.get(name, f"model option {name}") for name in changed)
+    options, known = model.model_options, {HANDLER, *EMPTY_OPTIONS, *SPEED_OPTIONS}
+    yield from (f"model option {name}" for name, value in options.items() if value and name not in known)
     for name, value in options.get("transformer_options", {}).items():
         if name in ("patches", "patches_replace"):
             yield from (f"{name} {inner}" for inner, several in value.items() if several)
@@ -160,7 +159,7 @@ def _changes_speed(model: Any) -> Iterator[str]:
 
 
 def _is_known(key: str) -> bool:
-    return key in SPEED_WRAPPERS or key.lower().startswith(OURS)
+    return key in SPEED_WRAPPERS | WRAPPERS or key.lower().startswith(OURS)
 
 
 def _keys(kinds: Mapping[str, Mapping[Any, list[Any]]]) -> list[str]:

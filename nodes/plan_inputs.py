@@ -10,6 +10,7 @@ from torch import Tensor
 from wan_core.config import SkipOptions
 from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.context_windows import with_windows
 from wan_core.sampling.plan import MAX_STEPS, SCHEDULES, Plan
 from wan_core.sampling.presets import CHOICES, preset_plan
 from wan_core.sampling.sparsity.schedule import with_costs
@@ -165,9 +166,10 @@ def plan_of(
     preset: str = "auto",
     window: Window | None = None,
     sigmas: Tensor | None = None,
+    frames: int | None = None,
 ) -> Plan:
     """The plan for widgets in which 0 stands for the model's own number, and `unipc` too where a preset says otherwise.
-    image: TI2V starts from one."""
+    image: TI2V starts from one. frames: latent ones of the video, for context windows; None: the task's own."""
     high, low = model.experts.high.path, model.experts.low.path if model.experts.low else None
     loras = model.lora_files
     plan = preset_plan(
@@ -183,10 +185,13 @@ def plan_of(
         sigmas=None if sigmas is None else [float(sigma) for sigma in sigmas],
         window=window,
     )
-    plan = skip_forwards(plan, skipping, high, low, image=image, loras=loras)
     task, vae, dit = model.experts.task, model.experts.vae, model.experts.dit
+    own_frames = (task.frames - 1) // vae.temporal_stride + 1
+    if model.windows is not None:
+        plan = with_windows(plan, model.windows, frames or own_frames)
+    plan = skip_forwards(plan, skipping, high, low, image=image, loras=loras)
     latents = (
-        (task.frames - 1) // vae.temporal_stride + 1,
+        max(plan.window_sizes(own_frames)),
         task.height // vae.spatial_stride,
         task.width // vae.spatial_stride,
     )

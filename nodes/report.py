@@ -8,6 +8,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import SkipOptions
+from wan_core.config.windows import check_one_way
 from wan_core.execution.report import Report
 from wan_core.execution.report_drawing import draw_report
 from wan_core.media.drawing import clock
@@ -121,11 +122,14 @@ class WanCorePlanPreview(io.ComfyNode):
     ) -> io.NodeOutput:
         numbers = steps, shift, boundary, guidance_high, guidance_low, solver
         window = window_of(denoise, start_step, end_step, return_with_leftover_noise)
-        plan = plan_of(model, *numbers, skipping, from_image, preset, window, sigmas)
+        stride = model.experts.vae.temporal_stride
+        latents = (frames - 1) // stride + 1 if frames else None
+        plan = plan_of(model, *numbers, skipping, from_image, preset, window, sigmas, latents)
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
         seconds = entered if seconds_per_forward else model.pace
         estimate, clips = plan.estimate(seconds), ""
-        if frames or clip_frames or overlap:
+        check_one_way(model.windows, clip_frames or overlap or None)
+        if model.windows is None and (frames or clip_frames or overlap):
             task = model.experts.task
             long = cut_video(task, frames or task.frames, clip_frames or None, overlap or None)
             estimate, clips = None if estimate is None else estimate * long.cost, long.words(plan.count)
@@ -143,7 +147,8 @@ def _clip_inputs() -> list[Any]:
             min=0,
             max=100000,
             optional=True,
-            tooltip="Of a video that is made clip by clip: shows how many clips, and the time of all. 0: one clip.",
+            tooltip="Of a video that is made clip by clip: shows how many clips, and the time of all. In context "
+            "windows: how many of them. 0: one clip, of the model's own length.",
         ),
         io.Int.Input(
             "clip_frames",

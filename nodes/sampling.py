@@ -123,17 +123,19 @@ class WanCoreSampler(io.ComfyNode):
         image = "noise_mask" in latent
         window = window_of(denoise, start_step, end_step, return_with_leftover_noise)
         numbers = steps, shift, boundary, guidance_high, guidance_low, solver
-        plan = plan_of(model, *numbers, skipping, image, preset, window, sigmas)
+        plan = plan_of(model, *numbers, skipping, image, preset, window, sigmas, latent["samples"].shape[2])
         plan, conditioning, text_seconds, text_notes, latents = join(positive, negative, latent, model.experts, plan)
         start = _start(latent, latents, seed, add_noise)
         start.check(plan)
         conditioning = on_device(conditioning)
         shape = start.shape
-        tokens = model.experts.dit.tokens(*shape[2:])
-        plan = with_costs(plan, model.experts.dit, shape[2:])
+        sizes, area = plan.window_sizes(shape[2]), shape[3:]
+        tokens = model.experts.dit.tokens(max(sizes), *area)
+        plan = with_costs(plan, model.experts.dit, (max(sizes), *area))
         if plan.sparse is not None and model.workers is None:
             check_kernel(plan.sparse, model.settings.attention, host.device(), model.experts.dit.head_dim, tokens)
-        kept = residual_bytes(plan, shape[0] * tokens, model.experts.dit.dim, model.settings.dtype.itemsize)
+        whole = shape[0] * model.experts.dit.tokens(sum(sizes), *area)
+        kept = residual_bytes(plan, whole, model.experts.dit.dim, model.settings.dtype.itemsize)
         blocks = model.resident_blocks(model.memory(shape[0] * tokens) + kept)
         streamed = blocks is not None and tokens <= TRANSFER_TOKENS
         batched, why = choose_batched(guidance_mode, plan, tokens, streamed=streamed)
@@ -186,7 +188,8 @@ def _sample(
     report: Report,
 ) -> tuple[Tensor, Leftover | None]:
     """Un-normalised latents where ComfyUI keeps them, and what another run can go on with. kept: bytes of residuals."""
-    videos = start.shape[0] * model.experts.dit.tokens(*start.shape[2:]) * (1 + batched)
+    seen = max(plan.window_sizes(start.shape[2]))
+    videos = start.shape[0] * model.experts.dit.tokens(seen, *start.shape[3:]) * (1 + batched)
     left: list[Leftover] = []
     with closing(Watcher(model, plan)) as watcher:
         if model.workers is not None:
@@ -228,6 +231,7 @@ def _settings(model: ModelSocket, plan: Plan, shape: tuple[int, ...], seed: int,
         "steps": plan.count,
         **({"sigmas": [plan.sigmas[0], plan.sigmas[-1]]} if plan.from_latents or plan.sigmas[-1] else {}),
         **({"nag": nag_words(plan.nag)} if plan.nag else {}),
+        **({"windows": plan.context_windows.words()} if plan.context_windows else {}),
         "shift": plan.shift,
         "boundary": plan.boundary,
         "guidance": {e: plan.guidance_of(e) for e in plan.experts},

@@ -44,6 +44,7 @@ ALIASES = {
     "WanCoreAnimate2": ("wan animate 2", "motion transfer", "driving video", "wan animate2 to video"),
     "WanCoreVACE": ("wan vace", "control video", "inpainting", "outpainting", "reference to video"),
     "WanCoreCamera": ("wan camera", "fun camera", "camera poses", "cameractrl", "camera trajectory"),
+    "WanCoreContextWindows": ("context windows", "long video", "wan context windows", "freenoise"),
     "WanCoreVisionLoader": ("clip vision loader", "clip_vision_h", "wan animate", "wan i2v"),
     "WanCoreFromModel": ("wan bridge", "model to wancore", "convert model", "block swap", "wan fast"),
 }  # fmt: skip
@@ -54,8 +55,7 @@ SHOWS_TEXT = (
     "WanCoreModelLoader", "WanCoreTextEncoderLoader", "WanCoreVAELoader", "WanCoreLoRA", "WanCoreLauncher",
     "WanCoreSampler", "WanCoreFromModel", "WanCoreAccelerate", "WanCoreTextEncode", "WanCoreNAG", "WanCoreMagCache",
     "WanCoreTaylorSeer", "WanCoreAdaptiveCache", "WanCoreGuidanceSchedule", "WanCoreSparseAttention",
-    "WanCoreSpeedPreset",
-    "WanCoreResolutionSchedule", "WanCoreVisionLoader",
+    "WanCoreSpeedPreset", "WanCoreResolutionSchedule", "WanCoreContextWindows", "WanCoreVisionLoader",
 )  # fmt: skip
 
 

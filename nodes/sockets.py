@@ -17,7 +17,7 @@ import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from wan_core.config import LoadOptions, OptionError
+from wan_core.config import LoadOptions, OptionError, WindowOptions
 from wan_core.execution.memory.planning import TEXT, Beside, Sizes, plan_memory
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
@@ -69,6 +69,7 @@ class ModelSocket:
     loras: Mapping[str, tuple[Wanted, ...]] = field(default_factory=dict)  # by expert
     workers: Any = None  # WorkersSocket: they load and run it
     shift: float | None = None  # that came with the model; None: the task's own
+    windows: WindowOptions | None = None  # context windows of a longer video
     kernels: str | None = None  # those that are being prepared, see `host.prepare_kernels`
 
     @property

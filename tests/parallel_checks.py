@@ -21,7 +21,15 @@ from tests.s2v_references import S2V
 from tests.s2v_references import draw_inputs as draw_sound
 from wan_core.checkpoint import load_dit, open_checkpoint
 from wan_core.checkpoint.random import random_module
-from wan_core.config import GuidanceOptions, LoadOptions, MagCacheOptions, Request, SkipOptions, SparseOptions
+from wan_core.config import (
+    GuidanceOptions,
+    LoadOptions,
+    MagCacheOptions,
+    Request,
+    SkipOptions,
+    SparseOptions,
+    WindowOptions,
+)
 from wan_core.execution.optimize import compile_blocks, optimize
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.layers import AttentionBlock
@@ -113,6 +121,8 @@ def trajectory(
     skip = request.pop("magcache", None)
     guided = request.pop("guidance", None)
     sparse, stages = request.pop("sparse", None), request.pop("stages", ())
+    windows = request.pop("windows", None)
+    request["windows"] = None if windows is None else WindowOptions.parse(windows)
     request["skip"] = SkipOptions(
         magcache=None if skip is None else MagCacheOptions(**skip),
         guidance=None if guided is None else GuidanceOptions(**guided),

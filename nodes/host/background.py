@@ -55,15 +55,22 @@ class Background:
             log.info("WanCore waited %.2f s for %s", time.perf_counter() - begin, name)
 
     def _run(self, name: Any, work: Callable[[], object], busy: Callable[[], bool]) -> None:
-        while busy():
+        while not self._done(name, work, busy):
             time.sleep(IDLE)
-        with self.one_at_a_time, short_turns():
+
+    def _done(self, name: Any, work: Callable[[], object], busy: Callable[[], bool]) -> bool:
+        """Asks `busy` when its turn has come: a prompt may have begun during the work before."""
+        with self.one_at_a_time:
+            if busy():
+                return False
             begin = time.perf_counter()
             try:
-                work()
+                with short_turns():
+                    work()
                 log.info("WanCore prepared %s in %.2f s", name, time.perf_counter() - begin)
             except FAULTS as fault:
                 log.info("WanCore could not prepare %s before it is needed: %s", name, fault)
+            return True
 
 
 background = Background()

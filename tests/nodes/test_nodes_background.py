@@ -90,3 +90,18 @@ def test_work_that_may_wait_begins_when_nothing_is_busy(module: ModuleType) -> N
     free.set()
     background.wait("later")
     assert seen == ["first", "later"]
+
+
+def test_whether_something_is_busy_is_asked_when_the_turn_has_come(module: ModuleType) -> None:
+    background, goes_on, prompts = module.Background(), threading.Event(), []
+    seen: list[str] = []
+    background.start("first", goes_on.wait)
+    background.start("later", lambda: seen.append("later"), 0.0, lambda: bool(prompts))
+    prompts.append("a prompt that begins meanwhile")
+    goes_on.set()
+    background.start("now", lambda: seen.append("now"))
+    background.wait("now")
+    assert seen == ["now"]
+    prompts.clear()
+    background.wait("later")
+    assert seen == ["now", "later"]

@@ -233,10 +233,20 @@ for C, T, last in ((32, 1, False), (40, 3, False), (96, 2, True)):
         history = {} if earlier is None else {conv: earlier.clone()}
         expected = conv.extend(torch.nn.functional.silu(norm(x)), Chunk(first=False, last=last, history=history))
         if T == 1 and earlier is None: continue
-        found, kept = triton_vae.norm_silu_extend(x, norm.gamma, earlier, 2, not last)
+        found, kept = triton_vae.norm_silu_extend(x, None, norm.gamma, earlier, 2, not last)
         close(found, expected, EXACT)
         assert (kept is None) == last and (last or torch.equal(kept, found[:, :, -2:]))
         assert found.is_contiguous(memory_format=torch.channels_last_3d)
+        more, bias = draw(1, T, 5, 6, C).movedim(-1, 1), draw(C)
+        biased, _ = triton_vae.norm_silu_extend(more, bias, norm.gamma, earlier, 2, False)
+        plain, _ = triton_vae.norm_silu_extend(more + bias[:, None, None, None], None, norm.gamma, earlier, 2, False)
+        close(biased, plain, ROUGH)
+    for second in (None, draw(C)):
+        h, sum_of = draw(1, T, 5, 6, C).movedim(-1, 1), bias if second is None else bias + second
+        expected = h.float() + x + sum_of[:, None, None, None]
+        found = triton_vae.add_with_bias(h, x, bias, second)
+        close(found, expected, EXACT)
+        assert found.data_ptr() == h.data_ptr()
 print("all close")
 """
 

@@ -170,6 +170,20 @@ def test_a_resolution_schedule_equals_one_rank(ranks, alone, mesh):
     assert any("resolution schedule: 0.6 of width and height in steps" in note for note in wanted[2]["notes"])
 
 
+@pytest.mark.parametrize("mesh", ["1x1x2", "1x2x1", "2x1x1", "layers2"])
+def test_context_windows_equal_one_rank(ranks, alone, mesh):
+    """Windows of 2 and 3 latent frames, 50 and 75 tokens, with a cache; some that move."""
+    request = {"steps": 10, "width": 80, "height": 80, "frames": 13, "windows": "5/1:standard_static"}
+    request["magcache"] = MAGCACHE
+    if mesh == "layers2":
+        request |= {"guidance_mode": "sequential", "windows": "5/1", "steps": 4}
+        del request["magcache"]
+    wanted = alone(request=request)
+    equal_on_all(together(ranks, mesh=mesh, request=request), wanted)
+    plain = {name: given for name, given in request.items() if name != "windows"}
+    assert parallel_checks.relative(wanted[0], alone(request=plain)[0]) > 0.01
+
+
 @pytest.mark.parametrize("mesh", ["1x1x3", "2x2x1", "2x1x3"])
 def test_magcache_and_another_size_and_token_counts_that_do_not_divide(ranks, alone, mesh):
     request = {"steps": 10, "magcache": MAGCACHE, "width": 80, "height": 112, "frames": 9}  # 105 tokens

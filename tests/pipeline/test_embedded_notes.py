@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from wan_core.config import LoadOptions, Request
+from wan_core.config import LoadOptions, Request, WindowOptions
 from wan_core.media.shapes import SCENES
 from wan_core.models.wan.tasks import find_task
 from wan_core.pipeline.embedded import never_seen
@@ -15,8 +15,14 @@ from wan_core.pipeline.pipeline import Pipeline
 CAPTION = "a red circle moving right on a blue background"
 
 
-def notes(prompt: str = CAPTION, task: str = "t2v-tiny", size: tuple[int, int] = (96, 96), frames: int = 17):
-    given = {"request": SimpleNamespace(prompt=prompt), "clips": (SimpleNamespace(frames=frames),)}
+def notes(
+    prompt: str = CAPTION, task: str = "t2v-tiny", size: tuple[int, int] = (96, 96), frames: int = 17, windows=None
+):
+    given = {
+        "plan": SimpleNamespace(context_windows=windows),
+        "request": SimpleNamespace(prompt=prompt),
+        "clips": (SimpleNamespace(frames=frames),),
+    }
     job = SimpleNamespace(task=find_task(task), width=size[0], height=size[1], **given)
     return never_seen(job)  # pyright: ignore[reportArgumentType]
 
@@ -25,6 +31,7 @@ def test_every_caption_is_known_and_other_models_know_everything() -> None:
     assert not any(notes(scene.caption) for scene in SCENES)
     assert not notes("a cat", task="t2v-A14B", size=(1280, 720), frames=81)
     assert not notes("", task="animate2-tiny")  # the driving video says what moves
+    assert not notes(frames=33, windows=WindowOptions.parse("17"))  # a forward sees no more
 
 
 @pytest.mark.parametrize(

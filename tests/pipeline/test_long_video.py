@@ -45,6 +45,33 @@ def test_steps_that_cost_less_are_estimated_so(capsys: pytest.CaptureFixture[str
     assert dense == 80 and 20 < sparse < 60
 
 
+def test_the_plan_counts_context_windows(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--frames", "161", "--steps", "10", "--seconds-per-forward", "2")
+    out = plan(capsys, *given, "--windows", "81/28:standard_static")
+    assert "60 forwards" in out and "context windows 81/28:standard_static:pyramid: 3 of 21 of 41 latent frames" in out
+    assert out.endswith("about 2:00 min in all, with 2 s a forward\n")
+    told = json.loads(plan(capsys, *given, "--windows", "81", "--json"))
+    counts = [len(step["windows"]) for step in told["steps"]]
+    assert told["forwards"] == 2 * sum(counts) and set(counts) == {3, 4} and told["seconds"] == 4 * sum(counts)
+    assert told["context_windows"]["schedule"] == "standard_uniform"
+    assert all(sorted({f for w in step["windows"] for f in w}) == [*range(41)] for step in told["steps"])
+    short = plan(capsys, "--frames", "81", "--windows", "81")
+    assert "80 forwards" in short and "21 latent frames fit into one" in short
+
+
+def test_windows_where_they_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, words in (
+        (["--windows", "33", "--clip-frames", "33", "--task", "i2v-A14B"], "--windows and --clip-frames given"),
+        (
+            ["--windows", "33", "--task", "animate-14B"],
+            "takes inputs that are not cut into context windows",
+        ),
+        (["--windows", "33", "--taylorseer", "2/1/0.2"], "TaylorSeer keeps something of each window"),
+        (["--windows", "33:retain"], "has no image beside its noise"),
+    ):
+        assert main(["plan", *wrong]) == 2 and words in capsys.readouterr().err
+
+
 def test_what_a_plan_cannot_cut_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, words in (
         (["--frames", "161", "--clip-frames", "81"], "needs an image-to-video model"),

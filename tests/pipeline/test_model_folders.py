@@ -53,8 +53,15 @@ def test_a_models_folder(task: str, below: str, tmp_path: Path) -> None:
 
 def test_several_models_are_named_and_never_guessed(tmp_path: Path) -> None:
     root = put(tmp_path)
-    with pytest.raises(OptionError, match=r"2 models are in .*t2v-A14B.*i2v-A14B|2 models are in .*i2v-A14B.*t2v-A14B"):
+    with pytest.raises(OptionError, match=r"2 models are in .*[ti]2v-A14B.*; [ti]2v-A14B.*Choose by --task"):
         find_models(LoadOptions(model=str(root)))
+    for expert in ("high", "low"):  # of the same task: --task does not choose
+        of = root / f"diffusion_models/wan2.2_fun_inpaint_{expert}_noise_14B.safetensors"
+        shutil.copy(TINY / f"i2v_{expert}.safetensors", of)
+    with pytest.raises(OptionError, match=r"2 models are in .*fun_inpaint.*\. Choose by --high and --low"):
+        find_models(LoadOptions(model=str(root), task="i2v-A14B"))
+    for path in root.glob("diffusion_models/*inpaint*"):
+        path.unlink()
     (root / "unet/sub/wan2.2_i2v_low_noise_14B_fp16.safetensors").unlink()
     with pytest.raises(OptionError, match=r"no whole transformer for i2v-A14B.*There are t2v-A14B.*lacks the other"):
         find_models(LoadOptions(model=str(root), task="i2v-A14B"))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from wan_core.checkpoint.detect import Config, empty_module
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.staged import current_reading
+from wan_core.models.text.umt5 import UMT5Encoder
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.quant.swap import Quantization, encode_values, swap_linears
@@ -63,4 +64,6 @@ def _draw(module: nn.Module, device: torch.device, dtype: torch.dtype, seed: int
         else:
             fan_in = value[0].numel() if "embedding.weight" not in name or value.ndim == 5 else 1
             value.normal_(std=fan_in**-0.5, generator=generator)
+            if isinstance(module, UMT5Encoder) and name.endswith(".attn.q.weight"):
+                value *= (module.config.dim_attn // module.config.num_heads) ** -0.5  # T5 divides nowhere else
         yield name, value

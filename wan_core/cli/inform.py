@@ -10,11 +10,13 @@ from wan_core.cli.control import control_of
 from wan_core.cli.options import outputs_of, plan_numbers, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
 from wan_core.config.checks import near_file
+from wan_core.config.windows import check_one_way
 from wan_core.models.wan.families import check_stages
 from wan_core.models.wan.families.long_video import LongVideo, cut_video
 from wan_core.models.wan.tasks import TASKS
 from wan_core.sampling.cache.arguments import skip_options
 from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.context_windows import with_windows
 from wan_core.sampling.control import with_control
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.presets import preset_plan
@@ -62,25 +64,29 @@ def run_plan(options: argparse.Namespace) -> int:
         return run_memory_plan(options)
     files = [path for path in (*loras, options.high, options.low) if path is not None]
     plan = preset_plan(files=files, task=options.task, **plan_numbers(options), window=window_of(options))
-    plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
-    control = control_of(options)
-    plan = plan if control is None else with_control(plan, control)
     task = TASKS[plan.task]
-    if plan.stages:
-        check_stages(task)
-    told = options.frames is not None or options.clip_frames is not None or options.overlap is not None
     frames = task.frames if options.frames is None else options.frames
     if frames < 1:
         raise OptionError(f"--frames {frames} given; a video has at least 1")
+    latents = (frames - 1) // task.vae.temporal_stride + 1
+    check_one_way(options.windows, options.clip_frames)
+    if options.windows is not None:
+        plan = with_windows(plan, options.windows, latents)
+    plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)
+    control = control_of(options)
+    plan = plan if control is None else with_control(plan, control)
+    if plan.stages:
+        check_stages(task)
+    told = options.frames is not None or options.clip_frames is not None or options.overlap is not None
     long = cut_video(task, frames, options.clip_frames, options.overlap) if told else None
-    seconds = whole_seconds(plan, long, options.seconds_per_forward)
+    seconds = whole_seconds(plan, long, options.seconds_per_forward, latents)
     if options.json:
         more = {} if long is None else {"clips": long.as_list()}
         more |= {} if seconds is None else {"seconds": round(seconds, 3)}
         print(json.dumps(plan.as_dict() | more, indent=1))
         return 0
     print(plan.table())
-    if long is not None:
+    if long is not None and plan.context_windows is None:
         alone = len(long.clips) == 1 and not long.leading
         print(f"{frames} frames: {'one piece' if alone else long.words(plan.count)}")
     if seconds is not None:
@@ -90,8 +96,9 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def whole_seconds(plan: Plan, long: LongVideo | None, each: float | None) -> float | None:
-    """Of all steps of all clips, at so many for one forward that reads everything; None where that is not known."""
+def whole_seconds(plan: Plan, long: LongVideo | None, each: float | None, frames: int) -> float | None:
+    """Of all steps of all clips, at so many for one forward that reads everything; None where that is not known.
+    frames: latent ones, of a video in context windows."""
     if each is None:
         return None
     if not each > 0:
@@ -100,6 +107,7 @@ def whole_seconds(plan: Plan, long: LongVideo | None, each: float | None) -> flo
     dit = task.full_size
     if dit is not None:
         T = (task.frames - 1) // task.vae.temporal_stride + 1
+        T = T if plan.context_windows is None else max(plan.window_sizes(frames))
         latents = T, task.height // task.vae.spatial_stride, task.width // task.vae.spatial_stride
         plan = with_costs(plan, dit, latents)
     seconds = plan.estimate(dict.fromkeys(plan.experts, each))
@@ -164,6 +172,7 @@ def run_memory_plan(options: argparse.Namespace) -> int:
         width=width,
         height=height,
         frames=options.frames,
+        windows=options.windows,
         skip=skip_options(options),
         **plan_numbers(options),
     )

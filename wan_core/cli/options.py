@@ -12,6 +12,7 @@ from wan_core.cli.control import FILES as CONTROL_FILES
 from wan_core.cli.control import add_control_options, add_strength_options
 from wan_core.cli.sound import FILES as SOUND_FILES
 from wan_core.cli.sound import add_audio_option, add_encoder_option
+from wan_core.cli.windows import add_windows_option
 from wan_core.config import (
     COMPILES,
     GUIDANCE_MODES,
@@ -50,7 +51,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--text-encoder", help="UMT5: file or folder")
     group.add_argument("--tokenizer", help="spiece.model, if the text encoder's file does not contain it")
     group.add_argument("--vae", help="VAE: file or folder")
-    group.add_argument("--clip-vision", help="CLIP vision encoder: file or folder (Wan 2.1 image-to-video)")
+    group.add_argument("--clip-vision", help="CLIP vision encoder: file or folder (Animate, Wan 2.1 image-to-video)")
     add_encoder_option(group)
     group.add_argument("--device", default="auto", help=DEVICE_HELP)
     group.add_argument(
@@ -229,8 +230,10 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
 
 
 def add_clip_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, help: str) -> None:
+    """For videos that are longer than those of the training."""
     parser.add_argument("--clip-frames", type=int, metavar="N", help=help)
     parser.add_argument("--overlap", type=int, metavar="N", help="N of them are the last frames of the clip before")
+    add_windows_option(parser)
 
 
 def seed_of(text: str) -> int | str:

@@ -35,9 +35,11 @@ from wan_core.config.skipping import (
     StageOptions,
     TaylorSeerOptions,
 )
+from wan_core.config.windows import FUSE_METHODS, WINDOW_SCHEDULES, WindowOptions
 
 __all__ = [
     "COMPILES",
+    "FUSE_METHODS",
     "GUIDANCE_MODES",
     "LORA_EXPERTS",
     "LORA_MODES",
@@ -48,6 +50,7 @@ __all__ = [
     "SPARSE_KERNELS",
     "SPARSE_SCORES",
     "STAGE_POSITIONS",
+    "WINDOW_SCHEDULES",
     "AdaptiveOptions",
     "ControlOptions",
     "GuidanceOptions",
@@ -63,6 +66,7 @@ __all__ = [
     "StageOptions",
     "TaylorSeerOptions",
     "UserError",
+    "WindowOptions",
     "check_choice",
     "check_size",
 ]

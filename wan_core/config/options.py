@@ -7,6 +7,7 @@ from pathlib import Path
 
 from wan_core.config.checks import OptionError, check_choice, check_range
 from wan_core.config.skipping import SkipOptions
+from wan_core.config.windows import WindowOptions
 
 # Quantised storage and matmuls of the transformer's linears; `wan_core.ops.quant.schemes` describes each.
 QUANTIZED = ("fp8", "fp8-tensor", "fp8-block", "fp8-weights", "te-delayed", "te-current", "te-block", "int8")
@@ -201,6 +202,7 @@ class Request:
     clip_frames: int | None = None  # a longer video is made in clips of so many frames
     overlap: int | None = None  # so many of them are the last of the clip before
     nag: NagOptions | None = None  # the negative prompt in steps without guidance
+    windows: WindowOptions | None = None  # each forward sees so many frames of a longer video
 
     def __post_init__(self) -> None:
         check_choice("guidance mode", self.guidance_mode, GUIDANCE_MODES)

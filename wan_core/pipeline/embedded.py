@@ -21,7 +21,8 @@ def never_seen(job: Job) -> list[str]:
         notes.append(
             f"the embedded model saw sides of {low} to {high} pixels in training; {job.width}x{job.height} is asked for"
         )
-    longest = max(clip.frames for clip in job.clips)
+    windows = job.plan.context_windows
+    longest = max(clip.frames for clip in job.clips) if windows is None else 4 * windows.length - 3
     if longest > FRAMES:
         notes.append(f"the embedded model saw videos of {FRAMES} frames in training; {longest} are asked for")
     return notes

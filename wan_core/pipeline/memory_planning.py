@@ -163,15 +163,16 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
         T, Y, X = (task.frames - 1) // found.vae.temporal_stride + 1, task.height // stride, task.width // stride
         beside = beside_weights(found.dit, found.vae, (1, found.vae.z_dim, T, Y, X), per_token=per_token)
     else:
-        plan, (B, _, T, Y, X) = workload.plan, workload.latent_shape
+        plan, (B, C, T, Y, X) = workload.plan, workload.latent_shape
+        sizes = plan.window_sizes(T)
         beside = beside_weights(
             found.dit,
             found.vae,
-            workload.latent_shape,
+            (B, C, max(sizes), Y, X),
             per_token=per_token,
             itemsize=itemsize,
             guided=plan.reads_negative,
-            residuals=residual_bytes(plan, B * found.dit.tokens(T, Y, X), found.dit.dim, itemsize),
+            residuals=residual_bytes(plan, B * found.dit.tokens(sum(sizes), Y, X), found.dit.dim, itemsize),
             batched=workload.batched,
             image=workload.image,
         )

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from wan_core.config import OptionError, Request, check_size
+from wan_core.config.windows import check_one_way
 from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.media.video import picture_size, video_size
 from wan_core.models.vae.config import VAEConfig
@@ -23,6 +24,7 @@ from wan_core.pipeline.control_media import given_size
 from wan_core.pipeline.driving import MEDIA, OTHERS, SETTINGS, check_media, driven_size
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
+from wan_core.sampling.context_windows import with_windows
 from wan_core.sampling.control import control_words, with_control, with_control_costs
 from wan_core.sampling.denoise import choose_batched
 from wan_core.sampling.nag import nag_words, with_nag
@@ -48,7 +50,7 @@ class Job:
     frames: int
     fps: int
     latent_shape: tuple[int, int, int, int, int]  # [1, C, T, Y, X]
-    tokens: int
+    tokens: int  # of a forward
     batched: bool
     batched_why: str
     clips: tuple[Clip, ...]  # that a long video is made in; one for others
@@ -106,6 +108,7 @@ class Job:
             "guidance_mode": "batched" if self.batched else "sequential",
             "solver": plan.solver,
             **({} if plan.nag is None else {"nag": nag_words(plan.nag)}),
+            **({} if plan.context_windows is None else {"windows": plan.context_windows.words()}),
             **({} if request.control is None else {"control": control_words(request.control)}),
             **{field: getattr(request, field) for field in OTHERS if getattr(request, field) is not None},
             **({} if request.skip is None else {"skipping": skip_words(request.skip)}),
@@ -142,6 +145,11 @@ def make_job(
         solver=request.solver,
         window=None if request.from_video is None else Window(denoise=strength(request)),
     )
+    _check_images(request, task)
+    width, height, frames, fps = size_of_video(request, task, dit, vae)
+    check_one_way(request.windows, request.clip_frames)
+    if request.windows is not None:
+        plan = with_windows(plan, request.windows, (frames - 1) // vae.temporal_stride + 1)
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)
     if plan.sparse is not None:
         check_sparse(task)
@@ -153,7 +161,39 @@ def make_job(
         raise OptionError(
             f"denoise {strength(request):g} of {plan.count} steps leaves nothing of the video: use less, or more steps"
         )
-    _check_images(request, task)
+    long, beside = cut(request, task, frames)
+    longest = long.clips[0].frames
+    check_size(width, height, longest, multiple=vae.spatial_stride * dit.patch_size[1], temporal=vae.temporal_stride)
+    T, Y, X = (
+        (longest - 1) // vae.temporal_stride + 1 + long.leading,
+        height // vae.spatial_stride,
+        width // vae.spatial_stride,
+    )
+    seen = max(plan.window_sizes(T)) + beside
+    tokens = dit.tokens(seen, Y, X)
+    plan = with_control_costs(with_costs(plan, dit, (seen, Y, X)), dit)
+    batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
+    return Job(
+        request=request,
+        task=task,
+        plan=plan,
+        negative_prompt=task.negative_prompt if request.negative_prompt is None else request.negative_prompt,
+        width=width,
+        height=height,
+        frames=frames,
+        fps=fps,
+        latent_shape=(1, vae.z_dim, T, Y, X),
+        tokens=tokens,
+        batched=batched,
+        batched_why=why,
+        clips=long.clips,
+        media=family_of(task).media,
+        leading=long.leading,
+    )
+
+
+def size_of_video(request: Request, task: Task, dit: DiTConfig, vae: VAEConfig) -> tuple[int, int, int, int]:
+    """Width, height, frames and frames per second. Raises OptionError."""
     multiple = vae.spatial_stride * dit.patch_size[1]
     width, height = given(request.width, task.width), given(request.height, task.height)
     frames, fps = given(request.frames, task.frames), given(request.fps, task.fps)
@@ -175,34 +215,7 @@ def make_job(
     if request.width is None and picture is not None:
         fit = size_for_image if task.image == "channels" else best_size_for_image
         width, height = fit(*picture, task.width * task.height, multiple)
-    long, beside = cut(request, task, frames)
-    longest = long.clips[0].frames
-    check_size(width, height, longest, multiple=multiple, temporal=vae.temporal_stride)
-    T, Y, X = (
-        (longest - 1) // vae.temporal_stride + 1 + long.leading,
-        height // vae.spatial_stride,
-        width // vae.spatial_stride,
-    )
-    tokens = dit.tokens(T + beside, Y, X)
-    plan = with_control_costs(with_costs(plan, dit, (T + beside, Y, X)), dit)
-    batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
-    return Job(
-        request=request,
-        task=task,
-        plan=plan,
-        negative_prompt=task.negative_prompt if request.negative_prompt is None else request.negative_prompt,
-        width=width,
-        height=height,
-        frames=frames,
-        fps=fps,
-        latent_shape=(1, vae.z_dim, T, Y, X),
-        tokens=tokens,
-        batched=batched,
-        batched_why=why,
-        clips=long.clips,
-        media=media,
-        leading=long.leading,
-    )
+    return width, height, frames, fps
 
 
 def cut(request: Request, task: Task, frames: int) -> tuple[LongVideo, int]:

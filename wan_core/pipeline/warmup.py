@@ -73,8 +73,10 @@ def forward_once(model: WanModel, job: Job, expert: Expert, device: torch.device
     steps have sparse attention and some have not, or have other sizes, one of each: they are different code."""
     config, batch = model.config, 2 if job.batched else 1
     begin_run(model)
-    noise = draw_noise(0, job.latent_shape).to(device)
-    shape = (batch, config.in_channels, *job.latent_shape[2:])
+    B, C, T, Y, X = job.latent_shape
+    grid = max(job.plan.window_sizes(T)), Y, X
+    noise = draw_noise(0, (B, C, *grid)).to(device)
+    shape = (batch, config.in_channels, *grid)
     x = noise.new_zeros(shape)
     x[:, : noise.shape[1]] = noise
     # Two prompts, of which one branch sees its part, as in a run.
@@ -86,13 +88,13 @@ def forward_once(model: WanModel, job: Job, expert: Expert, device: torch.device
     steps = [step for step in job.plan.steps if step.expert == expert]
     kinds = {(step.scale, step.sparsity > 0, step.nag): step for step in reversed(steps)}
     for step in kinds.values():  # the first of each kind
-        rows, columns = smaller(job.latent_shape[3:], step.scale, config.patch_size[1:])
+        rows, columns = smaller((Y, X), step.scale, config.patch_size[1:])
         branches = step.branches if job.batched else step.branches[:1]
         timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)
         seen = text
         if step.nag and nag is not None:
             seen = text.with_negative(text, nag_numbers(nag, device))
         alike = [other for other in steps if other.scale == step.scale]
-        with sparse_attention(model, job.plan, alike, job.latent_shape[2:], image):
+        with sparse_attention(model, job.plan, alike, grid, image):
             model(x[..., :rows, :columns], timestep, seen, ForwardInfo(step.index, branches, sparsity=step.sparsity))
     begin_run(model)

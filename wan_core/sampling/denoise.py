@@ -10,7 +10,7 @@ that is integrated over many small steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from wan_core.config import NagOptions, UserError
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.sampling.cache.adaptive_run import Adaptive
 from wan_core.sampling.cache.residual import residuals
@@ -30,6 +31,7 @@ from wan_core.sampling.resolution import Resolution
 from wan_core.sampling.solvers import NOISY, SOLVERS, History, Solver
 from wan_core.sampling.sparsity.run import sparse_attention
 from wan_core.sampling.stages import runs
+from wan_core.sampling.windowed import in_windows
 
 # One forward of both branches pays while a single one cannot fill the device. Measured on an H200 with A14B:
 # benchmarks/results/guidance-*.json and docs/performance.md.
@@ -159,9 +161,9 @@ def last_runs(phase: tuple[Step, ...], batched: bool) -> tuple[int, int]:
     for step in reversed(phase):
         skipped = () if step.action == "adaptive" else step.skipped
         together = len(step.branches) == 2 and batched and skipped in ((), step.branches)
-        runs = len(step.branches) - len(skipped)
-        if runs:
-            return step.index, 1 if together else runs
+        branches = len(step.branches) - len(skipped)
+        if branches:
+            return step.index, step.runs * (1 if together else branches)
     return -1, 0
 
 
@@ -195,6 +197,7 @@ class Guided:
         self.resolution, self.conditioning = resolution, resolution.conditioning
         self.run_branches = run_branches
         self.batched = batched and run_branches is None
+        self.windows = plan.context_windows
         self.delta: Tensor | None = None  # cond - uncond of the last step that ran both
         self.batch = batch
         both = any("uncond" in step.branches or step.nag for step in phase)
@@ -242,7 +245,7 @@ class Guided:
         velocity = self.resolution.whole(x, seen, self.guide(found, step), step, size)
         if self.adaptive is not None and not skipped:  # last: a step in which memory runs out is noted once
             self.adaptive.note(step, found["cond"])
-        return velocity, len(found) - len(skipped)
+        return velocity, (len(found) - len(skipped)) * step.runs
 
     def guide(self, found: dict[Branch, Tensor], step: Step) -> Tensor:
         """The guided velocity, of the velocity of each branch."""
@@ -271,16 +274,26 @@ class Guided:
         def forward(branch: Branch) -> Tensor:
             text = self.nag_text if step.nag else self.text[branch]
             assert text is not None
-            return self.model(inputs, time, text, info((branch,), branch in skipped))
+            return self.predict(inputs, time, text, step, info((branch,), branch in skipped))
 
         if self.run_branches is not None:
             config = self.model.config
             return self.run_branches(step.branches, forward, (inputs.shape[0], config.out_channels, *inputs.shape[2:]))
         if len(step.branches) == 2 and self.batched and skipped in ((), step.branches):
             run = info(step.branches, bool(skipped))
-            both = self.model(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both, run)
+            both = self.predict(torch.cat([inputs, inputs]), torch.cat([time, time]), self.both, step, run)
             return dict(zip(step.branches, both.chunk(2), strict=True))
         return {branch: forward(branch) for branch in step.branches}
+
+    def predict(self, inputs: Tensor, time: Tensor, text: PreparedText, step: Step, info: ForwardInfo) -> Tensor:
+        """The velocity float32 [B, C, T, Y, X] of `inputs`: one forward, or one for each context window."""
+        if self.windows is None or not step.windows:
+            return self.model(inputs, time, text, info)
+
+        def forward(some: Tensor, some_time: Tensor, window: int) -> Tensor:
+            return self.model(some, some_time, text, replace(info, window=window))
+
+        return in_windows(forward, inputs, time, step, self.windows, self.model.config.out_channels)
 
 
 def stack_text(rows: list[Tensor], batch: int) -> Tensor:

@@ -12,7 +12,15 @@ from itertools import groupby
 from math import isfinite
 from typing import Any, Literal
 
-from wan_core.config import AdaptiveOptions, NagOptions, OptionError, SparseOptions, StageOptions, check_choice
+from wan_core.config import (
+    AdaptiveOptions,
+    NagOptions,
+    OptionError,
+    SparseOptions,
+    StageOptions,
+    WindowOptions,
+    check_choice,
+)
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.schedules import (
     dpmpp_schedule,
@@ -64,6 +72,7 @@ class Step:
     control: tuple[float, ...] | None = None  # how much each control video counts, or all; None: as conditioned
     scale: float = 1.0  # of the video's width and height at which the model runs
     own_positions: bool = False  # at a smaller scale: rotary positions are not spaced as the video's
+    windows: tuple[tuple[int, ...], ...] = ()  # latent frames that each forward of a branch predicts; (): one does all
 
     @property
     def size(self) -> tuple[float, bool]:
@@ -76,9 +85,19 @@ class Step:
         return self.sigma_next == 0
 
     @property
-    def forwards(self) -> int:
+    def computed(self) -> int:
         """Number of branches whose blocks run; for adaptive steps the upper limit."""
         return len(self.branches) - (0 if self.action == "adaptive" else len(self.skipped))
+
+    @property
+    def runs(self) -> int:
+        """Forwards that one branch takes: one for each context window."""
+        return max(1, len(self.windows))
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of batch 1; for adaptive steps the upper limit."""
+        return self.computed * self.runs
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings; what few plans use (texts, marks, sizes) only where it is used."""
@@ -87,7 +106,8 @@ class Step:
         used: dict[str, Any] = {name: True for name in marks if getattr(self, name)}
         used |= {} if self.scale == 1 else {"scale": self.scale}
         used |= {} if self.control is None else {"control": list(self.control)}
-        rare = ("texts", "scale", "control", *marks)
+        used |= {} if not self.windows else {"windows": [list(window) for window in self.windows]}
+        rare = ("texts", "scale", "control", "windows", *marks)
         fields = {name: value for name, value in asdict(self).items() if name not in rare}
         return {**fields, "branches": list(self.branches), "skipped": list(self.skipped), **texts, **used}
 
@@ -99,7 +119,8 @@ class Step:
         texts = f", text {self.texts[0] + 1}, negative {self.texts[1] + 1}" if any(self.texts) else ""
         marks = ", last guidance" * self.delta + ", correction" * self.correction + ", NAG" * self.nag
         control = "" if self.control is None else f", control {' and '.join(f'{one:g}' for one in self.control)}"
-        return f"{self.action}{skipped}{marks}{keys}{texts}{control}"
+        windows = f", {len(self.windows)} windows" if self.windows else ""
+        return f"{self.action}{skipped}{marks}{keys}{texts}{control}{windows}"
 
 
 def step_numbers(steps: Sequence[Step]) -> list[int]:
@@ -129,6 +150,7 @@ class Plan:
     window: Window | None = None  # the part that is to run, until `cut_plan` has left the other steps out
     before: tuple[float, ...] = ()  # sigmas of the schedule before the first step of this run
     from_latents: bool = False  # it begins with latents and part of the noise; otherwise with noise alone
+    context_windows: WindowOptions | None = None  # of steps that have windows
 
     @property
     def count(self) -> int:
@@ -169,6 +191,14 @@ class Plan:
         """Transformer forwards of batch 1 in the whole run."""
         return sum(s.forwards for s in self.steps)
 
+    def window_sizes(self, frames: int) -> tuple[int, ...]:
+        """Latent frames that each forward of a branch sees in the step that has most of them, of a video of so many:
+        all of them, where there are no context windows."""
+        options = self.context_windows
+        if options is None:
+            return (frames,)
+        return max((tuple(len(options.seen(w)) for w in step.windows) for step in self.steps), key=sum)
+
     @property
     def experts(self) -> tuple[Expert, ...]:
         """The experts that run, in order."""
@@ -208,6 +238,7 @@ class Plan:
             "notes": list(self.notes),
             **({"nag": asdict(self.nag)} if self.nag else {}),
             **({"before": list(self.before)} if self.before else {}),
+            **({"context_windows": asdict(self.context_windows)} if self.context_windows else {}),
             **({"stages": [asdict(stage) for stage in self.stages]} if self.stages else {}),
             "steps": [s.as_dict() for s in self.steps],
         }

@@ -22,6 +22,7 @@ from wan_core.models.vae.statistics import denormalise, normalise
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.solvers import History
+from wan_core.sampling.windowed import reordered_noise
 
 NEW = History()
 
@@ -101,6 +102,9 @@ class Start:
         if self.leftover is not None and plan.from_latents:
             return self.leftover.x.to(device, torch.float32)
         noise = draw_noise(self.seed, self.shape, self.batch_index, self.drawn) if self.add_noise else None
+        windows = plan.context_windows
+        if noise is not None and windows is not None and windows.freenoise:
+            noise = reordered_noise(noise, windows, self.seed)
         if not plan.from_latents:
             assert noise is not None
             return noise.to(device)

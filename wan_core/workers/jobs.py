@@ -257,7 +257,8 @@ class Jobs:
     ) -> MeshChoice:
         """The mesh that was named, or for "auto" the best one, for latents of so many frames, rows and columns. Raises
         OptionError."""
-        tokens = dit.tokens(*latents)
+        sizes, area = plan.window_sizes(latents[0]), latents[1:]
+        tokens = dit.tokens(max(sizes), *area)
         mesh = None if name == "auto" else Mesh.parse(name)
         if mesh is not None and mesh.size != self.rank.size:
             raise OptionError(f"mesh {mesh} needs {mesh.size} ranks, and there are {self.rank.size}")
@@ -266,7 +267,7 @@ class Jobs:
         if plan.sparse is not None:
             check_kernel(plan.sparse, backend, device, dit.head_dim, tokens)
         choice = self.best(dit, tokens, plan, precision, backend) if mesh is None else MeshChoice(mesh)
-        fewest = min(step_tokens(step, dit, latents) for step in plan.steps)
+        fewest = min(step_tokens(step, dit, (min(sizes), *area)) for step in plan.steps)
         check_mesh(choice.mesh, backend, fewest, plan.sparse)
         check_layers(choice.mesh, dit, plan)
         if choice.mesh.time > 1:
@@ -277,7 +278,7 @@ class Jobs:
 
     def best(self, dit: DiTConfig, tokens: int, plan: Plan, precision: str, backend: str) -> MeshChoice:
         """What `auto` stands for. Raises OptionError."""
-        paired = sum(step.forwards for step in plan.steps if step.forwards == 2)
+        paired = sum(step.forwards for step in plan.steps if step.computed == 2)
         return choose_mesh(
             self.rank.size,
             dit,

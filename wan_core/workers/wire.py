@@ -25,6 +25,7 @@ from wan_core.config import (
     SparseOptions,
     StageOptions,
     TaylorSeerOptions,
+    WindowOptions,
 )
 from wan_core.execution.report import Phase, Report
 from wan_core.sampling.plan import Plan, Step
@@ -51,6 +52,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
                 "skipped": tuple(step["skipped"]),
                 "texts": tuple(step["texts"]),
                 "control": None if step["control"] is None else tuple(step["control"]),
+                "windows": tuple(tuple(window) for window in step["windows"]),
             }
         )
         for step in data["steps"]
@@ -62,6 +64,7 @@ def plan_from(data: Mapping[str, Any]) -> Plan:
     stages = tuple(StageOptions(**stage) for stage in data["stages"])
     made = {"steps": steps, "notes": tuple(data["notes"]), "adaptive": adaptive, "sparse": sparse, "keeps": keeps}
     made |= {"nag": nag, "before": tuple(data["before"]), "stages": stages}
+    made["context_windows"] = windows_from(data["context_windows"])
     return Plan(**{**data, **made})
 
 
@@ -73,7 +76,12 @@ def request_from(data: Mapping[str, Any]) -> Request:
         skip = SkipOptions(**{name: SKIPS[name](**one) if name in SKIPS else one for name, one in given.items()})
     nag = None if data["nag"] is None else NagOptions(**data["nag"])
     control = None if data["control"] is None else ControlOptions(**data["control"])
-    return Request(**{**data, "skip": skip, "nag": nag, "control": control})
+    given = {"skip": skip, "nag": nag, "control": control, "windows": windows_from(data["windows"])}
+    return Request(**{**data, **given})
+
+
+def windows_from(data: Mapping[str, Any] | None) -> WindowOptions | None:
+    return None if data is None else WindowOptions(**data)
 
 
 def start_data(start: Start) -> tuple[dict[str, Any], dict[str, Tensor]]:

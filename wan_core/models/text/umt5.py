@@ -88,12 +88,12 @@ class Block(nn.Module):
         self.pos_embedding = RelativePosition(config.num_buckets, config.num_heads)
 
     def forward(self, x: Tensor, buckets: Tensor, padding: Tensor) -> Tensor:
-        """x [B, L, C], buckets int64 [2L - 1], padding bool [B, 1, 1, L] -> [B, L, C]."""
-        bias = self.pos_embedding(buckets).to(x.dtype)
+        """x float32 [B, L, C], buckets int64 [2L - 1], padding bool [B, 1, 1, L] -> float32 [B, L, C]."""
+        bias = self.pos_embedding(buckets)
         # The lowest finite score instead of -inf: its softmax weight is exactly zero as well, and no NaN can occur.
         bias = bias.masked_fill(padding, torch.finfo(bias.dtype).min)  # [B, H, L, L]
-        x = x + self.attn(self.norm1(x), bias)
-        return x + self.ffn(self.norm2(x))
+        x = x + self.attn(self.norm1(x).to(bias.dtype), bias)
+        return x + self.ffn(self.norm2(x).to(bias.dtype))
 
 
 class UMT5Encoder(nn.Module):
@@ -113,14 +113,14 @@ class UMT5Encoder(nn.Module):
         [B, L, dim] in the dtype of the weights; rows of padding have no meaning. Never synchronises with the device."""
         buckets = distance_buckets(ids.shape[1], self.config.num_buckets, self.thresholds, ids.device)
         padding = ~mask[:, None, None]
-        x = self.token_embedding(ids)
+        x = self.token_embedding(ids).float()  # sums of 48 results in bfloat16 would lose most of the precision
         self.weights.begin_run()
         for layer, block in enumerate(self.blocks):
             self.weights.enter(layer)
             x = block(x, buckets, padding)
             self.weights.leave(layer)
         self.weights.end_run()
-        return self.norm(x)
+        return self.norm(x).to(self.token_embedding.weight.dtype)
 
 
 def bucket_thresholds(num_buckets: int, max_distance: int) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ class ForwardInfo:
     cache replaces them. sparsity: share of the blocks of keys that attention does not read.
     after_block: called when the work of a block has been launched; may raise to interrupt.
     spacing: from one row of tokens to the next, and one column, in rotary positions; 2 at half the size of the video.
+    window: which of the step's context windows.
     control: factors of how much each control video counts, or one for all; None: all count as prepared.
     """
 
@@ -56,6 +57,7 @@ class ForwardInfo:
     after_block: Callable[[], None] | None = None
     spacing: tuple[float, float] = (1.0, 1.0)
     control: tuple[float, ...] | None = None
+    window: int = 0
 
 
 SINGLE_FORWARD = ForwardInfo()

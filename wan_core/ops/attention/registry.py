@@ -20,7 +20,7 @@ from wan_core.config.checks import unknown
 from wan_core.config.compile_cache import set_flash_attention_cache
 from wan_core.ops.attention.library import Library, load_torchs_cudnn
 from wan_core.ops.attention.protocol import Attention, Dense
-from wan_core.ops.cards import AMPERE, FP8_SINCE, HOPPER, TURING, Capability, capability, card_of, name_of
+from wan_core.ops.cards import AMPERE, HOPPER, TURING, Capability, capability, card_of, name_of
 from wan_core.ops.kernels import fused
 
 log = logging.getLogger(__name__)
@@ -163,9 +163,6 @@ BACKENDS: dict[str, Backend] = {
                 Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton),
         Backend("triton-int8", "our own kernel, queries and keys in int8", _dense("one_pass", None, "triton_int8"),
                 Needs(AMPERE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, exact=False),
-        Backend("triton-8bit", "our own kernel, queries and keys in int8, values in FP8",
-                _dense("one_pass", "triton_8bit", "triton_8bit_lse"),
-                Needs(FP8_SINCE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, exact=False),
         Backend("cudnn-fp8", "cuDNN's FP8 graph, K's mean removed", _made("cudnn_fp8", "attention"),
                 Needs(HOPPER, dtypes=HALF, head_dims=range(16, 129, 16)), CUDNN_FRONTEND.why_not, exact=False),
         Backend("te-fp8", "Transformer Engine's FP8 attention, K's mean removed", _made("te_fp8", "attention"),

@@ -42,14 +42,14 @@ def quantize_reference(x: Tensor, fmt: Format, amax: Tensor | None = None) -> Qu
     if fmt == "tensor":
         amax = (values.abs().amax() if amax is None else amax.float()).reshape(1)
     elif fmt == "row":
-        amax = values.abs().amax(-1, keepdim=True)
+        amax = torch.maximum(values.amax(-1, keepdim=True), -values.amin(-1, keepdim=True))  # abs() would be a copy
     else:
         if x.shape[-1] % BLOCK:
             raise ValueError(f"rows of {x.shape[-1]} numbers given; blocks need a multiple of {BLOCK}")
         amax = values.abs().unflatten(-1, (-1, BLOCK)).amax(-1)
     scale = amax.clamp(min=1e-12) / FP8_MAX
     spread = scale.repeat_interleave(BLOCK, -1) if fmt == "block" else scale
-    return Quantized((values / spread).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale)
+    return Quantized((values / spread).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale)
 
 
 def spread_scale(scale: Tensor, shape: torch.Size) -> Tensor:

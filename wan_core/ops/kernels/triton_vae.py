@@ -1,7 +1,8 @@
-"""The pass before a causal convolution of the VAE, in one Triton kernel: RMSNorm, SiLU, earlier frames in front.
+"""The passes between the convolutions of the VAE as Triton kernels, each of which reads and writes once.
 
-Plain torch reads and writes the activations eight times for it, and once more for the frames that it keeps for the next
-chunk. This kernel reads them once and writes them once.
+Before a causal convolution: the bias of the one before, RMSNorm, SiLU, earlier frames in front. Plain torch reads and
+writes the activations nine times for it, and once more for the frames that it keeps for the next chunk. After the
+second one of a residual block: its bias, and the sum.
 
 Legend: C channels, T/Y/X frames, rows, columns; tensors are bf16 with channels last in memory.
 """
@@ -19,8 +20,8 @@ NUMBERS = 4096  # of one program: enough to hide the latency of memory, few enou
 
 @triton.jit
 def norm_silu_extend_kernel(
-    x, gamma, earlier, out, kept, frame_stride, row_stride, frames, Y, X, C,
-    LEAD: tl.constexpr, HAS_EARLIER: tl.constexpr, KEEPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    x, bias, gamma, earlier, out, kept, frame_stride, row_stride, frames, Y, X, C, LEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_EARLIER: tl.constexpr, KEEPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A row is one position of the result, [LEAD + frames, Y, X] of them; x has strides in numbers."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -31,6 +32,9 @@ def norm_silu_extend_kernel(
     leads = (frame < LEAD)[:, None]
     source = (frame - LEAD) * frame_stride + (inside // X) * row_stride + (inside % X) * C
     value = tl.load(x + source[:, None] + column[None, :], mask=exists & ~leads, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        added = tl.load(bias + column, mask=column < C, other=0.0).to(tl.float32)
+        value += tl.where(leads, 0.0, added[None, :])  # earlier frames that do not exist are zeros
     scale = tl.load(gamma + column, mask=column < C, other=0.0).to(tl.float32)
     norm = tl.sqrt(tl.sum(value * value, 1))
     value = value * (tl.sqrt(C * 1.0) / tl.maximum(norm, 1e-12))[:, None] * scale[None, :]
@@ -46,10 +50,10 @@ def norm_silu_extend_kernel(
 
 
 def norm_silu_extend(
-    x: Tensor, gamma: Tensor, earlier: Tensor | None, lead: int, keep: bool
+    x: Tensor, bias: Tensor | None, gamma: Tensor, earlier: Tensor | None, lead: int, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """SiLU of the RMSNorm of x [1, C, T, Y, X] with `lead` frames in front, `earlier` [1, C, lead, Y, X] or zeros
-    (None), and a copy of the last `lead` frames of that if `keep`. As `layers.norm_silu_extend`."""
+    """SiLU of the RMSNorm of x [1, C, T, Y, X] + bias [C] with `lead` frames in front, `earlier` [1, C, lead, Y, X] or
+    zeros (None), and a copy of the last `lead` frames of that if `keep`. As `layers.norm_silu_extend`."""
     _, C, T, Y, X = x.shape
     x = x.movedim(1, -1)
     if x.stride()[-2:] != (C, 1):
@@ -61,7 +65,31 @@ def norm_silu_extend(
     rows = max(NUMBERS // width, 1)
     with on_device_of(x):
         norm_silu_extend_kernel[(triton.cdiv((lead + T) * Y * X, rows),)](
-            x, gamma.flatten(), before, out, kept, x.stride(1), x.stride(2), T, Y, X, C,
-            LEAD=lead, HAS_EARLIER=earlier is not None, KEEPS=keep, ROWS=rows, WIDTH=width, num_warps=4,
+            x, x if bias is None else bias, gamma.flatten(), before, out, kept, x.stride(1), x.stride(2), T, Y, X, C,
+            LEAD=lead, HAS_BIAS=bias is not None, HAS_EARLIER=earlier is not None, KEEPS=keep, ROWS=rows, WIDTH=width,
+            num_warps=4,
         )  # fmt: skip
     return out.movedim(-1, 1), kept.movedim(-1, 1) if keep else None
+
+
+@triton.jit
+def add_with_bias_kernel(h, rest, bias, more_bias, numbers, C, HAS_MORE: tl.constexpr, BLOCK: tl.constexpr):
+    """h = h + rest + bias (+ more_bias); numbers are in the order of memory, channels last."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists, column = at < numbers, at % C
+    total = tl.load(h + at, mask=exists).to(tl.float32) + tl.load(rest + at, mask=exists).to(tl.float32)
+    total += tl.load(bias + column, mask=exists).to(tl.float32)
+    if HAS_MORE:
+        total += tl.load(more_bias + column, mask=exists).to(tl.float32)
+    tl.store(h + at, total.to(h.dtype.element_ty), mask=exists)
+
+
+def add_with_bias(h: Tensor, rest: Tensor, bias: Tensor, more_bias: Tensor | None) -> Tensor:
+    """h + rest + the biases [C]; h and rest are [1, C, T, Y, X]. Written over h if its channels are last."""
+    rows, others = (x.movedim(1, -1).contiguous() for x in (h, rest))
+    with on_device_of(rows):
+        add_with_bias_kernel[(triton.cdiv(rows.numel(), NUMBERS),)](
+            rows, others, bias, bias if more_bias is None else more_bias, rows.numel(), rows.shape[-1],
+            HAS_MORE=more_bias is not None, BLOCK=NUMBERS, num_warps=8,
+        )  # fmt: skip
+    return rows.movedim(-1, 1)

@@ -82,7 +82,8 @@ def forecast(past: Sequence[float], now: float, order: float) -> list[float]:
 
 
 def residual_bytes(plan: Plan, tokens: int, dim: int, itemsize: int = 2) -> int:
-    """What the residuals of the larger phase take: `tokens` of all videos of one branch, in the model's dtype."""
+    """What the residuals of the larger phase take: `tokens` of all videos and context windows of one branch, in the
+    model's dtype."""
     slots = [sum(residual_program(phase, branch).slots for branch in BOTH) for phase in plan.phases]
     return max(slots) * tokens * dim * itemsize
 
@@ -145,7 +146,7 @@ class Residuals:
 class ResidualCache:
     """The runner of one phase that keeps what the blocks add, or adds it in their place.
 
-    Every branch has a state of its own, below a runner that shards the tokens that of a shard.
+    Every branch has a state of its own for each context window, below a runner that shards the tokens that of a shard.
     """
 
     name: ClassVar[str] = "residual cache"
@@ -153,17 +154,25 @@ class ResidualCache:
 
     def __init__(self, programs: Mapping[Branch, Program]) -> None:
         self.programs = programs
-        self.branches: dict[Branch, Residuals] = {b: Residuals(program) for b, program in programs.items()}
+        self.kept: dict[tuple[Branch, int], Residuals] = {}  # by branch and context window
 
     @property
     def buffers(self) -> dict[Branch, Tensor]:
-        """[S, B, L, C] of every branch that has stored something."""
-        return {branch: kept.buffer for branch, kept in self.branches.items() if kept.buffer is not None}
+        """[S, B, L, C] of every branch that has stored something, of the first context window."""
+        first: dict[Branch, Tensor | None] = {b: kept.buffer for (b, window), kept in self.kept.items() if not window}
+        return {branch: buffer for branch, buffer in first.items() if buffer is not None}
+
+    def of(self, branch: Branch, window: int) -> Residuals:
+        """What a branch keeps of a context window."""
+        if (branch, window) not in self.kept:
+            self.kept[branch, window] = Residuals(self.programs[branch])
+        return self.kept[branch, window]
 
     def __call__(self, inputs: BlockInputs, inner: Run) -> Tensor:
         """Tokens [N * B, L, C] after all blocks."""
         step, branches, tokens = inputs.info.step, cast("tuple[Branch, ...]", inputs.info.branches), inputs.tokens
-        parts = list(zip((self.branches[branch] for branch in branches), tokens.chunk(len(branches)), strict=True))
+        states = [self.of(branch, inputs.info.window) for branch in branches]
+        parts = list(zip(states, tokens.chunk(len(branches)), strict=True))
         if inputs.info.skip:
             return joined([kept.reused(step, part) for kept, part in parts])
         slots = keep_before(parts, step)

@@ -15,6 +15,7 @@ from wan_core.sampling.cache.guidance import schedule_guidance
 from wan_core.sampling.cache.magcache import skip_magcache
 from wan_core.sampling.cache.pattern import pattern_words, skip_pattern
 from wan_core.sampling.cache.taylorseer import skip_taylorseer
+from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.cutting import cut_plan, without_lost_sources
 from wan_core.sampling.plan import Plan
 from wan_core.sampling.sparsity.budgets import find_keeps
@@ -103,6 +104,7 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         named = f"the name of {distilled} or of its folder says that it is step-distilled; rename it to override"
         note = f"{name} is off: {named if distilled else too_few}"
         return replace(plan, unskipped=full, notes=(*plan.notes, note))
+    check_still(plan, name)
     if options.magcache:
         if curve is None:
             raise OptionError(

@@ -105,7 +105,7 @@ class SparseTiles:
             pooled=self.options.pooled,
             slope=self.options.slope,
             step=len(self.computed),
-            branches=info.branches,
+            branches=(info.branches, info.window),
             reuse=self.options.reuse,
             routes=self.routes,
             observe=self.observe,
@@ -201,7 +201,7 @@ def sparse_attention(
         return
     patch = model.config.patch_size
     rows, columns = smaller((latents[1], latents[2]), phase[0].scale, patch[1:])
-    grid = latents[0] // patch[0], rows // patch[1], columns // patch[2]
+    grid = max(plan.window_sizes(latents[0])) // patch[0], rows // patch[1], columns // patch[2]
     keeps = dict(plan.keeps).get(phase[0].expert) if plan.sparse.budgets else None
     with in_tiles(model, SparseTiles(model, plan.sparse, keeps, grid, image=image)):
         yield

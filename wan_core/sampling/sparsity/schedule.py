@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from wan_core.config import SPARSE_KERNELS, SPARSE_SCORES, OptionError, SparseOptions
 from wan_core.models.wan.config import DiTConfig
+from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.plan import Expert, Plan, Step
 from wan_core.sampling.stages import smaller
 
@@ -47,6 +48,8 @@ def sparsify(
     """
     if options is None or options.sparsity == 0:
         return plan
+    if options.reuse > 1:
+        check_still(plan, "a selection of blocks that several steps use")
     sparsities = step_sparsities(options, len(plan.steps))
     steps = tuple(replace(step, sparsity=at_scale(sparsities[step.index], step.scale)) for step in plan.steps)
     dense = sparsities.count(0.0)

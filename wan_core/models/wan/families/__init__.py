@@ -71,6 +71,16 @@ def check_stages(task: Task) -> None:
         )
 
 
+def check_windows(task: Task) -> None:
+    """Raise OptionError where a forward of a task cannot see some of the frames alone."""
+    if not family_of(task).context_windows:
+        able = ", ".join(family.name for family in FAMILIES.values() if family.context_windows)
+        raise OptionError(
+            f"{task.name} takes inputs that are not cut into context windows: leave the windows out; they are for "
+            f"models of the family {able}"
+        )
+
+
 def choose_task(dit: DiTConfig, clues: Clues | None = None) -> Choice:
     """The task that a transformer of this architecture was trained for. Raises OptionError."""
     return family_of(dit).choose(dit, clues or Clues())

@@ -140,6 +140,8 @@ class Family:
     why_not_sparse: why a task cannot have sparse attention; "": it can.
     stages: whether steps may run at a smaller size: nothing that has a size reaches its models but latents, and the
     fields `concat` and `known` of `Conditioning`.
+    context_windows: whether a forward may see some of the frames alone: nothing that has frames reaches its models but
+    latents, and the fields `concat` and `known` of `Conditioning`.
     prepared_bytes(dit, latents, itemsize): of what is prepared beside text, for latents [B, C, T, Y, X].
     clips: how a long video is cut into clips; None: it is made in one.
     media: which videos and pictures drive it; None: none do.
@@ -169,6 +171,7 @@ class Family:
     strength_key: str = ""
     why_not_sparse: Callable[[Task], str] = lambda _: ""
     stages: bool = False
+    context_windows: bool = False
     prepared_bytes: Callable[[DiTConfig, tuple[int, ...], int], int] = lambda *_: 0
     constants: re.Pattern[str] | None = None
     assembled: Callable[[Shapes], Mapping[str, Assembled]] = lambda _: {}

@@ -47,6 +47,7 @@ WAN = Family(
     conditioning_keys=frozenset({"concat_latent_image", "concat_mask", "clip_vision_output"}),
     read_conditioning=function_of("wan.inputs", "read_conditioning"),
     stages=True,
+    context_windows=True,
     clips=ClipRules(overlaps=(1, 5, 9, 13)),
     clip_inputs=function_of("wan.inputs", "clip_inputs"),
 )

@@ -1,0 +1,109 @@
+"""Context windows on a model: each forward sees some frames of a long video."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from comfy_api.latest import io, ui
+
+from wan_core.config import FUSE_METHODS, WINDOW_SCHEDULES, OptionError, WindowOptions
+
+from .schema import ADVANCED, newer
+from .sockets import MODEL, ModelSocket
+
+
+class WanCoreContextWindows(io.ComfyNode):
+    """Windows of a long video, fused in every step."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanCoreContextWindows",
+            display_name="WanCore Context Windows",
+            category="WanCore",
+            **newer("WanCoreContextWindows"),
+            description="Makes a video longer than the model was trained for: each forward sees a window of it, and "
+            "the windows are fused in every step. For text to video and image to video.",
+            inputs=[
+                MODEL.Input("model", tooltip="From the WanCore Model Loader or WanCore LoRA."),
+                io.Int.Input(
+                    "length",
+                    default=81,
+                    min=1,
+                    max=100001,
+                    step=4,
+                    tooltip="Frames that a forward sees, a multiple of 4 plus 1. A video that is not longer runs as "
+                    "without this node.",
+                ),
+                io.Int.Input(
+                    "overlap",
+                    default=28,
+                    min=0,
+                    max=100000,
+                    tooltip="Frames that neighbouring windows share, counted in whole latent frames of 4. More makes "
+                    "smoother changes and takes more windows.",
+                ),
+                io.Combo.Input(
+                    "schedule",
+                    options=list(WINDOW_SCHEDULES),
+                    default="standard_uniform",
+                    tooltip="Where the windows are. standard_static: the same in every step, as step caches need. "
+                    "standard_uniform: moved from step to step. looped_uniform: also past the end, on to the first "
+                    "frames. batched: one after the other, without overlap.",
+                ),
+                io.Combo.Input(
+                    "fuse",
+                    options=list(FUSE_METHODS),
+                    default="pyramid",
+                    tooltip="How much each window counts where several overlap. pyramid and relative: most in its "
+                    "middle. flat: all the same. overlap-linear: falling within the overlap alone.",
+                ),
+                io.Boolean.Input(
+                    "freenoise",
+                    **ADVANCED,
+                    default=True,
+                    tooltip="Later frames begin with the noise of earlier ones in another order, so that windows fit "
+                    "together better.",
+                ),
+                io.Boolean.Input(
+                    "retain_first_frame",
+                    **ADVANCED,
+                    default=False,
+                    tooltip="For image to video: every window sees the first frame's image in its first place.",
+                ),
+                io.Boolean.Input(
+                    "closed_loop",
+                    **ADVANCED,
+                    default=False,
+                    tooltip="For looped_uniform: a window also joins the last frame to the first.",
+                ),
+            ],
+            outputs=[
+                MODEL.Output("model_out", display_name="model", tooltip="For the WanCore Sampler and the Plan Preview.")
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: ModelSocket,
+        length: int,
+        overlap: int,
+        schedule: str,
+        fuse: str,
+        freenoise: bool = True,
+        retain_first_frame: bool = False,
+        closed_loop: bool = False,
+    ) -> io.NodeOutput:
+        if length % 4 != 1:
+            raise OptionError(f"length {length} given; a window has a multiple of 4 plus 1 frames (81)")
+        windows = WindowOptions(
+            length=(length - 1) // 4 + 1,
+            overlap=overlap // 4,
+            schedule=schedule,
+            fuse=fuse,
+            freenoise=freenoise,
+            retain_first=retain_first_frame,
+            closed_loop=closed_loop,
+        )
+        return io.NodeOutput(replace(model, windows=windows), ui=ui.PreviewText(windows.words()))

@@ -1,0 +1,46 @@
+"""Context windows against ComfyUI's own: tiny models of its classes, its sampler and its node, on the CPU.
+
+`native_windows.py` runs in ComfyUI's Python, once for all of these tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.comfyui import QUIET, find_newer_comfyui, python_of
+from tests.nodes.native_windows import CASES
+
+pytestmark = pytest.mark.comfy
+SCRIPT = Path(__file__).with_name("native_windows.py")
+ALONE = "t2v one window"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    checkout = find_newer_comfyui()
+    done = subprocess.run([python_of(checkout), str(SCRIPT), str(checkout)], capture_output=True, text=True,
+                          env={**os.environ, **QUIET}, timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != ALONE])
+def test_latents_are_those_of_comfyuis_sampler(found: dict[str, Any], name: str) -> None:
+    run = found["runs"][name]
+    assert run["error"] <= 2e-6 < 1e-3 < run["changes"] and run["windows"][0] > 1
+    assert run["moves"] == ("uniform" in name or "looped" in name)
+
+
+def test_one_window_changes_nothing(found: dict[str, Any]) -> None:
+    run = found["runs"][ALONE]
+    assert run["error"] <= 2e-6 and run["changes"] == 0 and run["windows"] == [0]
+
+
+def test_windows_and_weights_of_every_size(found: dict[str, Any]) -> None:
+    assert found["different"] == 0
