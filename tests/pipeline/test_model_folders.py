@@ -94,7 +94,8 @@ def test_repositories_are_never_downloaded(name: str, tmp_path: Path, monkeypatc
 def test_names_that_are_nearly_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert str(no_folder("Wan-AI/Wan2.2-T2V-14B")).endswith("did you mean Wan-AI/Wan2.2-T2V-A14B?")
-    assert "--include" in str(no_folder("QuantStack/Wan2.2-T2V-A14B-GGUF"))
+    gguf = str(no_folder("QuantStack/Wan2.2-T2V-A14B-GGUF"))
+    assert "--include" in gguf and "did you mean" not in gguf  # a repository of its own, no misspelling
     (tmp_path / "my-models").mkdir()
     assert "did you mean my-models?" in str(no_folder("my-model"))
     assert "download" not in str(no_folder(str(tmp_path / "nothing")))
@@ -109,7 +110,7 @@ def test_inspect_and_plan_of_folders(tmp_path: Path, capsys) -> None:
         (tmp_path / "release").mkdir(exist_ok=True)
         shutil.copy(TINY / f"{source}.safetensors", tmp_path / "release" / f"{name}.safetensors")
     assert main(["inspect", str(tmp_path / "release")]) == 1  # without a VAE
-    assert "problem: no vae given or found" in capsys.readouterr().out
+    assert "problem: no VAE given or found" in capsys.readouterr().out
     shutil.copy(TINY / "vae.safetensors", tmp_path / "release" / "vae.safetensors")
     assert main(["inspect", str(tmp_path / "release")]) == 0
     lines = capsys.readouterr().out.splitlines()

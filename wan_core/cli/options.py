@@ -238,7 +238,12 @@ def add_clip_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, 
 
 def seed_of(text: str) -> int | str:
     """A number, or `RANDOM_SEED`, which is drawn for each run."""
-    return RANDOM_SEED if text == RANDOM_SEED else int(text)
+    if text == RANDOM_SEED:
+        return text
+    try:
+        return int(text)
+    except ValueError as fault:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor {RANDOM_SEED}") from fault
 
 
 def _nag(text: str) -> NagOptions:

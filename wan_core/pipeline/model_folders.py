@@ -77,7 +77,7 @@ def no_folder(model: str) -> OptionError:
     return OptionError(
         f"{model} is not a folder here, and nothing is downloaded by itself. `hf download {name} --local-dir {folder}` "
         f"downloads it from Hugging Face{several}; then give --model {folder}"
-        + ("" if known else meant_hint(model, RELEASES))
+        + (meant_hint(model, RELEASES) if known is None and model.lower().startswith("wan") else "")
     )
 
 

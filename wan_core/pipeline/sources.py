@@ -49,6 +49,7 @@ TINY_FILES = {  # task -> files of its parts beside text encoder and VAE
 }
 PARTS = ("high", "low", "text_encoder", "vae", "clip_vision")
 HEARS = "audio_encoder"
+CALLED = {"high": "transformer", "text_encoder": "text encoder", "vae": "VAE"}  # in messages
 RANDOM = {task.name: (task.full_size, task.vae) for task in TASKS.values() if task.full_size is not None}
 
 
@@ -126,7 +127,8 @@ def task_of(options: LoadOptions, found: Mapping[str, Part], image: bool) -> tup
         task, why = choose_task(dit, clues_of(found["high"], alone="low" not in found))
     if task.in_channels != dit.in_channels:
         raise OptionError(
-            f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}"
+            f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}: "
+            "give files of that task, or leave the task out"
         )
     check_features(task, dit, found["high"].source)
     if task.two_experts and "low" not in found:
@@ -213,9 +215,8 @@ def resolve_paths(options: LoadOptions, image: bool, transformers_only: bool = F
     missing = [part for part in needed if part not in paths]
     if missing:
         flags = ", ".join("--" + part.replace("_", "-") for part in missing)
-        raise OptionError(
-            f"no {' and no '.join(missing)} given or found in {options.model or 'the options'}: add {flags}"
-        )
+        where = "given" if options.model is None else f"given or found in {options.model}"
+        raise OptionError(f"no {' and no '.join(CALLED.get(part, part) for part in missing)} {where}: add {flags}")
     return paths
 
 

@@ -117,7 +117,7 @@ FLASH4 = Library(
     "flash-attn-4",
     "flash_attn.cute",
     "flash_attn_func",
-    "pip install --pre flash-attn-4, or 'wancore[attention]'",
+    "pip install --pre flash-attn-4",
     before=set_flash_attention_cache,
 )
 FLASH3 = Library(
@@ -130,14 +130,12 @@ FLASH2 = Library(
     "flash-attn", "flash_attn.flash_attn_interface", "flash_attn_func", "pip install --no-build-isolation flash-attn"
 )
 SAGE = Library("sageattention", "sageattention", "sageattn", "see github.com/thu-ml/SageAttention")
-CUDNN_FRONTEND = Library(
-    "nvidia-cudnn-frontend", "cudnn", "pygraph.sdpa_fp8", "pip install nvidia-cudnn-frontend, or 'wancore[attention]'"
-)
+CUDNN_FRONTEND = Library("nvidia-cudnn-frontend", "cudnn", "pygraph.sdpa_fp8", "pip install nvidia-cudnn-frontend")
 TRANSFORMER_ENGINE = Library(
     "transformer-engine",
     "transformer_engine.pytorch.cpp_extensions.fused_attn",
     "fused_attn_fwd",
-    "pip install --no-build-isolation 'wancore[te]'",
+    "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     before=load_torchs_cudnn,
 )
 
