@@ -103,7 +103,12 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     found = {name: recognise(path, kinds[name], loaders[name], family) for name, path in paths.items()}
     task, why = task_of(options, found, image)
     if task.image_dim is not None:
-        found["clip_vision"] = recognise_vision(clip_vision, task)
+        if clip_vision is None:
+            raise OptionError(
+                f"{task.name} needs a CLIP vision encoder for the image: add --clip-vision FILE, "
+                "clip_vision_h.safetensors or models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
+            )
+        found["clip_vision"] = recognise_vision(clip_vision)
     elif options.clip_vision is not None:
         raise OptionError(f"{task.name} takes no CLIP features of an image: leave --clip-vision out")
     if options.audio_encoder is None and family_of(task).hears is None:
@@ -132,13 +137,8 @@ def task_of(options: LoadOptions, found: Mapping[str, Part], image: bool) -> tup
     return task, why
 
 
-def recognise_vision(path: Path | None, task: Task) -> Part:
-    """The CLIP vision encoder in `path`. Raises OptionError for None, CheckpointError for a file of another kind."""
-    if path is None:
-        raise OptionError(
-            f"{task.name} needs a CLIP vision encoder for the image: add --clip-vision FILE, "
-            "clip_vision_h.safetensors or models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
-        )
+def recognise_vision(path: Path) -> Part:
+    """The CLIP vision encoder in `path`. Raises CheckpointError for a file of another kind."""
     checkpoint, found = find_vision_file(path)
     infos = [checkpoint.tensors[theirs] for theirs, _ in found.names.values()]
 
@@ -149,14 +149,17 @@ def recognise_vision(path: Path | None, task: Task) -> Part:
         loras: Merge | None = None,
         share: Share | None = None,
     ) -> nn.Module:
-        # Half precision is float16 here, as it is stored and as the reference computes.
-        half = torch.float16 if dtype == torch.bfloat16 else dtype
-        return load_vision(checkpoint if share is None else share(checkpoint), device=device, dtype=half)
+        return load_vision(checkpoint if share is None else share(checkpoint), device=device, dtype=vision_dtype(dtype))
 
     parameters = sum(p.numel() for p in empty_module(found.config).parameters())
     stored = max(infos, key=lambda info: info.nbytes).dtype
     label, size = f"{checkpoint.describe()} ({found.layout})", sum(info.nbytes for info in infos)
     return Part(label, found.config, stored, parameters, load, path=path, stored_bytes=size)
+
+
+def vision_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precision of a CLIP vision encoder is float16, as it is stored and as the reference computes."""
+    return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
 def check_features(task: Task, dit: DiTConfig, source: str) -> None:
