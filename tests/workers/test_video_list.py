@@ -241,7 +241,7 @@ def test_another_picture_under_the_same_name_is_another_video(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.slow
 def test_a_rank_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two makers of a rank each, one killed midway: all videos are there, none twice, and each is that of one rank. That
+    """Two makers of a rank each, one killed midway: all videos are there, none twice, each as of one rank. That
     one has a process of its own as ranks have: what ran before in this one may change the last bit of a product."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     count = 6
