@@ -15,7 +15,9 @@ from parallel_checks import CAPTION, ranks_of
 from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions, StageOptions
 from wan_core.ops.attention.sparse.forward import SparseForward
 from wan_core.parallel import sequence
+from wan_core.parallel.vae import Strip
 from wan_core.pipeline import builder, first_use
+from wan_core.pipeline.images import decode_latents
 from wan_core.pipeline.pipeline import Pipeline
 
 LASTS = 0.1  # seconds that preparing takes at least
@@ -53,24 +55,25 @@ class Watch:
 
 
 def first_use_of(
-    mesh: str, folder: str, *, prepare: bool = True, fails: bool = False, **options: Any
+    mesh: str, folder: str, *, prepare: bool = True, fails: bool = False, decode: bool = False, **options: Any
 ) -> dict[str, Any]:
     """A run of the embedded model on ranks that prepare kernels as on GPUs: its latents, its notes, and what `Watch`
     saw. fails: preparing raises in the middle."""
     skip = SkipOptions(sparse=SparseOptions(sparsity=0.5, ramp=0), stages=(StageOptions(scale=0.5, low=0.95),))
     request, watch = Request(prompt=CAPTION, steps=4, seed=3, skip=skip), Watch()
-    rehearse = first_use.rehearse
+    forwards = first_use.forward_each_kind
 
     def work(*given: Any) -> None:
-        rehearse(*given)
+        forwards(*given)
         if fails:
             raise RuntimeError("this card is too old")
 
     changed = [
         mock.patch.object(first_use, "prepares", return_value=prepare),
-        mock.patch.object(first_use, "rehearse", watch.timed("prepare", work, LASTS)),
+        mock.patch.object(first_use, "forward_each_kind", watch.timed("prepare", work, LASTS)),
         mock.patch.object(builder, "load_parts", watch.timed("load", builder.load_parts)),
         mock.patch.object(sequence, "heads_for_tokens", watch.seen("dense", sequence.heads_for_tokens, 0)),
+        mock.patch.object(Strip, "widen", watch.seen("vae", Strip.widen, 1)),
         mock.patch.object(SparseForward, "route", watch.seen("sparse", SparseForward.route, 3)),
         mock.patch.dict("os.environ", {"WANCORE_CACHE": folder}),
     ]
@@ -84,4 +87,6 @@ def first_use_of(
         pipe.models.wait_for_kernels(pipe.report)
         watch.begun["sample"] = time.monotonic()
         latents = pipe.sample(job, conditioning)
+        if decode:
+            decode_latents(pipe.models.vae(), latents, pipe.report)
     return {"latents": latents, "notes": pipe.report.notes, **vars(watch), "main": None}

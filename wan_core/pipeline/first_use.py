@@ -21,12 +21,15 @@ import torch
 
 from wan_core.checkpoint.turns import short_turns
 from wan_core.config.compile_cache import one_goes_first
-from wan_core.execution.optimize import begin_run, optimize
+from wan_core.execution.optimize import begin_run, optimize, optimize_vae
 from wan_core.execution.report import Report
+from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.wan.config import IMAGE_TOKENS
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import ForwardInfo
 from wan_core.ops.attention.registry import AttentionError
+from wan_core.ops.attention.sparse.kernels import SMALL, resolve_kernel
+from wan_core.ops.kernels import fused
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import is_packed
@@ -34,7 +37,7 @@ from wan_core.pipeline.settings import ModelSettings, PartToLoad
 from wan_core.pipeline.sources import random_part
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.denoise import nag_numbers
-from wan_core.sampling.plan import Step
+from wan_core.sampling.plan import Plan, Step
 from wan_core.sampling.sparsity.run import sparse_attention
 from wan_core.sampling.stages import smaller
 
@@ -45,11 +48,10 @@ FAULTS = (AttentionError, OSError, RuntimeError, ValueError, ImportError, Attrib
 
 
 class FirstUse:
-    """`work` in a thread of its own, for which its caller can wait. name: what it compiles, the same for all processes
-    that compile the same."""
+    """`work` in a thread of its own, for which its caller can wait."""
 
-    def __init__(self, name: str, work: Callable[[], object], device: torch.device) -> None:
-        self.name, self.work, self.device = name, work, device
+    def __init__(self, work: Callable[[], object], device: torch.device) -> None:
+        self.work, self.device = work, device
         self.seconds, self.fault = 0.0, ""
         self.told = False
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -71,7 +73,7 @@ class FirstUse:
         # A new thread's current device is the first GPU, whatever its creator's is.
         here = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         try:
-            with short_turns(), here, one_goes_first(self.name):
+            with short_turns(), here:
                 self.work()
         except FAULTS as fault:
             self.fault = (str(fault).splitlines() or [type(fault).__name__])[0]
@@ -84,10 +86,10 @@ def begin_first_use(settings: ModelSettings, workload: Workload | None, ranks: R
     to prepare."""
     if not prepares(settings):
         return None
+    device = settings.device
     if workload is None:
-        return FirstUse(first_use_name(settings), lambda: load_kernels(settings, settings.device), settings.device)
-    name = first_use_name(settings, workload, ranks)
-    return FirstUse(name, lambda: rehearse(settings, workload, ranks), settings.device)
+        return FirstUse(lambda: load_kernels(settings, device), device)
+    return FirstUse(lambda: rehearse(settings, workload, ranks), device)
 
 
 def prepares(settings: ModelSettings) -> bool:
@@ -95,14 +97,13 @@ def prepares(settings: ModelSettings) -> bool:
     return settings.device.type == "cuda" and settings.compile == "off"
 
 
-def first_use_name(settings: ModelSettings, workload: Workload | None = None, ranks: RankMesh | None = None) -> str:
+def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> str:
     """What the compiled code depends on. Of the number of tokens that is whether 16 divide it."""
     card = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "cpu"
-    words = [torch.__version__, card, str(settings.found.dit), settings.precision, settings.attention]
-    if workload is not None and ranks is not None:
-        tokens, plan = settings.found.dit.tokens(*workload.latent_shape[2:]), workload.plan
-        words += [str(ranks.mesh), str(tokens % 16), str(plan.sparse), str(sorted({step.scale for step in plan.steps}))]
-    return ", ".join(words)
+    tokens, plan = settings.found.dit.tokens(*workload.latent_shape[2:]), workload.plan
+    words = [torch.__version__, card, settings.found.dit, settings.precision, settings.attention]
+    words += [ranks.mesh, tokens % 16, plan.sparse, sorted({step.scale for step in plan.steps})]
+    return ", ".join(map(str, words))
 
 
 @torch.no_grad()
@@ -122,12 +123,46 @@ def rehearse(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> No
     """Each kind of step of `workload` once, as this rank will run it, with few blocks of random weights and without the
     other ranks. Kernels are compiled anew for some sizes, so a shard has its own. Nothing of it stays."""
     plan = workload.plan
+    load_libraries(settings, plan)  # each process has to import them: nobody waits for that
     count = 1 if plan.sparse is None else min(settings.found.dit.num_layers, plan.sparse.dense_layers + 1)
     shared = ranks.apart() if ranks.sequence.size > 1 else None
     model = random_blocks(settings, settings.device, count, shared)
     split = ranks.cfg.size > 1 or ranks.layers.size > 1
     workload = replace(workload, batched=workload.batched and not split)
-    forward_each_kind(model, workload, plan.steps, settings.device)
+    with one_goes_first(compiled_name(settings, workload, ranks)):
+        known = model.config.out_channels == 48 and workload.image
+        forward_each_kind(model, workload, plan.steps, settings.device, known=known)
+    del model
+    if "vae" in settings.parts:
+        rehearse_vae(settings, workload, ranks.apart())
+
+
+@torch.no_grad()
+def rehearse_vae(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> None:
+    """Decode the beginning of a video of `workload` as this rank will, in its strip of the picture: every piece has the
+    size of the first, the second or the last. If there is an image, encode as much too."""
+    part, device = settings.parts["vae"], settings.device
+    config = settings.found.vae
+    vae = optimize_vae(cast(VideoVAE, PartToLoad(random_part(config, 0), part.dtype).load(device)), device, ranks)
+    chunk = 1 if vae.strips is None else vae.strips.chunk
+    _, C, T, Y, X = workload.latent_shape
+    T = min(T, 2 * chunk + (T % chunk or chunk))
+    for _ in vae.decode_stream(torch.zeros(1, C, T, Y, X, device=device), chunk=chunk):
+        pass
+    if workload.image:
+        F, scale = config.temporal_stride * (T - 1) + 1, config.spatial_stride
+        vae.encode(torch.zeros(1, 3, F, Y * scale, X * scale, device=device), chunk=1)
+
+
+def load_libraries(settings: ModelSettings, plan: Plan) -> None:
+    """Import the libraries of kernels and attention, and what they load at their first call."""
+    device, dtype, dim = settings.device, settings.dtype, settings.found.dit.head_dim
+    fused.why_not(device)
+    tokens = torch.zeros(1, 256, 2, dim, dtype=dtype, device=device)
+    settings.attend(tokens, tokens, tokens)
+    if plan.sparse is not None:
+        fp8, counts = settings.attend.takes_fp8, plan.sparse.mass is not None
+        resolve_kernel(plan.sparse.kernel, device, dtype, dim, SMALL, fp8=fp8, counts=counts).load()
 
 
 def random_blocks(settings: ModelSettings, device: torch.device, count: int, ranks: RankMesh | None = None) -> WanModel:
