@@ -63,8 +63,8 @@ def first_use_of(
     request, watch = Request(prompt=CAPTION, steps=4, seed=3, skip=skip), Watch()
     forwards = first_use.forward_each_kind
 
-    def work(*given: Any) -> None:
-        forwards(*given)
+    def work(*given: Any, **named: Any) -> None:
+        forwards(*given, **named)
         if fails:
             raise RuntimeError("this card is too old")
 

@@ -52,7 +52,7 @@ class FirstUse:
 
     def __init__(self, work: Callable[[], object], device: torch.device) -> None:
         self.work, self.device = work, device
-        self.seconds, self.fault = 0.0, ""
+        self.seconds, self.fault = 0.0, "an unexpected error, see above"
         self.told = False
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -75,6 +75,7 @@ class FirstUse:
         try:
             with short_turns(), here:
                 self.work()
+            self.fault = ""
         except FAULTS as fault:
             self.fault = (str(fault).splitlines() or [type(fault).__name__])[0]
             log.info("WanCore could not prepare kernels before they are needed: %s", fault)
