@@ -390,6 +390,12 @@ def test_weights_of_vace_blocks_are_sharded_too(ranks, tmp_path):
         assert error < ROUNDING and kept == []
 
 
+@pytest.mark.parametrize("mesh", ["1x1x2", "2x1x2"])
+def test_experts_that_are_read_at_once_are_those_of_the_files(ranks, mesh):
+    for changed in ranks.ask("staged_together", mesh=mesh):
+        assert changed == []
+
+
 @pytest.mark.parametrize("in_order", [True, False])
 def test_threads_that_load_work_on_the_device_of_the_rank(monkeypatch, in_order):
     """A new thread's current device is the first GPU: what is launched or drawn without naming one would go there."""

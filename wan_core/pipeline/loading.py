@@ -45,13 +45,10 @@ def _at_once(names: Sequence[str], load: Load, device: torch.device) -> dict[str
 
 def _in_order(names: Sequence[str], load: Load, device: torch.device) -> dict[str, nn.Module]:
     """One rank alone reads the text encoder: it waits for no turn."""
-    before, ends = {}, {}
-    last = Event()
-    last.set()
-    for name in names:
-        before[name] = last
-        if name != "text_encoder":
-            last = ends[name] = Event()
+    free = Event()
+    free.set()
+    ends = {name: Event() for name in names if name != "text_encoder"}
+    before = {"text_encoder": free} | dict(zip(ends, [free, *ends.values()], strict=False))
 
     def load_and_end(name: str) -> nn.Module:
         loaded = load(name)
