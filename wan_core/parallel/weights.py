@@ -32,7 +32,6 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "g
 
     def gather(whole: Tensor, own: Tensor) -> None:
         turn()
-        turn()
         all_gather(whole, own, host)
 
     readers = Readers(host.size, host.index, ranks.device, SMALL, gather)
