@@ -55,7 +55,14 @@ class Watch:
 
 
 def first_use_of(
-    mesh: str, folder: str, *, prepare: bool = True, fails: bool = False, decode: bool = False, **options: Any
+    mesh: str,
+    folder: str,
+    *,
+    prepare: bool = True,
+    fails: bool = False,
+    decode: bool = False,
+    device: str = "cpu",
+    **options: Any,
 ) -> dict[str, Any]:
     """A run of the embedded model on ranks that prepare kernels as on GPUs: its latents, its notes, and what `Watch`
     saw. fails: preparing raises in the middle."""
@@ -80,8 +87,8 @@ def first_use_of(
     with ExitStack() as stack:
         for change in changed:
             stack.enter_context(change)
-        given = LoadOptions(**{"model": "tiny", "device": "cpu", **options})
-        pipe = Pipeline.load(given, request=request, ranks=ranks_of(mesh))
+        given = LoadOptions(**{"model": "tiny", "device": device, **options})
+        pipe = Pipeline.load(given, request=request, ranks=ranks_of(mesh, device))
         job = pipe.prepare(request)
         conditioning = pipe.encode(job)
         pipe.models.wait_for_kernels(pipe.report)
