@@ -20,16 +20,18 @@ DEMO   := out/demo.mp4
 # whether the caption came true: colour, shape and motion, measured in the frames of the file that was written
 DEMO_CHECK = $(BIN)/python -m wan_core check "$(DEMO)" --prompt "$(PROMPT)"
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test documented check format bench plots clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo    generate $(DEMO) with the embedded model and check that its caption came true"
-	@echo "make test    make check, then the test suite"
-	@echo "make check   lint, format, types, import directions"
-	@echo "make format  let ruff mend what it can"
-	@echo "make bench   measure on this machine; writes benchmarks/results/"
-	@echo "make clean   remove .venv, caches and out/"
+	@echo "make demo        generate $(DEMO) with the embedded model and check that its caption came true"
+	@echo "make test        make check, then the test suite"
+	@echo "make documented  run the commands of the README and the docs on tiny stand-ins of the weights"
+	@echo "make check       lint, format, types, import directions"
+	@echo "make format      let ruff mend what it can"
+	@echo "make bench       measure on this machine; writes benchmarks/results/"
+	@echo "make plots       draw the plots of docs/images from benchmarks/results"
+	@echo "make clean       remove .venv, caches and out/"
 
 demo: .venv/.runtime
 	@mkdir -p $(dir $(DEMO))
@@ -39,6 +41,9 @@ demo: .venv/.runtime
 
 test: check
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+documented: .venv/.test
+	$(BIN)/python -m pytest -q -m documented tests/tools tests/nodes
 
 check: .venv/.test
 	$(BIN)/ruff check
@@ -53,6 +58,9 @@ format: .venv/.test
 
 bench: .venv/.runtime
 	$(BIN)/python -m benchmarks $(BENCH_ARGS) --out benchmarks/results
+
+plots: .venv/.test
+	$(BIN)/python -m tools.plots
 
 clean:
 	rm -rf .venv out .pytest_cache .ruff_cache .hypothesis

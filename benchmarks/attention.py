@@ -5,9 +5,9 @@ kernels   time of each backend and of FlexAttention, all heads; `ratio` is over 
           that have a mean (`offset`); with four channels of q and k 12 times larger (`outliers`); with a few keys that
           every query looks at (`sinks`); on q, k and v like those of video models (`structured`, a smaller video); and
           on the embedded model's (`embedded`, the mean of some layers and steps)
-tune      our own kernels with every tile that fits the card, in bf16, INT8, and INT8 with FP8 values: the fastest of
-          each belongs into `wan_core/ops/kernels/attention_tiles.py`, and stands in the result as `best`.
-          `--setting 8bit`: only that kind
+tune      our own kernels with every tile that fits the card, in bf16 and INT8: the fastest of each belongs into
+          `wan_core/ops/kernels/attention_tiles.py`, and stands in the result as `best`. `--setting int8`: only that
+          kind
 rounding  which rounding makes the error of 8-bit attention, on the same kinds of data and, with --model tiny or the
           folder of a release, on that model's own q, k and v (see `benchmarks.attention_rounding`)
 
@@ -113,7 +113,7 @@ def timed(attend: Attend, data: Data, checked: dict[str, list[Data]], runs: int)
 
 def tune_rows(size: str, data: Data, runs: int, details: dict[str, Any], kinds: Sequence[str] = TUNED) -> Iterator[Row]:
     device, dim = data[0].device, data[0].shape[-1]
-    backends: dict[Kind, str] = {"bf16": "triton", "int8": "triton-int8", "8bit": "triton-8bit"}
+    backends: dict[Kind, str] = {"bf16": "triton", "int8": "triton-int8"}
     for kind, backend in ((kind, name) for kind, name in backends.items() if kind in kinds):
         reason = BACKENDS[backend].why_not(device, data[0].dtype, dim)
         found: dict[str, float] = {}
@@ -130,14 +130,11 @@ def tune_rows(size: str, data: Data, runs: int, details: dict[str, Any], kinds: 
 def tuned(tile: Tile, kind: Kind, data: Data, runs: int) -> Row:
     from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
 
-    from wan_core.ops.kernels import triton_8bit, triton_attention
+    from wan_core.ops.kernels import triton_attention
 
-    taken = key_mean(data[1])
-    centre = taken if kind == "int8" else None
+    centre = key_mean(data[1]) if kind == "int8" else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if kind == "8bit":
-            return triton_8bit.attention(q, k, v, taken, tile)[0]
         return triton_attention.attention(q, k, v, centre=centre, tile=tile)[0]
 
     try:

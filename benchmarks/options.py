@@ -128,7 +128,7 @@ SUITES: dict[str, Suite] = {
     "generate": Suite("a whole video by phase", ("832x480x81",), takes=("steps", "precision")),
 }
 ATTENTION_PARTS = ("kernels", "tune", "rounding")
-TUNED = ("bf16", "int8", "8bit")  # kinds of kernels that the part tune has; named in its place, only these
+TUNED = ("bf16", "int8")  # kinds of kernels that the part tune has; named in its place, only these
 EVERYDAY_PARTS = ("on", "other", "off", "t2v", "cold", "errors")
 NATIVE_PARTS = ("steps", "guided", "templates")
 TEMPLATE_PARTS = {  # a setting of native for one template; "templates": all of them

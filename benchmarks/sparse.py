@@ -248,7 +248,7 @@ def why_not_sol() -> str | None:
     try:
         import comfy_kitchen  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError, RuntimeError) as fault:
-        return f"comfy-kitchen cannot be imported ({fault}): pip install 'wancore[comfy]'"
+        return f"comfy-kitchen cannot be imported ({fault}): pip install comfy-kitchen"
     usable = getattr(comfy_kitchen, "sol_attn_is_available", lambda: False)()
     return None if usable else "this comfy-kitchen has no sol_attn for this card"
 

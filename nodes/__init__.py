@@ -30,6 +30,7 @@ from .speed import WanCoreSpeedPreset
 from .text_encoder_loader import WanCoreTextEncoderLoader
 from .vae_loader import WanCoreVAELoader
 from .video import WanCoreDecodeToVideo, WanCoreVAEDecode, WanCoreVAEEncode
+from .vision_loader import WanCoreVisionLoader
 from .windows import WanCoreContextWindows
 
 NODES: list[type[io.ComfyNode]] = [
@@ -67,6 +68,7 @@ NODES: list[type[io.ComfyNode]] = [
     WanCoreCamera,
     WanCoreSpeedPreset,
     WanCoreContextWindows,
+    WanCoreVisionLoader,
 ]
 
 

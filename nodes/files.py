@@ -12,7 +12,7 @@ from wan_core.pipeline.sources import TINY
 
 from . import host
 
-TINY_T2V, TINY_I2V = "tiny (embedded)", "tiny i2v (embedded)"
+TINY_T2V, TINY_I2V, TINY_DRIVEN = "tiny (embedded)", "tiny i2v (embedded)", "tiny animate 2 (embedded)"
 
 
 def embedded(name: str) -> dict[str, Path]:
@@ -20,7 +20,9 @@ def embedded(name: str) -> dict[str, Path]:
 
 
 def embedded_expert(expert: str) -> dict[str, Path]:
-    return {TINY_T2V: TINY / f"t2v_{expert}.safetensors", TINY_I2V: TINY / f"i2v_{expert}.safetensors"}
+    """The driven variant has one transformer."""
+    found = {TINY_T2V: TINY / f"t2v_{expert}.safetensors", TINY_I2V: TINY / f"i2v_{expert}.safetensors"}
+    return found | ({TINY_DRIVEN: TINY / "driven.safetensors"} if expert == "high" else {})
 
 
 def locate(folder: str, name: object, inside: Mapping[str, Path]) -> Path:

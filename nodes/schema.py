@@ -45,6 +45,7 @@ ALIASES = {
     "WanCoreVACE": ("wan vace", "control video", "inpainting", "outpainting", "reference to video"),
     "WanCoreCamera": ("wan camera", "fun camera", "camera poses", "cameractrl", "camera trajectory"),
     "WanCoreContextWindows": ("context windows", "long video", "wan context windows", "freenoise"),
+    "WanCoreVisionLoader": ("clip vision loader", "clip_vision_h", "wan animate", "wan i2v"),
     "WanCoreFromModel": ("wan bridge", "model to wancore", "convert model", "block swap", "wan fast"),
 }  # fmt: skip
 
@@ -54,7 +55,7 @@ SHOWS_TEXT = (
     "WanCoreModelLoader", "WanCoreTextEncoderLoader", "WanCoreVAELoader", "WanCoreLoRA", "WanCoreLauncher",
     "WanCoreSampler", "WanCoreFromModel", "WanCoreAccelerate", "WanCoreTextEncode", "WanCoreNAG", "WanCoreMagCache",
     "WanCoreTaylorSeer", "WanCoreAdaptiveCache", "WanCoreGuidanceSchedule", "WanCoreSparseAttention",
-    "WanCoreSpeedPreset", "WanCoreResolutionSchedule", "WanCoreContextWindows",
+    "WanCoreSpeedPreset", "WanCoreResolutionSchedule", "WanCoreContextWindows", "WanCoreVisionLoader",
 )  # fmt: skip
 
 

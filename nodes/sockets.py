@@ -27,6 +27,7 @@ from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.host_planning import host_room, plan_host
@@ -215,6 +216,31 @@ class TextSocket:
 
     def encode_from_tokens_scheduled(self, tokens: dict[str, str], **_: Any) -> CONDITIONING:
         return self.encode([tokens["wancore"]])[0]
+
+
+@dataclass(frozen=True)
+class VisionOutput:
+    """What ComfyUI's CLIPVisionEncode returns, as far as Wan models read it: features [B, N, C]."""
+
+    penultimate_hidden_states: Tensor
+
+
+class VisionSocket:
+    """A CLIP vision encoder on a CLIP_VISION socket. It sees pictures as the command line's does."""
+
+    def __init__(self, held: host.Held) -> None:
+        self.held = held
+
+    # What ComfyUI's CLIPVisionEncode calls.
+
+    def encode_image(self, image: Tensor, crop: bool = True) -> VisionOutput:
+        """image [B, H, W, 3] in 0..1. Raises OptionError where a part of it is to be cut off."""
+        if crop:
+            raise OptionError("Wan models see the whole picture: choose crop 'none' in CLIPVisionEncode")
+        encoder = cast(VisionEncoder, self.held.use(0))
+        pictures = 2 * image[..., :3].movedim(-1, 1).to(host.device(), torch.float32) - 1
+        with torch.no_grad():
+            return VisionOutput(host.to_intermediate(encoder(pictures)))
 
 
 class VAESocket:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from wan_core.checkpoint import CheckpointError, load_dit, open_checkpoint, staged
 from wan_core.checkpoint.save import write_safetensors
+from wan_core.ops.quant.packed import PackedLinear
+from wan_core.ops.quant.swap import Quantization
 from wan_core.parallel.weights import SMALL, shared_checkpoint
 from wan_core.pipeline.loading import load_parts
 from wan_core.pipeline.sources import TINY
@@ -77,12 +79,14 @@ def staged_weights(
     return changed, sum(read), len(threads)
 
 
-def staged_model(mesh: str, device: str = "cpu") -> list[str]:
-    """Names of parameters that are not those of a model that one rank loads."""
-    ranks, path = ranks_of(mesh, device), TINY / "t2v_high.safetensors"
+def staged_model(mesh: str, device: str = "cpu", packed: str | None = None) -> list[str]:
+    """Names of parameters that are not those of a model that one rank loads. packed: a file, as it is stored."""
+    ranks, path = ranks_of(mesh, device), packed or TINY / "t2v_high.safetensors"
+    held = None if packed is None else Quantization(PackedLinear, ranks.device)
     with staged.reading(staged.Reading(mapped=False)):
-        found = load_dit(shared_checkpoint(open_checkpoint(path), ranks), device=ranks.device).state_dict()
-    alone = load_dit(path).state_dict()
+        shared = shared_checkpoint(open_checkpoint(path), ranks)
+        found = load_dit(shared, device=ranks.device, quantization=held).state_dict()
+    alone = load_dit(path, quantization=held).state_dict()
     return [name for name, value in alone.items() if not torch.equal(bytes_of(value), bytes_of(found[name]))]
 
 

@@ -8,9 +8,66 @@ from __future__ import annotations
 
 from tools.page_form import Node, Output, Workflow
 from tools.template_workflows import NEGATIVE, TEXT_ENCODER, VAE
-from tools.workflow_parts import NARROW, STEP, WIDE, add_note, add_sampler
+from tools.workflow_parts import (
+    BELOW,
+    NARROW,
+    SIZE,
+    STEP,
+    TINY,
+    TINY_DRIVEN,
+    WIDE,
+    add_decode,
+    add_drawing,
+    add_loaders,
+    add_note,
+    add_prompt,
+    add_sampler,
+    add_video,
+)
 
 LORA = "lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors"
+
+
+def embedded_driven(flow: Workflow) -> None:
+    add_note(flow)
+    model, clip, vae = add_loaders(flow, 0, TINY)
+    flow.column("1  A video that drives", STEP, WIDE)
+    text = add_prompt(flow, clip, "a red circle moving right on a blue background")
+    size = flow.add("WanCoreEmptyLatent", **SIZE)
+    flow.column("Sampling", 2 * STEP, WIDE)
+    sampler = add_sampler(flow, model["model"], text["positive"], text["negative"], size["latent"], seed=1)
+    flow.column("Video", 3 * STEP, NARROW)
+    decode = add_decode(flow, vae, sampler)
+    add_video(flow, decode["image"], "WanCore/driving")
+
+    below = BELOW
+    flow.column("Its model", 0, WIDE, y=below)
+    driven = flow.add("WanCoreModelLoader", high=TINY_DRIVEN, low="none", space=180)
+    vision = flow.add("WanCoreVisionLoader", space=60)
+    flow.column("2  A picture that moves", -500, 460, y=below)
+    picture = add_drawing(flow, "green", "white", left=34, top=20, title="Reference")
+    seen = flow.add("CLIPVisionEncode", clip_vision=vision["clip_vision"], image=picture["IMAGE"], crop="none")
+    flow.column("What to show", STEP, WIDE, y=below)
+    silent = add_prompt(flow, clip, "")
+    first = flow.add("ImageFromBatch", image=decode["image"], batch_index=0, length=1)
+    seen_first = flow.add("CLIPVisionEncode", clip_vision=vision["clip_vision"], image=first["IMAGE"], crop="none")
+    given = flow.add(
+        "WanCoreAnimate2",
+        positive=silent["positive"],
+        negative=silent["negative"],
+        vae=vae["vae"],
+        **SIZE,
+        reference_image=picture["IMAGE"],
+        pose_video=decode["image"],
+        clip_vision_output=seen["CLIP_VISION_OUTPUT"],
+        clip_vision_output_pose=seen_first["CLIP_VISION_OUTPUT"],
+    )
+    flow.column("Sampling", 2 * STEP, WIDE, y=below)
+    again = add_sampler(flow, driven["model"], given["positive"], given["negative"], given["latent"], seed=1)
+    flow.column("Video", 3 * STEP, NARROW, y=below)
+    trimmed = flow.add("TrimVideoLatent", samples=again["latent"], trim_amount=given["trim_latent"])
+    images = flow.add("WanCoreVAEDecode", vae=vae["vae"], latent=trimmed["LATENT"], report=again["report"], space=40)
+    add_video(flow, images["image"], "WanCore/driven")
 
 
 def wan22_animate_14b(flow: Workflow) -> None:

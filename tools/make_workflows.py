@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.animate_workflows import wan22_animate_2, wan22_animate_14b
+from tools.animate_workflows import embedded_driven, wan22_animate_2, wan22_animate_14b
 from tools.control_workflows import (
     wan21_vace_first_last_frame,
     wan21_vace_inpainting,
@@ -37,8 +37,12 @@ from tools.page_form import NATIVE_SCHEMAS, ROOT, Workflow, native_schema, read_
 from tools.sound_workflows import wan22_sound_to_video
 from tools.template_workflows import wan22_5b, wan22_first_last_frame, wan22_image_to_video, wan22_text_to_video
 from tools.workflow_parts import (
+    BELOW,
     NARROW,
+    SIZE,
     STEP,
+    TINY,
+    TINY_I2V,
     WIDE,
     add_decode,
     add_decoded_video,
@@ -51,8 +55,6 @@ from tools.workflow_parts import (
 )
 
 WORKFLOWS = ROOT / "workflows"
-TINY, TINY_I2V = "tiny (embedded)", "tiny i2v (embedded)"
-SIZE = {"width": 96, "height": 96, "frames": 17}  # what the embedded model was trained at
 NATIVE = ("CLIPTextEncode", "CLIPVisionEncode", "CLIPVisionLoader", "ComfySwitchNode", "CreateVideo")
 NATIVE += (
     "EmptyHunyuanLatentVideo",
@@ -66,7 +68,6 @@ NATIVE += (
 NATIVE += ("AudioEncoderEncode", "AudioEncoderLoader", "ImageBatch", "LatentConcat", "LoadAudio")
 NATIVE += ("GetVideoComponents", "LoadVideo", "SaveVideo", "TrimVideoLatent", "VAEDecode", "WanImageToVideo")
 NATIVE += ("Canny", "ImagePadForOutpaint", "ImageToMask", "Wan22FunControlToVideo", "WanCameraImageToVideo")
-BELOW = 1320  # the second row of columns
 
 # ---------------------------------------------------------------------------------------------------------- workflows
 
@@ -309,6 +310,7 @@ DESCRIPTIONS: tuple[Callable[[Workflow], None], ...] = (
     image_to_video,
     image_to_video_wan21,
     embedded_demo,
+    embedded_driven,
     mixed_with_native_nodes,
     fewer_forwards,
     four_steps,

@@ -103,6 +103,8 @@ CHOSEN = {
         "perceptual",
         "flicker",
         "truth",
+        "look",
+        "motion",
         "seconds",
         "ratio",
     ),

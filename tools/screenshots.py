@@ -9,8 +9,9 @@ Written: workflows/<workflow>.jpg for the template browser; for those in PICTURE
 test compares that file with the schemas, so that no picture is older than its nodes.
 
 Needs `pip install playwright` and a Chromium (`--chromium PATH`, by default the `chromium` of the system). The ComfyUI
-must have this pack in custom_nodes. Checked in the page: no node is missing, every link joins the sockets that the file
-says, every value of a widget is the file's, and the prompt that the page would send is `workflows/api/<workflow>.json`.
+must have this pack in custom_nodes, run with WANCORE_ALLOW_CPU_WORKERS=1 and, in its models and input folders, have a
+file of every name that a workflow names. Checked in the page: no node is missing, every link joins the sockets that
+the file says, every value of a widget is the file's, and the prompt that the page would send is in `workflows/api`.
 ComfyUI's own nodes may have more inputs than the file, where the ComfyUI is newer.
 """
 
@@ -55,7 +56,8 @@ LOAD = """async ([workflow, name]) => {
   const prompt = await app.graphToPrompt();
   const saved = app.graph.serialize();
   return {
-    missing: app.graph.nodes.filter((n) => n.has_errors || !LiteGraph.registered_node_types[n.type]).map((n) => n.type),
+    missing: app.graph.nodes.filter((n) => !LiteGraph.registered_node_types[n.type]).map((n) => n.type),
+    refused: app.graph.nodes.filter((n) => n.has_errors).map((n) => n.type),
     links: saved.links,
     widgets: Object.fromEntries(saved.nodes.map((n) => [n.id, n.widgets_values])),
     inputs: Object.fromEntries(saved.nodes.map((n) => [n.id, (n.inputs ?? []).map((i) => [i.name, i.link ?? null])])),
@@ -95,7 +97,8 @@ RUN = """async () => {
       app.api.addEventListener(kind, () => done(kind), { once: true });
   });
   await app.queuePrompt(0, 1);
-  return await ended;
+  const refused = Object.values(app.lastNodeErrors ?? {}).flatMap((node) => node.errors.map((one) => one.details));
+  return refused.length ? "a refusal: " + refused.join("; ") : await ended;
 }"""
 
 
@@ -104,6 +107,10 @@ def check(name: str, found: dict[str, Any]) -> list[str]:
     page = json.loads((WORKFLOWS / f"{title_of(name)}.json").read_text(encoding="utf-8"))
     api = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
     wrong = [f"the page does not know {kind}" for kind in found["missing"]]
+    refused = [kind for kind in found["refused"] if kind not in found["missing"]]
+    wrong += [
+        f"{kind} has errors (is a file that it names not in ComfyUI's models or input folder?)" for kind in refused
+    ]
     if sorted(found["links"]) != sorted(page["links"]):
         wrong.append(f"links: {found['links']} instead of {page['links']}")
     for node in page["nodes"]:

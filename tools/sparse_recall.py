@@ -1,46 +1,39 @@
-#!/usr/bin/env python3
 """How much attention a choice of blocks keeps, and how far its output is off, over the share of blocks that is read.
 
-    python tools/sparse_recall.py [docs/images/sparse_recall.png]
+    python -m tools.sparse_recall    # a table, and a file in benchmarks/results, which tools/plots.py draws
 
 On q, k and v drawn with the structure of trained video models (`benchmarks.structured`) and on those of the embedded
 model's layers in a clip of 81 frames. Ways to choose: by the same number of blocks for every row or by mass, with
 tokens in tiles or as they come, by means alone or with their scatter, with and without the means of the rest.
-Prints a table, draws the picture.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.structured import mass_kept, structured  # noqa: E402
-from wan_core.checkpoint import load_dit, load_text_encoder  # noqa: E402
-from wan_core.media.drawing import FAINT, INK, LINE, Canvas  # noqa: E402
-from wan_core.ops.attention.protocol import Dense  # noqa: E402
-from wan_core.ops.attention.sdpa import math_reference, sdpa  # noqa: E402
-from wan_core.ops.attention.sparse.reference import sparse_reference  # noqa: E402
-from wan_core.ops.attention.sparse.routing import Rule, route  # noqa: E402
-from wan_core.ops.attention.sparse.tiles import Grid, make_tiles  # noqa: E402
-from wan_core.ops.kernels.block_layout import Pooled  # noqa: E402
-from wan_core.ops.kernels.blocked import finish, pool  # noqa: E402
-from wan_core.pipeline.sources import TINY  # noqa: E402
+from benchmarks.structured import mass_kept, structured
+from wan_core.checkpoint import load_dit, load_text_encoder
+from wan_core.ops.attention.protocol import Dense
+from wan_core.ops.attention.sdpa import math_reference, sdpa
+from wan_core.ops.attention.sparse.reference import sparse_reference
+from wan_core.ops.attention.sparse.routing import Rule, route
+from wan_core.ops.attention.sparse.tiles import Grid, make_tiles
+from wan_core.ops.kernels.block_layout import Pooled
+from wan_core.ops.kernels.blocked import finish, pool
+from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
+from wan_core.pipeline.sources import TINY
 
 CPU = torch.device("cpu")
 KEEPS, MASSES = (0.0625, 0.125, 0.25, 0.5, 0.75), (0.3, 0.5, 0.7, 0.85)
-WAYS = {  # name -> (tokens as they come, by mass, scatter counts, the rest by its means), colour
-    "tiles, spread, pooled": ((False, False, True, True), "#7bc47f"),
-    "tiles, spread": ((False, False, True, False), "#5aa9e6"),
-    "tiles, mean": ((False, False, False, False), "#c58af9"),
-    "by mass, tiles, pooled": ((False, True, True, True), "#f2a65a"),
-    "raster, spread, pooled": ((True, False, True, True), "#8a93a6"),
+WAYS = {  # name -> tokens as they come, by mass, scatter counts, the rest by its means
+    "tiles, spread, pooled": (False, False, True, True),
+    "tiles, spread": (False, False, True, False),
+    "tiles, mean": (False, False, False, False),
+    "by mass, tiles, pooled": (False, True, True, True),
+    "raster, spread, pooled": (True, False, True, True),
 }
 Point = tuple[float, float, float]  # share of blocks read, mass kept, relative error of the output
 
@@ -48,7 +41,7 @@ Point = tuple[float, float, float]  # share of blocks read, mass kept, relative 
 def study(q: Tensor, k: Tensor, v: Tensor, grid: Grid, block: int) -> dict[str, list[Point]]:
     """The points of every way, for q, k, v [1, L, H, D] in raster order."""
     found: dict[str, list[Point]] = {}
-    for name, ((raster, by_mass, spread, pooled), _) in WAYS.items():
+    for name, (raster, by_mass, spread, pooled) in WAYS.items():
         tiles = make_tiles(grid, block, CPU, raster=raster)
         laid = [t[:, tiles.order] for t in (q, k, v)]
         exact = math_reference(*laid)
@@ -91,49 +84,26 @@ def mean_of(studies: list[dict[str, list[Point]]]) -> dict[str, list[Point]]:
     return {name: [mean(name, place) for place in range(len(studies[0][name]))] for name in WAYS}
 
 
-def draw(studies: dict[str, dict[str, list[Point]]], size: tuple[int, int] = (960, 620)) -> Image.Image:
-    """A row for each source: mass kept on the left, error of the output on the right."""
-    canvas = Canvas(*size)
-    canvas.text(24, 14, "Sparse attention: what a choice of blocks keeps", size=17)
-    x = 24.0
-    for name, (_, colour) in WAYS.items():
-        canvas.box(x, 42, x + 12, 54, colour)
-        canvas.text(x + 17, 41, name, FAINT, 12)
-        x += 190
-    width, height = (size[0] - 48) / 2, (size[1] - 80) / len(studies)
-    for row, (source, found) in enumerate(studies.items()):
-        for column, label in ((1, "attention kept"), (2, "relative error of the output")):
-            left, right = 24 + (column - 1) * width + 36, 24 + column * width - 12
-            top, bottom = 104 + row * height, 80 + (row + 1) * height - 26
-            limit = 1.0 if column == 1 else max(p[2] for points in found.values() for p in points)
-            canvas.text(left, top - 8, f"{source}: {label}", INK, 12, "ls")
-            for mark in (0, 0.25, 0.5, 0.75, 1):
-                y = bottom - mark * (bottom - top)
-                canvas.line([(left, y), (right, y)], LINE)
-                canvas.text(left - 6, y, f"{mark * limit:.2g}", FAINT, 11, "rm")
-                canvas.text(left + mark * (right - left), bottom + 12, f"{100 * mark:g} %", FAINT, 11, "mm")
-            for name, points in found.items():
-                line = [(left + p[0] * (right - left), bottom - p[column] / limit * (bottom - top)) for p in points]
-                canvas.line(line, WAYS[name][1], 1.5)
-                for at in line:
-                    canvas.dot(*at, 2.5, WAYS[name][1], WAYS[name][1])
-    return canvas.finish()
-
-
 @torch.no_grad()
-def main(path: str = "docs/images/sparse_recall.png") -> None:
+def main() -> None:
     drawn, clip = (6, 16, 20), (21, 6, 6)
     studies = {
         "drawn with structure, blocks of 32 of 1,920": study(*structured(drawn, 6, 64), drawn, 32),
         "embedded model, all layers, blocks of 8 of 756": mean_of([study(*layer, clip, 8) for layer in embedded(clip)]),
     }
+    rows = []
     for source, found in studies.items():
         print(f"\n{source}\n{'':<26}{'read':>8}{'mass':>8}{'error':>8}")
         for name, points in found.items():
             for read, mass, error in points:
                 print(f"{name:<26}{read:>8.3f}{mass:>8.3f}{error:>8.3f}")
-    draw(studies).save(path)
+                rows.append(
+                    {"name": name, "source": source}
+                    | {"read": round(read, 4), "mass": round(mass, 4), "error": round(error, 4)}
+                )
+    result = envelope("sparse-recall", CPU, rows, "tools.sparse_recall")
+    print(write_result(result, result_path(Path("benchmarks/results"), "sparse-recall", CPU)))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main()

@@ -9,8 +9,11 @@ from wan_core.media.shapes import PALETTE
 
 NOTES = ROOT / "tools" / "notes"
 FPS = 8.0  # of the embedded model
+TINY, TINY_I2V, TINY_DRIVEN = "tiny (embedded)", "tiny i2v (embedded)", "tiny animate 2 (embedded)"
+SIZE = {"width": 96, "height": 96, "frames": 17}  # what the embedded model was trained at
 WIDE, NARROW = 360, 300  # columns
 STEP = WIDE + 60
+BELOW = 1320  # the second row of columns
 
 
 def add_note(flow: Workflow) -> None:
@@ -63,12 +66,14 @@ def _save(flow: Workflow, video: Output, prefix: str) -> None:
     flow.add("SaveVideo", video=video, filename_prefix=prefix, space=290)
 
 
-def add_drawing(flow: Workflow, colour: str, background: str, left: int, top: int, side: int = 32) -> Node:
+def add_drawing(
+    flow: Workflow, colour: str, background: str, left: int, top: int, side: int = 32, title: str = "First frame"
+) -> Node:
     """A square on a plain background, in the embedded model's colours."""
     plain = flow.add("EmptyImage", title="Background", width=96, height=96, color=colour_number(background))
     square = flow.add("EmptyImage", title="Square", width=side, height=side, color=colour_number(colour))
     return flow.add(
-        "ImageCompositeMasked", title="First frame", destination=plain["IMAGE"], source=square["IMAGE"], x=left, y=top
+        "ImageCompositeMasked", title=title, destination=plain["IMAGE"], source=square["IMAGE"], x=left, y=top
     )
 
 

@@ -30,6 +30,8 @@ KEY, OVERRIDE = "wancore_accelerate", "optimized_attention_override"
 # SCAIL's reference frames, which are in its `grid_sizes` too, all others behind.
 REFERENCE_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
 EXTRA_TOKENS = ("WanModel", "WanModel_S2V", "HumoWanModel", *REFERENCE_FRAMES)
+# Models whose first frame is a picture that the video does not show, see `sparsity.run.begins_with_reference`.
+REFERENCE_FIRST = ("AnimateWanModel", "WanAnimate2Model")
 
 
 def check_wan(model: ModelPatcher) -> Any:
@@ -164,7 +166,8 @@ def describe(
         grid=grid,
         front=front,
         extra=type(transformer).__name__ in EXTRA_TOKENS,
-        image=concat is not None or conditions.get("denoise_mask") is not None,
+        image=(concat is not None or conditions.get("denoise_mask") is not None)
+        and type(transformer).__name__ not in REFERENCE_FIRST,
         by_frames=type(transformer).__name__ == "WanAnimate2Model",
         branches=(tuple(options.get("uuids", ())), None if window is None else tuple(window.index_list)),
     )

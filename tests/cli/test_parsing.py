@@ -9,6 +9,7 @@ import pytest
 
 import wan_core
 from wan_core.cli import COMMANDS, PIPE_CLOSED, build_parser, main
+from wan_core.cli.libraries import LIBRARIES
 from wan_core.models.wan.tasks import TASKS
 
 PLAN = [sys.executable, "-m", "wan_core", "plan", "--steps", "1000"]
@@ -101,3 +102,41 @@ def test_without_torch_it_says_what_to_install(command: list[str]) -> None:
     assert ended.returncode == (1 if command == ["doctor"] else 2)
     if command == ["doctor"]:
         assert "sentencepiece" in ended.stdout and "pytorch.org" in ended.stdout
+
+
+def test_a_call_without_a_command_lists_the_commands(capsys):
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert "generate" in said and "doctor" in said and "usage:" in said
+
+
+@pytest.mark.parametrize(("called", "name"), [("/usr/bin/wancore", "wancore"), ("x/__main__.py", "python -m wan_core")])
+def test_errors_name_the_program_that_was_called(called, name, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [called])
+    assert main(["generate", "--prompt", "x"]) == 2
+    assert capsys.readouterr().err.startswith(f"{name} generate: no model given")
+
+
+def test_what_is_missing_is_called_by_its_name(capsys, tmp_path):
+    given = ["generate", "--prompt", "x", "--out", str(tmp_path / "x.mp4")]
+    assert main([*given, "--high", "x.safetensors"]) == 2
+    assert "no text encoder and no VAE given: add --text-encoder, --vae" in capsys.readouterr().err
+    assert main([*given, "--model", str(tmp_path)]) == 2
+    assert f"no transformer and no text encoder and no VAE given or found in {tmp_path}" in capsys.readouterr().err
+
+
+def test_libraries_are_installed_from_where_they_are():
+    """This package is in no index that pip searches, so that its extras cannot be installed by name."""
+    assert not [name for name, (_, install) in LIBRARIES.items() if install is not None and "wancore" in install]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--seed", "abc"], "argument --seed: 'abc' is neither a whole number nor random"),
+        (["--frames", "5.5"], "argument --frames: '5.5' is no whole number"),
+        (["--shift", "x"], "argument --shift: 'x' is no number"),
+    ],
+)
+def test_what_is_no_number_is_said_in_words(given, says, capsys):
+    assert says in fault(["generate", "--prompt", "x", *given], capsys)

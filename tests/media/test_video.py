@@ -99,6 +99,17 @@ def test_tags_stand_beside_the_metadata(tmp_path):
     assert read_metadata(path) == {"seed": "1"}
 
 
+def test_tags_in_another_encoding_do_not_matter(tmp_path):
+    path = write_mp4(
+        tmp_path / "c.mp4", gradient(2, 16, 16), fps=8, metadata={"prompt": "DATE"}, tags={"artist": "DATE"}
+    )
+    stored = path.read_bytes()
+    assert stored.count(b"DATE") == 2
+    path.write_bytes(stored.replace(b"DATE", b"\xc4\xe0\xf2\xe0"))  # a Russian word in CP1251
+    assert len(read_video(path)) == 2
+    assert set(read_metadata(path)["prompt"]) == {"\N{REPLACEMENT CHARACTER}"}
+
+
 def test_a_foreign_comment_is_not_metadata(tmp_path):
     path = tmp_path / "foreign.mp4"
     for comment in ("made with love", "[1]", '{"a": 1}', ""):

@@ -20,9 +20,15 @@ import pytest
 FROZEN: dict[str, Any] = json.loads((Path(__file__).parent / "node_schemas.json").read_text())
 TYPES = {"Combo": "COMBO", "Int": "INT", "Float": "FLOAT", "String": "STRING", "Boolean": "BOOLEAN", "Clip": "CLIP"}
 TYPES |= {"Vae": "VAE", "Latent": "LATENT", "Image": "IMAGE", "Conditioning": "CONDITIONING"}
-TYPES |= {"ClipVisionOutput": "CLIP_VISION_OUTPUT", "Audio": "AUDIO", "Video": "VIDEO", "Model": "MODEL"}
+TYPES |= {
+    "ClipVision": "CLIP_VISION",
+    "ClipVisionOutput": "CLIP_VISION_OUTPUT",
+    "Audio": "AUDIO",
+    "Video": "VIDEO",
+    "Model": "MODEL",
+}
 TYPES |= {"Sigmas": "SIGMAS", "Mask": "MASK", "AudioEncoderOutput": "AUDIO_ENCODER_OUTPUT"}
-TYPES |= {"WanCameraEmbedding": "WAN_CAMERA_EMBEDDING"}
+TYPES |= {"WanCameraEmbedding": "WAN_CAMERA_EMBEDDING", "ClipVision": "CLIP_VISION"}
 
 
 class Recorder:
@@ -132,7 +138,7 @@ def test_everything_is_explained(schemas: dict[str, Any]) -> None:
 
 def test_shards_appear_as_one_entry_and_the_embedded_model_first(schemas: dict[str, Any]) -> None:
     options = schemas["WanCoreModelLoader"].inputs[0]["options"]
-    assert options == ["tiny (embedded)", "tiny i2v (embedded)", "one.safetensors", "big/"]
+    assert options == ["tiny (embedded)", "tiny i2v (embedded)", "tiny animate 2 (embedded)", "one.safetensors", "big/"]
 
 
 def test_the_pack_imports_nothing_of_comfyui_before_its_entry_point() -> None:

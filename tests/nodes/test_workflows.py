@@ -80,9 +80,12 @@ def prompt_of(page: dict[str, Any]) -> dict[str, Any]:
 
 
 def caption_behind(prompt: dict[str, Any], node: str) -> str:
-    """The positive prompt that a video was made from, found by going up its inputs."""
+    """The positive prompt that a video was made from, found by going up its inputs; what is drawn, where a picture and
+    a video say what it shows."""
     way = ("video", "images", "image", "samples", "latent", "positive")
     inputs = prompt[node]["inputs"]
+    if prompt[node]["class_type"] == "WanCoreAnimate2":
+        return "a green square moving right on a white background"
     if prompt[node]["class_type"] in ("CLIPTextEncode", "WanCoreTextEncode"):
         return inputs.get("positive", inputs.get("text"))
     if prompt[node]["class_type"] in ("WanCoreSampler", "WanCoreImageToVideo", "WanImageToVideo"):
@@ -91,7 +94,9 @@ def caption_behind(prompt: dict[str, Any], node: str) -> str:
 
 
 def test_there_is_one_for_every_use() -> None:
-    assert {"text_to_video", "image_to_video", "embedded_demo", "mixed_with_native_nodes"} <= set(NAMES)
+    assert {"text_to_video", "image_to_video", "embedded_demo", "embedded_driven", "mixed_with_native_nodes"} <= set(
+        NAMES
+    )
     assert {path.stem for path in WORKFLOWS.glob("*.json")} == {title_of(name) for name in NAMES}
     assert {path.stem for path in WORKFLOWS.glob("*.jpg")} == {title_of(name) for name in NAMES}
 
@@ -175,7 +180,10 @@ def test_a_note_says_which_files_go_where_and_the_video_is_saved(name: str) -> N
     page = page_form(name)
     notes = " ".join(node["widgets_values"][0] for node in page["nodes"] if node["type"] == NOTE)
     assert "embedded" in notes
-    alone = {"wan22_5b": "ti2v_5B", **dict.fromkeys([*DRIVEN, "image_to_video_wan21"], "clip_vision")}
+    alone = {
+        "wan22_5b": "ti2v_5B",
+        **dict.fromkeys([*DRIVEN, "embedded_driven", "image_to_video_wan21"], "clip_vision"),
+    }
     one = "vace_14B" if "_vace_" in name else alone.get(name, "high_noise")
     needed = ["diffusion_models", "text_encoders", "vae", "umt5", one]
     assert name == "embedded_demo" or all(folder in notes for folder in needed)

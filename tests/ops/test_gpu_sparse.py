@@ -23,7 +23,7 @@ from wan_core.ops.attention.sparse.routing import Route, Rule, route
 from wan_core.ops.attention.sparse.slopes import slope_weights, slopes
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels import blocked, fused
-from wan_core.ops.kernels.block_layout import Pooled, block_sizes, heads_first
+from wan_core.ops.kernels.block_layout import Blocked, Pooled, block_sizes, heads_first
 from wan_core.ops.kernels.formats import FP8, Quantized
 from wan_core.parallel.mesh import Group
 from wan_core.parallel.ring import Ring
@@ -79,9 +79,25 @@ def attention(kernel, tiles, rule: Rule, q, k, v, *, pooled: bool, slope: bool =
     call = AttentionCall(0, SparseForward(kernel, [], tiles, [rule], pooled=pooled, slope=slope))
     if not kernel.fp8:
         return SparseAttention()(q, k, v, call)
+    return SparseFp8Attention(128).quantized(*in_fp8(q, k, v), call).dequantize()
+
+
+def in_fp8(q, k, v) -> tuple[Blocked, Blocked, Blocked]:
     laid = blocked.quantize_heads_first(q, 128), blocked.quantize_heads_first(k, 128, key_mean(k))
-    values = blocked.quantize_values(v.flatten(-2), v.shape[2], 128)
-    return SparseFp8Attention(128).quantized(*laid, values, call).dequantize()
+    return *laid, blocked.quantize_values(v.flatten(-2), v.shape[2], 128)
+
+
+def on_host(kernel, *given: torch.Tensor) -> list[torch.Tensor]:
+    """The numbers that `kernel` computes with, float32 on the CPU: an FP8 kernel's, times the Hadamard matrix and
+    rounded. Blocks are ranked by their variance, which the matrix changes: of random numbers a third of the choice."""
+    rounded = [Quantized(x.data, x.scale).dequantize() for x in in_fp8(*given)] if kernel.fp8 else given
+    return [x.float().cpu() for x in rounded]
+
+
+def allowed_behind_a_choice(kernel) -> float:
+    """From the same numbers. FP8 rounds the output, 0.027, and probabilities, about as much; without the slopes it is
+    0.38, without the means 0.5, with another score 0.45."""
+    return 0.1 if kernel.fp8 else 0.05 + allowed(kernel)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -133,11 +149,9 @@ def test_what_is_chosen_is_read_and_the_rest_stands_in(kernel, grid, pooled):
     q, k, v = qkv(tokens)
     tiles, there = make_tiles(grid, 128, CUDA), make_tiles(grid, 128, torch.device("cpu"))
     found = attention(kernel, tiles, Rule(0.4), q, k, v, pooled=pooled)
-    hosts = [t.float().cpu() for t in (q, k, v)]
     state = SparseForward(KERNELS["math"], [], there, [Rule(0.4)], pooled=pooled)
-    expected = SparseAttention()(*hosts, AttentionCall(0, state))
-    # FP8 may rank two blocks of random numbers the other way round: few rows differ by more than rounding.
-    assert relative(found.cpu(), expected) < (0.35 if kernel.fp8 else 0.05 + allowed(kernel))
+    expected = SparseAttention()(*on_host(kernel, q, k, v), AttentionCall(0, state))
+    assert relative(found.cpu(), expected) < allowed_behind_a_choice(kernel)
 
 
 @pytest.mark.parametrize("way", ["parts4", "slope", "error", "parts4:slope:error"])
@@ -149,10 +163,9 @@ def test_what_replaces_the_rest_is_that_of_plain_torch(kernel, way):
     tiles, there = (make_tiles(grid, 128, torch.device(d), parts=options.parts) for d in ("cuda", "cpu"))
     poison()
     found = attention(kernel, tiles, rule, q, k, v, pooled=True, slope=options.slope)
-    hosts = [t.float().cpu() for t in (q, k, v)]
     state = SparseForward(KERNELS["math"], [], there, [rule], slope=options.slope)
-    expected = SparseAttention()(*hosts, AttentionCall(0, state))
-    assert relative(found.cpu(), expected) < (0.35 if kernel.fp8 else 0.05 + allowed(kernel))
+    expected = SparseAttention()(*on_host(kernel, q, k, v), AttentionCall(0, state))
+    assert relative(found.cpu(), expected) < allowed_behind_a_choice(kernel)
 
 
 @pytest.mark.parametrize("parts", [1, 4])

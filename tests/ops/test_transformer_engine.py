@@ -436,7 +436,7 @@ NAMES = (
 def test_a_library_that_does_not_fit_is_a_sentence_with_a_way_out(library, source, said):
     reason = library(source)
     assert said in reason
-    assert "pip install --no-build-isolation 'wancore[te]'" in reason
+    assert "pip install --no-build-isolation 'transformer-engine[pytorch]'" in reason
 
 
 def test_arguments_are_looked_up_by_name():

@@ -25,6 +25,7 @@ import parallel_ranks
 from parallel_ranks import Ranks
 from safetensors.torch import save_file
 
+from tests import int8_files
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
@@ -319,8 +320,11 @@ def test_ranks_that_read_by_threads_may_stop_early(ranks, odd):
     assert [changed for changed, _, _ in answers] == [[]] * 2
 
 
-def test_a_model_that_ranks_read_by_threads_is_that_of_one(ranks):
+def test_a_model_that_ranks_read_by_threads_is_that_of_one(ranks, tmp_path):
     assert ranks.ask("staged_model", mesh="1x1x3") == [[]] * 3
+    state, _, notes = int8_files.stored("rotated 256")
+    write_safetensors(state, tmp_path / "int8.safetensors", notes)
+    assert ranks.ask("staged_model", mesh="1x1x3", packed=str(tmp_path / "int8.safetensors")) == [[]] * 3
 
 
 @pytest.mark.parametrize("missing", ["all parts", "the last part"])

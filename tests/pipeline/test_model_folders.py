@@ -53,8 +53,15 @@ def test_a_models_folder(task: str, below: str, tmp_path: Path) -> None:
 
 def test_several_models_are_named_and_never_guessed(tmp_path: Path) -> None:
     root = put(tmp_path)
-    with pytest.raises(OptionError, match=r"2 models are in .*t2v-A14B.*i2v-A14B|2 models are in .*i2v-A14B.*t2v-A14B"):
+    with pytest.raises(OptionError, match=r"2 models are in .*[ti]2v-A14B.*; [ti]2v-A14B.*Choose by --task"):
         find_models(LoadOptions(model=str(root)))
+    for expert in ("high", "low"):  # of the same task: --task does not choose
+        of = root / f"diffusion_models/wan2.2_fun_inpaint_{expert}_noise_14B.safetensors"
+        shutil.copy(TINY / f"i2v_{expert}.safetensors", of)
+    with pytest.raises(OptionError, match=r"2 models are in .*fun_inpaint.*\. Choose by --high and --low"):
+        find_models(LoadOptions(model=str(root), task="i2v-A14B"))
+    for path in root.glob("diffusion_models/*inpaint*"):
+        path.unlink()
     (root / "unet/sub/wan2.2_i2v_low_noise_14B_fp16.safetensors").unlink()
     with pytest.raises(OptionError, match=r"no whole transformer for i2v-A14B.*There are t2v-A14B.*lacks the other"):
         find_models(LoadOptions(model=str(root), task="i2v-A14B"))
@@ -87,7 +94,8 @@ def test_repositories_are_never_downloaded(name: str, tmp_path: Path, monkeypatc
 def test_names_that_are_nearly_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert str(no_folder("Wan-AI/Wan2.2-T2V-14B")).endswith("did you mean Wan-AI/Wan2.2-T2V-A14B?")
-    assert "--include" in str(no_folder("QuantStack/Wan2.2-T2V-A14B-GGUF"))
+    gguf = str(no_folder("QuantStack/Wan2.2-T2V-A14B-GGUF"))
+    assert "--include" in gguf and "did you mean" not in gguf  # a repository of its own, no misspelling
     (tmp_path / "my-models").mkdir()
     assert "did you mean my-models?" in str(no_folder("my-model"))
     assert "download" not in str(no_folder(str(tmp_path / "nothing")))
@@ -102,7 +110,7 @@ def test_inspect_and_plan_of_folders(tmp_path: Path, capsys) -> None:
         (tmp_path / "release").mkdir(exist_ok=True)
         shutil.copy(TINY / f"{source}.safetensors", tmp_path / "release" / f"{name}.safetensors")
     assert main(["inspect", str(tmp_path / "release")]) == 1  # without a VAE
-    assert "problem: no vae given or found" in capsys.readouterr().out
+    assert "problem: no VAE given or found" in capsys.readouterr().out
     shutil.copy(TINY / "vae.safetensors", tmp_path / "release" / "vae.safetensors")
     assert main(["inspect", str(tmp_path / "release")]) == 0
     lines = capsys.readouterr().out.splitlines()

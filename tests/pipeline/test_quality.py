@@ -7,11 +7,12 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageColor
 
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT
 from wan_core.cli import main
@@ -21,7 +22,7 @@ from wan_core.media.video import read_video
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
 from wan_core.pipeline.evaluate.calibrate import calibrate, record
 from wan_core.pipeline.evaluate.compare import compare, gmsd, pareto, summary
-from wan_core.pipeline.evaluate.pictures import draw_curve, draw_quality, preset_plans, side_by_side
+from wan_core.pipeline.evaluate.pictures import KIND_COLOUR, draw_curve, draw_quality, preset_plans, side_by_side
 from wan_core.pipeline.evaluate.samples import Sample, choose_samples, read_samples
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.cache.arguments import parse_setting
@@ -240,17 +241,28 @@ def test_nothing_beats_the_front_and_all_else_is_beaten(points):
     assert saved == sorted(saved)
 
 
+def dot_of(ratio: float) -> float:
+    """Where draw_quality puts a setting that is so many times as fast as the full run, in pixels from the left."""
+    picture = draw_quality([{"name": "magcache:a", "ratio": ratio, "psnr": 40.0, "psnr_worst": 40.0}], "t")
+    is_dot = (np.asarray(picture).astype(int) - ImageColor.getrgb(KIND_COLOUR["magcache"])).any(axis=2) == 0
+    return float(np.nonzero(is_dot)[1].mean())
+
+
 def test_pictures():
     curve = find_curve(None, "t2v-A14B")
     plans = preset_plans(make_plan(), curve)
     assert draw_curve(curve, plans).size == (960, 540) and draw_curve(curve, {}).size == (960, 540)
     single = find_curve(None, "ti2v-5B")
     assert draw_curve(single, preset_plans(make_plan(task="ti2v-5B"), single)).size == (960, 540)
-    rows = [{"name": "a", "saved": 0.0, "psnr": 99.0, "psnr_worst": 99.0}]
-    rows += [{"name": f"magcache:{n}", "saved": n / 20, "psnr": 40.0 - n, "psnr_worst": 30.0 - n} for n in range(8)]
+    rows = [{"name": "a", "ratio": 1.0, "psnr": 99.0, "psnr_worst": 99.0}]
+    rows += [
+        {"name": f"magcache:{n}", "ratio": 1.2 + n / 9, "psnr": 40.0 - n, "psnr_worst": 30.0 - n} for n in range(8)
+    ]
     assert draw_quality(rows, "title").size == (960, 600)
     for psnr, worst in ((99.0, 99.0), (64.0, 62.0), (61.0, 60.0), (70.0, 30.0)):  # the axis ends at 60 dB
-        assert draw_quality([{"name": "a", "saved": 0.3, "psnr": psnr, "psnr_worst": worst}], "t").size == (960, 600)
+        assert draw_quality([{"name": "a", "ratio": 0.3, "psnr": psnr, "psnr_worst": worst}], "t").size == (960, 600)
+    assert dot_of(4.0) + 100 < dot_of(2.0)  # the axis is time
+    assert dot_of(1.0) - dot_of(2.0) == pytest.approx(2 * (dot_of(2.0) - dot_of(4.0)), abs=3)
     video = torch.full((3, 49, 51, 3), 0.5)
     sheet = side_by_side({str(n): video for n in range(5)})
     assert sheet.dtype == torch.float32 and not sheet.shape[1] % 2 and not sheet.shape[2] % 2

@@ -1,4 +1,7 @@
-"""Every command of the README and the docs is one that the command line takes; those that only plan are run."""
+"""Every command of the README and the docs is one that can be given: its options, files and weights are there.
+
+`make documented` runs those that a CPU can run (`test_documented_runs.py`).
+"""
 
 from __future__ import annotations
 
@@ -7,45 +10,162 @@ import shlex
 from pathlib import Path
 
 import pytest
+import tomllib
 
+from benchmarks.__main__ import build_parser as benchmark_parser
+from benchmarks.__main__ import suite_first
+from benchmarks.options import SUITES
+from tests.documented import (
+    BENCHMARKS,
+    PAGES,
+    PROGRAM,
+    ROOT,
+    SPAN,
+    WEIGHT_FILE,
+    Command,
+    commands,
+    fences,
+    folder_of,
+    is_name,
+    logical_lines,
+    option_spans,
+    reason_not_run,
+    releases_of,
+    weight_rows,
+    weights_section,
+)
 from wan_core.cli import build_parser, main
-
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-CALL = re.compile(r"^ *(?:\.venv/bin/python -m wan_core|python -m wan_core|wancore) (.+)$", re.MULTILINE)
-REST = {"generate": ["--prompt", "x"], "warmup": [], "calibrate": [], "quality": []}  # what `...` leaves out
-
-
-def commands() -> list[tuple[str, list[str]]]:
-    """(page and line, arguments) of each command in a block of code; lines that end in a backslash go on."""
-    found = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        joined = re.sub(r"\\\n\s*", lambda match: " " * len(match[0]), text)  # offsets stay those of the page
-        for match in CALL.finditer(joined):
-            place = f"{page.name}:{text.count(chr(10), 0, match.start(1)) + 1}"
-            found.append((place, shlex.split(match[1], comments=True)))
-    return found
-
+from wan_core.pipeline.model_folders import RELEASES
 
 COMMANDS = commands()
+READMES = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md")]
+PARSER = build_parser()
+LANGUAGES = {"bash", "sh", "json", "python", "text"}
 
 
 def test_commands_are_found() -> None:
-    assert len(COMMANDS) > 25 and {"README.md", "parallel.md", "sparse.md"} <= {
-        place.split(":")[0] for place, _ in COMMANDS
-    }
+    found = {command.page for command in COMMANDS}
+    assert len(COMMANDS) > 150 and {"README.md", "README.zh.md", "parallel.md", "sparse.md", "families.md"} <= found
 
 
-@pytest.mark.parametrize(("place", "words"), COMMANDS, ids=[place for place, _ in COMMANDS])
-def test_every_option_is_known(place: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    if words[0] == "bench":
-        return  # of benchmarks, which has options of its own
-    if "..." in words[1:2] or (words[0] == "generate" and not {"--prompt", "--prompts"} & set(words)):
-        words = [words[0], *REST[words[0]], *(word for word in words[1:] if word != "...")]
-    elif "..." in words and words[words.index("...") - 1] not in ("--prompt",):
-        words = [word for word in words if word != "..."]
+def test_lines_are_joined_as_a_shell_joins_them() -> None:
+    text = "# no command\na b \\\n  c  # said\n\njq '.x\n  | y' |\n  curl &&\n  z\nlast"
+    assert [at for at, _ in logical_lines(text)] == [1, 4, 8]
+    assert shlex.split(next(logical_lines(text))[1], comments=True) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_says_what_it_holds(page: Path) -> None:
+    """So that no command is overlooked: those in blocks of another kind are not found, nor are indented ones."""
+    text = page.read_text(encoding="utf-8")
+    assert {language for language, _, _ in fences(text)} <= LANGUAGES
+    assert text.count("\n```") == 2 * len(list(fences(text)))
+    assert not [line for line in text.splitlines() if line.startswith("    ") and PROGRAM.match(line.strip())]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.place)
+def test_a_rule_says_whether_it_is_run(command: Command) -> None:
+    reason_not_run(command)
+
+
+def of_ours() -> list[Command]:
+    return [command for command in COMMANDS if command.own is not None and command.own[0] != "bench"]
+
+
+@pytest.mark.parametrize("command", of_ours(), ids=lambda command: command.place)
+def test_every_option_is_known(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    words = command.own
+    assert words is not None
+    if not command.block and is_name(words):
+        options = [word for word in words[1:] if word.startswith("--")]
+        known = PARSER.format_help() if words[0] == "COMMAND" else PARSER.commands[words[0]].format_help()
+        assert all(f"{option} " in known or f"{option}\n" in known for option in options)
+        return
     options = build_parser().parse_args(words)
     assert callable(options.run)
-    if words[0] == "plan":
+    if words[0] == "plan" and "--memory" not in words:
         assert main(words) == 0 and "step" in capsys.readouterr().out
+
+
+def test_the_page_on_commands_has_all() -> None:
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in PARSER.commands)
+    assert all(f"`{name}`" in page for name in SUITES)
+
+
+OTHERS = {  # options of others -> whose
+    "--cpu": "ComfyUI", "--cache-classic": "ComfyUI", "--devices": "wan_core/workers/worker.py",
+    "--worker-prompts": "tools/soak.py", "--keep": "tools/fuzz.py",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_option_in_the_text_is_known(page: Path) -> None:
+    pages = [parser.format_help() for parser in (PARSER, *PARSER.commands.values(), benchmark_parser())]
+    known = {*re.findall(r"--[a-z][\w-]*", " ".join(pages)), *OTHERS}
+    named = {option for span in option_spans(page) for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", span)}
+    assert named <= known
+    assert all(f'"{option}"' in (ROOT / file).read_text() for option, file in OTHERS.items() if file.endswith(".py"))
+
+
+def measured() -> list[tuple[str, str]]:
+    found = ((command.place, BENCHMARKS.match(command.text)) for command in COMMANDS)
+    return [(place, match[1] or "") for place, match in found if match is not None]
+
+
+@pytest.mark.parametrize(("place", "text"), measured(), ids=[place for place, _ in measured()])
+def test_every_measurement_is_known(place: str, text: str) -> None:
+    """Results say in words what else was run, behind a comma, a semicolon or in brackets."""
+    words = [re.sub("^N$", "4", word) for word in shlex.split(re.split(r"[;,] | \(", text)[0], comments=True)]
+    if words and words[0] not in ("SUITE", "NAME"):
+        options = benchmark_parser().parse_args(suite_first(words))
+        assert options.suite in SUITES
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.place)
+def test_files_and_targets_are_there(command: Command) -> None:
+    """Targets of make, extras and requirements of pip, modules, tests and workflows."""
+    words, text = shlex.split(command.text, comments=True), command.text
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert set(re.findall(r"wancore\[(\w+)\]", text)) <= set(extras)
+    names = re.findall(r"(?:^|\s)((?:tests|tools|workflows|wan_core/assets)/[\w./-]+|[\w-]+\.txt)", text)
+    names += [name.replace(".", "/") for name in re.findall(r"-m ((?:tools|benchmarks|wan_core)(?:\.\w+)?)", text)]
+    assert all((ROOT / name).exists() or (ROOT / f"{name}.py").is_file() for name in names)
+
+
+def test_both_languages_have_the_same_commands() -> None:
+    first, second = ([one.words for one in COMMANDS if one.page == page] for page in ("README.md", "README.zh.md"))
+    assert len(first) > 20 and sorted(first) == sorted(second)
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+def test_files_of_the_tables_are_in_the_folders_that_the_tables_name() -> None:
+    for readme in READMES:
+        section = weights_section(readme)
+        for line in section.splitlines():
+            named = [span for span in SPAN.findall(line) if span in {folder_of(name) for row in ROWS for name in row}]
+            for row in weight_rows(line) if line.startswith("|") else []:
+                assert not named or {folder_of(name) for name in row} == {named[0]}, line
+
+
+ROWS = weight_rows(weights_section(READMES[0]))
+
+
+def test_both_languages_name_the_same_files_and_releases() -> None:
+    first, second = (weights_section(readme) for readme in READMES)
+    assert {name for row in weight_rows(second) for name in row} <= {name for row in ROWS for name in row}
+    assert len(ROWS) >= 20 and releases_of(first) == releases_of(second)
+    assert set(releases_of(first)) <= set(RELEASES)
+
+
+@pytest.mark.parametrize("command", of_ours(), ids=lambda command: command.place)
+def test_every_weight_of_a_command_is_in_the_tables(command: Command) -> None:
+    """By its name, and in its folder; those of the embedded model are in the repository."""
+    listed = {f"{folder_of(name)}/{name}" for row in ROWS for name in row}
+    words = [word.removeprefix("ComfyUI/models/") for word in command.own or []]
+    weights = {word for word in words if WEIGHT_FILE.search(word) and not word.startswith("wan_core/assets/")}
+    assert weights <= listed | ({words[2]} if words[0] == "quantize" and len(words) > 2 else set())

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from wan_core.checkpoint import gguf_tokenizer
 from wan_core.checkpoint.errors import CheckpointError, listing
-from wan_core.checkpoint.opened import Checkpoint, TensorInfo, check_names, short_path
+from wan_core.checkpoint.opened import Checkpoint, Read, TensorInfo, check_names, short_path
 from wan_core.checkpoint.safetensors_file import MAX_DIMENSIONS, map_file
 from wan_core.config.limits import MAX_HEADER, MAX_TENSORS
 from wan_core.ops.kernels.gguf_blocks import FORMATS
@@ -164,7 +164,7 @@ def open_gguf(path: Path) -> Checkpoint:
         info = tensors[name]
         return _view(mapping, info.dtype, info.nbytes // info.dtype.itemsize, offsets[name]).reshape(info.shape)
 
-    def packed(name: str) -> Packed:
+    def packed(name: str, _: Read | None) -> Packed:
         info, fmt = tensors[name], PACKED[codes[name]]
         data = _view(mapping, torch.uint8, info.nbytes, offsets[name])
         return Packed(fmt.name, info.shape, {"weight": data.reshape(-1, fmt.row_bytes(info.shape[-1]))})

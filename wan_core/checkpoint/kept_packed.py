@@ -52,8 +52,7 @@ def int8_names(checkpoint: Checkpoint, found: Detected, module: nn.Module, quant
             yield name
 
 
-def is_read_ahead(packed: Packed, device: torch.device, work: torch.device) -> bool:
-    """Whether the parts of a weight that stays packed are read in many threads, as plain tensors are, instead of copied
-    from the mapped file. FP8 with scales is stored as two tensors; other formats are not. device: where they go, work:
-    where tensors are read to."""
-    return packed.fmt == "fp8" and device.type == work.type
+def is_read_ahead(device: torch.device, work: torch.device) -> bool:
+    """Whether weights that stay packed are read in many threads, as plain tensors are, instead of copied from the
+    mapped file. device: where they go, work: where tensors are read to."""
+    return device.type == work.type

@@ -265,14 +265,16 @@ def _values(how: _Conversion, read: Callable[[str], Tensor]) -> Iterator[tuple[s
     for ours, theirs in found.names.items():
         module = ours.rpartition(".")[0]
         if ours.endswith(".weight") and module in how.packed:
-            packed = how.packed[module]
-            if is_read_ahead(packed, to.device, to.work):
+            packed, ahead = how.packed[module], is_read_ahead(to.device, to.work)
+            if ahead and packed.fmt == "fp8":
                 parts = {"weight": read(theirs), "weight_scale": read(found.scales[ours]).float()}
                 packed = packed._replace(parts=parts)
+            elif ahead:
+                packed = checkpoint.read_packed(theirs, read)
             yield ours, packed
             continue
         if checkpoint.tensors[theirs].packing is not None:
-            yield ours, checkpoint.read_packed(theirs)
+            yield ours, checkpoint.read_packed(theirs, read)
             continue
         stored = read(theirs)
         if ours in found.scales:
@@ -291,9 +293,12 @@ def _order(how: _Conversion) -> list[str]:
     checkpoint, found = how.checkpoint, how.found
     names: list[str] = []
     for ours, theirs in found.names.items():
-        packed = how.packed.get(ours.rpartition(".")[0]) if ours.endswith(".weight") else None
-        fed = packed is None or is_read_ahead(packed, how.to.device, how.to.work)
-        if fed and checkpoint.tensors[theirs].packing is None:
+        packed = ours.endswith(".weight") and ours.rpartition(".")[0] in how.packed
+        if packed and not is_read_ahead(how.to.device, how.to.work):
+            continue
+        if checkpoint.tensors[theirs].packing is not None:
+            names += checkpoint.parts.get(theirs, ())
+        else:
             names += [theirs] if ours not in found.scales else [theirs, found.scales[ours]]
     return names
 

@@ -28,18 +28,20 @@ class Merge:
         self, values: Iterable[tuple[str, Any]], encoded: Collection[str], order: Iterable[str]
     ) -> Iterator[tuple[str, Any]]:
         """(official name, value) pairs with the changes added. The weights of the linears `encoded` stay float32, so
-        that they are rounded only once; others keep their dtype. order: the names in the order of `values`."""
+        that they are rounded only once; others keep their dtype. Sums go where the values are; those of packed ones, in
+        float32 several times as large, stay where they are computed. order: the names in the order of `values`."""
         with Ahead({name: self.changes[name] for name in order if name in self.changes}, self.device) as ahead:
             for name, value in values:
                 if name not in self.changes:
                     yield name, value
                     continue
-                device = _device_of(value)
+                device = self.device if isinstance(value, Packed) else _device_of(value)
                 total = dense(value, self.device)
                 for change, strength in ahead.take(name):
                     total = change.apply(total, strength)
-                keep = name.removesuffix(".weight") in encoded or not isinstance(value, Tensor)
-                yield name, total.to(device) if keep else total.to(value.dtype).to(device)
+                if isinstance(value, Tensor) and name.removesuffix(".weight") not in encoded:
+                    total = total.to(value.dtype)
+                yield name, total.to(device)
 
 
 AHEAD = 1 << 28  # most bytes of changes that are copied to the GPU before they are needed
@@ -110,9 +112,7 @@ def _bytes(changes: tuple[tuple[Change, float], ...]) -> int:
     return sum(factor.nbytes for change, _ in changes for factor in change.factors)
 
 
-def _device_of(value: Any) -> torch.device:
-    if isinstance(value, Packed):
-        return next(iter(value.parts.values())).device
+def _device_of(value: Tensor | Quantized) -> torch.device:
     return value.data.device if isinstance(value, Quantized) else value.device
 
 

@@ -13,10 +13,11 @@ import json
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from wan_core.checkpoint import integer_layers
 from wan_core.checkpoint.errors import CheckpointError
-from wan_core.checkpoint.opened import Checkpoint, TensorInfo
+from wan_core.checkpoint.opened import Checkpoint, Read, TensorInfo, part_name
 from wan_core.ops.kernels.microscaling import GROUP, tiled_shape
 from wan_core.ops.quant.packed import INTEGERS, MICROSCALED, Packed
 
@@ -33,7 +34,8 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
     if not entries:
         return checkpoint
     tensors = dict(checkpoint.tensors)
-    parts: dict[str, dict[str, str]] = {}
+    sources: dict[str, str] = {}  # of parts: their names in the file
+    parts: dict[str, dict[str, TensorInfo]] = {}
     for module, entry in entries.items():
         fmt = str(entry["format"])
         weight = f"{module}.weight"
@@ -51,10 +53,14 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
         for name in (*names.values(), f"{module}.input_scale", f"{module}.{DESCRIPTION}"):
             tensors.pop(name, None)
         tensors[weight] = TensorInfo(shape, torch.float32, nbytes, packing)
-        parts[weight] = names
+        parts[weight] = {part_name(weight, part): checkpoint.tensors[source] for part, source in names.items()}
+        sources |= {part_name(weight, part): source for part, source in names.items()}
 
-    def read_packed(name: str) -> Packed:
-        stored = {part: checkpoint.read(source) for part, source in parts[name].items()}
+    def read(name: str) -> Tensor:
+        return checkpoint.read(sources.get(name, name))
+
+    def read_packed(name: str, ahead: Read | None) -> Packed:
+        stored = {part.rpartition(":")[2]: (ahead or read)(part) for part in parts[name]}
         info = tensors[name]
         assert info.packing is not None
         if info.packing not in MICROSCALED:
@@ -64,7 +70,14 @@ def with_packed(checkpoint: Checkpoint) -> Checkpoint:
             stored["weight_scale_2"] = stored["weight_scale_2"].reshape(()).float()
         return Packed(info.packing, info.shape, stored)
 
-    return checkpoint.replaced(tensors=tensors, read_packed=read_packed)
+    plain = {name: name for name, info in tensors.items() if info.packing is None}
+    return checkpoint.replaced(
+        tensors=tensors,
+        read=read,
+        read_packed=read_packed,
+        places={n: checkpoint.places[s] for n, s in (plain | sources).items() if s in checkpoint.places},
+        parts=parts,
+    )
 
 
 def _described(

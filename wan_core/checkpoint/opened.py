@@ -30,6 +30,15 @@ class TensorInfo:
     packing: str | None = None
 
 
+Read = Callable[[str], Tensor]
+ReadPacked = Callable[[str, Read | None], Packed]
+
+
+def part_name(name: str, part: str) -> str:
+    """What a part of the packed tensor `name` is called: that of `X.weight` would be called as the whole is."""
+    return f"{name}:{part}"
+
+
 @dataclass(frozen=True)
 class Readers:
     """Processes that read the same tensors in the same order, each a part of every large one.
@@ -58,7 +67,8 @@ class Checkpoint:
     for a state dict). `read` returns a CPU tensor that shares memory with the mapped file: nothing is copied, pages
     come in when they are touched, and writing to the tensor changes memory but never the file. Tensors stay valid
     after `close`. For a packed tensor, `read` returns the dequantised numbers and `read_packed` what is
-    stored.
+    stored. `parts`: packed tensor -> what it consists of, as plain tensors that `read` gives too, named by `part_name`;
+    empty for GGUF.
 
     `tokenizer` makes the SentencePiece model from the file's metadata, where it has one (GGUF).
     """
@@ -69,21 +79,23 @@ class Checkpoint:
         path: Path | None,
         tensors: Mapping[str, TensorInfo],
         metadata: Mapping[str, str],
-        read: Callable[[str], Tensor],
-        read_packed: Callable[[str], Packed] | None = None,
+        read: Read,
+        read_packed: ReadPacked | None = None,
         tokenizer: Callable[[], bytes] | None = None,
         places: Mapping[str, tuple[Path, int]] | None = None,
         readers: Readers | None = None,
+        parts: Mapping[str, Mapping[str, TensorInfo]] | None = None,
     ) -> None:
-        """places: file and offset of the tensors whose bytes lie in a file as they are. readers: who reads these
-        tensors together with this process."""
+        """places: file and offset of the tensors and parts whose bytes lie in a file as they are. readers: who reads
+        these tensors together with this process."""
         self.path = path
         self.tensors = tensors
+        self.parts = {} if parts is None else parts
         self.places = {} if places is None else places
         self.readers = readers
         self.metadata = metadata
         self._where = where
-        self._read: Callable[[str], Tensor] | None = read
+        self._read: Read | None = read
         self._read_packed = read_packed
         self.tokenizer = tokenizer
 
@@ -95,27 +107,34 @@ class Checkpoint:
         """The tensor `name`, on the CPU, with the dtype and shape of the file."""
         if self._read is None:
             raise CheckpointError("it is closed", where=self._where)
-        if name not in self.tensors:
-            raise CheckpointError(f"it has no tensor named {name}", where=self._where)
-        if self.tensors[name].packing is not None:
+        if self.info(name).packing is not None:
             return self.read_packed(name).dequantize()
         return self._read(name)
 
-    def read_packed(self, name: str) -> Packed:
-        """The matrix `name`, whose `packing` is not None, as it is stored; its parts share memory with the file."""
+    def read_packed(self, name: str, read: Read | None = None) -> Packed:
+        """The matrix `name`, whose `packing` is not None, as it is stored; its parts share memory with the file. read:
+        gives the parts instead, in their order."""
         assert self._read_packed is not None, "nothing in this file is packed"
         if self._read is None:
             raise CheckpointError("it is closed", where=self._where)
-        return self._read_packed(name)
+        return self._read_packed(name, read)
+
+    def info(self, name: str) -> TensorInfo:
+        """Of a tensor, or of a part of a packed one."""
+        info = self.parts.get(name.rpartition(":")[0], {}).get(name) or self.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"it has no tensor named {name}", where=self._where)
+        return info
 
     def replaced(
         self,
         *,
         tensors: Mapping[str, TensorInfo] | None = None,
         metadata: Mapping[str, str] | None = None,
-        read: Callable[[str], Tensor] | None = None,
-        read_packed: Callable[[str], Packed] | None = None,
+        read: Read | None = None,
+        read_packed: ReadPacked | None = None,
         places: Mapping[str, tuple[Path, int]] | None = None,
+        parts: Mapping[str, Mapping[str, TensorInfo]] | None = None,
     ) -> Checkpoint:
         """This checkpoint with other names and shapes (and `places` for them), other metadata, or another way to
         read."""
@@ -129,6 +148,7 @@ class Checkpoint:
             self.tokenizer,
             self.places if tensors is None else places,
             self.readers,
+            self.parts if parts is None else parts,
         )
 
     def with_metadata(self, said: Mapping[str, Any]) -> Checkpoint:
@@ -197,6 +217,7 @@ def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mappin
     tensors: dict[str, TensorInfo] = {}
     owner: dict[str, Checkpoint] = {}
     places: dict[str, tuple[Path, int]] = {}
+    parts: dict[str, Mapping[str, TensorInfo]] = {}
     merged = dict(metadata)
     for shard in shards:
         for name, info in shard.tensors.items():
@@ -206,6 +227,8 @@ def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mappin
                 )
             tensors[name], owner[name] = info, shard
         check_names(tensors, where)
+        parts |= shard.parts
+        owner |= dict.fromkeys((part for several in shard.parts.values() for part in several), shard)
         places |= shard.places
         for key, value in shard.metadata.items():
             merged.setdefault(key, value)
@@ -215,6 +238,7 @@ def merge(shards: Iterable[Checkpoint], where: str, path: Path, metadata: Mappin
         tensors,
         merged,
         lambda name: owner[name].read(name),
-        lambda name: owner[name].read_packed(name),
+        lambda name, read: owner[name].read_packed(name, read),
         places=places,
+        parts=parts,
     )

@@ -38,7 +38,7 @@ def load_speech(
     checkpoint = open_checkpoint(source)
     where = checkpoint.describe()
     stored = {name.removeprefix(PREFIX): name for name in checkpoint.tensors}
-    config = read_speech_config({name: checkpoint.tensors[theirs].shape for name, theirs in stored.items()}, where)
+    config = find_speech(checkpoint)
     with torch.device("meta"):
         module = SpeechEncoder(config)
     shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
@@ -54,6 +54,12 @@ def load_speech(
         raise CheckpointError(f"a speech encoder, but {counted(wrong, 'of a wrong shape')}.", where=where)
     module.load_state_dict(values, assign=True)
     return module.requires_grad_(False).eval()
+
+
+def find_speech(checkpoint: Checkpoint) -> SpeechConfig:
+    """What the encoder in `checkpoint` is, by names and shapes. Raises CheckpointError."""
+    shapes = {name.removeprefix(PREFIX): info.shape for name, info in checkpoint.tensors.items()}
+    return read_speech_config(shapes, checkpoint.describe())
 
 
 def read_speech_config(shapes: Mapping[str, tuple[int, ...]], where: str) -> SpeechConfig:

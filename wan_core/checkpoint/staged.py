@@ -108,7 +108,7 @@ class Mapped:
 
     def read(self, name: str) -> Tensor:
         if self.on_bytes is not None:
-            self.on_bytes(self.checkpoint.tensors[name].nbytes)
+            self.on_bytes(self.checkpoint.info(name).nbytes)
         return self.checkpoint.read(name)
 
     def close(self) -> None:
@@ -175,8 +175,8 @@ class Feed:
         self.cuda = device.type == "cuda"
         readers = checkpoint.readers  # those that gather elsewhere are of no use: then each reads everything
         self.readers = readers if readers is not None and readers.device.type == device.type else None
-        placed = [name for name in names if name in checkpoint.places and checkpoint.tensors[name].nbytes]
-        self.order = deque(_wanted(name, checkpoint.tensors[name].nbytes, self.readers) for name in placed)
+        placed = [name for name in names if name in checkpoint.places and checkpoint.info(name).nbytes]
+        self.order = deque(_wanted(name, checkpoint.info(name).nbytes, self.readers) for name in placed)
         self.under_way: dict[str, Wanted] = {}
         self.bytes_ahead = 0
         self.ahead = AHEAD * (1 if checkpoint.readers is None else 2)
@@ -208,7 +208,7 @@ class Feed:
 
     def read(self, name: str) -> Tensor:
         """The tensor `name`. Raises CheckpointError where the file cannot be read (any more)."""
-        info = self.checkpoint.tensors[name]
+        info = self.checkpoint.info(name)
         if self.how.on_bytes is not None:
             self.how.on_bytes(info.nbytes)
         wanted = self.under_way.get(name)

@@ -54,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["bench"]:
         return run_benchmarks(arguments[1:])
+    if not arguments:
+        build_parser().print_help(sys.stderr)
+        return 2
     try:
         options = parse(arguments)
         code = run_command(options)
@@ -84,16 +87,16 @@ def report_faults(command: str, run: Callable[[], int]) -> int:
         advice = missing_library(fault.name or "")
         if advice is None:
             raise
-        print(f"wan_core {command}: {advice}", file=sys.stderr)
+        print(f"{program()} {command}: {advice}", file=sys.stderr)
         return 2
     except (UserError, OSError) as fault:
         logging.getLogger(__name__).info("raised here", exc_info=True)
-        print(f"wan_core {command}: {fault}", file=sys.stderr)
+        print(f"{program()} {command}: {fault}", file=sys.stderr)
         return 2
     except RuntimeError as fault:
         if type(fault).__name__ != "OutOfMemoryError":  # torch's, without importing torch
             raise
-        print(f"wan_core {command}: out of memory ({fault}). {OUT_OF_MEMORY}", file=sys.stderr)
+        print(f"{program()} {command}: out of memory ({fault}). {OUT_OF_MEMORY}", file=sys.stderr)
         return 3
 
 
@@ -103,7 +106,7 @@ def run_benchmarks(arguments: Sequence[str]) -> int:
     spec = importlib.util.find_spec("benchmarks")
     if spec is None or spec.origin is None or Path(spec.origin).resolve().parents[1] != checkout:
         print(
-            "wan_core bench: the benchmarks are in the source repository and not in the installed package. "
+            f"{program()} bench: the benchmarks are in the source repository and not in the installed package. "
             "Run `python -m benchmarks SUITE` in a checkout.",
             file=sys.stderr,
         )

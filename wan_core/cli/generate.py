@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from wan_core.cli.control import control_of
 from wan_core.cli.options import RANDOM_SEED, outputs_of, plan_numbers
+from wan_core.cli.parsing import program
 from wan_core.cli.progress import ProgressLine
 from wan_core.cli.video_writing import VideoWriting, video_output
 from wan_core.cli.workers import generate_on, worker_options
@@ -122,7 +123,7 @@ def generate_files(
     if video != files.video:
         missing.append(f"the video is in {video} and not in {files.video}")
     if missing:
-        print(f"wan_core generate: {'; '.join(missing)}", file=sys.stderr)
+        print(f"{program()} generate: {'; '.join(missing)}", file=sys.stderr)
     return int(bool(missing))
 
 

@@ -51,7 +51,7 @@ def parts_of(folder: Path) -> dict[str, Path] | None:
 
     root = models_root(folder)
     if root is not None:
-        found = files(root, (*TRANSFORMERS, *TEXT_ENCODERS, "vae", "clip_vision", "loras"))
+        found = files(root, (*TRANSFORMERS, *TEXT_ENCODERS, "vae", "clip_vision", "audio_encoders", "loras"))
         return {str(path.relative_to(root)): path for path in found}
     parts = find_parts(folder)
     return parts if len(parts) > 1 else None
@@ -89,7 +89,9 @@ def inspect_file(path: Path) -> dict[str, Any]:
     try:
         with open_checkpoint(path) as checkpoint:
             found |= {"tensors": len(checkpoint.tensors), "gib": gib(checkpoint), "precision": precisions(checkpoint)}
-            found |= _lora(checkpoint) if is_lora(checkpoint.tensors) else _model(checkpoint, path)
+            found |= (
+                _lora(checkpoint) if is_lora(checkpoint.tensors) else _encoder(checkpoint) or _model(checkpoint, path)
+            )
             found |= _from_metadata_and_name(checkpoint.metadata, path, found)
     except UserError as fault:
         found["problems"].append(str(fault))
@@ -107,6 +109,23 @@ def precisions(checkpoint: Any) -> dict[str, float]:
         total[info.packing or str(info.dtype).removeprefix("torch.")] += info.nbytes
     whole = sum(total.values()) or 1
     return {kind: round(count / whole, 4) for kind, count in total.most_common()}
+
+
+def _encoder(checkpoint: Any) -> dict[str, Any]:
+    """The description of an encoder of pictures or of sound; empty for another file. Raises CheckpointError for one
+    that is damaged, or not Wan's."""
+    from wan_core.checkpoint.speech import PREFIX, find_speech
+    from wan_core.checkpoint.vision import find_vision
+
+    names = [name.removeprefix(PREFIX) for name in checkpoint.tensors]
+    if any(name.startswith(("vision_model.", "visual.")) for name in names):
+        found = find_vision(checkpoint)
+        config, kind, layout = found.config, "a CLIP vision encoder", found.layout
+    elif any(name.startswith("feature_extractor.conv_layers.") for name in names):
+        config, kind, layout = find_speech(checkpoint), "a wav2vec 2.0 speech encoder", "huggingface"
+    else:
+        return {}
+    return {"kind": kind, "layout": layout, "shape": {"num_layers": config.num_layers, "dim": config.dim}}
 
 
 def _model(checkpoint: Any, path: Path) -> dict[str, Any]:

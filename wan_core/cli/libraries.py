@@ -16,12 +16,15 @@ LIBRARIES: dict[str, tuple[str, str | None]] = {
     "av": ("writing and reading video", None),
     "Pillow": ("reading images", None),
     "safetensors": ("reading and writing model files", None),
-    "flash-attn-4": ("attention on Hopper and Blackwell", "pip install 'wancore[attention]'"),
+    "flash-attn-4": ("attention on Hopper and Blackwell", "pip install --pre flash-attn-4"),
     "flash-attn": ("attention on Ampere and newer", "pip install --no-build-isolation flash-attn"),
     "sageattention": ("int8 attention", "see github.com/thu-ml/SageAttention"),
-    "nvidia-cudnn-frontend": ("FP8 attention", "pip install 'wancore[attention]'"),
-    "transformer-engine": ("FP8 linears and attention", "pip install --no-build-isolation 'wancore[te]'"),
-    "comfy-kitchen": ("INT8 matmuls and attention; NVFP4 and MXFP8 on Blackwell", "pip install 'wancore[comfy]'"),
+    "nvidia-cudnn-frontend": ("FP8 attention", "pip install nvidia-cudnn-frontend nvidia-cutlass-dsl"),
+    "transformer-engine": (
+        "FP8 linears and attention",
+        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+    ),
+    "comfy-kitchen": ("INT8 matmuls and attention; NVFP4 and MXFP8 on Blackwell", "pip install comfy-kitchen"),
 }
 MODULES = {"Pillow": "PIL"}  # of distributions that are imported by another name
 TORCH = "https://pytorch.org/get-started/locally"

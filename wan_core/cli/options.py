@@ -51,7 +51,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--text-encoder", help="UMT5: file or folder")
     group.add_argument("--tokenizer", help="spiece.model, if the text encoder's file does not contain it")
     group.add_argument("--vae", help="VAE: file or folder")
-    group.add_argument("--clip-vision", help="CLIP vision encoder: file or folder (Wan 2.1 image-to-video)")
+    group.add_argument("--clip-vision", help="CLIP vision encoder: file or folder (Animate, Wan 2.1 image-to-video)")
     add_encoder_option(group)
     group.add_argument("--device", default="auto", help=DEVICE_HELP)
     group.add_argument(
@@ -238,7 +238,12 @@ def add_clip_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, 
 
 def seed_of(text: str) -> int | str:
     """A number, or `RANDOM_SEED`, which is drawn for each run."""
-    return RANDOM_SEED if text == RANDOM_SEED else int(text)
+    if text == RANDOM_SEED:
+        return text
+    try:
+        return int(text)
+    except ValueError as fault:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor {RANDOM_SEED}") from fault
 
 
 def _nag(text: str) -> NagOptions:

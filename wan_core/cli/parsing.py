@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 from wan_core.config.checks import meant_hint, nearly
 
+NUMBERS = {"int": "whole number", "float": "number"}
+
 
 class DefaultsFormatter(argparse.RawDescriptionHelpFormatter):
     """Adds `(default X)` to the help of each option whose default its text does not name."""
@@ -37,6 +39,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2]
         message = f"unknown: {unknown}" if unknown else message
+        message = re.sub(r"invalid (int|float) value: (.*)", lambda bad: f"{bad[2]} is no {NUMBERS[bad[1]]}", message)
         self.exit(2, f"{self.prog}: {message}{self._suggestions()}\n{self.short_usage()}\n")
 
     def short_usage(self) -> str:

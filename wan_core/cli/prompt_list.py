@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from wan_core.cli.parsing import program
 from wan_core.cli.sound import sound_of
 from wan_core.cli.workers import devices_of, worker_options
 from wan_core.config import LoadOptions, OptionError
@@ -90,7 +91,7 @@ def say(outcome: Outcome, before: int) -> int:
     print(f"videos: {', '.join(parts)}")
     if outcome.failed:
         lines = ", ".join(map(str, sorted(outcome.failed)))
-        tell(f"wan_core generate: not made are lines {lines}; the same command tries them again")
+        tell(f"{program()} generate: not made are lines {lines}; the same command tries them again")
     return int(bool(outcome.failed))
 
 

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import av
 from av.container import InputContainer
@@ -29,6 +30,9 @@ CONTAINERS = "MP4, MOV, MKV, WebM, AVI and GIF"
 SOUNDS = "WAV, FLAC, MP3, M4A and OGG"
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 MAX_STREAMS = 16
+# Tags in other encodings are kept as bytes. PyAV 19 does that itself and no longer takes the argument: this can go when
+# 19 is the oldest that is supported.
+_TAGS: dict[str, Any] = {"metadata_errors": "surrogateescape"} if hasattr(InputContainer, "metadata_errors") else {}
 
 
 def container_format(head: bytes) -> str | None:
@@ -78,7 +82,7 @@ def _opened(
         # Passed on to the decoders too, which FFmpeg starts while it opens the file.
         options = {"protocol_whitelist": "file", "max_streams": str(MAX_STREAMS), "max_pixels": str(MAX_FRAME)}
         address = f"file:{Path(path).absolute()}"
-        with av.open(address, format=kind, options=options, metadata_errors="replace") as container:
+        with av.open(address, format=kind, options=options, **_TAGS) as container:
             yield container
     except OptionError:
         raise

@@ -121,7 +121,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     `read_video` does."""
     with open_video(path) as container:
         found = {key.lower(): value for key, value in container.metadata.items()}  # COMMENT in Matroska
-        comment = found.get("comment", "")
+        comment = found.get("comment", "").encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     if len(comment) > MAX_JSON:
         return {}
     try:

@@ -27,7 +27,8 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "g
     the host must read the same tensors in the same order; several checkpoints take turns (`Reading.turn`)."""
     if ranks.host.size == 1:
         return checkpoint
-    order = {name: i for i, name in enumerate(checkpoint.tensors)}
+    parts = [part for several in checkpoint.parts.values() for part in several]
+    order = {name: i for i, name in enumerate([*checkpoint.tensors, *parts])}
     host, turn = ranks.host, current_reading().turn
 
     def gather(whole: Tensor, own: Tensor) -> None:
@@ -39,7 +40,7 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "g
     def read(name: str) -> Tensor:
         turn()
         stored = checkpoint.read(name)
-        if how == "gather" and checkpoint.tensors[name].nbytes > SMALL:
+        if how == "gather" and checkpoint.info(name).nbytes > SMALL:
             return gather_read(stored, readers)
         return broadcast_read(stored, host, ranks.device, order[name] % host.size)
 
@@ -54,6 +55,7 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "g
         checkpoint.tokenizer,
         checkpoint.places if gathers else None,
         readers if gathers else None,
+        checkpoint.parts,
     )
 
 

@@ -171,7 +171,8 @@ def load_models(
     waits = HostPlan()
     if planner is not None and residency.policy != "resident" and ranks is None:
         waits = plan_host(settings.parts, host_room(options.host_memory_limit))
-        parts = {n: staying_in_file(part) if n in waits.mapped else part for n, part in settings.parts.items()}
+        loras = settings.loras
+        parts = {n: staying_in_file(p, loras.get(n, ())) if n in waits.mapped else p for n, p in settings.parts.items()}
         settings = replace(settings, parts=parts)
         planner = replace(planner, settings=settings)
 
@@ -214,7 +215,7 @@ def check_parts(settings: ModelSettings, residency: Residency, sharded: bool) ->
     why = None
     if residency.policy != "resident" or sharded:
         why = f"its blocks stay on the GPUs, and residency {'shard' if sharded else residency.policy!r} was chosen"
-    elif any(is_packed(part.quantization) for part in settings.parts.values()):
+    elif is_packed(settings.quantization):
         why = "weights that stay packed (GGUF) are not read in parts"
     elif settings.all_loras:
         why = "LoRAs are not read in parts: leave them out"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from wan_core.checkpoint import open_checkpoint
-from wan_core.checkpoint.speech import PREFIX, load_speech, read_speech_config
+from wan_core.checkpoint.speech import find_speech, load_speech
 from wan_core.config import OptionError
 from wan_core.execution.report import Report
 from wan_core.media.sound import mono, read_sound
@@ -49,8 +49,7 @@ def recognise_speech(path: Path | None, task: Task, dit: DiTConfig) -> Speech | 
             "wav2vec2_large_english_fp16.safetensors or the folder wav2vec2-large-xlsr-53-english"
         )
     checkpoint, (count, width) = open_checkpoint(path), hears.states(dit)
-    shapes = {name.removeprefix(PREFIX): info.shape for name, info in checkpoint.tensors.items()}
-    config = read_speech_config(shapes, checkpoint.describe())
+    config = find_speech(checkpoint)
     if (config.num_layers + 1, config.dim) != (count, width):
         raise OptionError(
             f"the encoder of sound has {config.num_layers} layers, {config.dim} wide; the transformer needs "

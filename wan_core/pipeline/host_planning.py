@@ -8,7 +8,7 @@ expert, which the last steps need.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +16,9 @@ from wan_core.config import OptionError
 from wan_core.config.host_memory import available_bytes
 from wan_core.execution.memory.residency import KEPT_FREE
 from wan_core.execution.report import GIB
+from wan_core.models.wan.config import DiTConfig
+from wan_core.pipeline.loras import Wanted, check_packed
+from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import PartToLoad
 
 STAY_IN_FILES = ("text_encoder", "low", "high")  # in this order
@@ -50,8 +53,8 @@ def plan_host(parts: Mapping[str, PartToLoad], available: int | None) -> HostPla
         sizes = ", ".join(f"{name} {part.bytes / GIB:.1f}" for name, part in parts.items() if name not in mapped)
         raise OptionError(
             f"these models wait in host memory, which takes {needed / GIB:.1f} GiB ({sizes}), and "
-            f"{available / GIB:.1f} GiB are available: end other programs, or use files in scaled FP8 or GGUF with "
-            "precision 'checkpoint', whose weights can stay in their files"
+            f"{available / GIB:.1f} GiB are available: end other programs, or use files whose weights can stay there: "
+            "scaled FP8 or GGUF with precision 'checkpoint', INT8 (ConvRot) with 'int8'"
         )
     return HostPlan(frozenset(mapped), True if needed <= room else None)
 
@@ -77,6 +80,10 @@ def host_room(limit_gib: float | None = None) -> int | None:
     return int(limit_gib * GIB) if available is None else min(available, int(limit_gib * GIB))
 
 
-def staying_in_file(part: PartToLoad) -> PartToLoad:
-    """`part` for weights that are a mapped file's: LoRAs are attached, because merging would copy them."""
+def staying_in_file(part: PartToLoad, loras: Sequence[Wanted] = ()) -> PartToLoad:
+    """`part` for weights that are a mapped file's: LoRAs are attached, because merging would copy them. Raises
+    OptionError for one of `loras` that has to be merged."""
+    config = part.part.config
+    if is_packed(part.quantization) and isinstance(config, DiTConfig):
+        check_packed(loras, config)
     return replace(part, lora_mode="attach", lora_why=LORA_WHY)

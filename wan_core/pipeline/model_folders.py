@@ -15,13 +15,14 @@ from typing import cast
 
 from wan_core.checkpoint import detect, find_parts, open_checkpoint
 from wan_core.checkpoint.detect import Kind
+from wan_core.checkpoint.speech import find_speech
 from wan_core.checkpoint.vision import find_vision_file
 from wan_core.config import LoadOptions, OptionError, UserError
 from wan_core.config.checks import meant_hint, near_file
 from wan_core.models.text.config import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import choose_task
+from wan_core.models.wan.families import choose_task, family_of
 from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.tasks import Task, find_task
 from wan_core.pipeline.expert_names import ExpertFile
@@ -34,6 +35,8 @@ RELEASES = (  # repositories of whole releases on Hugging Face
     "Wan-AI/Wan2.2-T2V-A14B",
     "Wan-AI/Wan2.2-I2V-A14B",
     "Wan-AI/Wan2.2-TI2V-5B",
+    "Wan-AI/Wan2.2-Animate-14B",
+    "Wan-AI/Wan2.2-S2V-14B",
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
@@ -74,7 +77,7 @@ def no_folder(model: str) -> OptionError:
     return OptionError(
         f"{model} is not a folder here, and nothing is downloaded by itself. `hf download {name} --local-dir {folder}` "
         f"downloads it from Hugging Face{several}; then give --model {folder}"
-        + ("" if known else meant_hint(model, RELEASES))
+        + (meant_hint(model, RELEASES) if known is None and model.lower().startswith("wan") else "")
     )
 
 
@@ -124,6 +127,9 @@ def in_models_folder(root: Path, options: LoadOptions, transformers_only: bool =
         searched["vae"] = vaes(root, config.out_channels)
     if options.clip_vision is None and config.image_dim is not None:
         searched["clip_vision"] = [path for path in files(root, ("clip_vision",)) if is_vision(path)]
+    if options.audio_encoder is None and (hears := family_of(config).hears) is not None:
+        states = hears.states(config)
+        searched["audio_encoder"] = [path for path in files(root, ("audio_encoders",)) if speech_states(path) == states]
     return found | {part: largest(part, paths) for part, paths in searched.items() if paths}
 
 
@@ -163,7 +169,12 @@ def one_model(root: Path, task: str | None) -> Model:
         return fitting[0]
     names = "; ".join(model.words(root) for model in fitting or models)
     if fitting:
-        raise OptionError(f"{len(fitting)} models are in {root}: {names}. Choose by --task, or by --high and --low")
+        choose = (
+            "by --high and --low"
+            if len({one.task.name for one in fitting}) == 1
+            else "by --task, or by --high and --low"
+        )
+        raise OptionError(f"{len(fitting)} models are in {root}: {names}. Choose {choose}")
     for_task = "" if task is None else f" for {task}"
     others = f". There are {names}" if names else ""
     lacking = "".join(f". {half.relative_to(root)} lacks the other expert's file" for half in halves)
@@ -224,6 +235,15 @@ def is_vision(path: Path) -> bool:
     except UserError:
         return False
     return True
+
+
+def speech_states(path: Path) -> tuple[int, int] | None:
+    """How many states, and how wide, the speech encoder in `path` gives; None: it holds none."""
+    try:
+        config = find_speech(open_checkpoint(path))
+    except UserError:
+        return None
+    return config.num_layers + 1, config.dim
 
 
 def files(root: Path, folders: Sequence[str]) -> list[Path]:

@@ -69,6 +69,7 @@ class Part:
     packed: PackedSize | None = None  # of what may stay packed in memory, None if nothing is
     stored_bytes: int = 0  # of its tensors in the files; 0 for random weights
     quantized_parameters: int = 0  # of matrices of the blocks that are stored packed, or in FP8 with scales
+    int8_parameters: int = 0  # of those, in INT8 as `Int8Linear` has it
 
     def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
         """Of its weights in memory."""
@@ -77,11 +78,14 @@ class Part:
             return size.bytes + (self.parameters - size.parameters) * dtype.itemsize
         if quantization is None or not isinstance(self.config, DiTConfig):
             return self.parameters * dtype.itemsize
-        blocks = self.config.num_layers - 2 * quantization.keep_blocks
-        encoded = blocks * self.config.block_matrices
-        if quantization.as_stored:
-            encoded = min(encoded, self.quantized_parameters)
+        encoded = self.encoded_parameters(quantization)
         return encoded + (self.parameters - encoded) * dtype.itemsize
+
+    def encoded_parameters(self, quantization: Quantization) -> int:
+        """Of a transformer: those that `quantization` encodes."""
+        assert isinstance(self.config, DiTConfig)
+        encoded = (self.config.num_layers - 2 * quantization.keep_blocks) * self.config.block_matrices
+        return min(encoded, self.quantized_parameters) if quantization.as_stored else encoded
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from wan_core.ops.kernels import fused
 from wan_core.ops.kernels.gguf_blocks import FORMATS
 from wan_core.ops.kernels.integer_weights import integer_format
 from wan_core.ops.quant import int8
+from wan_core.ops.quant.int8 import Int8Linear
 from wan_core.ops.quant.packed import PRECISION as PACKED
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.schemes import SCHEMES, resolve_scheme
@@ -56,6 +57,8 @@ class PartToLoad:
             return False
         if self.quantization is None:
             return not self.part.scaled and self.part.packed is None and self.part.stored == self.dtype
+        if issubclass(self.quantization.kind, Int8Linear):
+            return self.part.int8_parameters >= self.part.encoded_parameters(self.quantization)
         return is_packed(self.quantization) or (self.part.scaled and self.quantization.as_stored)
 
     @property
@@ -242,10 +245,11 @@ def stored_precision(part: Part, device: torch.device, other: Part | None = None
 
 def holding(part: Part, quantization: Quantization | None, stored: bool, device: torch.device) -> Quantization | None:
     """How the linears of `part` are held. quantization: of transformers. stored: as the file stores them; then a text
-    encoder that is packed or in FP8 stays so."""
+    encoder that is packed or in FP8 stays so, as it does beside transformers in INT8."""
     if isinstance(part.config, DiTConfig):
         return quantization
-    return Quantization(PackedLinear, device) if stored and part.packed is not None else None
+    stays = stored or (quantization is not None and issubclass(quantization.kind, Int8Linear))
+    return Quantization(PackedLinear, device) if stays and part.packed is not None else None
 
 
 def find_quantization(

@@ -32,6 +32,7 @@ from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import choose_task, family_of
 from wan_core.models.wan.families.family import Clues
 from wan_core.models.wan.tasks import TASKS, Task, find_task
+from wan_core.ops.quant.int8 import row_format
 from wan_core.ops.quant.packed import holds_tables
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.expert_names import difference
@@ -49,6 +50,7 @@ TINY_FILES = {  # task -> files of its parts beside text encoder and VAE
 }
 PARTS = ("high", "low", "text_encoder", "vae", "clip_vision")
 HEARS = "audio_encoder"
+CALLED = {"high": "transformer", "text_encoder": "text encoder", "vae": "VAE"}  # in messages
 RANDOM = {task.name: (task.full_size, task.vae) for task in TASKS.values() if task.full_size is not None}
 
 
@@ -101,7 +103,12 @@ def file_parts(options: LoadOptions, image: bool) -> Parts:
     found = {name: recognise(path, kinds[name], loaders[name], family) for name, path in paths.items()}
     task, why = task_of(options, found, image)
     if task.image_dim is not None:
-        found["clip_vision"] = recognise_vision(clip_vision, task)
+        if clip_vision is None:
+            raise OptionError(
+                f"{task.name} needs a CLIP vision encoder for the image: add --clip-vision FILE, "
+                "clip_vision_h.safetensors or models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
+            )
+        found["clip_vision"] = recognise_vision(clip_vision)
     elif options.clip_vision is not None:
         raise OptionError(f"{task.name} takes no CLIP features of an image: leave --clip-vision out")
     if options.audio_encoder is None and family_of(task).hears is None:
@@ -121,7 +128,8 @@ def task_of(options: LoadOptions, found: Mapping[str, Part], image: bool) -> tup
         task, why = choose_task(dit, clues_of(found["high"], alone="low" not in found))
     if task.in_channels != dit.in_channels:
         raise OptionError(
-            f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}"
+            f"task {task.name} needs {task.in_channels} input channels; {found['high'].source} has {dit.in_channels}: "
+            "give files of that task, or leave the task out"
         )
     check_features(task, dit, found["high"].source)
     if task.two_experts and "low" not in found:
@@ -129,13 +137,8 @@ def task_of(options: LoadOptions, found: Mapping[str, Part], image: bool) -> tup
     return task, why
 
 
-def recognise_vision(path: Path | None, task: Task) -> Part:
-    """The CLIP vision encoder in `path`. Raises OptionError for None, CheckpointError for a file of another kind."""
-    if path is None:
-        raise OptionError(
-            f"{task.name} needs a CLIP vision encoder for the image: add --clip-vision FILE, "
-            "clip_vision_h.safetensors or models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
-        )
+def recognise_vision(path: Path) -> Part:
+    """The CLIP vision encoder in `path`. Raises CheckpointError for a file of another kind."""
     checkpoint, found = find_vision_file(path)
     infos = [checkpoint.tensors[theirs] for theirs, _ in found.names.values()]
 
@@ -146,14 +149,17 @@ def recognise_vision(path: Path | None, task: Task) -> Part:
         loras: Merge | None = None,
         share: Share | None = None,
     ) -> nn.Module:
-        # Half precision is float16 here, as it is stored and as the reference computes.
-        half = torch.float16 if dtype == torch.bfloat16 else dtype
-        return load_vision(checkpoint if share is None else share(checkpoint), device=device, dtype=half)
+        return load_vision(checkpoint if share is None else share(checkpoint), device=device, dtype=vision_dtype(dtype))
 
     parameters = sum(p.numel() for p in empty_module(found.config).parameters())
     stored = max(infos, key=lambda info: info.nbytes).dtype
     label, size = f"{checkpoint.describe()} ({found.layout})", sum(info.nbytes for info in infos)
     return Part(label, found.config, stored, parameters, load, path=path, stored_bytes=size)
+
+
+def vision_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Half precision of a CLIP vision encoder is float16, as it is stored and as the reference computes."""
+    return torch.float16 if dtype == torch.bfloat16 else dtype
 
 
 def check_features(task: Task, dit: DiTConfig, source: str) -> None:
@@ -210,9 +216,8 @@ def resolve_paths(options: LoadOptions, image: bool, transformers_only: bool = F
     missing = [part for part in needed if part not in paths]
     if missing:
         flags = ", ".join("--" + part.replace("_", "-") for part in missing)
-        raise OptionError(
-            f"no {' and no '.join(missing)} given or found in {options.model or 'the options'}: add {flags}"
-        )
+        where = "given" if options.model is None else f"given or found in {options.model}"
+        raise OptionError(f"no {' and no '.join(CALLED.get(part, part) for part in missing)} {where}: add {flags}")
     return paths
 
 
@@ -236,6 +241,11 @@ def recognise(
     infos = [checkpoint.tensors[name] for name in found.names.values()]
     stored = max(infos, key=lambda info: info.nbytes).dtype
     parameters = sum(prod(info.shape) for info in infos)
+    quantized = [
+        checkpoint.tensors[theirs]
+        for ours, theirs in found.names.items()
+        if ours.startswith("blocks.") and (ours in found.scales or checkpoint.tensors[theirs].packing)
+    ]
     return Part(
         f"{checkpoint.describe()} ({found.layout})",
         found.config,
@@ -255,11 +265,8 @@ def recognise(
         stored_bytes=sum(info.nbytes for info in infos),
         scaled=bool(found.scales),
         packed=packed_size(checkpoint, found),
-        quantized_parameters=sum(
-            prod(checkpoint.tensors[theirs].shape)
-            for ours, theirs in found.names.items()
-            if ours.startswith("blocks.") and (ours in found.scales or checkpoint.tensors[theirs].packing)
-        ),
+        quantized_parameters=sum(prod(info.shape) for info in quantized),
+        int8_parameters=sum(prod(info.shape) for info in quantized if info.packing == row_format(info.shape[-1])),
     )
 
 

@@ -113,14 +113,15 @@ class UMT5Encoder(nn.Module):
         [B, L, dim] in the dtype of the weights; rows of padding have no meaning. Never synchronises with the device."""
         buckets = distance_buckets(ids.shape[1], self.config.num_buckets, self.thresholds, ids.device)
         padding = ~mask[:, None, None]
-        x = self.token_embedding(ids).float()  # sums of 48 results in bfloat16 would lose most of the precision
+        rows = self.token_embedding(ids)
+        x = rows.float()  # sums of 48 results in bfloat16 would lose most of the precision
         self.weights.begin_run()
         for layer, block in enumerate(self.blocks):
             self.weights.enter(layer)
             x = block(x, buckets, padding)
             self.weights.leave(layer)
         self.weights.end_run()
-        return self.norm(x).to(self.token_embedding.weight.dtype)
+        return self.norm(x).to(rows.dtype)
 
 
 def bucket_thresholds(num_buckets: int, max_distance: int) -> tuple[int, ...]:

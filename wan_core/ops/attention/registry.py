@@ -20,7 +20,7 @@ from wan_core.config.checks import unknown
 from wan_core.config.compile_cache import set_flash_attention_cache
 from wan_core.ops.attention.library import Library, load_torchs_cudnn
 from wan_core.ops.attention.protocol import Attention, Dense
-from wan_core.ops.cards import AMPERE, FP8_SINCE, HOPPER, TURING, Capability, capability, card_of, name_of
+from wan_core.ops.cards import AMPERE, HOPPER, TURING, Capability, capability, card_of, name_of
 from wan_core.ops.kernels import fused
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ FLASH4 = Library(
     "flash-attn-4",
     "flash_attn.cute",
     "flash_attn_func",
-    "pip install --pre flash-attn-4, or 'wancore[attention]'",
+    "pip install --pre flash-attn-4",
     before=set_flash_attention_cache,
 )
 FLASH3 = Library(
@@ -130,14 +130,12 @@ FLASH2 = Library(
     "flash-attn", "flash_attn.flash_attn_interface", "flash_attn_func", "pip install --no-build-isolation flash-attn"
 )
 SAGE = Library("sageattention", "sageattention", "sageattn", "see github.com/thu-ml/SageAttention")
-CUDNN_FRONTEND = Library(
-    "nvidia-cudnn-frontend", "cudnn", "pygraph.sdpa_fp8", "pip install nvidia-cudnn-frontend, or 'wancore[attention]'"
-)
+CUDNN_FRONTEND = Library("nvidia-cudnn-frontend", "cudnn", "pygraph.sdpa_fp8", "pip install nvidia-cudnn-frontend")
 TRANSFORMER_ENGINE = Library(
     "transformer-engine",
     "transformer_engine.pytorch.cpp_extensions.fused_attn",
     "fused_attn_fwd",
-    "pip install --no-build-isolation 'wancore[te]'",
+    "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     before=load_torchs_cudnn,
 )
 
@@ -163,9 +161,6 @@ BACKENDS: dict[str, Backend] = {
                 Needs(AMPERE, dtypes=HALF, head_dims=(16, 32, 64, 128)), fused.missing_triton),
         Backend("triton-int8", "our own kernel, queries and keys in int8", _dense("one_pass", None, "triton_int8"),
                 Needs(AMPERE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, exact=False),
-        Backend("triton-8bit", "our own kernel, queries and keys in int8, values in FP8",
-                _dense("one_pass", "triton_8bit", "triton_8bit_lse"),
-                Needs(FP8_SINCE, dtypes=HALF, head_dims=(32, 64, 128)), fused.missing_triton, exact=False),
         Backend("cudnn-fp8", "cuDNN's FP8 graph, K's mean removed", _made("cudnn_fp8", "attention"),
                 Needs(HOPPER, dtypes=HALF, head_dims=range(16, 129, 16)), CUDNN_FRONTEND.why_not, exact=False),
         Backend("te-fp8", "Transformer Engine's FP8 attention, K's mean removed", _made("te_fp8", "attention"),

@@ -3,8 +3,8 @@
 A program holds `queries` rows in registers and reads keys and values `keys` rows at a time, `stages` of them under way
 in shared memory: 164 KB on an A100, 100 KB on GeForce cards from Ampere to Blackwell, 228 KB on Hopper. The rows of the
 table follow from these numbers: compiled by Triton 3.9 they take 32 to 48 KiB on GeForce cards and at most 128 KiB on
-Hopper, and nearly all registers. No card has run them yet. `python -m benchmarks attention --setting tune` measures
-all of `CANDIDATES` on the card that is there and names the best one for each row.
+Hopper, and nearly all registers. Of these cards an H200 alone has run them. `python -m benchmarks attention --setting
+tune` measures all of `CANDIDATES` on the card that is there and names the best one for each row.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Literal
 
 from wan_core.ops.cards import AMPERE, BLACKWELL, HOPPER, RTX_BLACKWELL, Capability
 
-Kind = Literal["bf16", "int8", "8bit"]
-"""What queries and keys are multiplied in; "8bit": INT8 with values in FP8 (`triton_8bit`)."""
+Kind = Literal["bf16", "int8"]
+"""What queries and keys are multiplied in."""
 GEFORCE = (8, 6)  # Ampere and Ada of GeForce and workstations
 
 
@@ -33,17 +33,17 @@ class Tile:
 
     def shared_bytes(self, dim: int, kind: Kind) -> int:
         """Of keys and values under way, and the queries."""
-        of_key, of_value = 2 * dim if kind == "bf16" else dim, dim if kind == "8bit" else 2 * dim
-        return self.stages * self.keys * (of_key + of_value) + self.queries * dim * 2
+        of_key = dim if kind == "int8" else 2 * dim
+        return self.stages * self.keys * (of_key + 2 * dim) + self.queries * dim * 2
 
 
 # Since a capability, up to the next row; for head dims from 65 to 128.
 TILES: dict[Capability, dict[Kind, Tile]] = {
-    AMPERE: {"bf16": Tile(128, 64, 8, 3), "int8": Tile(128, 64, 8, 3), "8bit": Tile(128, 64, 8, 3)},
-    GEFORCE: {"bf16": Tile(128, 32, 8, 2), "int8": Tile(128, 64, 8, 2), "8bit": Tile(128, 64, 8, 2)},
-    HOPPER: {"bf16": Tile(128, 64, 8, 3), "int8": Tile(128, 64, 8, 3), "8bit": Tile(64, 128, 4, 3)},
-    BLACKWELL: {"bf16": Tile(128, 64, 8, 3), "int8": Tile(128, 64, 8, 3), "8bit": Tile(128, 128, 8, 3)},
-    RTX_BLACKWELL: {"bf16": Tile(128, 32, 8, 2), "int8": Tile(128, 64, 8, 2), "8bit": Tile(128, 64, 8, 2)},
+    AMPERE: {"bf16": Tile(128, 64, 8, 3), "int8": Tile(128, 64, 8, 3)},
+    GEFORCE: {"bf16": Tile(128, 32, 8, 2), "int8": Tile(128, 64, 8, 2)},
+    HOPPER: {"bf16": Tile(128, 64, 8, 3), "int8": Tile(128, 64, 8, 3)},
+    BLACKWELL: {"bf16": Tile(128, 64, 8, 3), "int8": Tile(128, 64, 8, 3)},
+    RTX_BLACKWELL: {"bf16": Tile(128, 32, 8, 2), "int8": Tile(128, 64, 8, 2)},
 }
 SHARED = {AMPERE: 163, GEFORCE: 99, HOPPER: 227, BLACKWELL: 227, RTX_BLACKWELL: 99}
 """KiB of shared memory that one program may have."""

@@ -173,7 +173,8 @@ def torch_linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None, ro
     return out
 
 
-def _row_format(k: int) -> str:
+def row_format(k: int) -> str:
+    """`Packed.fmt` of a matrix with rows of `k` numbers that is encoded here."""
     return IntegerFormat("int8_tensorwise", rotation_of(k)).text
 
 
@@ -185,7 +186,7 @@ class Int8Linear(QuantLinear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype = torch.bfloat16):
         super().__init__(in_features, out_features, bias, dtype)
-        self.packing = _row_format(in_features)  # of its weight, as `Packed.fmt`
+        self.packing = row_format(in_features)  # of its weight, as `Packed.fmt`
 
     @property
     def description(self) -> Mapping[str, object]:
@@ -211,7 +212,7 @@ class Int8Linear(QuantLinear):
     @classmethod
     def adopt(cls, stored: Any) -> dict[str, Tensor] | None:
         """Packed INT8 of the same rotation is taken as it is."""
-        if isinstance(stored, Quantized) or stored.fmt != _row_format(stored.shape[1]):
+        if isinstance(stored, Quantized) or stored.fmt != row_format(stored.shape[1]):
             return None
         scale = stored.parts["weight_scale"].float().reshape(-1, 1)
         return {"weight": stored.parts["weight"], "weight_scale": scale.expand(stored.shape[0], 1).contiguous()}

@@ -52,13 +52,14 @@ def encode_values(
     values: Iterable[tuple[str, Tensor | Quantized | Packed]], quantization: Quantization, names: frozenset[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """(parameter name, value) pairs with the weights of the linears `names` encoded, one at a time, so that the whole
-    model is never in memory in its old precision. Weights that the file stores in the same format are kept."""
+    model is never in memory in its old precision. Weights that the file stores in the same format are kept, where they
+    are."""
     for name, value in values:
         linear, _, parameter = name.rpartition(".")
         if linear in names and parameter == "weight":
-            device = quantization.device if isinstance(value, Packed) else _device_of(value)
             for encoded_name, encoded in _encoded(value, quantization).items():
-                yield f"{linear}.{encoded_name}", encoded.to(device)
+                place = encoded.device if isinstance(value, Packed) else _device_of(value)
+                yield f"{linear}.{encoded_name}", encoded.to(place)
         else:
             assert isinstance(value, Tensor)
             yield name, value

@@ -28,7 +28,7 @@ from wan_core.ops.quant.fp8 import Fp8BlockLinear, Fp8TensorLinear, padded
 
 HISTORY = 16  # forwards of the model whose amax decides a delayed scale
 _INFINITY = float("inf")
-_INSTALL = "pip install --no-build-isolation 'wancore[te]'"
+_INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
 _LIBRARY = Library(
     "Transformer Engine",
     "transformer_engine.pytorch",

@@ -51,7 +51,7 @@ def add_quality_options(parser: argparse.ArgumentParser) -> None:
         "(default: one of each kind)",
     )
     parser.add_argument("--out", type=Path, help="JSON file, or a folder for a file named after device and date")
-    parser.add_argument("--plot", type=Path, help="quality over forwards saved, with the Pareto front (.png)")
+    parser.add_argument("--plot", type=Path, help="quality over time, with the Pareto front (.png)")
     parser.add_argument("--video", type=Path, help="the first sample in every setting, side by side (.mp4)")
 
 

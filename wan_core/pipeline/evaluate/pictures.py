@@ -1,4 +1,4 @@
-"""Pictures of calibration and comparison: curves with skipped steps, quality over forwards saved, videos side by
+"""Pictures of calibration and comparison: curves with skipped steps, quality over time, videos side by
 side."""
 
 from __future__ import annotations
@@ -84,46 +84,50 @@ def draw_curve(curve: Curve, plans: Mapping[str, Plan], size: tuple[int, int] = 
 
 
 def draw_quality(rows: Sequence[Mapping[str, Any]], title: str, size: tuple[int, int] = (960, 600)) -> Image.Image:
-    """Mean PSNR (and the worst, as a tail) of every setting over the share of forwards saved; the line is the Pareto
-    front."""
+    """Mean PSNR of every setting (and the worst, as a tail) over its time in percent of the full run's; the line is the
+    Pareto front. Points have numbers, and the names are in a list."""
     canvas = Canvas(*size)
-    left, right, top, bottom = 64, size[0] - 190, 64, size[1] - 56
+    left, right, top, bottom = 64, size[0] - 330, 64, size[1] - 56
     canvas.text(24, 16, title, size=17)
-    most = max((row["saved"] for row in rows), default=0.0)
+    share = {row["name"]: 100 / row["ratio"] for row in rows}
+    most = max(100.0, *share.values()) * 1.03
     worst = min((row["psnr_worst"] for row in rows), default=20.0)
     best = min(60.0, max((row["psnr"] for row in rows), default=50.0) + 2)
-    x_most = min(1.0, np.ceil(most * 10 + 0.5) / 10)
-    y_least = min(np.floor(worst / 5) * 5, best - 5)  # all may be above what the axis shows
+    least = min(np.floor(worst / 5) * 5, best - 5)  # all may be above what the axis shows
 
-    def place(saved: float, quality: float) -> tuple[float, float]:
-        x = left + saved / x_most * (right - left)
-        return x, top + (best - min(best, quality)) / (best - y_least) * (bottom - top)
+    def place(percent: float, quality: float) -> tuple[float, float]:
+        y = top + (best - min(best, quality)) / (best - least) * (bottom - top)
+        return left + percent / most * (right - left), y
 
-    for saved in np.arange(0, x_most + 0.01, 0.1):
-        x, _ = place(saved, 0)
+    each = 10 if most <= 110 else np.ceil(most / 100) * 10
+    for percent in np.arange(0, most, each):
+        x, _ = place(percent, 0)
         canvas.line([(x, top), (x, bottom)], LINE)
-        canvas.text(x, bottom + 8, f"{100 * saved:.0f} %", FAINT, 11, "mt")
-    for quality in np.arange(y_least, best + 0.01, 5):
+        canvas.text(x, bottom + 8, f"{percent:g} %", FAINT, 11, "mt")
+    for quality in np.arange(least, best + 0.01, 5):
         _, y = place(0, quality)
         canvas.line([(left, y), (right, y)], LINE)
         canvas.text(left - 8, y, f"{quality:g}", FAINT, 11, "rm")
     canvas.text(left, top - 10, "PSNR against the full run, dB: mean, and a tail to the worst video", FAINT, 11, "ls")
-    canvas.text(right, bottom + 26, "forwards saved", FAINT, 11, "rt")
-    front = pareto({row["name"]: (row["saved"], row["psnr"]) for row in rows})
-    points = {row["name"]: place(row["saved"], row["psnr"]) for row in rows}
+    canvas.text(right, bottom + 26, "time of a video, the full run's is 100 %", FAINT, 11, "rt")
+    front = pareto({row["name"]: (-share[row["name"]], row["psnr"]) for row in rows})
+    ordered = sorted(rows, key=lambda row: share[row["name"]])
+    points = {row["name"]: place(share[row["name"]], row["psnr"]) for row in ordered}
     if len(front) > 1:
         canvas.line([points[name] for name in front], PHASE_COLOUR, 1.5)
-    taken: list[tuple[float, float]] = []
-    for row in sorted(rows, key=lambda row: points[row["name"]][1]):
+    taken = list(points.values())
+    for number, row in enumerate(ordered, 1):
         x, y = points[row["name"]]
         colour = KIND_COLOUR.get(row["name"].partition(":")[0], KIND_COLOUR["guidance"])
-        canvas.line([(x, y), place(row["saved"], row["psnr_worst"])], colour, 1)
+        words = INK if row["name"] in front else FAINT
+        canvas.line([(x, y), place(share[row["name"]], row["psnr_worst"])], colour, 1)
         canvas.dot(x, y, 5, colour if row["name"] in front else PAPER, colour)
         label = y
-        while any(abs(label - b) < 13 and abs(x - a) < 220 for a, b in taken):  # one below the other
+        while any(abs(label - b) < 12 and abs(x + 13 - a) < 12 for a, b in taken):  # below what is there
             label += 1
-        taken.append((x, label))
-        canvas.text(x + 9, label, row["name"], INK if row["name"] in front else FAINT, 11, "lm")
+        taken.append((x + 13, label))
+        canvas.text(x + 13, label, f"{number}", words, 11, "mm")
+        canvas.text(right + 24, top + 18 * number, f"{number}   {row['name']}"[:52], words, 11, "lm")
     return canvas.finish()
 
 

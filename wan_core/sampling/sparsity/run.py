@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wan_core.config import OptionError, SparseOptions
+from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.attention.registry import BACKENDS
@@ -55,7 +56,8 @@ class SparseTiles:
         image: bool = False,
         observe: Observer | None = None,
     ) -> None:
-        self.options, self.image, self.observe = options, image, observe
+        self.options, self.observe = options, observe
+        self.image = image and not begins_with_reference(model)
         self.attentions = [block.self_attn for block in model.blocks]
         self.around = [attention.attend for attention in self.attentions]
         self.dense = [attend.local for attend in self.around]
@@ -138,6 +140,13 @@ class SparseTiles:
         if self.table is None or self.table[0] is not rope or self.table[1] is not tiles:
             self.table = rope, tiles, rope[tiles.order]
         return self.table[2]
+
+
+def begins_with_reference(model: WanModel) -> bool:
+    """Whether the first latent frame is a picture that the video does not show. It is chosen as any other: read in
+    whole, it would take most of what a step reads of a short video, and cost the shape of what moves."""
+    clips = family_of(model.config).clips
+    return clips is not None and clips.leading > 0
 
 
 def layer_rule(options: SparseOptions, keeps: Sequence[float] | None, layer: int, sparsity: float) -> Rule | None:

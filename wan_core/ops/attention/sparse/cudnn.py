@@ -68,7 +68,8 @@ def why_not_fp8() -> str | None:
         from cudnn.block_sparse_attention import _interface  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError, RuntimeError, AttributeError, TypeError) as fault:
         reason = (str(fault).splitlines() or [type(fault).__name__])[0]
-        return f"its block-sparse kernels cannot be imported ({reason}): pip install 'wancore[attention]'"
+        install = "pip install nvidia-cudnn-frontend nvidia-cutlass-dsl"
+        return f"its block-sparse kernels cannot be imported ({reason}): {install}"
     if not hasattr(_interface, "_bsa_attn_fwd_sm90_fp8_blk128"):
         return "this version of nvidia-cudnn-frontend has other block-sparse kernels: use 1.32"
     return None

@@ -27,7 +27,7 @@ CUDNN_SPARSE = Library(
     "nvidia-cudnn-frontend with its block-sparse kernels",
     "cudnn.block_sparse_attention",
     "block_sparse_attention_forward",
-    "pip install 'nvidia-cudnn-frontend>=1.32' 'nvidia-cutlass-dsl>=4.6.2', or 'wancore[attention]'",
+    "pip install 'nvidia-cudnn-frontend>=1.32' 'nvidia-cutlass-dsl>=4.6.2'",
 )
 
 

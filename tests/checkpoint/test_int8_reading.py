@@ -1,0 +1,133 @@
+"""Packed matrices are read by threads, part by part, and are summed and encoded where that is fast."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.int8_files import FORMATS, HOLD, NAMES, SMALL, stored
+from tests.pipeline.test_host_planning import mappings
+from wan_core.checkpoint import load_dit, open_checkpoint, staged
+from wan_core.checkpoint.detect import expected_shapes
+from wan_core.checkpoint.lora.read import read_lora
+from wan_core.checkpoint.merge import Merge
+from wan_core.checkpoint.opened import from_state_dict
+from wan_core.checkpoint.save import write_safetensors
+from wan_core.checkpoint.staged import Reading, reading
+from wan_core.models.wan.model import WanModel
+from wan_core.ops.quant.fp8 import Fp8RowLinear
+from wan_core.ops.quant.int8 import Int8Linear
+from wan_core.ops.quant.swap import Quantization
+from wan_core.pipeline.loras import Wanted, merging
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+WAYS = {
+    "whole": None,
+    "packed": HOLD,
+    "int8": Quantization(Int8Linear, CPU),
+    "fp8": Quantization(Fp8RowLinear, CPU, as_stored=True),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder, found = tmp_path_factory.mktemp("int8"), {}
+    for kind in FORMATS:
+        state, _, notes = stored(kind)
+        write_safetensors(state, found.setdefault(kind, folder / f"{kind}.safetensors"), notes)
+    return found
+
+
+@pytest.fixture(scope="module")
+def lora() -> Wanted:
+    """For every matrix but those of cross-attention."""
+    draw, state, shapes = torch.Generator().manual_seed(7), {}, expected_shapes(SMALL)
+    for name in (name for name in sorted(NAMES) if "cross_attn" not in name):
+        n, k = shapes[f"{name}.weight"]
+        state[f"diffusion_model.{name}.lora_up.weight"] = torch.randn(n, 4, generator=draw) * 0.1
+        state[f"diffusion_model.{name}.lora_down.weight"] = torch.randn(4, k, generator=draw) * 0.1
+    return Wanted(read_lora(from_state_dict(state, "a LoRA"), shapes), 1.0, ("", 0, 0))
+
+
+def read(path: Path, held: Quantization | None, how: Reading, loras: Merge | None = None) -> WanModel:
+    with reading(how), patch.object(staged, "PIECE", 1000):
+        return load_dit(path, dtype=torch.float32, quantization=held, loras=loras)
+
+
+def bits(model: WanModel) -> dict[str, Tensor]:
+    return {name: value.contiguous().view(torch.uint8) for name, value in model.state_dict().items() if value.ndim}
+
+
+def views(model: WanModel, path: Path) -> int:
+    """How many matrices of the blocks are views of the mapped file."""
+    ranges = mappings(path)
+    found = [model.get_parameter(f"{name}.weight").data_ptr() for name in NAMES]
+    return sum(any(begin <= at < end for begin, end in ranges) for at in found)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "rotated 256", "w4a8"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("merged", [False, True])
+def test_it_is_the_same_mapped_and_read(files, lora: Wanted, kind: str, way: str, merged: bool) -> None:
+    loras = merging([lora], CPU) if merged else None
+    mapped, fed = (bits(read(files[kind], WAYS[way], how, loras)) for how in (Reading(), Reading(mapped=False)))
+    assert mapped.keys() == fed.keys() and all(torch.equal(value, fed[name]) for name, value in mapped.items())
+
+
+@pytest.mark.parametrize("kind", ["tensor", "rotated 256", "w4a8"])
+@pytest.mark.parametrize("way", WAYS)
+@NEEDS_PROC
+def test_every_byte_is_read_by_threads_and_counted(files, lora: Wanted, kind: str, way: str) -> None:
+    """Nothing comes from the mapped file, which one thread reads."""
+    seen = list[int]()
+    model = read(files[kind], WAYS[way], Reading(seen.append, mapped=False), merging([lora], CPU))
+    assert sum(seen) == sum(info.nbytes for info in open_checkpoint(files[kind]).tensors.values())
+    assert not views(model, files[kind])
+
+
+@NEEDS_PROC
+def test_shards_are_read_so_too(files, tmp_path: Path) -> None:
+    state, _, notes = stored("rotated 256")
+    for i in range(2):
+        part = {n: t for n, t in state.items() if bool(re.match(r"blocks\.1\.", n)) == bool(i)}
+        write_safetensors(part, tmp_path / f"m-{i + 1:05}-of-00002.safetensors", notes)
+    found, whole = read(tmp_path, HOLD, Reading(mapped=False)), read(files["rotated 256"], HOLD, Reading())
+    shards = sum(views(found, path) for path in tmp_path.iterdir())
+    assert not shards and views(whole, files["rotated 256"]) == len(NAMES)
+    assert all(torch.equal(value, bits(found)[name]) for name, value in bits(whole).items())
+
+
+class OnTheCPU(TorchDispatchMode):
+    """Collects the operations that make large matrices of floating-point numbers on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[override]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.device.type == "cpu" and out.numel() > SMALL.dim**2:
+            views = [a for a in args if isinstance(a, Tensor) and a.data_ptr() == out.data_ptr()]
+            if out.dtype.is_floating_point and not views:
+                self.found.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("way", ["int8", "fp8", "packed"])
+def test_it_is_all_computed_where_weights_are_encoded(files, lora: Wanted, way: str) -> None:
+    """The device `meta` stands for a GPU: what has arrived there cannot come back, as sums of packed weights did."""
+    held = replace(WAYS[way] or HOLD, device=META)
+    with OnTheCPU() as there:
+        model = load_dit(
+            files["rotated 64"], device=META, dtype=torch.float32, quantization=held, loras=merging([lora], META)
+        )
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert not there.found

@@ -1,0 +1,96 @@
+"""The embedded model's driven variant through the whole pipeline: the look follows the picture, the motion the video.
+
+The full comparison, 200 held-out pairs, is in benchmarks/results/driven-*.json (written by `quality`); here a sample of
+it that a CPU makes in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+from wan_core.checkpoint import load_dit
+from wan_core.cli import main
+from wan_core.config import LoadOptions, Request
+from wan_core.media.driving import follows
+from wan_core.media.metrics import judge
+from wan_core.media.mp4 import Encoder, write_mp4
+from wan_core.media.shapes import parse_caption
+from wan_core.media.video import read_video
+from wan_core.models.wan.prepared_text import PreparedText
+from wan_core.models.wan.runners import BlockInputs, ForwardInfo
+from wan_core.pipeline.evaluate.run import measure_quality
+from wan_core.pipeline.evaluate.samples import Sample, as_pixels, choose_samples, drawn_trio, save_frame
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.sparsity.run import SparseTiles
+from wan_core.sampling.sparsity.schedule import parse_sparse
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+CAPTION = "a green square moving up on a white background"
+SETTINGS = ("full", "magcache:balanced+sparse:balanced")
+
+
+def test_look_and_motion_are_right_in_full_and_with_caches_and_sparse_attention() -> None:
+    pipe = Pipeline.load(LoadOptions(model="tiny", task="animate2-tiny", device="cpu"))
+    samples = choose_samples(None, 110, 0, tiny=True)[3::19]
+    settings = {name: parse_setting(name) for name in SETTINGS}
+    found = measure_quality(pipe, Request(prompt="", steps=12), samples, settings, len(samples))
+    for name, videos in found.comparisons.items():
+        for claim in ("look", "motion"):
+            assert sum(bool(getattr(video, claim)) for video in videos) >= len(samples) - 1, (name, claim)
+    # 24 dB where a step reads the reference in whole, and little else
+    assert fmean(video.psnr for video in found.comparisons[SETTINGS[1]]) > 27
+    assert found.forwards[SETTINGS[1]] < found.forwards[SETTINGS[0]]
+
+
+@pytest.mark.parametrize(("part", "whole"), [("driven", False), ("i2v_high", True)])
+def test_a_reference_is_not_read_in_whole_as_a_first_frame_is(tiny_assets: Path, part: str, whole: bool) -> None:
+    model = load_dit(tiny_assets / f"{part}.safetensors")
+    tiles = SparseTiles(model, parse_sparse("0.75/0"), None, (6, 6, 6), image=True)
+    like = (torch.zeros(1, 216, 2), torch.zeros(1, 1, 6, 2), torch.zeros(216, 1, 1, 2))
+    found, _ = tiles.arranged(BlockInputs(*like, PreparedText(()), ForwardInfo(), (6, 6, 6)))
+    first = (found.inverse[:36] // found.block).unique()
+    assert bool(found.forced[:, first].all()) == whole
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Pictures and videos of two pairs."""
+    folder = tmp_path_factory.mktemp("drawn")
+    found = {}
+    for name, caption in (("first", CAPTION), ("second", "a red circle moving left on a black background")):
+        trio = drawn_trio(Sample(caption, 7))
+        driving = as_pixels(trio.driving[0].transpose(0, 1))
+        found[f"{name} video"] = write_mp4(folder / f"{name}.mp4", driving, fps=8, encoder=Encoder(crf=10))
+        found[f"{name} picture"] = Path(save_frame(trio.reference[0], folder / f"{name}.png"))
+    return found
+
+
+@pytest.mark.parametrize(("video", "motion"), [("first", "moving up"), ("second", "moving left")])
+def test_the_command_line_drives_a_picture(drawn: dict[str, Path], tmp_path: Path, video: str, motion: str) -> None:
+    """One picture with its own video, and with another one: it moves as that does, and looks the same."""
+    out = tmp_path / "driven.mp4"
+    given = {"--reference": drawn["first picture"], "--pose-video": drawn[f"{video} video"], "--out": out, "--seed": 5}
+    words = ["generate", "--model", "tiny", "--device", "cpu", "--prompt", ""]
+    assert main([*words, *(str(word) for pair in given.items() for word in pair)]) == 0
+    frames, driving = (torch.from_numpy(read_video(path)) for path in (out, drawn[f"{video} video"]))
+    assert follows(frames, driving)
+    assert judge(frames, parse_caption(CAPTION.replace("moving up", motion))).all_true
+
+
+def test_committed_results_reach_their_targets() -> None:
+    """Of 200 held-out pairs look and motion are right in 90 %, and nothing that saves time costs more than a standard
+    error of either."""
+    of = {name: json.loads(sorted(RESULTS.glob(f"driven-{name}-*.json"))[-1].read_text()) for name in ("fp32", "fp8")}
+    full = next(row for row in of["fp32"]["rows"] if row["name"] == "full")
+    assert full["samples"] >= 200
+    for claim in ("look", "motion"):
+        assert full[claim] >= 0.9
+        for row in (*of["fp32"]["rows"], *of["fp8"]["rows"]):
+            error = (full[claim] * (1 - full[claim]) / row["samples"]) ** 0.5
+            assert row[claim] >= full[claim] - error - 1e-9, (row["name"], claim)

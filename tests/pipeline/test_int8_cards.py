@@ -1,0 +1,257 @@
+"""INT8 experts on smaller cards with little host memory: planned as FP8 ones are, and the same from their files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.test_int8_reading import files, lora  # noqa: F401
+from tests.checkpoint.test_kept_packed import scaled  # noqa: F401
+from tests.int8_files import HOLD, NAMES, SMALL, inputs
+from tests.pipeline.test_host_planning import mappings
+from wan_core.checkpoint import Checkpoint, load_dit, load_text_encoder, load_vae
+from wan_core.checkpoint.detect import expected_shapes
+from wan_core.checkpoint.lora.read import Lora, read_lora
+from wan_core.checkpoint.microscaled import METADATA_KEY, with_packed
+from wan_core.checkpoint.opened import TensorInfo, from_state_dict
+from wan_core.checkpoint.save import save
+from wan_core.checkpoint.staged import Reading, reading
+from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
+from wan_core.execution.memory.planning import GIB, limited
+from wan_core.execution.memory.residency import Residency
+from wan_core.models.text.config import UMT5_XXL
+from wan_core.models.vae.config import VAE_21
+from wan_core.models.wan.config import I2V_A14B, DiTConfig
+from wan_core.models.wan.linears import quantized_names
+from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.tasks import find_task
+from wan_core.ops.quant.int8 import Int8Linear
+from wan_core.ops.quant.packed import PackedLinear
+from wan_core.ops.quant.swap import Quantization
+from wan_core.pipeline import builder, memory_planning, settings
+from wan_core.pipeline.builder import apply_loras
+from wan_core.pipeline.host_planning import plan_host, staying_in_file
+from wan_core.pipeline.loras import Wanted
+from wan_core.pipeline.memory_planning import MemoryPlanner, Workload
+from wan_core.pipeline.merged_loras import load_with_loras
+from wan_core.pipeline.model_parts import PackedSize, Part, Parts
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.settings import ModelSettings, PartToLoad, resolve_settings
+from wan_core.pipeline.sources import TINY, TINY_LORAS, find_models, recognise
+from wan_core.sampling.plan import make_plan
+
+CPU = torch.device("cpu")
+HOST = int(27 * GIB)  # what 32 GB leave
+ROTATED: Mapping[str, object] = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
+TEXT, TABLE = 5_680_000_000, UMT5_XXL.vocab_size * UMT5_XXL.dim
+HELD = {"int8": Quantization(Int8Linear, CPU), "checkpoint": HOLD}
+
+
+# ------------------------------------------------------------------------------------------------------------ full size
+
+
+def expert_of(config: DiTConfig, description: Mapping[str, object] = ROTATED, kept: int = 0) -> Part:
+    """A transformer in INT8 as ComfyUI's files have it, recognised without a value being read. kept: matrices in
+    bf16."""
+    encoded = sorted(quantized_names(config))[kept:]
+    tensors = {name: TensorInfo(s, torch.bfloat16, 2 * prod(s)) for name, s in expected_shapes(config).items()}
+    for name in encoded:
+        n, k = tensors[f"{name}.weight"].shape
+        tensors[f"{name}.weight"] = TensorInfo((n, k), torch.int8, n * k)
+        tensors[f"{name}.weight_scale"] = TensorInfo((n, 1), torch.float32, 4 * n)
+    notes = {METADATA_KEY: json.dumps({"layers": dict.fromkeys(encoded, description)})}
+    opened = Checkpoint("expert.safetensors", Path("expert.safetensors"), tensors, notes, lambda _: pytest.fail("read"))
+    return recognise(with_packed(opened), "dit", load_dit)
+
+
+def everyday(expert: Part) -> Parts:
+    """I2V A14B, UMT5 in FP8 and the 2.1 VAE."""
+
+    def part(config, count: int, **more) -> Part:
+        return Part("a file", config, torch.bfloat16, count, lambda *_: nn.Module(), path=Path("a file"), **more)
+
+    text = part(UMT5_XXL, TEXT, scaled=True, packed=PackedSize("fp8", TEXT - TABLE, TEXT - TABLE))
+    task = find_task("i2v-A14B")
+    return Parts(task, {"high": expert, "low": expert, "text_encoder": text, "vae": part(VAE_21, 127_000_000)})
+
+
+def lora_of(rank: int) -> Lora:
+    """For all matrices of A14B's blocks. Its memory is never touched."""
+    state, shapes = {}, expected_shapes(I2V_A14B)
+    for name in quantized_names(I2V_A14B):
+        n, k = shapes[f"{name}.weight"]
+        state[f"{name}.lora_up.weight"] = torch.empty(n, rank, dtype=torch.bfloat16)
+        state[f"{name}.lora_down.weight"] = torch.empty(rank, k, dtype=torch.bfloat16)
+    return read_lora(from_state_dict(state, "a LoRA"), shapes)
+
+
+@pytest.fixture
+def resolved(monkeypatch: pytest.MonkeyPatch):
+    """Settings as on a GPU that computes in bf16."""
+    monkeypatch.setattr(settings, "compute_dtype", lambda *_: torch.bfloat16)
+
+    def of(expert: Part, precision: str) -> ModelSettings:
+        return resolve_settings(everyday(expert), LoadOptions(high="a file", precision=precision), CPU)
+
+    return of
+
+
+@pytest.mark.parametrize("precision", HELD)
+def test_a_pair_with_loras_under_24_16_and_12_gib(monkeypatch, resolved, precision: str) -> None:
+    """`checkpoint` is INT8 as stored, as on cards whose row of the table says so."""
+    held = resolved(expert_of(I2V_A14B), precision)
+    sizes = {name: round(part.bytes / GIB, 1) for name, part in held.parts.items()}
+    assert sizes == {"high": 13.5, "low": 13.5, "text_encoder": 6.3, "vae": 0.2}
+    waits = plan_host(held.parts, HOST)
+    assert waits.mapped == {"text_encoder", "low"} and waits.pins
+    assert plan_host(held.parts, int(12 * GIB)).mapped == {"text_encoder", "low", "high"}
+    parts = {name: staying_in_file(part) if name in waits.mapped else part for name, part in held.parts.items()}
+    assert parts["low"].lora_mode == "attach"
+    wanted = [Wanted(lora_of(64), 1.0, ("", 0, 0))]
+    held = replace(held, parts=parts, loras={"high": wanted, "low": wanted})
+    workload = Workload((1, 16, 21, 80, 80), make_plan(task="i2v-A14B", steps=4), batched=False, image=True)
+    blocks = []
+    for gib in (24, 16, 12):
+        monkeypatch.setattr(memory_planning, "device_room", lambda *_, gib=gib: limited(gib))
+        plan = MemoryPlanner(held, LoadOptions(high="a file", precision=precision)).plan(workload)
+        assert plan.fits and plan.policy in ("swap", "stream")
+        blocks.append(plan.resident_blocks)
+    assert blocks == sorted(blocks, reverse=True) and blocks[0] > blocks[-1]
+
+
+def test_what_has_to_be_encoded_does_not_stay_in_its_file(resolved) -> None:
+    """Of another rotation, or with matrices in bf16, `int8` makes other numbers."""
+    plain = expert_of(I2V_A14B, {"format": "int8_tensorwise"})
+    for expert in (plain, expert_of(I2V_A14B, kept=1)):
+        held = resolved(expert, "int8")
+        assert not held.parts["high"].stays_in_file
+        with pytest.raises(OptionError, match=r"27.0 GiB are available: .* INT8 \(ConvRot\) with 'int8'"):
+            plan_host(held.parts, HOST)
+        assert resolved(expert, "checkpoint").parts["high"].stays_in_file
+
+
+# ------------------------------------------------------------------------------------------------------------ tiny size
+
+
+def from_file(path: Path, precision: str) -> PartToLoad:
+    return staying_in_file(PartToLoad(recognise(path, "dit", load_dit), torch.float32, HELD[precision]))
+
+
+def streamed(model: nn.Module, copy: bool | None) -> WanModel:
+    residency = Residency(CPU, "stream", resident_blocks=1)
+    residency.add("high", model, copy=copy)
+    assert all((unit.memory is None) == (copy is False) for unit in residency.host_weights["high"].units)
+    found = residency.use("high")
+    assert isinstance(found, WanModel)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [("int8", "rotated 256"), *(("checkpoint", kind) for kind in ("rotated 256", "tensor", "w4a4", "w4a8"))],
+)
+@pytest.mark.parametrize("mode", ["none", "attach", "merge"])
+@torch.no_grad()
+def test_from_its_file_it_is_the_same(files, lora: Wanted, precision: str, kind: str, mode: str) -> None:  # noqa: F811
+    """Streamed out of the mapped file, with a LoRA attached; merged, out of memory."""
+    path = files[kind]
+    part = from_file(path, precision)
+    part = replace(part, lora_mode="merge") if mode == "merge" else part
+    wanted = [] if mode == "none" else [lora]
+    resident, waiting = (load(part, wanted, how) for how in (Reading(mapped=False), Reading(stays=True)))
+    ranges = mappings(path)
+    kept = [
+        name for name in NAMES if any(a <= waiting.get_parameter(f"{name}.weight").data_ptr() < b for a, b in ranges)
+    ]
+    changed = {name for name in NAMES if f"{name}.weight" in lora.lora.changes}
+    assert kept and set(kept) == (NAMES - changed if mode == "merge" else NAMES)
+    found = streamed(waiting, None if mode == "merge" else False)(*inputs())
+    assert torch.equal(found, resident(*inputs()))
+    if mode != "none":
+        assert not torch.equal(found, load(part, [], Reading())(*inputs()))
+
+
+def load(part: PartToLoad, wanted: list[Wanted], how: Reading) -> WanModel:
+    """As `load_models` does. Where it stays in its file, nothing may go by the device that encodes; one that packs
+    asks that device what it multiplies."""
+    assert part.quantization is not None and part.stays_in_file
+    if how.stays and part.quantization.kind is Int8Linear and not (wanted and part.lora_mode == "merge"):
+        part = replace(part, quantization=replace(part.quantization, device=torch.device("meta")))
+    with reading(how):
+        model = load_with_loras(part, wanted, CPU, CPU)
+    if part.lora_mode == "attach" and wanted:
+        apply_loras(model, wanted, part, CPU)
+    assert isinstance(model, WanModel)
+    return model
+
+
+def test_a_lora_that_has_to_be_merged_is_refused(files) -> None:  # noqa: F811
+    """Into weights that stay packed in their file; `int8` keeps what was there and sums it in."""
+    name = "blocks.0.ffn.0"
+    n, k = expected_shapes(SMALL)[f"{name}.weight"]
+    whole = read_lora(from_state_dict({f"{name}.diff": torch.ones(n, k)}, "a LoRA"), expected_shapes(SMALL))
+    wanted = [Wanted(whole, 1.0, ("", 0, 0))]
+    for precision, held in HELD.items():
+        part = PartToLoad(recognise(files["rotated 256"], "dit", load_dit), torch.float32, held)
+        if precision == "checkpoint":
+            with pytest.raises(OptionError, match=f"changes {name}.* stay packed"):
+                staying_in_file(part, wanted)
+        else:
+            assert staying_in_file(part, wanted).lora_mode == "attach"
+
+
+@torch.no_grad()
+def test_a_text_encoder_in_fp8_stays_so_beside_int8(scaled: Path) -> None:  # noqa: F811
+    found = find_models(LoadOptions(model="tiny"))
+    part = recognise(scaled, "text_encoder", load_text_encoder)
+    assert isinstance(found, Parts)
+    found = replace(found, of={**found.of, "text_encoder": part})
+    resolved = {
+        precision: resolve_settings(found, LoadOptions(model="tiny", precision=precision), CPU)
+        for precision in ("int8", "checkpoint", "fp8")
+    }
+    held = {precision: one.parts["text_encoder"] for precision, one in resolved.items()}
+    builder.check_parts(resolved["int8"], Residency(CPU, "resident"), False)  # the layer pipeline takes it
+    assert held["int8"] == held["checkpoint"] and held["int8"].stays_in_file
+    assert held["fp8"].quantization is None
+    packed, wide = held["int8"].load(CPU), held["fp8"].load(CPU)
+    assert any(isinstance(module, PackedLinear) for module in packed.modules())
+    assert torch.equal(packed.encode(["a red circle", ""]), wide.encode(["a red circle", ""]))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("precision", HELD)
+def test_a_run_whose_models_all_stay_in_their_files(monkeypatch, tmp_path, scaled, precision: str) -> None:  # noqa: F811
+    """With LoRAs and little host memory, planned as on a GPU: the latents of a run without limits."""
+    experts = {}
+    for name in ("high", "low"):
+        experts[name] = str(tmp_path / f"{name}.safetensors")
+        save(load_dit(TINY / f"t2v_{name}.safetensors", dtype=torch.float32, quantization=HELD["int8"]), experts[name])
+    loras = tuple(LoraOptions(path=str(path), expert=expert) for expert, path in TINY_LORAS.items())
+    paths = {**experts, "text_encoder": str(scaled), "vae": str(TINY / "vae.safetensors")}
+    plain = LoadOptions(
+        task="t2v-tiny", device="cpu", precision=precision, loras=loras, lora_mode="attach", residency="stream", **paths
+    )
+    request = Request(prompt="a red circle moving right", width=32, height=32, frames=5, steps=2, seed=1)
+    expected = latents_of(Pipeline.load(plain), request)
+    monkeypatch.setattr(builder, "make_planner", MemoryPlanner)
+    monkeypatch.setattr(memory_planning, "device_room", lambda *_: 8 * GIB)
+    vae = recognise(TINY / "vae.safetensors", "vae", load_vae).bytes(torch.float32)
+    limited = replace(plain, lora_mode="auto", host_memory_limit=1.2 * vae / GIB)
+    pipe = Pipeline.load(limited, request=request)
+    held = pipe.models.residency.host_weights
+    memory = {name: any(unit.memory is not None for unit in weights.units) for name, weights in held.items()}
+    assert memory == {"high": False, "low": False, "text_encoder": False, "vae": True}
+    assert pipe.models.settings.parts["high"].lora_mode == "attach"
+    assert torch.equal(latents_of(pipe, request), expected)
+
+
+def latents_of(pipe: Pipeline, request: Request) -> torch.Tensor:
+    job = pipe.prepare(request)
+    return pipe.sample(job, pipe.encode(job))
