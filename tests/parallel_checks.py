@@ -580,3 +580,27 @@ def sparse_forward(
     whole = run(optimize(model, attend=attend, compile=compile, graphs=False), kernel)
     sharded = run(optimize(model, attend=attend, compile=compile, ranks=ranks), kernel)
     return tuple(float((found - exact).norm() / exact.norm()) for found in (whole, sharded))
+
+
+@torch.no_grad()
+def sparse_counts(mesh: str, attention: str, tokens: tuple[int, int, int]) -> dict[str, tuple[int, int, int]]:
+    """What one forward of two blocks costs this rank, dense and sparse: bytes that it sends, how often blocks are
+    chosen, and for how many rows (of all heads)."""
+    ranks, found = ranks_of(mesh), {}
+    config = replace(T2V_A14B, num_layers=2, dim=64, ffn_dim=96, num_heads=4, text_dim=8, text_len=6, freq_dim=16)
+    model = random_module(config, device=CPU, dtype=torch.float32)
+    optimize(model, attend=BACKENDS[attention].load(), ranks=ranks)
+    x, text = torch.randn(1, 16, tokens[0], 2 * tokens[1], 2 * tokens[2]), torch.randn(1, 5, config.text_dim)
+    choose = SparseForward.route
+    for name, sparsity in (("dense", 0.0), ("sparse", 0.5)):
+        counts, rows = {"bytes": 0}, []
+
+        def counted(*given, rows=rows):
+            rows.append(given[3].shape[:3].numel())
+            return choose(*given)
+
+        tiles = SparseTiles(model, SparseOptions(sparsity=0.5, dense_steps=0, ramp=0, dense_layers=0), None, tokens)
+        with in_tiles(model, tiles), exchanges(counts), mock.patch.object(SparseForward, "route", counted):
+            model(x, torch.tensor([700.0]), text, ForwardInfo(sparsity=sparsity))
+        found[name] = counts["bytes"], len(rows), sum(rows)
+    return found | {"block": tiles.block}

@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import threading
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,7 @@ from wan_core.checkpoint.save import write_safetensors
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.parallel.weights import SMALL, shared_checkpoint
+from wan_core.pipeline.loading import load_parts
 from wan_core.pipeline.sources import TINY
 
 
@@ -86,6 +88,23 @@ def staged_model(mesh: str, device: str = "cpu", packed: str | None = None) -> l
         found = load_dit(shared, device=ranks.device, quantization=held).state_dict()
     alone = load_dit(path, quantization=held).state_dict()
     return [name for name, value in alone.items() if not torch.equal(bytes_of(value), bytes_of(found[name]))]
+
+
+def staged_together(mesh: str) -> list[str]:
+    """As `staged_model`, of both experts, which are read at once. Ranks come to the second one at different times."""
+    ranks, changed = ranks_of(mesh), []
+    paths = {name: TINY / f"t2v_{name}.safetensors" for name in ("high", "low")}
+
+    def load(name: str) -> torch.nn.Module:
+        time.sleep(0.05 * ((name == "high") == (ranks.rank % 2 == 0)))
+        return load_dit(shared_checkpoint(open_checkpoint(paths[name]), ranks), device=ranks.device)
+
+    with staged.reading(staged.Reading(mapped=False)):
+        found = load_parts(list(paths), load, ranks.device, in_order=True)
+    for name, path in paths.items():
+        read = found[name].state_dict()
+        changed += [key for key, value in load_dit(path).state_dict().items() if not torch.equal(value, read[key])]
+    return changed
 
 
 def truncated(mesh: str, path: str, keep: int, timeout: float) -> str:

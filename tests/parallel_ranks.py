@@ -1,7 +1,7 @@
 """Ranks for tests: processes that import everything once, join over gloo in worlds of any size up to their number, and
 answer one question after another.
 
-A check is a function of `parallel_checks`, `parallel_loading` or `parallel_sound`, called by name with plain arguments,
+A check is a function of `parallel_checks` or a file `parallel_...` beside it, called by name with plain arguments,
 one of which is the mesh. It runs on every rank of that mesh and returns what pickles; an exception of any rank is
 raised in the test. All ranks of a world leave it before any of them enters another.
 """
@@ -45,6 +45,7 @@ def _rank(rank: int, pipe: Connection, trace: str) -> None:
 
     torch.set_num_threads(1)
     import parallel_checks
+    import parallel_first_use
     import parallel_loading
     import parallel_sound
 
@@ -59,7 +60,8 @@ def _rank(rank: int, pipe: Connection, trace: str) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    checks = {**vars(parallel_checks), **vars(parallel_loading), **vars(parallel_sound)}
+    modules = (parallel_checks, parallel_first_use, parallel_loading, parallel_sound)
+    checks = {name: check for module in modules for name, check in vars(module).items()}
     while (asked := pipe.recv()) is not None:
         name, arguments, environment = asked
         try:

@@ -15,10 +15,10 @@ import torch
 from server import PromptServer
 
 from wan_core.checkpoint.turns import short_turns
-from wan_core.ops.attention.registry import AttentionError, resolve_attention
+from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.kernels import fused
+from wan_core.pipeline.first_use import FAULTS, load_kernels, prepares
 from wan_core.pipeline.settings import ModelSettings
-from wan_core.pipeline.warmup import load_kernels
 
 from .devices import device
 
@@ -26,8 +26,6 @@ log = logging.getLogger("WanCore")
 AFTER_START = 0.1  # seconds after ComfyUI begins to listen: its own start is not slowed
 HEAD_DIM = 128  # of every Wan model of full size
 IDLE = 0.2  # seconds between two looks at whether a prompt runs
-FAULTS = (AttentionError, OSError, RuntimeError, ValueError, ImportError, AttributeError)
-"""What kernels and libraries that do not fit this machine raise; out of memory is a RuntimeError."""
 
 
 class Background:
@@ -104,7 +102,7 @@ def _attention() -> None:
 def prepare_kernels(settings: ModelSettings) -> str | None:
     """Begin to load the kernels of a transformer that will run as `settings` says. Returns what to `wait` for; None
     where there is nothing to prepare: on a CPU, and where blocks are compiled with their own weights."""
-    if settings.device.type != "cuda" or settings.compile != "off":
+    if not prepares(settings):
         return None
     config = settings.found.dit
     name = f"kernels of {config}, {settings.precision}, {settings.attention}"

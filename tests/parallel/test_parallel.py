@@ -394,6 +394,12 @@ def test_weights_of_vace_blocks_are_sharded_too(ranks, tmp_path):
         assert error < ROUNDING and kept == []
 
 
+@pytest.mark.parametrize("mesh", ["1x1x2", "2x1x2"])
+def test_experts_that_are_read_at_once_are_those_of_the_files(ranks, mesh):
+    for changed in ranks.ask("staged_together", mesh=mesh):
+        assert changed == []
+
+
 @pytest.mark.parametrize("in_order", [True, False])
 def test_threads_that_load_work_on_the_device_of_the_rank(monkeypatch, in_order):
     """A new thread's current device is the first GPU: what is launched or drawn without naming one would go there."""
@@ -519,3 +525,19 @@ def test_a_sparse_forward_with_frames_of_their_own_timesteps(ranks, mesh, attent
     given = {"mesh": mesh, "attention": attention, "grid": (5, 12, 14), "dense_layers": 1, "apart": True}
     for whole, sharded in ranks.ask("sparse_forward", **given):
         assert sharded < 2 * whole + ROUNDING
+
+
+@pytest.mark.parametrize("attention", ["math", "math-fp8"])
+@pytest.mark.parametrize("mesh", ["1x1x4", "1x4x1", "1x2x2"])
+def test_what_a_sparse_forward_exchanges_and_chooses(ranks, mesh, attention):
+    """As many bytes as a dense one: no block is filled up before an exchange. Each rank chooses once a layer, for its
+    own heads or rows: none is chosen for twice. A ring also exchanges the means of its blocks, and each row's share."""
+    grid, layers, heads = (5, 7, 8), 2, 4
+    answers = ranks.ask("sparse_counts", mesh=mesh, attention=attention, tokens=grid)
+    size, split = answers[0]["block"], Mesh.parse(mesh)
+    blocks, mine = -(-math.prod(grid) // size), heads // split.ulysses
+    means, share = 3 * mine * -(-blocks // split.ring) * 16, mine * blocks  # of keys, their variance, of values
+    assert sum(answer["sparse"][2] for answer in answers) == layers * heads * blocks
+    for answer in answers:
+        assert answer["dense"][1:] == (0, 0) and answer["sparse"][1] == layers
+        assert answer["sparse"][0] - answer["dense"][0] == layers * 4 * (split.ring - 1) * (means + share)

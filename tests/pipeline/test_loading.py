@@ -34,6 +34,45 @@ def test_files_are_read_at_once() -> None:
     assert list(load_parts(["high", "low"], load, GPU, in_order=False)) == ["high", "low"]
 
 
+def test_ranks_read_at_once_and_exchange_one_model_after_another() -> None:
+    """The second model is open before the first one exchanges anything, and the text encoder waits for none."""
+    names, exchanged = ["high", "low", "text_encoder", "vae"], []
+    all_open = threading.Barrier(len(names))
+
+    def load(name: str) -> torch.nn.Module:
+        all_open.wait(10)
+        for _ in range(3):
+            if name == "high":
+                time.sleep(0.02)
+            current_reading().turn()
+            exchanged.append(name)
+        return torch.nn.Identity()
+
+    for device in (GPU, torch.device("cpu")):
+        exchanged.clear()
+        assert list(load_parts(names, load, device, in_order=True)) == names
+        assert [name for name in exchanged if name != "text_encoder"] == ["high"] * 3 + ["low"] * 3 + ["vae"] * 3
+        assert exchanged[:3] == ["text_encoder"] * 3
+
+
+def test_a_failure_ends_those_that_wait_for_their_turn() -> None:
+    ended: list[type] = []
+
+    def load(name: str) -> torch.nn.Module:
+        if name == "high":
+            raise ValueError("damaged")
+        try:
+            current_reading().turn()
+        except Exception as stop:
+            ended.append(type(stop))
+            raise
+        raise AssertionError("its turn has come")
+
+    with pytest.raises(ValueError, match="damaged"):
+        load_parts(["high", "low", "vae"], load, GPU, in_order=True)
+    assert ended == [LoadingEnded] * 2
+
+
 @pytest.mark.parametrize("fault", [ValueError("damaged"), KeyboardInterrupt()], ids=repr)
 def test_a_failure_ends_the_other_reading(fault: BaseException) -> None:
     ended: list[type] = []

@@ -12,10 +12,11 @@ import torch
 from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions, StageOptions
 from wan_core.config.compile_cache import set_compile_caches
 from wan_core.config.folders import cache_folder
+from wan_core.pipeline.first_use import load_kernels
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import resolve_settings
 from wan_core.pipeline.sources import find_models
-from wan_core.pipeline.warmup import load_kernels, warm_up
+from wan_core.pipeline.warmup import warm_up
 
 CPU = torch.device("cpu")
 CAPTION = "a red circle moving right on a blue background"

@@ -49,7 +49,8 @@ class Reading:
     thread that loads; may raise to stop. mapped: on a CPU, map files instead of reading them. stays: what is used as it
     is stored stays in the mapped file, also where a GPU encodes the rest. staged: False maps them
     for a GPU as well, and copies from there. threads: that read one checkpoint; None: `default_threads`. layers: the
-    blocks of a transformer that are read, the others stay on the meta device; None: all."""
+    blocks of a transformer that are read, the others stay on the meta device; None: all. turn: called before every
+    exchange with other ranks, and waits until it is this model's turn; may raise to stop."""
 
     on_bytes: Callable[[int], None] | None = None
     mapped: bool = True
@@ -57,6 +58,7 @@ class Reading:
     staged: bool = True
     threads: int | None = None
     layers: range | None = None
+    turn: Callable[[], None] = lambda: None
 
     def reads(self, name: str) -> bool:
         """Whether the parameter `name` of a transformer is read."""

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import logging
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from wan_core.config.folders import cache_folder, make_private, why_not_private
 
@@ -49,6 +53,54 @@ def why_not_kept() -> str | None:
     """Why compiled kernels are not kept for the next process, and what to do; None if they are."""
     reasons = (why_not_private(cache_folder() / name) for name in LIBRARY_CACHES.values())
     return next((reason for reason in reasons if reason is not None), None)
+
+
+@contextmanager
+def one_goes_first(name: str) -> Iterator[None]:
+    """Around work that compiles `name`: one process of this host does it first, and those that come meanwhile wait,
+    then do it together and find what was kept. Once it has ended without an exception, no later process waits.
+
+    The system releases the lock of a process that ends, however it ends. Without locks or a folder nobody waits.
+    """
+    file = _opened(name)
+    if file is None:
+        yield
+        return
+    with file:
+        first = _is_first(file)
+        yield
+        if first:
+            file.write(b"done")
+
+
+def _opened(name: str) -> BinaryIO | None:
+    """The file whose lock is that of `name`; None where there can be none."""
+    if sys.platform == "win32":
+        return None
+    folder = _root() / "first-use"
+    try:
+        make_private(folder)
+        return (folder / hashlib.sha256(name.encode()).hexdigest()[:20]).open("a+b")
+    except OSError as fault:
+        log.info("processes that compile the same do so at the same time: %s", fault)
+        return None
+
+
+def _is_first(file: BinaryIO) -> bool:
+    """Whether no process has ended the work of `file` or is at it; then its lock is taken. Else waits for the one that
+    is."""
+    import fcntl  # not on Windows
+
+    if os.fstat(file.fileno()).st_size:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        fcntl.flock(file, fcntl.LOCK_SH)
+    except OSError as fault:  # a file system without locks
+        log.info("processes that compile the same do so at the same time: %s", fault)
+    return False
 
 
 def _set_folder(variable: str) -> None:

@@ -107,7 +107,8 @@ def even_parts(total: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, and this rank's index among them. `process` is None for a group of one rank."""
+    """Ranks that communicate, and this rank's index among them. `process` is None for a group of one rank, and in a
+    mesh that stands `apart`: exchanges then leave out the other ranks."""
 
     process: ProcessGroup | None
     ranks: tuple[int, ...]
@@ -116,6 +117,9 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+
+_GROUPS = ("cfg", "ring", "ulysses", "sequence", "layers", "time", "world", "host")
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +208,12 @@ class RankMesh:
             control=control,
         )
 
+    def apart(self) -> RankMesh:
+        """The same places without the other ranks: a forward computes on a shard of the same size, and numbers that
+        have no meaning arrive at once. For what must run once before ranks wait for each other."""
+        alone = {name: replace(getattr(self, name), process=None) for name in _GROUPS}
+        return replace(self, **alone, control=None)
+
     def agree(self, value: float, *, largest: bool = True) -> float:
         """The largest (or smallest) value of all ranks, for decisions that must be the same on all."""
         if self.control is None:
@@ -236,7 +246,7 @@ def _host_rows(size: int, control: ProcessGroup | None) -> list[list[int]]:
 
 def gather_parts(part: Tensor, lengths: list[int], group: Group, dim: int) -> Tensor:
     """The parts of all ranks of `group`, concatenated along `dim`, on every rank. lengths: of each rank's part."""
-    if group.process is None:
+    if group.size == 1:
         return part
     longest = max(lengths)
     moved = part.movedim(dim, 0)  # [n, ...]
@@ -255,6 +265,9 @@ def gather_parts(part: Tensor, lengths: list[int], group: Group, dim: int) -> Te
 
 def all_gather(into: Tensor, part: Tensor, group: Group) -> None:
     """Gather `part` of every rank of `group` into `into`, in the order of the ranks."""
+    if group.process is None:
+        into.view(group.size, *part.shape)[:] = part
+        return
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter up to torch 2.12
     gather(into, part, group=group.process)
 

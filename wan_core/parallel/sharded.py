@@ -19,6 +19,7 @@ from wan_core.checkpoint import detect, open_checkpoint
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.load import read_values
 from wan_core.checkpoint.opened import Checkpoint
+from wan_core.checkpoint.staged import current_reading
 from wan_core.config import OptionError
 from wan_core.models.wan.layers import Block
 from wan_core.models.wan.model import WanModel
@@ -44,6 +45,7 @@ def load_sharded_dit(path: Path, ranks: RankMesh, dtype: torch.dtype, family: st
     Raises CheckpointError, or OptionError for quantised weights."""
     from torch.distributed.tensor import DTensor  # imported here because it takes a second
 
+    current_reading().turn()
     checkpoint = open_checkpoint(path)
     detected = detect(checkpoint, "dit", family)
     if detected.scales or any(info.packing is not None for info in checkpoint.tensors.values()):

@@ -21,7 +21,7 @@ Three = tuple[Tensor, Tensor, Tensor]
 
 def heads_for_tokens(qkv: Three, lengths: list[int], group: Group) -> Three:
     """q, k, v [B, n, H, D] -> q, k, v [B, N, h, D], views of what arrived. lengths: tokens of each rank of `group`."""
-    if group.process is None:
+    if group.size == 1:
         return qkv
     dtype, words = qkv[0].dtype, [as_words(x) for x in qkv]
     B, n, H, D = words[0].shape
@@ -45,7 +45,7 @@ def heads_for_tokens(qkv: Three, lengths: list[int], group: Group) -> Three:
 
 def tokens_for_heads(out: Tensor, heads_in_all: int, lengths: list[int], group: Group) -> Tensor:
     """The way back of the output: [B, N, h, D] -> [B, n, H, D], contiguous."""
-    if group.process is None:
+    if group.size == 1:
         return out.contiguous()
     packed = as_words(out.transpose(0, 1).contiguous())  # [N, B, h, D]
     _, B, h, D = packed.shape
@@ -62,4 +62,7 @@ def tokens_for_heads(out: Tensor, heads_in_all: int, lengths: list[int], group: 
 
 def all_to_all(into: Tensor, out: Tensor, arriving: list[int], leaving: list[int], group: Group) -> None:
     """Both flat; counts of numbers by rank."""
+    if group.process is None:
+        into.zero_()
+        return
     dist.all_to_all_single(into, out, arriving, leaving, group=group.process)

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from wan_core.models.vae.vae import VideoVAE
 from wan_core.parallel.mesh import Group, RankMesh, even_parts, gather_parts
+from wan_core.parallel.ulysses import all_to_all
 
 CHUNK = 2  # latent frames computed together: a strip has memory for two, and communication happens half as often
 
@@ -81,7 +81,7 @@ class Strip:
         leaving = [0 if part is None else part.numel() for part in sends]
         packed = torch.cat([x.new_empty(0), *(part.flatten() for part in sends if part is not None)])
         arrived = x.new_empty(sum(arriving))
-        dist.all_to_all_single(arrived, packed, arriving, leaving, group=self.group.process)
+        all_to_all(arrived, packed, arriving, leaving, self.group)
 
         def side(rank: int, count: int) -> Tensor:
             shape[axis] = count

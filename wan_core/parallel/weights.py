@@ -8,7 +8,6 @@ mapped. Small tensors, or all if parts cannot be gathered, are read by one rank 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wan_core.checkpoint.opened import Checkpoint, Readers
+from wan_core.checkpoint.staged import current_reading
 from wan_core.parallel.mesh import Group, RankMesh, all_gather
 
 SMALL = 1 << 16  # bytes: smaller tensors are not divided
@@ -24,15 +24,21 @@ Sharing = Literal["gather", "broadcast"]
 
 def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "gather") -> Checkpoint:
     """`checkpoint` with a `read` that returns a tensor on this rank's device and reads it once per host. All ranks of
-    the host must read the same tensors in the same order."""
+    the host must read the same tensors in the same order; several checkpoints take turns (`Reading.turn`)."""
     if ranks.host.size == 1:
         return checkpoint
     parts = [part for several in checkpoint.parts.values() for part in several]
     order = {name: i for i, name in enumerate([*checkpoint.tensors, *parts])}
-    host = ranks.host
-    readers = Readers(host.size, host.index, ranks.device, SMALL, partial(all_gather, group=host))
+    host, turn = ranks.host, current_reading().turn
+
+    def gather(whole: Tensor, own: Tensor) -> None:
+        turn()
+        all_gather(whole, own, host)
+
+    readers = Readers(host.size, host.index, ranks.device, SMALL, gather)
 
     def read(name: str) -> Tensor:
+        turn()
         stored = checkpoint.read(name)
         if how == "gather" and checkpoint.info(name).nbytes > SMALL:
             return gather_read(stored, readers)

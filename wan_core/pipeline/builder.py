@@ -39,6 +39,7 @@ from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
+from wan_core.pipeline.first_use import FirstUse, begin_first_use
 from wan_core.pipeline.hearing import Speech
 from wan_core.pipeline.host_planning import HostPlan, check_host, host_room, plan_host, staying_in_file
 from wan_core.pipeline.loading import load_parts
@@ -64,6 +65,7 @@ class Models:
     planner: MemoryPlanner | None = None  # None on a CPU
     sharded: bool = False  # ranks hold the experts in parts
     ranks: RankMesh | None = None  # that run it together
+    first_use: FirstUse | None = None  # of kernels, which goes on beside loading and encoding
 
     @property
     def device(self) -> torch.device:
@@ -88,12 +90,19 @@ class Models:
 
     def expert(self, name: str) -> WanModel:
         """Ready on the device. A task with a single transformer has it as `high`, whichever is asked for."""
+        if self.first_use is not None:
+            self.first_use.thread.join()
         return cast(WanModel, self.residency.use(name if name in self.residency.models else "high"))
 
     @property
     def compiles(self) -> bool:
         """Whether the next forward is the first of this process to compile blocks."""
         return self.settings.compile != "off" and compilations() == 0
+
+    def wait_for_kernels(self, report: Report) -> None:
+        """Until what was begun beside loading has ended. Call it where ranks do not wait for each other on a GPU."""
+        if self.first_use is not None:
+            self.first_use.wait(report)
 
     def prefetch(self, name: str, other: str, runs: int) -> None:
         """The next `runs` runs of the blocks of expert `name` are the last before `other` is asked for."""
@@ -157,6 +166,8 @@ def load_models(
     if layers is not None:
         check_parts(settings, residency, sharded)
     shares = ranks is not None and residency.policy == "resident"
+    whole = shares and not sharded
+    first_use = None if ranks is None else begin_first_use(settings, workload if whole else None, ranks)
     waits = HostPlan()
     if planner is not None and residency.policy != "resident" and ranks is None:
         waits = plan_host(settings.parts, host_room(options.host_memory_limit))
@@ -196,7 +207,7 @@ def load_models(
     if found.why:
         report.notes.append(f"task: {found.task.name} ({found.why})")
     report.settings |= settings.describe()
-    return Models(settings, residency, lora_files(options.loras), planner, sharded, ranks)
+    return Models(settings, residency, lora_files(options.loras), planner, sharded, ranks, first_use)
 
 
 def check_parts(settings: ModelSettings, residency: Residency, sharded: bool) -> None:

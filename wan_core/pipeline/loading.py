@@ -3,10 +3,11 @@ hardware."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from threading import Event
 
 import torch
@@ -16,6 +17,7 @@ from wan_core.checkpoint.staged import current_reading, default_threads, reading
 from wan_core.config import UserError
 
 Load = Callable[[str], nn.Module]
+WAKES = 0.1  # seconds after which one that waits for its turn looks whether loading has ended
 
 
 class LoadingEnded(UserError):
@@ -26,8 +28,8 @@ def load_parts(names: Sequence[str], load: Load, device: torch.device, *, in_ord
     """What `load` returns for each of `names`.
 
     For a GPU all are loaded at once, on a CPU one after the other. in_order: ranks that exchange what they read must
-    all read in the same order; only the text encoder, which one rank reads alone, is read beside the others. A failure
-    or an interruption ends the others within a tensor.
+    all do so in the same order: all models are opened and read ahead at once, and take turns to exchange. A failure or
+    an interruption ends the others within a tensor.
     """
     if in_order:
         return _in_order(names, load, device)
@@ -38,27 +40,40 @@ def load_parts(names: Sequence[str], load: Load, device: torch.device, *, in_ord
 
 def _at_once(names: Sequence[str], load: Load, device: torch.device) -> dict[str, nn.Module]:
     with _threads(len(names), load, device, mapped=False) as submit:
-        futures = [submit(name) for name in names]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()  # raises what the first that failed did
-        return {name: future.result() for name, future in zip(names, futures, strict=True)}
+        return _results({name: submit(name) for name in names})
 
 
 def _in_order(names: Sequence[str], load: Load, device: torch.device) -> dict[str, nn.Module]:
-    with _threads(2, load, device, mapped=True) as submit:
-        alone = submit("text_encoder") if "text_encoder" in names else None
-        found = {name: load(name) for name in names if name != "text_encoder"}
-        return found if alone is None else found | {"text_encoder": alone.result()}
+    """One rank alone reads the text encoder: it waits for no turn."""
+    free = Event()
+    free.set()
+    ends = {name: Event() for name in names if name != "text_encoder"}
+    before = {"text_encoder": free} | dict(zip(ends, [free, *ends.values()], strict=False))
+
+    def load_and_end(name: str) -> nn.Module:
+        loaded = load(name)
+        if name in ends:
+            ends[name].set()
+        return loaded
+
+    with _threads(len(names), load_and_end, device, mapped=True, before=before) as submit:
+        return _results({name: submit(name) for name in names})
+
+
+def _results(futures: dict[str, Future[nn.Module]]) -> dict[str, nn.Module]:
+    done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
+    for future in done:
+        future.result()  # raises what the first that failed did
+    return {name: future.result() for name, future in futures.items()}
 
 
 @contextmanager
 def _threads(
-    count: int, load: Load, device: torch.device, *, mapped: bool
+    count: int, load: Load, device: torch.device, *, mapped: bool, before: Mapping[str, Event] | None = None
 ) -> Iterator[Callable[[str], Future[nn.Module]]]:
     """Yields a function that loads a part in one of `count` threads. An exception inside ends all of them. mapped:
     files may be mapped where the caller allows it. Weights that move to pinned memory are read instead: the pages of a
-    mapping would count beside the copy."""
+    mapping would count beside the copy. before: events after which it is a part's turn."""
     now, ended = current_reading(), Event()
 
     def on_bytes(read: int) -> None:
@@ -67,14 +82,21 @@ def _threads(
         if now.on_bytes is not None:
             now.on_bytes(read)
 
-    threads = now.threads or default_threads()
-    if count > 1:  # two experts are nearly all of it
-        threads = max(1, threads // 2)
+    def wait_for(turn: Event) -> None:
+        while not turn.wait(WAKES):
+            if ended.is_set():
+                raise LoadingEnded("loading has ended")
+
+    threads = now.threads
+    if before is None:
+        threads = threads or default_threads()
+        threads = max(1, threads // 2) if count > 1 else threads  # two experts are nearly all of it
     how = replace(now, on_bytes=on_bytes, threads=threads, mapped=now.mapped and mapped)
 
     def within(name: str) -> nn.Module:
+        mine = how if before is None else replace(how, turn=partial(wait_for, before[name]))
         # A new thread's current device is the first GPU, whatever its creator's is.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), reading(how):
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), reading(mine):
             return load(name)
 
     with ThreadPoolExecutor(count) as pool:

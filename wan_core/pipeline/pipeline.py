@@ -134,6 +134,7 @@ class Pipeline:
             return self.generate_clips(job, on_step, on_phase, checks, write, keep_clips)
         on_phase("text")
         conditioning, start = self.encode(job), self.encode_video(job)
+        self.models.wait_for_kernels(self.report)
         if self.models.compiles:
             on_phase("compile in the first step")
         on_phase("denoise")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -141,8 +142,11 @@ class _ArrivingVideo:
             self.feed.__exit__()
 
     def begin(self, fps: int, settings: Mapping[str, Any]) -> None:
-        told = None if self.write is None else partial(self.write, fps=fps, settings=settings)
-        self.feed = Feed[np.ndarray, np.ndarray](lambda frames: _stacked(frames, told)).__enter__()
+        told, count = (
+            None if self.write is None else partial(self.write, fps=fps, settings=settings),
+            settings["frames"],
+        )
+        self.feed = Feed[np.ndarray, np.ndarray](lambda frames: _stacked(frames, count, told)).__enter__()
 
     def put(self, frame: np.ndarray) -> None:
         assert self.feed is not None
@@ -154,20 +158,22 @@ class _ArrivingVideo:
         return self.feed.finish()
 
 
-def _stacked(frames: Iterator[np.ndarray], write: WriteFrames | None) -> np.ndarray:
-    """[F, H, W, 3], also given to `write`, one after another."""
-    taken: list[np.ndarray] = []
+def _stacked(frames: Iterator[np.ndarray], count: int, write: WriteFrames | None) -> np.ndarray:
+    """All `count` frames [F, H, W, 3], each also given to `write` when it is there: nothing is left for the end."""
+    whole: list[np.ndarray] = []
 
-    def noted() -> Iterator[np.ndarray]:
-        for frame in frames:
-            taken.append(frame)
-            yield frame
+    def keep(index: int, frame: np.ndarray) -> np.ndarray:
+        if not whole:
+            whole.append(np.empty((count, *frame.shape), frame.dtype))
+        whole[0][index] = frame
+        return whole[0][index]
 
-    remaining = noted()
+    kept = map(keep, itertools.count(), frames)
     if write is not None:
-        write(remaining)
-    taken += frames
-    return np.stack(taken)
+        write(kept)
+    for _ in kept:  # all of them are needed, however `write` ended
+        pass
+    return whole[0]
 
 
 def sample(

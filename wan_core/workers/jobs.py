@@ -170,6 +170,7 @@ class Jobs:
         report.settings["mesh"] = str(choice.mesh)
         report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *held.notes]
         given = Conditioning.of({name: value.to(self.rank.device) for name, value in tensors.items()})
+        models.wait_for_kernels(report)
         self.phase("denoise")
         between = self.between_blocks(choice.mesh, found.dit)
         left: list[Leftover] = []

@@ -1,0 +1,211 @@
+"""The first use of kernels, before a video needs them: imports, compiling, the choice of algorithms for a size.
+
+A thread does it while weights are read. It runs blocks of random weights, and on a rank on a shard of the size that the
+rank will have, without the other ranks: none of them waits in an exchange for another that compiles. What is compiled
+is kept in files, so one process of a host goes first, and others wait for it and read them.
+
+What fails here is logged and has no other effect: the first step does the same work, and raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from wan_core.checkpoint.turns import short_turns
+from wan_core.config.compile_cache import one_goes_first
+from wan_core.execution.optimize import begin_run, optimize, optimize_vae
+from wan_core.execution.report import Report
+from wan_core.models.vae.vae import VideoVAE
+from wan_core.models.wan.config import IMAGE_TOKENS
+from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.runners import ForwardInfo
+from wan_core.ops.attention.registry import AttentionError
+from wan_core.ops.attention.sparse.kernels import SMALL, resolve_kernel
+from wan_core.ops.kernels import fused
+from wan_core.parallel.mesh import RankMesh
+from wan_core.pipeline.memory_planning import Workload
+from wan_core.pipeline.model_parts import is_packed
+from wan_core.pipeline.settings import ModelSettings, PartToLoad
+from wan_core.pipeline.sources import random_part
+from wan_core.sampling.conditioning import draw_noise
+from wan_core.sampling.denoise import nag_numbers
+from wan_core.sampling.plan import Plan, Step
+from wan_core.sampling.sparsity.run import sparse_attention
+from wan_core.sampling.stages import smaller
+
+log = logging.getLogger(__name__)
+TOKENS = 16  # rows and columns of latents: enough for every kernel to run, few enough to take no time
+FAULTS = (AttentionError, OSError, RuntimeError, ValueError, ImportError, AttributeError)
+"""What kernels and libraries that do not fit this machine raise; out of memory is a RuntimeError."""
+
+
+class FirstUse:
+    """`work` in a thread of its own, for which its caller can wait."""
+
+    def __init__(self, work: Callable[[], object], device: torch.device) -> None:
+        self.work, self.device = work, device
+        self.seconds, self.fault = 0.0, "an unexpected error, see above"
+        self.told = False
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def wait(self, report: Report) -> None:
+        """Until it has ended. Says in `report` once what it took."""
+        begin = time.perf_counter()
+        self.thread.join()
+        if not self.told:
+            self.told = True
+            waited = time.perf_counter() - begin
+            how = f"not prepared before they are needed: {self.fault}"
+            how = how if self.fault else f"prepared in {self.seconds:.1f} s beside loading"
+            report.notes.append(f"kernels: {how}, waited for {waited:.1f} s")
+
+    def _run(self) -> None:
+        begin = time.perf_counter()
+        # A new thread's current device is the first GPU, whatever its creator's is.
+        here = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        try:
+            with short_turns(), here:
+                self.work()
+            self.fault = ""
+        except FAULTS as fault:
+            self.fault = (str(fault).splitlines() or [type(fault).__name__])[0]
+            log.info("WanCore could not prepare kernels before they are needed: %s", fault)
+        self.seconds = time.perf_counter() - begin
+
+
+def begin_first_use(settings: ModelSettings, workload: Workload | None, ranks: RankMesh) -> FirstUse | None:
+    """Begin to prepare the kernels of this rank for `workload`; None: of any size. Returns None where there is nothing
+    to prepare."""
+    if not prepares(settings):
+        return None
+    device = settings.device
+    if workload is None:
+        return FirstUse(lambda: load_kernels(settings, device), device)
+    return FirstUse(lambda: rehearse(settings, workload, ranks), device)
+
+
+def prepares(settings: ModelSettings) -> bool:
+    """Not on a CPU, and not where blocks are compiled with their own weights."""
+    return settings.device.type == "cuda" and settings.compile == "off"
+
+
+def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> str:
+    """What the compiled code depends on. Of the number of tokens that is whether 16 divide it."""
+    card = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "cpu"
+    tokens, plan = settings.found.dit.tokens(*workload.latent_shape[2:]), workload.plan
+    words = [torch.__version__, card, settings.found.dit, settings.precision, settings.attention]
+    words += [ranks.mesh, tokens % 16, plan.sparse, sorted({step.scale for step in plan.steps})]
+    return ", ".join(map(str, words))
+
+
+@torch.no_grad()
+def load_kernels(settings: ModelSettings, device: torch.device) -> None:
+    """Run a block of random weights as `settings` says, so that kernels are compiled, or read from where an earlier
+    process kept them, before the weights of the model are there. Nothing of it stays."""
+    model = random_blocks(settings, device, 1)
+    config = model.config
+    x = draw_noise(0, (1, config.in_channels, 1, TOKENS, TOKENS)).to(device)
+    image = None if config.image_dim is None else x.new_zeros(1, IMAGE_TOKENS, config.image_dim)
+    text = model.prepare_text(x.new_zeros(1, 8, config.text_dim), image)
+    model(x, torch.full((1,), 500.0, device=device), text)
+
+
+@torch.no_grad()
+def rehearse(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> None:
+    """Each kind of step of `workload` once, as this rank will run it, with few blocks of random weights and without the
+    other ranks. Kernels are compiled anew for some sizes, so a shard has its own. Nothing of it stays."""
+    plan = workload.plan
+    load_libraries(settings, plan)  # each process has to import them: nobody waits for that
+    count = 1 if plan.sparse is None else min(settings.found.dit.num_layers, plan.sparse.dense_layers + 1)
+    shared = ranks.apart() if ranks.sequence.size > 1 else None
+    model = random_blocks(settings, settings.device, count, shared)
+    split = ranks.cfg.size > 1 or ranks.layers.size > 1
+    workload = replace(workload, batched=workload.batched and not split)
+    with one_goes_first(compiled_name(settings, workload, ranks)):
+        known = model.config.out_channels == 48 and workload.image
+        forward_each_kind(model, workload, plan.steps, settings.device, known=known)
+    del model
+    if "vae" in settings.parts:
+        rehearse_vae(settings, workload, ranks.apart())
+
+
+@torch.no_grad()
+def rehearse_vae(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> None:
+    """Decode the beginning of a video of `workload` as this rank will, in its strip of the picture: every piece has the
+    size of the first, the second or the last. If there is an image, encode as much too."""
+    part, device = settings.parts["vae"], settings.device
+    config = settings.found.vae
+    vae = optimize_vae(cast(VideoVAE, PartToLoad(random_part(config, 0), part.dtype).load(device)), device, ranks)
+    chunk = 1 if vae.strips is None else vae.strips.chunk
+    _, C, T, Y, X = workload.latent_shape
+    T = min(T, 2 * chunk + (T % chunk or chunk))
+    for _ in vae.decode_stream(torch.zeros(1, C, T, Y, X, device=device), chunk=chunk):
+        pass
+    if workload.image:
+        F, scale = config.temporal_stride * (T - 1) + 1, config.spatial_stride
+        vae.encode(torch.zeros(1, 3, F, Y * scale, X * scale, device=device), chunk=1)
+
+
+def load_libraries(settings: ModelSettings, plan: Plan) -> None:
+    """Import the libraries of kernels and attention, and what they load at their first call."""
+    device, dtype, dim = settings.device, settings.dtype, settings.found.dit.head_dim
+    fused.why_not(device)
+    tokens = torch.zeros(1, 256, 2, dim, dtype=dtype, device=device)
+    settings.attend(tokens, tokens, tokens)
+    if plan.sparse is not None:
+        fp8, counts = settings.attend.takes_fp8, plan.sparse.mass is not None
+        resolve_kernel(plan.sparse.kernel, device, dtype, dim, SMALL, fp8=fp8, counts=counts).load()
+
+
+def random_blocks(settings: ModelSettings, device: torch.device, count: int, ranks: RankMesh | None = None) -> WanModel:
+    """So many blocks of the transformer of `settings`, with random weights, that compute as it will."""
+    config, quantization = replace(settings.found.dit, num_layers=count), settings.quantization
+    if quantization is not None:
+        quantization = None if is_packed(quantization) else replace(quantization, keep_blocks=0)
+    blocks = cast(WanModel, PartToLoad(random_part(config, 0), settings.dtype, quantization).load(device))
+    return optimize(blocks, attend=settings.attend, compile=settings.compile, device=device, graphs=False, ranks=ranks)
+
+
+def forward_each_kind(
+    model: WanModel,
+    workload: Workload,
+    steps: Sequence[Step],
+    device: torch.device,
+    *,
+    known: bool = False,
+) -> None:
+    """A forward of `model` for the first of each kind of `steps`, and nothing of it left behind: steps with sparse
+    attention and without, and of other sizes, are different code. known: each latent frame has its own timestep."""
+    config, plan, batch = model.config, workload.plan, 2 if workload.batched else 1
+    begin_run(model)
+    B, C, T, Y, X = workload.latent_shape
+    grid = max(plan.window_sizes(T)), Y, X
+    noise = draw_noise(0, (B, C, *grid)).to(device)
+    shape = (batch, config.in_channels, *grid)
+    x = noise.new_zeros(shape)
+    x[:, : noise.shape[1]] = noise
+    # Two prompts, of which one branch sees its part, as in a run.
+    rows = draw_noise(1, (1, 8, config.text_dim)).to(device).expand(2 if plan.reads_negative else batch, -1, -1)
+    prepared = model.prepare_text(rows)
+    text = prepared.rows(0, batch)
+    kinds = {(step.scale, step.sparsity > 0, step.nag): step for step in reversed(steps)}
+    for step in kinds.values():  # the first of each kind
+        rows, columns = smaller((Y, X), step.scale, config.patch_size[1:])
+        branches = step.branches if workload.batched else step.branches[:1]
+        timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)
+        seen = text
+        if step.nag and plan.nag is not None:
+            seen = text.with_negative(text, nag_numbers(plan.nag, device))
+        alike = [other for other in steps if other.scale == step.scale]
+        with sparse_attention(model, plan, alike, grid, workload.image):
+            model(x[..., :rows, :columns], timestep, seen, ForwardInfo(step.index, branches, sparsity=step.sparsity))
+    begin_run(model)
