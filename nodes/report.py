@@ -128,7 +128,7 @@ class WanCorePlanPreview(io.ComfyNode):
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
         seconds = entered if seconds_per_forward else model.pace
         estimate, clips = plan.estimate(seconds), ""
-        check_one_way(model.windows, clip_frames or overlap or None)
+        check_one_way(model.windows, clip_frames or None, overlap or None)
         if model.windows is None and (frames or clip_frames or overlap):
             task = model.experts.task
             long = cut_video(task, frames or task.frames, clip_frames or None, overlap or None)

@@ -9,7 +9,7 @@ from comfy_api.latest import io, ui
 from torch import Tensor
 
 from wan_core.config import GUIDANCE_MODES, SkipOptions
-from wan_core.execution.memory.planning import TRANSFER_TOKENS
+from wan_core.execution.memory.planning import TRANSFER_TOKENS, outside_bytes
 from wan_core.execution.report import Phase, Report
 from wan_core.media.drawing import clock
 from wan_core.pipeline.comfy_conditioning import join
@@ -136,6 +136,7 @@ class WanCoreSampler(io.ComfyNode):
             check_kernel(plan.sparse, model.settings.attention, host.device(), model.experts.dit.head_dim, tokens)
         whole = shape[0] * model.experts.dit.tokens(sum(sizes), *area)
         kept = residual_bytes(plan, whole, model.experts.dit.dim, model.settings.dtype.itemsize)
+        kept += outside_bytes(model.experts.dit, shape, max(sizes))
         blocks = model.resident_blocks(model.memory(shape[0] * tokens) + kept)
         streamed = blocks is not None and tokens <= TRANSFER_TOKENS
         batched, why = choose_batched(guidance_mode, plan, tokens, streamed=streamed)
@@ -187,7 +188,8 @@ def _sample(
     kept: int,
     report: Report,
 ) -> tuple[Tensor, Leftover | None]:
-    """Un-normalised latents where ComfyUI keeps them, and what another run can go on with. kept: bytes of residuals."""
+    """Un-normalised latents where ComfyUI keeps them, and what another run can go on with. kept: bytes of residuals,
+    and of latents outside a context window."""
     seen = max(plan.window_sizes(start.shape[2]))
     videos = start.shape[0] * model.experts.dit.tokens(seen, *start.shape[3:]) * (1 + batched)
     left: list[Leftover] = []

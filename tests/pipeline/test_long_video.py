@@ -61,7 +61,8 @@ def test_the_plan_counts_context_windows(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_windows_where_they_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, words in (
-        (["--windows", "33", "--clip-frames", "33", "--task", "i2v-A14B"], "--windows and --clip-frames given"),
+        (["--windows", "33", "--clip-frames", "33", "--task", "i2v-A14B"], "and clips of 33 frames given"),
+        (["--windows", "33", "--overlap", "5", "--task", "i2v-A14B"], "and an overlap of clips of 5 frames given"),
         (
             ["--windows", "33", "--task", "animate-14B"],
             "takes inputs that are not cut into context windows",

@@ -82,7 +82,7 @@ def test_an_interruption_leaves_nothing_behind(pipe: Pipeline, windows: str) -> 
 
 
 def test_memory_is_that_of_a_window() -> None:
-    """Activations of the largest window; residuals of all of them; decoding as before."""
+    """Activations of the largest window; residuals of all of them, and latents; decoding as before."""
     found = find_models(TINY)
     files = found.task, found.dit, VAE_21
 
@@ -97,7 +97,8 @@ def test_memory_is_that_of_a_window() -> None:
     seen, short = beside(replace(LONG, steps=12, skip=skip, frames=13))
     assert job.tokens == seen.tokens == found.dit.tokens(4, *job.latent_shape[3:])
     assert windowed.residuals * 4 == short.residuals * 11 and windowed.decode == short.decode
-    assert windowed.denoise - windowed.residuals == short.denoise - short.residuals
+    latents = 4 * (7 * 16 + 2 * 16) * (7 - 4) * 4 * 4
+    assert windowed.denoise - windowed.residuals == short.denoise - short.residuals + latents
 
 
 def test_the_command_line_makes_one_from_an_image(tmp_path: Path) -> None:

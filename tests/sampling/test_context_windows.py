@@ -280,6 +280,16 @@ def test_freenoise_repeats_the_noise_of_earlier_frames():
     assert torch.equal(start.sample(plan, None, torch.device("cpu")), reordered_noise(drawn, options, 9))
 
 
+def test_windows_of_two_lengths_keep_their_rotation_tables():
+    """A CUDA graph goes with its table: made anew for every forward, no graph would be replayed."""
+    model, device = small_dit(), torch.device("cpu")
+    first, second, rest = (model.rope((frames, 2, 3), device) for frames in (5, 6, 2))
+    assert first.shape[0] == 30 and second.shape[0] == 36 and rest.shape[0] == 12
+    assert model.rope((5, 2, 3), device) is first and model.rope((6, 2, 3), device) is second
+    model.rope((7, 2, 3), device)
+    assert model.rope((5, 2, 3), device) is first and model.rope((2, 2, 3), device) is not rest
+
+
 def test_each_window_has_residuals_of_its_own():
     """And none after the phase."""
     still = with_windows(make_plan(steps=12), replace(APART, schedule="standard_static", overlap=1), 7)

@@ -69,7 +69,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if frames < 1:
         raise OptionError(f"--frames {frames} given; a video has at least 1")
     latents = (frames - 1) // task.vae.temporal_stride + 1
-    check_one_way(options.windows, options.clip_frames)
+    check_one_way(options.windows, options.clip_frames, options.overlap)
     if options.windows is not None:
         plan = with_windows(plan, options.windows, latents)
     plan = skip_forwards(plan, skip_options(options), options.high, options.low, image=options.image, loras=loras)

@@ -87,7 +87,12 @@ class WindowOptions:
         return ":".join([f"{4 * self.length - 3}/{4 * self.overlap}", self.schedule, self.fuse, *flags])
 
 
-def check_one_way(windows: WindowOptions | None, clip_frames: int | None) -> None:
-    """Raise OptionError where a long video is to be made in two ways."""
-    if windows is not None and clip_frames is not None:
-        raise OptionError("--windows and --clip-frames given, which make a long video in different ways: choose one")
+def check_one_way(windows: WindowOptions | None, clip_frames: int | None, overlap: int | None) -> None:
+    """Raise OptionError where a long video is to be made in two ways. overlap: of clips."""
+    if windows is None or (clip_frames is None and overlap is None):
+        return
+    given = f"clips of {clip_frames} frames" if clip_frames is not None else f"an overlap of clips of {overlap} frames"
+    raise OptionError(
+        f"context windows {windows.words()} and {given} given, which make a long video in different ways: choose one"
+        " (an overlap of windows is part of their option)"
+    )

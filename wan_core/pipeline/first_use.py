@@ -101,9 +101,10 @@ def prepares(settings: ModelSettings) -> bool:
 def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> str:
     """What the compiled code depends on. Of the number of tokens that is whether 16 divide it."""
     card = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "cpu"
-    tokens, plan = settings.found.dit.tokens(*workload.latent_shape[2:]), workload.plan
+    plan, (T, *area) = workload.plan, workload.latent_shape[2:]
+    tokens = {settings.found.dit.tokens(size, *area) % 16 for size in plan.window_sizes(T)}
     words = [torch.__version__, card, settings.found.dit, settings.precision, settings.attention]
-    words += [ranks.mesh, tokens % 16, plan.sparse, sorted({step.scale for step in plan.steps})]
+    words += [ranks.mesh, sorted(tokens), plan.sparse, sorted({step.scale for step in plan.steps})]
     return ", ".join(map(str, words))
 
 

@@ -16,6 +16,7 @@ from wan_core.execution.memory.planning import (
     beside_weights,
     cap_memory,
     device_room,
+    outside_bytes,
     plan_memory,
 )
 from wan_core.execution.memory.residency import Policy, Residency
@@ -176,6 +177,8 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
             batched=workload.batched,
             image=workload.image,
         )
+        outside = outside_bytes(found.dit, workload.latent_shape, max(sizes))
+        beside = replace(beside, denoise=beside.denoise + outside)
     return beside if "vae" in found.of else replace(beside, text=0, decode=0, image=0)
 
 

@@ -147,7 +147,7 @@ def make_job(
     )
     _check_images(request, task)
     width, height, frames, fps = size_of_video(request, task, dit, vae)
-    check_one_way(request.windows, request.clip_frames)
+    check_one_way(request.windows, request.clip_frames, request.overlap)
     if request.windows is not None:
         plan = with_windows(plan, request.windows, (frames - 1) // vae.temporal_stride + 1)
     plan = skip_forwards(plan, request.skip, checkpoint, low, image=request.image is not None, loras=loras)

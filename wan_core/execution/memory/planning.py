@@ -207,6 +207,13 @@ def beside_weights(
     )
 
 
+def outside_bytes(dit: DiTConfig, latents: tuple[int, ...], seen: int) -> int:
+    """What latents [B, C, T, Y, X] take beyond those of one forward, which sees `seen` of their frames (context
+    windows): the sample, velocities, history and temporaries, and what the model reads, with its parts. float32."""
+    B, C, T, Y, X = latents
+    return 4 * B * (7 * C + 2 * dit.in_channels) * (T - seen) * Y * X
+
+
 def vae_bytes(config: VAEConfig, rows: int, columns: int) -> int:
     """What decoding or encoding latents of `rows` x `columns` takes beside weights, bf16, a latent frame at a time."""
     pixels = rows * columns * config.spatial_stride**2 // config.patch**2

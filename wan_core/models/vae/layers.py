@@ -343,11 +343,12 @@ class Upsample(nn.Module):
 def double_sides(pictures: Tensor) -> Tensor:
     """[N, C, Y, X] -> [N, C, 2Y, 2X], every position four times."""
     rows = pictures.permute(0, 2, 3, 1)
-    if not (pictures.is_cuda and rows.is_contiguous() and rows.shape[-1] * rows.element_size() % 8 == 0):
+    words = rows.is_contiguous() and rows.shape[-1] * rows.element_size() % 8 == 0
+    if not (pictures.is_cuda and words) or torch.is_grad_enabled():  # a view as integers has no gradient
         return F.interpolate(pictures, scale_factor=2.0, mode="nearest-exact")
     # One copy of eight bytes at a time: torch's kernel for channels last takes six times as long.
-    words = rows.view(torch.int64)
-    doubled = words[:, :, None, :, None].expand(-1, -1, 2, -1, 2, -1).flatten(3, 4).flatten(1, 2)
+    eights = rows.view(torch.int64)
+    doubled = eights[:, :, None, :, None].expand(-1, -1, 2, -1, 2, -1).flatten(3, 4).flatten(1, 2)
     return doubled.view(pictures.dtype).permute(0, 3, 1, 2)
 
 

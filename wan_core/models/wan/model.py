@@ -26,6 +26,8 @@ from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs, ForwardInfo
 from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.quant.linear import Linear
 
+ROPES = 3  # rotation tables that are kept: context windows have up to three lengths
+
 
 class WanModel(nn.Module):
     """Velocity of noisy latents. Built from a `DiTConfig`; weights come from `wan_core.load_dit`.
@@ -51,7 +53,7 @@ class WanModel(nn.Module):
         self.stage: range | None = None  # the blocks that run here, where other ranks have the others
         self.head = Head(config)
         self.runners = RunnerChain()
-        self._rope: tuple[tuple[object, ...], Tensor] | None = None
+        self._ropes: dict[tuple[object, ...], Tensor] = {}  # the one last asked for is last
 
     @property
     def family(self) -> str:
@@ -209,14 +211,19 @@ class WanModel(nn.Module):
     def rope(
         self, grid: tuple[int, int, int], device: torch.device, spacing: tuple[float, float] = (1.0, 1.0)
     ) -> Tensor:
-        """The rotation table of `grid`, kept until another one is asked for (39 MB at 720p). spacing: of rows and
-        columns; tokens are in the middle of what they stand for."""
+        """The rotation table of `grid` (39 MB at 720p). The last `ROPES` are kept: context windows take turns, and a
+        CUDA graph goes with its table. spacing: of rows and columns; tokens are in the middle of what they stand
+        for."""
         key = (grid, device, spacing)
-        if self._rope is None or self._rope[0] != key:
+        table = self._ropes.pop(key, None)
+        if table is None:
+            while len(self._ropes) >= ROPES:
+                del self._ropes[next(iter(self._ropes))]
             spaced = (1.0, *spacing)
             start = tuple((apart - 1) / 2 for apart in spaced)
-            self._rope = (key, rope_table(grid, self.config.rope_axes, device, start, spaced))
-        return self._rope[1]
+            table = rope_table(grid, self.config.rope_axes, device, start, spaced)
+        self._ropes[key] = table
+        return table
 
 
 def patch_product(x: Tensor, conv: nn.Conv3d, grid: tuple[int, int, int]) -> Tensor:
