@@ -241,7 +241,8 @@ def forward_each_kind(
     x[:, : noise.shape[1]] = noise
     # Two prompts, of which one branch sees its part, as in a run.
     rows = draw_noise(1, (1, 8, config.text_dim)).to(device).expand(2 if plan.reads_negative else batch, -1, -1)
-    prepared = model.prepare_text(rows)
+    image = None if config.image_dim is None else rows.new_zeros(len(rows), IMAGE_TOKENS, config.image_dim)
+    prepared = model.prepare_text(rows, image)
     text = prepared.rows(0, batch)
     kinds = {(step.scale, step.sparsity > 0, step.nag): step for step in reversed(steps)}
     for step in kinds.values():  # the first of each kind
