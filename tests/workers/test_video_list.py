@@ -244,7 +244,7 @@ def test_a_rank_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str], mon
     """Two makers of a rank each, one killed midway: all videos are there, none twice, each as of one rank. That
     one has a process of its own as ranks have: what ran before in this one may change the last bit of a product."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    count = 6
+    count = 4
     lines = [{"prompt": "a red circle", "seed": seed, "frames": 17, "size": "64x64"} for seed in range(count)]
     path, here = write_list(tmp_path, *lines), os.getpid()
     made: dict[str, dict[str, bytes]] = {}
