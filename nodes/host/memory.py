@@ -21,9 +21,9 @@ from wan_core.execution.memory.residency import Residency, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.model import WanModel
 from wan_core.pipeline.builder import apply_loras, changes_weights
-from wan_core.pipeline.host_planning import staying_in_file
+from wan_core.pipeline.host_planning import check_attached, staying_in_file
 from wan_core.pipeline.loras import AppliedLoras, Wanted
-from wan_core.pipeline.merged_loras import load_with_loras
+from wan_core.pipeline.merged_loras import MergedLoras, load_with_loras
 from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import PartToLoad
 
@@ -103,12 +103,14 @@ class Held(ModelPatcher):
 
     def expect(self, loras: Sequence[Wanted]) -> None:
         """The LoRAs that `ready` will ask for: those that are summed in are, while weights are read. Weights that stay
-        packed are read again for that."""
+        packed are read again for that. Raises OptionError for one that weights in a mapped file do not take."""
+        if self.copies is False:
+            check_attached(self.part, loras)
         if self.ahead is not None and tuple(loras) != self.loras:
             self.detach()  # it is being read with others
         self.loras = tuple(loras)
-        merges = self.part.lora_mode == "merge" and is_packed(self.part.quantization)
-        if merges and self._in_memory() is not None and not self.has_loras(loras):
+        merged, model = loras if self.part.lora_mode == "merge" else (), self._in_memory()
+        if is_packed(self.part.quantization) and model is not None and MergedLoras.of(model).writes_weights(merged):
             evict_all()
             if self.in_host_memory and self.residency is not None:
                 self.residency.remove(self.name)

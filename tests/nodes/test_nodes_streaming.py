@@ -20,6 +20,9 @@ import torch
 from tests.checkpoint.test_gguf import matrices, write
 from tests.nodes.test_nodes_schemas import modules
 from wan_core.checkpoint import load_dit, load_text_encoder, open_checkpoint
+from wan_core.checkpoint.detect import expected_shapes
+from wan_core.checkpoint.lora.read import read_lora
+from wan_core.checkpoint.opened import from_state_dict
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save
 from wan_core.config import LoadOptions, LoraOptions, OptionError
@@ -29,7 +32,7 @@ from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.ops.quant.lora import is_attached
 from wan_core.pipeline.builder import finish, load_models
-from wan_core.pipeline.loras import read_loras
+from wan_core.pipeline.loras import Wanted, read_loras
 from wan_core.pipeline.pipeline import sample_latents
 from wan_core.pipeline.settings import PartToLoad, resolve_settings
 from wan_core.pipeline.sources import TINY, find_experts, recognise
@@ -234,10 +237,7 @@ def test_packed_weights_are_read_again_where_loras_are_to_be_merged(
     nodes: SimpleNamespace, tmp_path: Path, residency: str
 ) -> None:
     """What a LoRA changes is no longer packed then: with another strength the same matrices, off all are packed."""
-    model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
-    notes = {"num_heads": model.config.num_heads, "text_len": model.config.text_len, "eps": model.config.eps}
-    write(tmp_path / "m.gguf", model.state_dict(), matrices("Q8_0"), notes=notes)
-    files = {"high": tmp_path / "m.gguf", "low": tmp_path / "m.gguf"}
+    files = packed_files(tmp_path)
     model = socket(nodes, residency, "merge", files)
     plain = latents(model)
     for strength in (1.0, 0.5):
@@ -245,6 +245,43 @@ def test_packed_weights_are_read_again_where_loras_are_to_be_merged(
         assert torch.equal(found, latents(with_loras(socket(nodes, residency, "merge", files), strength)))
         assert not torch.equal(found, plain)
     assert torch.equal(latents(model), plain)
+
+
+def packed_files(folder: Path) -> dict[str, Path]:
+    model = load_dit(TINY / "t2v_high.safetensors", dtype=torch.float32)
+    notes = {"num_heads": model.config.num_heads, "text_len": model.config.text_len, "eps": model.config.eps}
+    write(folder / "m.gguf", model.state_dict(), matrices("Q8_0"), notes=notes)
+    return dict.fromkeys(("high", "low"), folder / "m.gguf")
+
+
+def test_a_lora_that_has_to_be_merged_is_refused_for_packed_weights_in_a_mapped_file(
+    nodes: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is read, and also when it comes to weights that are there."""
+    files, shapes = packed_files(tmp_path), expected_shapes(load_dit(TINY / "t2v_high.safetensors").config)
+    name = "blocks.0.ffn.0"
+    whole = from_state_dict({f"{name}.diff": torch.ones(shapes[f"{name}.weight"])}, "whole")
+    loras = {expert: (Wanted(read_lora(whole, shapes), 1.0, ("whole", 0, 0)),) for expert in files}
+    monkeypatch.setattr(nodes.sockets, "host_room", lambda: 1 << 16)
+    for used in (False, True):
+        model = socket(nodes, "stream", "merge", files)
+        if used:
+            latents(model)
+        with pytest.raises(OptionError, match=f"whole changes {name}.*mapped file"):
+            latents(replace(model, loras=loras))
+
+
+def test_packed_weights_with_merged_loras_are_read_again_where_they_come_to_stay_in_their_file(
+    nodes: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = packed_files(tmp_path)
+    model = with_loras(socket(nodes, "auto", "merge", files), 1.0)
+    merged = latents(model)
+    model = replace(model, options=replace(model.options, residency="stream"))
+    monkeypatch.setattr(nodes.sockets, "host_room", lambda: 1 << 16)
+    attached = latents(model)
+    assert all(any(map(is_attached, dict(h.residency.models[n].named_buffers()))) for n, h in model.held.items())
+    torch.testing.assert_close(attached, merged, atol=2e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("small", [True, False])

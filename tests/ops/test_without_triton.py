@@ -97,3 +97,18 @@ def test_hidden_from_other_processes_too():
     code = "from wan_core.ops.kernels import fused; print(fused.missing_triton())"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert "Triton is not installed" in done.stdout, done.stderr[-2000:]
+
+
+def test_a_thread_never_finds_half_of_what_is_known_of_a_device(monkeypatch):
+    """Kernels are prepared in a thread, beside others that choose them."""
+    device, seen = torch.device("cpu"), []
+
+    class Devices(dict):
+        def __setitem__(self, key, value):
+            seen.append(fused._Choice.fp8[key])
+            super().__setitem__(key, value)
+
+    monkeypatch.setattr(fused._Choice, "devices", Devices())
+    monkeypatch.setattr(fused._Choice, "fp8", {})
+    fused.prepare(device)
+    assert seen == [False]

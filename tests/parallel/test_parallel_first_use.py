@@ -6,7 +6,9 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,22 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the ranks import their checks by these names, and so must we
 from parallel_ranks import Ranks
 
+from wan_core.config import LoadOptions, Request, compile_cache
 from wan_core.config.compile_cache import one_goes_first
+from wan_core.execution.memory.planning import unit_bytes
+from wan_core.ops.quant.int8 import Int8Linear
+from wan_core.ops.quant.swap import Quantization
+from wan_core.parallel.mesh import Group, Mesh, RankMesh
+from wan_core.pipeline import builder, first_use
+from wan_core.pipeline.first_use import Ended, FirstUse
+from wan_core.pipeline.memory_planning import Workload
+from wan_core.pipeline.pipeline import Pipeline
+from wan_core.pipeline.settings import resolve_settings
+from wan_core.pipeline.sources import find_models
+from wan_core.sampling.plan import make_plan
+
+CPU = torch.device("cpu")
+INT8 = Quantization(Int8Linear, CPU)
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +114,66 @@ def test_one_goes_first_and_others_go_together(tmp_path, monkeypatch):
     with one_goes_first("kernel"), one_goes_first("other"):
         pass
     in_threads("ab", follow)  # done once: both are inside at the same time
+
+
+def test_nobody_waits_for_ever(tmp_path, monkeypatch):
+    """A process that holds the lock may be stopped: those that wait can be ended, and go on after a while."""
+    monkeypatch.setenv("WANCORE_CACHE", str(tmp_path))
+
+    def stop() -> None:
+        raise Ended
+
+    with one_goes_first("kernel"):
+        with pytest.raises(Ended), one_goes_first("kernel", stop):
+            raise AssertionError("another one has the lock")
+        monkeypatch.setattr(compile_cache, "WAITS", 0.1)
+        begin = time.monotonic()
+        with one_goes_first("kernel"):
+            assert time.monotonic() - begin > 0.1
+
+
+def alone() -> RankMesh:
+    one = Group(None, (0,), 0)
+    groups = dict.fromkeys(("cfg", "ring", "ulysses", "sequence", "layers", "time", "world", "host"), one)
+    return RankMesh(mesh=Mesh(), rank=0, device=CPU, control=None, **groups)
+
+
+def test_a_load_that_fails_ends_the_preparation(monkeypatch):
+    """Between two of its parts, and nobody waits for that but the next one, which needs its memory."""
+    inside, go_on, seen = threading.Event(), threading.Event(), []
+
+    def work(settings, workload, ranks, check) -> None:
+        inside.set()
+        assert go_on.wait(10)
+        check()
+        seen.append("went on")
+
+    def fail(*_, **__) -> None:
+        assert inside.wait(10)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first_use, "prepares", lambda _: True)
+    monkeypatch.setattr(first_use, "rehearse", work)
+    monkeypatch.setattr(builder, "load_parts", fail)
+    request, options = Request(prompt="a red circle", steps=2), LoadOptions(model="tiny", device="cpu")
+    with pytest.raises(KeyboardInterrupt):
+        Pipeline.load(options, request=request, ranks=alone())
+    ended = FirstUse.latest
+    assert ended is not None and ended.thread.is_alive()
+    threading.Timer(0.2, go_on.set).start()
+    later = FirstUse(lambda _: seen.append(ended.thread.is_alive()), CPU)
+    later.thread.join(10)
+    assert seen == [False] and "ended" in ended.fault
+
+
+def test_a_rehearsal_needs_room_for_its_blocks():
+    found = find_models(LoadOptions(model="tiny"))
+    settings = resolve_settings(found, LoadOptions(model="tiny", precision="bf16"), CPU)
+    workload = Workload((1, 16, 2, 4, 6), make_plan(task="t2v-tiny", steps=2), False)
+    rest, block, *_ = unit_bytes(found.dit, 2, False)
+    for spare, fits in ((rest + block, True), (rest + block - 1, False)):
+        memory = SimpleNamespace(peak=1000, room=1000 + spare)
+        assert first_use.fits_beside(settings, workload, memory) is fits
+    encoded = replace(settings, parts={n: replace(p, quantization=INT8) for n, p in settings.parts.items()})
+    memory = SimpleNamespace(peak=1000, room=1000 + rest + block)
+    assert not first_use.fits_beside(encoded, workload, memory)

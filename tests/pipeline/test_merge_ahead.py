@@ -10,6 +10,7 @@ import torch
 
 from wan_core.checkpoint import merge
 from wan_core.checkpoint.merge import Ahead
+from wan_core.ops.kernels.formats import FP8, Quantized
 
 
 @dataclass
@@ -72,3 +73,11 @@ def test_changes_are_brought_in_the_order_of_the_weights(moved, monkeypatch):
     values = [("w2", 0), ("other", 0), ("w0", 0)]
     one = merge.Merge(given, device).apply(values[1:2], (), ["w2", "other", "w0", "w1"])  # type: ignore[arg-type]
     assert list(one) == [("other", 0)] and seen == [["w2", "w0", "w1"]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+def test_numbers_are_dequantised_beside_what_is_stored(dtype):
+    """Stored numbers may be a mapped file's, which is read again."""
+    stored = Quantized(torch.ones(2, 4).to(dtype), torch.full((1,), 3.0))
+    for _ in range(2):
+        assert torch.equal(merge.dense(stored, torch.device("cpu")), torch.full((2, 4), 3.0))

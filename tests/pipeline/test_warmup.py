@@ -9,14 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.stand_ins import TRANSFORMERS
 from wan_core.config import LoadOptions, Request, SkipOptions, SparseOptions, StageOptions
 from wan_core.config.compile_cache import set_compile_caches
 from wan_core.config.folders import cache_folder
+from wan_core.pipeline import first_use
 from wan_core.pipeline.first_use import load_kernels
+from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.pipeline.settings import resolve_settings
 from wan_core.pipeline.sources import find_models
 from wan_core.pipeline.warmup import warm_up
+from wan_core.sampling.plan import make_plan
 
 CPU = torch.device("cpu")
 CAPTION = "a red circle moving right on a blue background"
@@ -141,3 +145,14 @@ def test_a_block_of_the_model_runs_the_way_the_model_will(image: bool, precision
     vars(seer).update(vars(attend))
     load_kernels(replace(settings, attend=seer), CPU)
     assert seen == [(1, 64, config.num_heads, config.head_dim)]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_forward_of_each_family_needs_no_media(name: str) -> None:
+    """Also of those that take features of an image, as ranks that prepare kernels and a warm-up run it."""
+    config, found = TRANSFORMERS[name], find_models(LoadOptions(model="tiny"))
+    settings = resolve_settings(found, LoadOptions(model="tiny"), CPU)
+    of = {**found.of, "high": replace(found.of["high"], config=config)}
+    settings = replace(settings, found=replace(found, of=of))  # type: ignore[arg-type]
+    workload = Workload((1, config.out_channels, 3, 8, 8), make_plan(task="t2v-tiny", steps=2), True, image=True)
+    first_use.forward_each_kind(first_use.random_blocks(settings, CPU, 1), workload, workload.plan.steps, CPU)

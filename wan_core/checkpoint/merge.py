@@ -119,8 +119,8 @@ def _device_of(value: Tensor | Quantized) -> torch.device:
 def dense(value: Any, device: torch.device) -> Tensor:
     """A stored value (a tensor, scaled FP8 or packed) as a new float32 tensor on `device`."""
     if isinstance(value, Quantized):
-        data, scale = value.data.to(device), value.scale.to(device)
-        return data.float().mul_(spread_scale(scale, data.shape))
+        data, scale = value.data.to(device).to(torch.float32, copy=True), value.scale.to(device)
+        return data.mul_(spread_scale(scale, data.shape))
     if isinstance(value, Packed):
         return value.to(device).dequantize(torch.float32)
     return value.to(device, torch.float32, copy=True)

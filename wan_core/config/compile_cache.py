@@ -16,7 +16,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 INDUCTOR, FLASH_ATTENTION = "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 LIBRARY_CACHES = {INDUCTOR: "inductor", "TRITON_CACHE_DIR": "triton", FLASH_ATTENTION: "flash-attention"}
 """Environment variable -> folder in the cache folder."""
+WAITS, LOOKS = 600.0, 0.05  # seconds: the longest wait for another process, between two looks whether it has ended
 FLASH_ATTENTION_ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 
 
@@ -56,9 +58,10 @@ def why_not_kept() -> str | None:
 
 
 @contextmanager
-def one_goes_first(name: str) -> Iterator[None]:
+def one_goes_first(name: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Around work that compiles `name`: one process of this host does it first, and those that come meanwhile wait,
     then do it together and find what was kept. Once it has ended without an exception, no later process waits.
+    check: called while waiting; may raise to stop.
 
     The system releases the lock of a process that ends, however it ends. Without locks or a folder nobody waits.
     """
@@ -67,7 +70,7 @@ def one_goes_first(name: str) -> Iterator[None]:
         yield
         return
     with file:
-        first = _is_first(file)
+        first = _is_first(file, check)
         yield
         if first:
             file.write(b"done")
@@ -86,20 +89,26 @@ def _opened(name: str) -> BinaryIO | None:
         return None
 
 
-def _is_first(file: BinaryIO) -> bool:
+def _is_first(file: BinaryIO, check: Callable[[], None]) -> bool:
     """Whether no process has ended the work of `file` or is at it; then its lock is taken. Else waits for the one that
-    is."""
+    is, at most `WAITS`: it may be stopped in a debugger."""
     import fcntl  # not on Windows
 
     if os.fstat(file.fileno()).st_size:
         return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        fcntl.flock(file, fcntl.LOCK_SH)
-    except OSError as fault:  # a file system without locks
-        log.info("processes that compile the same do so at the same time: %s", fault)
+    lock, begin = fcntl.LOCK_EX, time.monotonic()
+    while time.monotonic() - begin < WAITS:
+        try:
+            fcntl.flock(file, lock | fcntl.LOCK_NB)
+            return lock == fcntl.LOCK_EX
+        except BlockingIOError:
+            lock = fcntl.LOCK_SH
+        except OSError as fault:  # a file system without locks
+            log.info("processes that compile the same do so at the same time: %s", fault)
+            return False
+        check()
+        time.sleep(LOOKS)
+    log.info("another process compiles the same and has not ended after %.0f s", WAITS)
     return False
 
 

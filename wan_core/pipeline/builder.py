@@ -39,7 +39,7 @@ from wan_core.parallel.mesh import RankMesh
 from wan_core.parallel.sequence import check_lse
 from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
-from wan_core.pipeline.first_use import FirstUse, begin_first_use
+from wan_core.pipeline.first_use import FirstUse, begin_first_use, fits_beside
 from wan_core.pipeline.hearing import Speech
 from wan_core.pipeline.host_planning import HostPlan, check_host, host_room, plan_host, staying_in_file
 from wan_core.pipeline.loading import load_parts
@@ -166,8 +166,6 @@ def load_models(
     if layers is not None:
         check_parts(settings, residency, sharded)
     shares = ranks is not None and residency.policy == "resident"
-    whole = shares and not sharded
-    first_use = None if ranks is None else begin_first_use(settings, workload if whole else None, ranks)
     waits = HostPlan()
     if planner is not None and residency.policy != "resident" and ranks is None:
         waits = plan_host(settings.parts, host_room(options.host_memory_limit))
@@ -188,7 +186,16 @@ def load_models(
             return load_with_loras(part, settings.loras.get(name, ()), residency.load_device, device, share)
 
     names = [name for name in found.of if name != "text_encoder" or ranks is None or ranks.rank == text_rank(ranks)]
-    loaded = load_parts(names, load, device, in_order=shares)
+    first_use = None
+    if ranks is not None:
+        roomy = plan is None or workload is None or fits_beside(settings, workload, plan)
+        first_use = begin_first_use(settings, workload if shares and not sharded and roomy else None, ranks)
+    try:
+        loaded = load_parts(names, load, device, in_order=shares)
+    except BaseException:
+        if first_use is not None:
+            first_use.end()
+        raise
     for name in names:
         model, part, wanted = loaded.pop(name), settings.parts[name], settings.loras.get(name, ())
         if part.lora_mode == "attach" and name in settings.loras:

@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 
+from wan_core.checkpoint.staged import AHEAD
 from wan_core.checkpoint.turns import short_turns
 from wan_core.config.compile_cache import one_goes_first
+from wan_core.execution.memory.planning import MemoryPlan, unit_bytes
 from wan_core.execution.optimize import begin_run, optimize, optimize_vae
 from wan_core.execution.report import Report
 from wan_core.models.vae.vae import VideoVAE
@@ -47,11 +49,24 @@ FAULTS = (AttentionError, OSError, RuntimeError, ValueError, ImportError, Attrib
 """What kernels and libraries that do not fit this machine raise; out of memory is a RuntimeError."""
 
 
-class FirstUse:
-    """`work` in a thread of its own, for which its caller can wait."""
+class Ended(RuntimeError):
+    """Nobody needs the kernels any more."""
 
-    def __init__(self, work: Callable[[], object], device: torch.device) -> None:
+
+class FirstUse:
+    """`work` in a thread of its own, for which its caller can wait. A process has one: a new one ends the one before,
+    whose models may be gone, and waits until its memory is free. work: is given a function to call between its parts,
+    which raises `Ended` after `end`."""
+
+    latest: ClassVar[FirstUse | None] = None
+
+    def __init__(self, work: Callable[[Callable[[], None]], object], device: torch.device) -> None:
+        if (before := FirstUse.latest) is not None:
+            before.end()
+            before.thread.join()
+        FirstUse.latest = self
         self.work, self.device = work, device
+        self.ended = threading.Event()
         self.seconds, self.fault = 0.0, "an unexpected error, see above"
         self.told = False
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -68,18 +83,27 @@ class FirstUse:
             how = how if self.fault else f"prepared in {self.seconds:.1f} s beside loading"
             report.notes.append(f"kernels: {how}, waited for {waited:.1f} s")
 
+    def end(self) -> None:
+        """Do no more than what has begun, without waiting for that."""
+        self.ended.set()
+
+    def check(self) -> None:
+        if self.ended.is_set():
+            raise Ended("loading has ended")
+
     def _run(self) -> None:
         begin = time.perf_counter()
         # A new thread's current device is the first GPU, whatever its creator's is.
         here = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
         try:
             with short_turns(), here:
-                self.work()
+                self.work(self.check)
             self.fault = ""
         except FAULTS as fault:
             self.fault = (str(fault).splitlines() or [type(fault).__name__])[0]
             log.info("WanCore could not prepare kernels before they are needed: %s", fault)
         self.seconds = time.perf_counter() - begin
+        del self.work  # with the models' settings
 
 
 def begin_first_use(settings: ModelSettings, workload: Workload | None, ranks: RankMesh) -> FirstUse | None:
@@ -89,13 +113,28 @@ def begin_first_use(settings: ModelSettings, workload: Workload | None, ranks: R
         return None
     device = settings.device
     if workload is None:
-        return FirstUse(lambda: load_kernels(settings, device), device)
-    return FirstUse(lambda: rehearse(settings, workload, ranks), device)
+        return FirstUse(lambda _: load_kernels(settings, device), device)
+    return FirstUse(lambda check: rehearse(settings, workload, ranks, check), device)
 
 
 def prepares(settings: ModelSettings) -> bool:
     """Not on a CPU, and not where blocks are compiled with their own weights."""
     return settings.device.type == "cuda" and settings.compile == "off"
+
+
+def fits_beside(settings: ModelSettings, workload: Workload, memory: MemoryPlan) -> bool:
+    """Whether a rehearsal of `workload` fits beside weights that are being read. Activations are planned for, but not
+    these blocks, nor weights that are read ahead before they are encoded."""
+    config, transformers = settings.found.dit, sum(name in ("high", "low") for name in settings.parts)
+    rest, block, *_ = unit_bytes(config, settings.dtype.itemsize, False)
+    ahead = 0 if settings.quantization is None else 2 * AHEAD * transformers
+    return memory.peak + rest + count_of_blocks(settings, workload) * block + ahead <= memory.room
+
+
+def count_of_blocks(settings: ModelSettings, workload: Workload) -> int:
+    """So many have one of each kind."""
+    sparse = workload.plan.sparse
+    return 1 if sparse is None else min(settings.found.dit.num_layers, sparse.dense_layers + 1)
 
 
 def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> str:
@@ -121,20 +160,25 @@ def load_kernels(settings: ModelSettings, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def rehearse(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> None:
+def rehearse(
+    settings: ModelSettings, workload: Workload, ranks: RankMesh, check: Callable[[], None] = lambda: None
+) -> None:
     """Each kind of step of `workload` once, as this rank will run it, with few blocks of random weights and without the
-    other ranks. Kernels are compiled anew for some sizes, so a shard has its own. Nothing of it stays."""
+    other ranks. Kernels are compiled anew for some sizes, so a shard has its own. Nothing of it stays. check: called
+    between two parts; may raise to stop."""
     plan = workload.plan
     load_libraries(settings, plan)  # each process has to import them: nobody waits for that
-    count = 1 if plan.sparse is None else min(settings.found.dit.num_layers, plan.sparse.dense_layers + 1)
+    check()
+    count = count_of_blocks(settings, workload)
     shared = ranks.apart() if ranks.sequence.size > 1 else None
     model = random_blocks(settings, settings.device, count, shared)
     split = ranks.cfg.size > 1 or ranks.layers.size > 1
     workload = replace(workload, batched=workload.batched and not split)
-    with one_goes_first(compiled_name(settings, workload, ranks)):
+    with one_goes_first(compiled_name(settings, workload, ranks), check):
         known = model.config.out_channels == 48 and workload.image
-        forward_each_kind(model, workload, plan.steps, settings.device, known=known)
+        forward_each_kind(model, workload, plan.steps, settings.device, known=known, check=check)
     del model
+    check()
     if "vae" in settings.parts:
         rehearse_vae(settings, workload, ranks.apart())
 
@@ -183,9 +227,11 @@ def forward_each_kind(
     device: torch.device,
     *,
     known: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """A forward of `model` for the first of each kind of `steps`, and nothing of it left behind: steps with sparse
-    attention and without, and of other sizes, are different code. known: each latent frame has its own timestep."""
+    attention and without, and of other sizes, are different code. known: each latent frame has its own timestep.
+    check: called before each; may raise to stop."""
     config, plan, batch = model.config, workload.plan, 2 if workload.batched else 1
     begin_run(model)
     B, C, T, Y, X = workload.latent_shape
@@ -196,10 +242,12 @@ def forward_each_kind(
     x[:, : noise.shape[1]] = noise
     # Two prompts, of which one branch sees its part, as in a run.
     rows = draw_noise(1, (1, 8, config.text_dim)).to(device).expand(2 if plan.reads_negative else batch, -1, -1)
-    prepared = model.prepare_text(rows)
+    image = None if config.image_dim is None else rows.new_zeros(len(rows), IMAGE_TOKENS, config.image_dim)
+    prepared = model.prepare_text(rows, image)
     text = prepared.rows(0, batch)
     kinds = {(step.scale, step.sparsity > 0, step.nag): step for step in reversed(steps)}
     for step in kinds.values():  # the first of each kind
+        check()
         rows, columns = smaller((Y, X), step.scale, config.patch_size[1:])
         branches = step.branches if workload.batched else step.branches[:1]
         timestep = torch.full((batch, shape[2]) if known else (batch,), step.timestep, device=device)

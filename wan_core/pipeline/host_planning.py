@@ -83,7 +83,12 @@ def host_room(limit_gib: float | None = None) -> int | None:
 def staying_in_file(part: PartToLoad, loras: Sequence[Wanted] = ()) -> PartToLoad:
     """`part` for weights that are a mapped file's: LoRAs are attached, because merging would copy them. Raises
     OptionError for one of `loras` that has to be merged."""
+    check_attached(part, loras)
+    return replace(part, lora_mode="attach", lora_why=LORA_WHY)
+
+
+def check_attached(part: PartToLoad, loras: Sequence[Wanted]) -> None:
+    """Raise OptionError for one of `loras` that has to be merged, where `part` stays packed in a mapped file."""
     config = part.part.config
     if is_packed(part.quantization) and isinstance(config, DiTConfig):
-        check_packed(loras, config)
-    return replace(part, lora_mode="attach", lora_why=LORA_WHY)
+        check_packed(loras, config, "host memory is short, and they stay in the mapped file: end other programs")

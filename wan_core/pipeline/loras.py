@@ -123,8 +123,12 @@ def choose_mode(mode: str, *, packed: bool) -> tuple[str, str]:
     return ("attach", "the weights stay packed") if packed else ("merge", "costs nothing while the model runs")
 
 
-def check_packed(wanted: Iterable[Wanted], config: DiTConfig) -> None:
-    """Raise OptionError where a LoRA has to be summed into weights that stay packed, which they do not allow."""
+MERGE = "merge it while they are read (--lora-mode merge)"
+
+
+def check_packed(wanted: Iterable[Wanted], config: DiTConfig, do: str = MERGE) -> None:
+    """Raise OptionError where a LoRA has to be summed into weights that stay packed, which they do not allow. do: what
+    helps."""
     linears = {f"{name}.weight" for name in quantized_names(config)}
     for one in wanted:
         sums = [
@@ -134,8 +138,7 @@ def check_packed(wanted: Iterable[Wanted], config: DiTConfig) -> None:
             kind = next(c.words for c in one.lora.changes[sums[0]] if not c.has_low_rank)
             raise OptionError(
                 f"LoRA {one.lora.where} changes {sums[0]} and {len(sums) - 1} more by {kind}: no product of low "
-                "rank, has to be summed in, and weights of this file stay packed: merge it while they are read "
-                "(--lora-mode merge), or use a file of 16 bits"
+                f"rank, has to be summed in, and weights of this file stay packed: {do}, or use a file of 16 bits"
             )
 
 

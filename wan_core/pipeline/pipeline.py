@@ -134,7 +134,6 @@ class Pipeline:
             return self.generate_clips(job, on_step, on_phase, checks, write, keep_clips)
         on_phase("text")
         conditioning, start = self.encode(job), self.encode_video(job)
-        self.models.wait_for_kernels(self.report)
         if self.models.compiles:
             on_phase("compile in the first step")
         on_phase("denoise")
@@ -244,6 +243,7 @@ class Pipeline:
         with self.report.phase("text"):
             rows = rows_of_all(ranks, rows)
             self.note_prompts(named, counts_of_all(ranks, counts, len(prompts)))
+        self.models.wait_for_kernels(self.report)  # what encodes pictures has no memory beside it
         each = dict(zip(named, rows.split(1), strict=True))
         pose = {} if job.pose_prompt is None else {"pose_context": each.get("pose prompt", each["prompt"])}
         return Conditioning(cond=each["prompt"], uncond=each.get("negative prompt"), inputs=pose)

@@ -61,8 +61,9 @@ def why_not(device: torch.device) -> str | None:
 
 def prepare(device: torch.device) -> None:
     """Test whether kernels run on `device`. Call it before torch.compile, which cannot trace the test."""
-    _Choice.devices[device] = reason = _test_kernels(device)
-    _Choice.fp8[device] = reason is None and has_fp8(device)
+    reason = _test_kernels(device)
+    _Choice.fp8[device] = reason is None and has_fp8(device)  # first: other threads ask for it if they find the next
+    _Choice.devices[device] = reason
     if reason is not None and device.type == "cuda":
         log.warning("fused kernels: %s. %s", reason, WITHOUT)
 
