@@ -14,7 +14,7 @@ official checkpoints, hence dictionaries with number keys. Source: Wan2.2/wan/mo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -206,14 +206,11 @@ class ResidualBlock(nn.Module):
         """The biases join the passes that follow: torch adds each in a pass of its own."""
         from wan_core.ops.kernels import triton_vae
 
-        first, second = cast(CausalConv3d, self.residual["2"]), cast(CausalConv3d, self.residual["6"])
-        norm, later_norm = cast(RMSNorm, self.residual["0"]), cast(RMSNorm, self.residual["3"])
+        norm, first, later_norm, second = (cast(Any, self.residual[name]) for name in "0236")
         h = first.convolve(norm_silu_extend(norm, first, x, chunk), chunk, biased=False)
         h = second.convolve(norm_silu_extend(later_norm, second, h, chunk, first.bias), chunk, biased=False)
-        if self.shortcut is None:
-            return triton_vae.add_with_bias(h, x, cast(Tensor, second.bias), None)
-        rest = self.shortcut.convolve(x, chunk, biased=False)
-        return triton_vae.add_with_bias(h, rest, cast(Tensor, second.bias), self.shortcut.bias)
+        rest = x if self.shortcut is None else self.shortcut.convolve(x, chunk, biased=False)
+        return triton_vae.add_with_bias(h, rest, second.bias, None if self.shortcut is None else self.shortcut.bias)
 
     def settle(self, still: Still) -> Still:
         """As `CausalConv3d.settle`."""
@@ -228,13 +225,11 @@ def norm_silu_conv(norm: nn.Module, conv: nn.Module, x: Tensor, chunk: Chunk) ->
 
 def in_one_pass(x: Tensor, chunk: Chunk) -> bool:
     """Whether the kernels of `triton_vae` can run."""
-    alone = chunk.strip is None and len(x) == 1 and not torch.is_grad_enabled()
-    return alone and fused.runs_kernel(x.movedim(1, -1))
+    return chunk.strip is None and len(x) == 1 and not torch.is_grad_enabled() and fused.runs_kernel(x.movedim(1, -1))
 
 
 def norm_silu_extend(norm: RMSNorm, conv: CausalConv3d, x: Tensor, chunk: Chunk, bias: Tensor | None = None) -> Tensor:
-    """`conv.extend` of SiLU of the norm of x: in one pass where the kernel can run, with fewer roundings. bias: [C],
-    added to x first, only there."""
+    """`conv.extend` of SiLU of the norm of x: in one pass where the kernel can run; bias [C] is added first there."""
     if not in_one_pass(x, chunk):
         return conv.extend(F.silu(norm(x), inplace=True), chunk)
     from wan_core.ops.kernels import triton_vae
@@ -343,12 +338,10 @@ class Upsample(nn.Module):
 def double_sides(pictures: Tensor) -> Tensor:
     """[N, C, Y, X] -> [N, C, 2Y, 2X], every position four times."""
     rows = pictures.permute(0, 2, 3, 1)
-    words = rows.is_contiguous() and rows.shape[-1] * rows.element_size() % 8 == 0
-    if not (pictures.is_cuda and words) or torch.is_grad_enabled():  # a view as integers has no gradient
+    if torch.is_grad_enabled() or not (rows.is_cuda and rows.is_contiguous() and rows.shape[-1] % 8 == 0):
         return F.interpolate(pictures, scale_factor=2.0, mode="nearest-exact")
-    # One copy of eight bytes at a time: torch's kernel for channels last takes six times as long.
-    eights = rows.view(torch.int64)
-    doubled = eights[:, :, None, :, None].expand(-1, -1, 2, -1, 2, -1).flatten(3, 4).flatten(1, 2)
+    # One copy of eight bytes at a time, without a gradient: torch's kernel for channels last takes longer.
+    doubled = rows.view(torch.int64)[:, :, None, :, None].expand(-1, -1, 2, -1, 2, -1).flatten(3, 4).flatten(1, 2)
     return doubled.view(pictures.dtype).permute(0, 3, 1, 2)
 
 
