@@ -28,7 +28,7 @@ from wan_core.pipeline.sources import TINY
 
 CPU = torch.device("cpu")
 KEEPS, MASSES = (0.0625, 0.125, 0.25, 0.5, 0.75), (0.3, 0.5, 0.7, 0.85)
-WAYS = {  # name -> whether tokens stay in raster order, blocks are chosen by mass, spread counts, means replace the rest
+WAYS = {  # name -> whether: tokens in raster order, blocks chosen by mass, spread counts, means for the rest
     "tiles, spread, pooled": (False, False, True, True),
     "tiles, spread": (False, False, True, False),
     "tiles, mean": (False, False, False, False),
