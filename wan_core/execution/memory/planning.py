@@ -133,7 +133,7 @@ class MemoryPlan:
             f"  {'peak':<14}{self.peak / GIB:>27.2f}   of {self.room / GIB:.2f} usable, beside "
             f"{self.reserve / GIB:.2f} in reserve{over}"
         )
-        lines.append(f"  {'host memory':<14}{self.host / GIB:>27.2f}   locked, for weights")
+        lines.append(f"  {'host memory':<14}{self.host / GIB:>27.2f}   pinned, for weights")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, object]:
