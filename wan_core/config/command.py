@@ -1,4 +1,4 @@
-"""The command that runs `wan_core` here, for messages that advise one."""
+"""The command that runs `wan_core` here, or a module with this Python, for messages that advise one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ def command(*words: str) -> str:
     if called.stem.lower() == "wancore":
         start = ["wancore" if shutil.which("wancore") else str(called)]
     elif called == PACKAGE / "__main__.py":  # python -m wan_core
-        start = ["python" if shutil.which("python") == sys.executable else sys.executable, "-m", "wan_core"]
+        return module("wan_core", *words)
     else:
         start = [sys.executable, str(PACKAGE)]
-    return subprocess.list2cmdline([*start, *words]) if sys.platform == "win32" else shlex.join([*start, *words])
+    return _joined([*start, *words])
+
+
+def module(name: str, *words: str) -> str:
+    """`python -m pip install x` for `pip`, `install`, `x`, with the Python that runs this."""
+    python = "python" if shutil.which("python") == sys.executable else sys.executable
+    return _joined([python, "-m", name, *words])
+
+
+def _joined(words: list[str]) -> str:
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
