@@ -52,7 +52,8 @@ def missing_library(module: str) -> str | None:
     distribution = next((name for name in LIBRARIES if MODULES.get(name, name) == module.partition(".")[0]), None)
     if distribution is None or distribution not in missing():
         return None
-    return f"{distribution} is not installed: {install_command(distribution)}. `{command('doctor')}` lists what else is missing"
+    install, doctor = install_command(distribution), command("doctor")
+    return f"{distribution} is not installed: {install}. `{doctor}` lists what else is missing"
 
 
 def without_torch() -> dict[str, Any]:
