@@ -54,7 +54,7 @@ def exists(pattern: str) -> Callable[[str, Path], bool]:
 
 
 MOMENTS = {
-    "loading": exists(".*.claim"),
+    "loading": printed("load "),
     "text": printed("text ..."),
     "denoising": printed("step   2/6"),
     "decoding": printed("decode ..."),

@@ -277,7 +277,9 @@ def plan_memory(
     else:
         swaps = sizes.expert + beside.denoise <= room
         policy = "resident" if sizes.all + beside.most <= room else "swap" if swaps else "stream"
-        why = f"weights {sizes.all / GIB:.1f}, activations up to {beside.most / GIB:.1f}, of {room / GIB:.1f} GiB usable"
+        why = (
+            f"weights {sizes.all / GIB:.1f}, activations up to {beside.most / GIB:.1f}, of {room / GIB:.1f} GiB usable"
+        )
     resident = blocks
     if policy == "stream":
         resident = _fitting_blocks(sizes, beside, room) if resident_blocks is None else resident_blocks
