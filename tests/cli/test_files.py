@@ -287,7 +287,7 @@ def test_no_hint_where_nothing_was_kept(tmp_path: Path) -> None:
         (["--steps", "0"], "1 to 1000"),
         (["--frames", "16"], "4n + 1"),
         (["--high", "gone.safetensors"], "gone.safetensors"),
-        (["--model", "/nowhere"], "not a folder"),
+        (["--model", "/nowhere"], "there is no folder"),
         (["--image", "gone.png"], "gone.png"),
     ],
 )
