@@ -509,7 +509,7 @@ def sparse_attention(
     ranks, tokens = ranks_of(mesh), grid[0] * grid[1] * grid[2]
     drawn = torch.randn(2, 3, 2, tokens, heads, 16, generator=torch.Generator().manual_seed(tokens))
     drawn[:, 1, :, : tokens // 3] *= 2  # the keys of some ranks stand out
-    tiles, rule = make_tiles(grid, block, CPU, image=True, parts=parts), Rule(keep, mass, 0.05, score)
+    tiles, rule = make_tiles(grid, block, CPU, parts=parts), Rule(keep, mass, 0.05, score)
     how = {"pooled": pooled, "reuse": reuse, "slope": slope}
     states = [SparseForward(KERNELS["math"], [], tiles, [rule] * 2, **how) for _ in range(2)]
     inside = SparseBehindFp8() if fp8 else SparseAttention()

@@ -30,8 +30,6 @@ KEY, OVERRIDE = "wancore_accelerate", "optimized_attention_override"
 # SCAIL's reference frames, which are in its `grid_sizes` too, all others behind.
 REFERENCE_FRAMES = ("SCAILWanModel", "SCAIL2WanModel")
 EXTRA_TOKENS = ("WanModel", "WanModel_S2V", "HumoWanModel", *REFERENCE_FRAMES)
-# Models whose first frame is a picture that the video does not show, see `sparsity.run.begins_with_reference`.
-REFERENCE_FIRST = ("AnimateWanModel", "WanAnimate2Model")
 
 
 def check_wan(model: ModelPatcher) -> Any:
@@ -136,7 +134,7 @@ def _apply(
     options = {} if transformer_options is None else transformer_options
     run = options.get(RUN)
     if run is not None and x.ndim == 5:
-        found = describe(run, executor.class_obj.diffusion_model, x, c_concat, options, kwargs)
+        found = describe(run, executor.class_obj.diffusion_model, x, options, kwargs)
         options[FORWARD] = replace(found, text=0 if c_crossattn is None else c_crossattn.shape[1])
     return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
@@ -145,7 +143,6 @@ def describe(
     run: NativeRun,
     transformer: Any,
     x: Tensor,
-    concat: Tensor | None,
     options: dict[str, Any],
     conditions: dict[str, Any],
 ) -> NativeForward:
@@ -166,8 +163,6 @@ def describe(
         grid=grid,
         front=front,
         extra=type(transformer).__name__ in EXTRA_TOKENS,
-        image=(concat is not None or conditions.get("denoise_mask") is not None)
-        and type(transformer).__name__ not in REFERENCE_FIRST,
         by_frames=type(transformer).__name__ == "WanAnimate2Model",
         branches=(tuple(options.get("uuids", ())), None if window is None else tuple(window.index_list)),
     )

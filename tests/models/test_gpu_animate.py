@@ -72,7 +72,7 @@ def test_sparse_attention_that_reads_everything_is_dense(family, attention):
     prepared = optimize(model, attend=attend, graphs=False).prepare_text(context, **given)
     dense = model(x, timestep, prepared)
     for sparsity, limit in ((0.001, 0.05), (0.5, 0.4)):
-        tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, ramp=0), None, GRID[1:], image=True)
+        tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, ramp=0), None, GRID[1:])
         with in_tiles(model, tiles):
             found = model(x, timestep, prepared, ForwardInfo(sparsity=sparsity))
         assert (found - dense).norm() / dense.norm() < limit
@@ -163,7 +163,7 @@ def measure(config: DiTConfig, attention: str, latents: tuple[int, int, int]) ->
         "undriven": seconds(lambda: model(x, timestep, plain)),
         "driven": seconds(lambda: model(x, timestep, prepared)),
     }
-    tiles = SparseTiles(model, SparseOptions(sparsity=0.8, ramp=0), None, (T, Y // 2, X // 2), image=True)
+    tiles = SparseTiles(model, SparseOptions(sparsity=0.8, ramp=0), None, (T, Y // 2, X // 2))
     with in_tiles(model, tiles):
         row["sparse 0.8"] = seconds(lambda: model(x, timestep, prepared, ForwardInfo(sparsity=0.8)))
     peak = (torch.cuda.max_memory_allocated() - held) / 2**30

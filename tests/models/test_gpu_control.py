@@ -64,7 +64,7 @@ def test_sparse_attention_that_reads_everything_is_dense(name, attention):
     prepared = model.prepare_text(context, **given)
     dense = model(x, timestep, prepared)
     for sparsity, limit in ((0.001, 0.05), (0.5, 0.4)):
-        tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, ramp=0), None, GRID[1:], image=True)
+        tiles = SparseTiles(model, SparseOptions(sparsity=sparsity, ramp=0), None, GRID[1:])
         with in_tiles(model, tiles):
             found = model(x, timestep, prepared, ForwardInfo(sparsity=sparsity))
         assert (found - dense).norm() / dense.norm() < limit

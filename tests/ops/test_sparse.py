@@ -66,9 +66,9 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, route: Route, bloc
 
 
 @few
-@given(GRIDS, BLOCKS, st.booleans(), st.booleans())
-def test_tiles_are_an_order_of_all_tokens(grid: tuple[int, int, int], block: int, apart: bool, image: bool) -> None:
-    tiles = make_tiles(grid, block, CPU, frames_apart=apart, image=image)
+@given(GRIDS, BLOCKS, st.booleans())
+def test_tiles_are_an_order_of_all_tokens(grid: tuple[int, int, int], block: int, apart: bool) -> None:
+    tiles = make_tiles(grid, block, CPU, frames_apart=apart)
     tokens = grid[0] * grid[1] * grid[2]
     assert torch.equal(tiles.order.sort().values, torch.arange(tokens))
     assert torch.equal(tiles.order[tiles.inverse], torch.arange(tokens))
@@ -89,7 +89,7 @@ def test_a_block_is_a_neighbourhood(grid: tuple[int, int, int]) -> None:
     assert sides.prod(1).mean() < 2 * 128  # boxes around blocks are hardly larger than they
 
 
-def test_neighbours_in_time_are_forced_and_an_images_frame() -> None:
+def test_neighbours_in_time_are_forced() -> None:
     tiles = make_tiles((6, 8, 8), 64, CPU)
     frames = tiles.order // 64
     for row in range(tiles.blocks):
@@ -97,9 +97,7 @@ def test_neighbours_in_time_are_forced_and_an_images_frame() -> None:
         read = torch.cat([frames[c * 64 : (c + 1) * 64] for c in tiles.forced[row].nonzero()[:, 0].tolist()])
         assert read.min() == max(0, int(mine.min()) - 1) or read.min() < mine.min() or mine.min() == 0
         assert read.max() > mine.max() or mine.max() == 5
-    image = make_tiles((6, 8, 8), 16, CPU, image=True)
-    assert image.forced[:, :4].all()  # 64 tokens of the first frame lead, in blocks of their own
-    assert (image.order[:64] < 64).all()
+        assert tiles.forced[row].sum() <= 3  # what is chosen is left to the route
 
 
 # ------------------------------------------------------------------------------------------------------------- routing

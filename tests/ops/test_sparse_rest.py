@@ -43,15 +43,15 @@ def known_of(k: torch.Tensor, v: torch.Tensor, block: int, parts: int) -> KeyMea
 
 
 @few
-@given(GRIDS, st.sampled_from([8, 16, 32]), PARTS, st.booleans(), st.booleans())
+@given(GRIDS, st.sampled_from([8, 16, 32]), PARTS, st.booleans())
 def test_parts_change_the_order_inside_blocks_alone(
-    grid: tuple[int, int, int], block: int, parts: int, apart: bool, image: bool
+    grid: tuple[int, int, int], block: int, parts: int, apart: bool
 ) -> None:
-    whole = make_tiles(grid, block, CPU, frames_apart=apart, image=image)
-    fine = make_tiles(grid, block, CPU, frames_apart=apart, image=image, parts=parts)
+    whole = make_tiles(grid, block, CPU, frames_apart=apart)
+    fine = make_tiles(grid, block, CPU, frames_apart=apart, parts=parts)
     assert fine.part == block // parts
     assert torch.equal(fine.order[fine.inverse], torch.arange(len(whole.order)))
-    if not image and not apart:
+    if not apart:
         for one, other in zip(whole.order.split(block), fine.order.split(block), strict=True):
             assert torch.equal(one.sort().values, other.sort().values)
         assert torch.equal(whole.forced, fine.forced)

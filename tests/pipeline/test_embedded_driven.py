@@ -51,7 +51,7 @@ def test_look_and_motion_are_right_in_full_and_with_caches_and_sparse_attention(
 @pytest.mark.parametrize(("part", "whole"), [("driven", False), ("i2v_high", True)])
 def test_a_reference_is_not_read_in_whole_as_a_first_frame_is(tiny_assets: Path, part: str, whole: bool) -> None:
     model = load_dit(tiny_assets / f"{part}.safetensors")
-    tiles = SparseTiles(model, parse_sparse("0.75/0"), None, (6, 6, 6), image=True)
+    tiles = SparseTiles(model, parse_sparse("0.75/0"), None, (6, 6, 6))
     like = (torch.zeros(1, 216, 2), torch.zeros(1, 1, 6, 2), torch.zeros(216, 1, 1, 2))
     found, _ = tiles.arranged(BlockInputs(*like, PreparedText(()), ForwardInfo(), (6, 6, 6)))
     first = (found.inverse[:36] // found.block).unique()

@@ -74,7 +74,7 @@ def test_every_tensor_of_the_files_is_used(tiny_assets: Path) -> None:
     for expert, path in TINY_LORAS.items():
         config = load_dit(tiny_assets / f"t2v_{expert}.safetensors", dtype=torch.float32).config
         lora = read_lora(path, expected_shapes(config))
-        assert not lora.ignored and lora.ranks == (16,) and len(lora.changes) == 61
+        assert not lora.ignored and lora.ranks == (16,) and len(lora.changes) == 81
         assert lora.metadata["expert"] == expert and distilled_steps(path) == 4
 
 
@@ -113,4 +113,4 @@ def test_the_committed_comparison_reaches_its_target() -> None:
 
 
 def test_they_stay_small() -> None:
-    assert sum(path.stat().st_size for path in TINY_LORAS.values()) <= 1.5e6
+    assert sum(path.stat().st_size for path in TINY_LORAS.values()) <= 1.8e6

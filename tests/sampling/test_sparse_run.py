@@ -429,7 +429,7 @@ def test_modulation_by_frame_stays_with_its_tokens(experts: dict[str, WanModel])
     step = sparse_plan("0.001/0").steps[0]
     with torch.no_grad():
         dense = model(x, times, text)
-        with in_tiles(model, SparseTiles(model, parse_sparse("0.001/0"), None, (3, 5, 7), image=True)):
+        with in_tiles(model, SparseTiles(model, parse_sparse("0.001/0"), None, (3, 5, 7))):
             found = model(x, times, text, ForwardInfo(sparsity=step.sparsity))
     assert difference(found, dense) < 1e-4
 

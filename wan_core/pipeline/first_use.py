@@ -255,6 +255,6 @@ def forward_each_kind(
         if step.nag and plan.nag is not None:
             seen = text.with_negative(text, nag_numbers(plan.nag, device))
         alike = [other for other in steps if other.scale == step.scale]
-        with sparse_attention(model, plan, alike, grid, workload.image):
+        with sparse_attention(model, plan, alike, grid):
             model(x[..., :rows, :columns], timestep, seen, ForwardInfo(step.index, branches, sparsity=step.sparsity))
     begin_run(model)

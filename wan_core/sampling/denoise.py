@@ -125,7 +125,7 @@ def denoise(
         guided = retried(partial(Guided, model, resolution, plan, phase, len(x), batched, run_branches, pace), again)
         for run in runs(phase):
             # Sparse attention orders the tokens around everything else; residuals are kept in that order.
-            with sparse_attention(model, plan, run, tuple(x.shape[2:]), conditioning.from_image), residuals(model, run):
+            with sparse_attention(model, plan, run, tuple(x.shape[2:])), residuals(model, run):
                 for step in run:
                     retried(partial(guided.use_texts, step.texts), again)
                     if ahead is not None and following is not None and step.index == last[0]:

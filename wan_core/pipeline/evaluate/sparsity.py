@@ -33,16 +33,15 @@ def measure_coverage(
     watchers: dict[Expert, Watcher] = {}
     looked = {step.index for phase in plan.phases for step in some(phase)}
     for conditioning, noise in videos:
-        image = conditioning.concat is not None or conditioning.known is not None
         with ExitStack() as held:
 
-            def watched(expert: Expert, held: ExitStack = held, x: Tensor = noise, image: bool = image) -> WanModel:
+            def watched(expert: Expert, held: ExitStack = held, x: Tensor = noise) -> WanModel:
                 held.close()  # the previous expert has finished its steps
                 model = acquire(expert)
                 watcher = watchers.setdefault(expert, Watcher())
                 first = next(step.index for step in plan.steps if step.expert == expert)
                 watcher.looks = first in looked
-                held.enter_context(in_tiles(model, watcher.around(model, x, image)))
+                held.enter_context(in_tiles(model, watcher.around(model, x)))
                 return model
 
             def note(progress: Progress) -> None:
@@ -68,10 +67,10 @@ class Watcher:
         self.sums: dict[int, Tensor] = {}  # layer -> [H, shares]
         self.counts: dict[int, int] = {}
 
-    def around(self, model: WanModel, x: Tensor, image: bool) -> SparseTiles:
+    def around(self, model: WanModel, x: Tensor) -> SparseTiles:
         patch = model.config.patch_size
         grid = x.shape[2] // patch[0], x.shape[3] // patch[1], x.shape[4] // patch[2]
-        return SparseTiles(model, SparseOptions(sparsity=0), None, grid, image=image, observe=self)
+        return SparseTiles(model, SparseOptions(sparsity=0), None, grid, observe=self)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> None:
         if not self.looks:

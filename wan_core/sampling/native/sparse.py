@@ -78,7 +78,7 @@ class NativeSparse:
             fp8=dense.takes_fp8, counts=options.mass is not None,
         )  # fmt: skip
         block = block_length(kernel, tokens)
-        tiles = make_tiles(grid, block, q.device, image=forward.image, parts=min(options.parts, block))
+        tiles = make_tiles(grid, block, q.device, parts=min(options.parts, block))
         if tokens > len(tiles.order):
             rule = wider(rule, tiles.blocks, -(-tokens // block))
             tiles = with_extra(tiles, forward.front, tokens)
@@ -111,7 +111,7 @@ class NativeSparse:
         )
         block = block_length(kernel, tokens)
         if length == forward.tokens:
-            tiles = make_tiles(forward.grid, block, q.device, image=forward.image, parts=min(options.parts, block))
+            tiles = make_tiles(forward.grid, block, q.device, parts=min(options.parts, block))
             forward.frame_keys = FrameKeys.of(layer, tiles, k, v)
         state = forward.frame_keys
         if state is None or state.layer != layer or length not in (forward.tokens, tokens):

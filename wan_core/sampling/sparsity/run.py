@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from wan_core.config import OptionError, SparseOptions
-from wan_core.models.wan.families import family_of
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.ops.attention.registry import BACKENDS
@@ -53,11 +52,9 @@ class SparseTiles:
         keeps: Sequence[float] | None,
         grid: Grid,
         *,
-        image: bool = False,
         observe: Observer | None = None,
     ) -> None:
         self.options, self.observe = options, observe
-        self.image = image and not begins_with_reference(model)
         self.attentions = [block.self_attn for block in model.blocks]
         self.around = [attention.attend for attention in self.attentions]
         self.dense = [attend.local for attend in self.around]
@@ -122,7 +119,7 @@ class SparseTiles:
         frames_apart = inputs.modulation.shape[1] > 1 and not others
         tiles = make_tiles(
             inputs.grid, self.block, inputs.tokens.device,
-            frames_apart=frames_apart, image=self.image, parts=min(self.options.parts, self.block),
+            frames_apart=frames_apart, parts=min(self.options.parts, self.block),
         )  # fmt: skip
         if not others:
             return tiles, rules
@@ -140,13 +137,6 @@ class SparseTiles:
         if self.table is None or self.table[0] is not rope or self.table[1] is not tiles:
             self.table = rope, tiles, rope[tiles.order]
         return self.table[2]
-
-
-def begins_with_reference(model: WanModel) -> bool:
-    """Whether the first latent frame is a picture that the video does not show. It is chosen as any other: read in
-    whole, it would take most of what a step reads of a short video, and cost the shape of what moves."""
-    clips = family_of(model.config).clips
-    return clips is not None and clips.leading > 0
 
 
 def layer_rule(options: SparseOptions, keeps: Sequence[float] | None, layer: int, sparsity: float) -> Rule | None:
@@ -191,11 +181,9 @@ def ring_note(options: SparseOptions, attention: str, device: torch.device, head
 
 
 @contextmanager
-def sparse_attention(
-    model: WanModel, plan: Plan, phase: Sequence[Step], latents: tuple[int, ...], image: bool = False
-) -> Iterator[None]:
+def sparse_attention(model: WanModel, plan: Plan, phase: Sequence[Step], latents: tuple[int, ...]) -> Iterator[None]:
     """Sparse attention on `model` while `phase` runs, whose steps have one size; nothing where no step of it has any.
-    latents: (T, Y, X) of the video's. image: the video starts from one. Nothing stays behind, whatever happens."""
+    latents: (T, Y, X) of the video's. Nothing stays behind, whatever happens."""
     if plan.sparse is None or not any(step.sparsity for step in phase):
         yield
         return
@@ -203,7 +191,7 @@ def sparse_attention(
     rows, columns = smaller((latents[1], latents[2]), phase[0].scale, patch[1:])
     grid = max(plan.window_sizes(latents[0])) // patch[0], rows // patch[1], columns // patch[2]
     keeps = dict(plan.keeps).get(phase[0].expert) if plan.sparse.budgets else None
-    with in_tiles(model, SparseTiles(model, plan.sparse, keeps, grid, image=image)):
+    with in_tiles(model, SparseTiles(model, plan.sparse, keeps, grid)):
         yield
 
 

@@ -27,9 +27,8 @@ class Tiles:
     """An order of the tokens of `grid`, in blocks.
 
     order: int64 [L], the token at each place. inverse: int64 [L], the place of each token. forced: bool [n, n], blocks
-    (columns) that the queries of a block (rows) always attend to: itself, those before and after in time, and where
-    the video starts from an image its first frame. parts: of a block, each of consecutive tokens with a mean of its
-    own.
+    (columns) that the queries of a block (rows) always attend to: itself, and those before and after in time.
+    parts: of a block, each of consecutive tokens with a mean of its own.
     """
 
     grid: Grid
@@ -56,13 +55,12 @@ def make_tiles(
     device: torch.device,
     *,
     frames_apart: bool = False,
-    image: bool = False,
     raster: bool = False,
     parts: int = 1,
 ) -> Tiles:
-    """frames_apart: keep the tokens of a frame together, for modulation that has a row for each frame. image: the
-    first frame is given, so it fills blocks of its own, which every block attends to. raster: leave tokens as they
-    come (to compare with). parts: of a block, at most one for each token; they divide its length."""
+    """frames_apart: keep the tokens of a frame together, for modulation that has a row for each frame. raster:
+    leave tokens as they come (to compare with). parts: of a block, at most one for each token; they divide its
+    length."""
     T, Y, X = grid
     cells = np.stack(np.unravel_index(np.arange(T * Y * X), grid), 1)  # [L, 3]
     assert block % parts == 0, f"blocks of {block} tokens in {parts} parts"
@@ -71,16 +69,11 @@ def make_tiles(
         order = every
     elif frames_apart:
         order = np.concatenate([_cut(frame, cells, block, parts) for frame in every.reshape(T, Y * X)])
-    elif image and T > 1:
-        first = _cut(every[: Y * X], cells, block, parts)
-        full = len(first) // block * block
-        rest = np.concatenate([first[full:], every[Y * X :]])
-        order = np.concatenate([first[:full], _cut(rest, cells, block, parts)])
     else:
         order = _cut(every, cells, block, parts)
     inverse = np.empty_like(order)
     inverse[order] = every
-    forced = _forced(inverse // block, cells, grid, image)
+    forced = _forced(inverse // block, cells, grid)
     made = [torch.from_numpy(a).to(device) for a in (order, inverse, forced)]
     return Tiles(grid, block, *made, parts=parts)
 
@@ -116,7 +109,7 @@ def _cut(tokens: np.ndarray, cells: np.ndarray, block: int, parts: int = 1) -> n
     return np.concatenate([_cut(some, cells, block, parts) for some in (tokens[:half], tokens[half:])])
 
 
-def _forced(block_of: np.ndarray, cells: np.ndarray, grid: Grid, image: bool) -> np.ndarray:
+def _forced(block_of: np.ndarray, cells: np.ndarray, grid: Grid) -> np.ndarray:
     """bool [n, n]; block_of [L]."""
     count, volume = block_of.max() + 1, block_of.reshape(grid)
     forced = np.eye(count, dtype=bool)
@@ -131,7 +124,4 @@ def _forced(block_of: np.ndarray, cells: np.ndarray, grid: Grid, image: bool) ->
         codes = codes[np.argsort(times, kind="stable")]  # of several neighbours the one that most tokens meet, the last
         nearest = dict(zip(codes // count, codes % count, strict=True))
         forced[list(nearest), list(nearest.values())] = True
-    if image:
-        share = np.bincount(block_of[frames == 0], minlength=count) / np.bincount(block_of, minlength=count)
-        forced[:, share >= 0.5] = True
     return forced
