@@ -84,7 +84,7 @@ class Ranks:
     def start(self) -> None:
         context = mp.get_context("forkserver")  # its server imports everything, and every rank begins as a copy of it
         # What several ranks compile with is imported once; not where it may ask a GPU's driver, which no copy can use.
-        compiler = [] if torch.cuda.is_available() else ["torch._inductor.compile_fx"]
+        compiler = [] if torch.cuda.is_available() else ["torch._dynamo"]
         checks = ["parallel_checks", "parallel_first_use", "parallel_loading", "parallel_sound"]
         context.set_forkserver_preload([*checks, "sentencepiece", *compiler])
         pairs = [context.Pipe() for _ in range(self.most)]
