@@ -222,8 +222,12 @@ def vae(mesh: str, config: str, rows: int, columns: int, frames: int = 3, chunk:
     model = model.channels_last() if last else model
     generator = torch.Generator().manual_seed(1)
     latents = torch.randn(2, model.config.z_dim, frames, rows, columns, generator=generator)
-    video = model.decode(latents, chunk=chunk, clamp=False)
-    moments = torch.cat(model.encode_moments(video, chunk=chunk), 1)
+
+    def whole() -> tuple[Tensor, Tensor]:
+        video = model.decode(latents, chunk=chunk, clamp=False)
+        return video, torch.cat(model.encode_moments(video, chunk=chunk), 1)
+
+    video, moments = of_one(mesh, whole)
     split_pictures(model, ranks_of(mesh))
     split_video = model.decode(latents, chunk=chunk, clamp=False)
     split_moments = torch.cat(model.encode_moments(video, chunk=chunk), 1)
