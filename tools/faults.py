@@ -54,7 +54,7 @@ def exists(pattern: str) -> Callable[[str, Path], bool]:
 
 
 MOMENTS = {
-    "loading": exists(".*.claim"),
+    "loading": printed("load "),
     "text": printed("text ..."),
     "denoising": printed("step   2/6"),
     "decoding": printed("decode ..."),
@@ -146,7 +146,7 @@ def row(fault: Fault) -> str:
         folder = Path(place, "run")
         folder.mkdir()
         code, said = run(fault, folder)
-        message = next((line for line in reversed(said.splitlines()) if line.startswith("wan_core ")), "")
+        message = next((line for line in reversed(said.splitlines()) if line.startswith("python -m wan_core ")), "")
         if not message:
             message = next((line for line in said.splitlines() if "interrupted" in line or "latents" in line), "")
         left = left_in(folder)

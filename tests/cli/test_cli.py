@@ -163,7 +163,7 @@ def test_latents_are_deleted_without_save_latents(tmp_path):
         (["--last-image", "missing.png", "--task", "t2v-tiny"], "takes no image"),
         (["--high", "tests/cli/test_cli.py"], "test_cli.py"),
         (["--vae", "wan_core/assets/tiny/t2v_high.safetensors"], "a Wan VAE is expected"),
-        (["--model", "/nowhere"], "not a folder"),
+        (["--model", "/nowhere"], "there is no folder"),
         (["--model", "random:t2v-99B"], "use one of"),
         (["--task", "i2v-A14B", "--high", "wan_core/assets/tiny/t2v_high.safetensors"], "needs 36 input channels"),
     ],

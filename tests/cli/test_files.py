@@ -95,6 +95,43 @@ def test_refused_before_any_work(
         assert contents(tmp_path) == before
 
 
+EVALUATE = [*MODEL, "--count", "1", "--plot", "x.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "bad"),
+    [
+        ([*GENERATE, "--out", "x.mp4", "--sheet", "x.png"], ["--lora", "gone.safetensors"]),
+        ([*GENERATE, "--out", "x.mp4", "--report", "x.json"], ["--image", "text.txt"]),
+        ([*GENERATE, "--out", "x.mp4", "--save-latents", "x.safetensors"], ["--frames", "6"]),
+        ([*GENERATE, "--out", "x.mp4"], ["--attention", "int8"]),
+        (["decode", "text.txt", "--model", "tiny", "--out", "x.mp4"], []),
+        (["quantize", "text.txt", "x.safetensors"], []),
+        (["quantize", str(TINY / "t2v_high.safetensors"), "x.safetensors"], ["--keep-blocks", "99"]),
+        (["calibrate", *EVALUATE, "--out", "x.json"], ["--samples", "gone"]),
+        (["calibrate", *EVALUATE, "--out", "x.json", "--sparsity"], ["--size", "65x48"]),
+        (["quality", *EVALUATE, "--video", "x.mp4", "--out", "x.json"], ["--setting", "magcache:nothing"]),
+        (["quality", *EVALUATE, "--video", "x.mp4", "--out", "x.json"], ["--batch", "0"]),
+        (["search", *MODEL, "--out", ".", "--seconds", "x=1"], ["--of-task", "nothing"]),
+    ],
+)
+def test_a_new_name_is_not_said_before_an_error(
+    arguments: list[str],
+    bad: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for ending in ("mp4", "png", "json", "safetensors", "preset.json"):
+        Path(f"x.{ending}").write_text("old")
+    Path("text.txt").write_text("neither a model nor a picture")
+    assert main([*arguments, *bad]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") <= 2 and "exists" not in said, said
+    assert not list(tmp_path.glob("x-1.*"))
+
+
 def test_existing_files_get_a_number_or_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, sheet, report = (tmp_path / name for name in ("x.mp4", "x.png", "x.json"))
     files = ["--out", str(out), "--sheet", str(sheet), "--report", str(report)]
@@ -215,12 +252,12 @@ def test_the_printed_command_makes_the_video(
     command = next(line for line in said.splitlines() if " decode " in line)
     assert ("--vae-precision fp32" in command) == vae and str(folder / "my video.latents.safetensors") in said
     if vae and overwrite:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=environment, capture_output=True)
+        subprocess.run(command, shell=True, check=True, cwd=tmp_path, capture_output=True)  # it works in any folder
     else:
         words = subprocess.check_output(f"printf '%s\\0' {command}", shell=True, text=True).split("\0")[:-1]
-        assert words[0] == sys.executable
-        assert forked.run(words, cwd=tmp_path).returncode == 0
+        python, program, *arguments = words
+        assert python == sys.executable and Path(program).is_dir()
+        assert forked.run([python, "-m", Path(program).name, *arguments], cwd=tmp_path).returncode == 0
     assert len(read_video(folder / "my video.mp4")) == 5
 
 
@@ -248,7 +285,7 @@ def test_no_hint_where_nothing_was_kept(tmp_path: Path) -> None:
         (["--steps", "0"], "1 to 1000"),
         (["--frames", "16"], "4n + 1"),
         (["--high", "gone.safetensors"], "gone.safetensors"),
-        (["--model", "/nowhere"], "not a folder"),
+        (["--model", "/nowhere"], "there is no folder"),
         (["--image", "gone.png"], "gone.png"),
     ],
 )

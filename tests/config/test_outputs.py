@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,9 @@ def test_existing_outputs_get_a_number(tmp_path: Path) -> None:
     (tmp_path / "x-1.mp4").symlink_to(tmp_path / "nowhere")
     with Outputs({}, tell=said.append) as outputs:
         assert outputs.add("--out", tmp_path / "x.mp4") == tmp_path / "x-2.mp4"
+        assert not said
+        outputs.say_renamed()
+        assert len(said) == 1
     assert "x.mp4 exists" in said[0] and "x-2.mp4" in said[0] and "--overwrite" in said[0]
     with Outputs({}, overwrite=True, tell=said.append) as outputs:
         assert outputs.add("--out", tmp_path / "x.mp4") == tmp_path / "x.mp4"
@@ -82,6 +86,19 @@ def test_existing_outputs_get_a_number(tmp_path: Path) -> None:
     found = [path.name for path, _ in zip(numbered(Path("v.1.latents.safetensors")), range(2), strict=False)]
     assert found == ["v.1.latents.safetensors", "v.1-1.latents.safetensors"]
     assert next(path for path in numbered(Path("no ending")) if path.name != "no ending").name == "no ending-1"
+
+
+def test_a_new_name_is_said_at_the_end_at_the_latest_and_not_after_an_error(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "x.mp4").write_text("first")
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(OptionError))
+        stack.enter_context(Outputs({}, tell=said.append)).add("--out", tmp_path / "x.mp4")
+        raise OptionError("a bad option")
+    assert not said
+    with Outputs({}, tell=said.append) as outputs:
+        outputs.add("--out", tmp_path / "x.mp4")
+    assert len(said) == 1
 
 
 def test_runs_at_once_get_different_names(tmp_path: Path) -> None:

@@ -61,6 +61,21 @@ def test_a_fault_of_the_maker_leaves_no_file_and_no_thread(tmp_path) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "wancore-feed"]
 
 
+def test_an_interruption_while_the_thread_starts_leaves_no_file_and_no_thread(tmp_path, monkeypatch) -> None:
+    feed = Feed(lambda frames: write_mp4(tmp_path / "x.mp4", frames, fps=8))
+    start = feed._thread.start
+
+    def interrupted() -> None:
+        start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(feed._thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), feed:
+        pass
+    assert not feed._thread.is_alive()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_making_and_using_overlap() -> None:
     def consume(items: Iterator[int]) -> None:
         for _ in items:

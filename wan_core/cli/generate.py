@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import secrets
-import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -19,6 +17,7 @@ from wan_core.cli.progress import ProgressLine
 from wan_core.cli.video_writing import VideoWriting, video_output
 from wan_core.cli.workers import generate_on, worker_options
 from wan_core.config import LoadOptions, Request
+from wan_core.config.command import command
 from wan_core.sampling.cache.arguments import skip_options
 
 if TYPE_CHECKING:
@@ -72,7 +71,8 @@ def run_generate(options: argparse.Namespace) -> int:
         sheet = None if options.sheet is None else outputs.add("--sheet", options.sheet)
         report = None if options.report is None else outputs.add("--report", options.report)
         files = GeneratedFiles(out, latents, sheet, report, out.with_suffix(".clips"))
-        return generate_files(options, load_options, request, files)
+        progress = ProgressLine(request.seed, outputs.say_renamed)
+        return generate_files(options, load_options, request, files, progress)
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,16 @@ class GeneratedFiles:
 
 
 def generate_files(
-    options: argparse.Namespace, load_options: LoadOptions, request: Request, files: GeneratedFiles
+    options: argparse.Namespace,
+    load_options: LoadOptions,
+    request: Request,
+    files: GeneratedFiles,
+    progress: ProgressLine,
 ) -> int:
     """Make the video and write the files. Latents that were kept stay if a later phase fails."""
     from wan_core.pipeline.kept_clips import remove_kept
 
     kept: list[Path] = []
-    progress = ProgressLine(request.seed)
     writing = VideoWriting(files.video, progress, request.audio)
     try:
         result = generate(options, load_options, request, progress, files, kept.append, writing.write)
@@ -105,8 +108,8 @@ def generate_files(
         for path in kept:
             print(f"the finished latents are in {path}", file=sys.stderr)
             if not (options.model or "").startswith("random:") or options.vae is not None:
-                command = decode_command(options, path, files.video)
-                print(f"this makes a video of them:\n{command}", file=sys.stderr)
+                decode = decode_command(options, path, files.video)
+                print(f"this makes a video of them:\n{decode}", file=sys.stderr)
         raise
     progress.end()
     missing = [] if kept or options.save_latents is None else [f"no latents in {files.latents}"]
@@ -177,15 +180,14 @@ def write_beside_video(result: Any, files: GeneratedFiles) -> list[str]:
 
 def decode_command(options: argparse.Namespace, latents: Path, out: Path) -> str:
     """The command that makes the video `out` of kept latents, with the VAE that this run would have used."""
-    command = [sys.executable, "-m", "wan_core", "decode", str(latents)]
+    words = ["decode", str(latents)]
     for name in ("model", "vae"):
         if getattr(options, name) is not None:
-            command += [f"--{name}", getattr(options, name)]
+            words += [f"--{name}", getattr(options, name)]
     for name, default in (("vae_precision", "auto"), ("device", "auto")):
         if getattr(options, name) != default:
-            command += [f"--{name.replace('_', '-')}", getattr(options, name)]
-    command += ["--out", str(out), *["--overwrite"] * options.overwrite]
-    return subprocess.list2cmdline(command) if sys.platform == "win32" else shlex.join(command)
+            words += [f"--{name.replace('_', '-')}", getattr(options, name)]
+    return command(*words, "--out", str(out), *["--overwrite"] * options.overwrite)
 
 
 def run_decode(options: argparse.Namespace) -> int:
@@ -201,9 +203,10 @@ def run_decode(options: argparse.Namespace) -> int:
         latents, fps, settings = load_latents(options.latents)
         vae, device = load_vae_only(options.model, options.vae, options.device, options.vae_precision, latents.shape[1])
         report = Report(device, settings=settings)
+        count = images_shape(vae.config, latents)[0]
+        outputs.say_renamed()
         progress = ProgressLine()
         progress.phase("decode")
-        count = images_shape(vae.config, latents)[0]
 
         def write(frames: Iterator[Any]) -> None:
             write_video(out, progress.frames(frames, count), fps=fps, metadata=metadata(settings))

@@ -43,7 +43,9 @@ def run_quantize(options: argparse.Namespace) -> int:
         raise OptionError(f"cannot write {options.out}: give the file a name that ends in .safetensors")
     with outputs_of(options) as outputs:
         out = outputs.add("the output", options.out)
-        save(load_dit(options.source, device="cpu", dtype=torch.bfloat16, quantization=quantization), out)
+        model = load_dit(options.source, device="cpu", dtype=torch.bfloat16, quantization=quantization)
+        outputs.say_renamed()
+        save(model, out)
     print(out)
     return 0
 

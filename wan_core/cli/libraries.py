@@ -8,6 +8,8 @@ import platform
 import sys
 from typing import Any
 
+from wan_core.config.command import command, module
+
 # distribution -> (what it is for, how to install it); None: required
 LIBRARIES: dict[str, tuple[str, str | None]] = {
     "torch": ("everything, from 2.6 on", None),
@@ -32,11 +34,11 @@ TORCH = "https://pytorch.org/get-started/locally"
 
 def install_command(name: str) -> str:
     """How to install a required library into the Python that runs this."""
-    python = "python" if sys.prefix != sys.base_prefix else sys.executable
+    install = module("pip", "install", name)
     if name == "torch":
         index = " --index-url https://download.pytorch.org/whl/cu130" if sys.platform == "win32" else ""
-        return f"{python} -m pip install torch{index} (2.6 or newer; the build for each GPU: {TORCH})"
-    return f"{python} -m pip install {name}"
+        return f"{install}{index} (2.6 or newer; the build for each GPU: {TORCH})"
+    return install
 
 
 def missing() -> list[str]:
@@ -50,7 +52,8 @@ def missing_library(module: str) -> str | None:
     distribution = next((name for name in LIBRARIES if MODULES.get(name, name) == module.partition(".")[0]), None)
     if distribution is None or distribution not in missing():
         return None
-    return f"{distribution} is not installed: {install_command(distribution)}. `doctor` lists what else is missing"
+    install, doctor = install_command(distribution), command("doctor")
+    return f"{distribution} is not installed: {install}. `{doctor}` lists what else is missing"
 
 
 def without_torch() -> dict[str, Any]:
@@ -87,5 +90,5 @@ def text(findings: dict[str, Any]) -> str:
     lines += library_lines(findings["libraries"])
     return "\n".join(
         [*lines, "not tested, because required libraries are missing. Install them first:"]
-        + [f"  {command}" for command in findings["install"]]
+        + [f"  {install}" for install in findings["install"]]
     )

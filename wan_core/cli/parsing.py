@@ -72,5 +72,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def program() -> str:
-    """What the user called: `wancore` where that is installed, else `python -m wan_core`."""
-    return "wancore" if Path(sys.argv[0]).stem.lower() == "wancore" else "python -m wan_core"
+    """What the user called: `wancore`, `python -m wan_core` or `python FOLDER/wan_core`."""
+    called = Path(sys.argv[0])
+    if called.stem.lower() == "wancore":
+        return "wancore"
+    return f"python {called}" if called.name == "wan_core" else "python -m wan_core"

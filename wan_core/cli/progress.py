@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import fmean
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,8 +26,9 @@ class ProgressLine:
     every ten seconds. Nothing is raised where nobody reads stderr any more. Methods may be called from any thread.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
-        self.name, self.seed = "load", seed
+    def __init__(self, seed: int | None = None, on_planned: Callable[[], None] = lambda: None) -> None:
+        """on_planned: called before the first step, after every check."""
+        self.name, self.seed, self.on_planned = "load", seed, on_planned
         self.begin = time.perf_counter()
         self.terminal = sys.stderr.isatty()
         self.interval = 0.1 if self.terminal else 10.0
@@ -53,6 +54,8 @@ class ProgressLine:
     def planned(self, plan: Plan) -> None:
         """What will run, before its first step, after every check."""
         self.plan = plan
+        self.end()
+        self.on_planned()
         if self.seed is not None:
             self.say(f"seed {self.seed}")
 

@@ -2,6 +2,8 @@
 
     with Outputs({"--image": image}, overwrite=False) as outputs:
         video = outputs.add("--out", Path("x.mp4"))  # x-1.mp4 if x.mp4 exists, or if another run is about to write it
+        ...                                          # every other check
+        outputs.say_renamed()
         ...                                          # hours of work
         with written_beside(video) as temporary:
             ...                                      # `temporary` becomes `video` at the end
@@ -55,16 +57,26 @@ class Outputs:
         tell: Callable[[str], None] = lambda words: None,
     ) -> None:
         """inputs: option -> file or folder that the run reads. overwrite: replace files that exist, else write beside
-        them under a new number. tell: called with a sentence where a name is not the one that was asked for."""
+        them under a new number. tell: called by `say_renamed` with a sentence for each name that is not the one
+        that was asked for."""
         self.inputs = {option: Path(path) for option, path in inputs.items() if path is not None}
         self.overwrite, self.tell = overwrite, tell
         self.asked: dict[str, Path] = {}
+        self.renamed: dict[Path, Path] = {}  # what was asked for -> where it goes; not yet said
         self.claims: list[Path] = []
 
     def __enter__(self) -> Outputs:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def say_renamed(self) -> None:
+        """Say which names are not those that were asked for: once, when the run is known to be valid."""
+        for path, found in self.renamed.items():
+            self.tell(f"{path} exists or is being written: writing {found} (--overwrite replaces what exists)")
+        self.renamed.clear()
+
+    def __exit__(self, fault: type[BaseException] | None, *_: object) -> None:
+        if fault is None:
+            self.say_renamed()
         while self.claims:
             with suppress(OSError):  # the folder may be gone or read-only by now; a claim left there is harmless
                 self.claims.pop().unlink()
@@ -96,7 +108,7 @@ class Outputs:
             raise OptionError(f"cannot write {path}: the file there is read-only. Choose another name.")
         found = self._claimed(path, overwrite)
         if found != path and not quiet:
-            self.tell(f"{path} exists or is being written: writing {found} (--overwrite replaces what exists)")
+            self.renamed[path] = found
         return found
 
     def _claimed(self, path: Path, overwrite: bool) -> Path:

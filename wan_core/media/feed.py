@@ -41,7 +41,11 @@ class Feed(Generic[Item, Made]):
         self._thread = threading.Thread(target=self._run, args=(consume,), name="wancore-feed", daemon=True)
 
     def __enter__(self) -> Feed[Item, Made]:
-        self._thread.start()
+        try:
+            self._thread.start()  # waits for the thread, and an interruption may come meanwhile
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def put(self, item: Item) -> None:

@@ -68,7 +68,10 @@ def no_folder(model: str) -> OptionError:
     known = next((name for name in RELEASES if model.lower() in (name.lower(), name.partition("/")[2].lower())), None)
     if known is None and (re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) is None or path.parent.is_dir()):
         nearby = near_file(path) or meant_hint(model, ["tiny", *(name.partition("/")[2] for name in RELEASES)])
-        return OptionError(f"{model} is not a folder{nearby or ', and there is none of that name'}")
+        what = (
+            "give tiny, the folder of a release, ComfyUI's models folder or a repository such as Wan-AI/Wan2.2-T2V-A14B"
+        )
+        return OptionError(f"there is no folder {model}{nearby or f': {what}'}")
     name = known or model
     folder = name.partition("/")[2]
     if Path(folder).is_dir() and folder != model:

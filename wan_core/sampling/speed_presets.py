@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wan_core.config import OptionError
+from wan_core.config.checks import meant_hint
+from wan_core.config.command import command
 from wan_core.config.limits import MAX_JSON, check_file_size
 
 FORMAT = "wancore-preset/1"
@@ -42,7 +44,7 @@ def find_speed(name: str) -> SpeedPreset:
     if not name.endswith(SUFFIX) or not path.is_file():
         raise OptionError(
             f"speed preset {name!r} given; use one of {', '.join(speed_names())}, or an existing file NAME{SUFFIX} "
-            "that `python -m wan_core search` wrote"
+            f"that `{command('search')}` wrote{meant_hint(name, speed_names())}"
         )
     return read_speed(path)
 

@@ -120,20 +120,20 @@ class MemoryPlan:
         """One line for each phase, in GiB."""
         kind = {
             "resident": "everything stays on the device",
-            "swap": "weights wait in host memory and come as a whole",
+            "swap": "weights are in host memory, and each model is copied as a whole",
             "stream": f"{self.resident_blocks} of {self.blocks} blocks stay on the device, the others stream",
         }[self.policy]
         lines = [f"memory plan: {self.policy}, {kind} ({self.why})"]
-        lines.append(f"  {'phase':<14}{'weights':>9}{'beside':>9}{'total':>9}   GiB")
+        lines.append(f"  {'phase':<14}{'weights':>9}{'activations':>13}{'total':>9}   GiB")
         for phase in self.phases:
-            numbers = "".join(f"{n / GIB:>9.2f}" for n in (phase.weights, phase.beside, phase.total))
-            lines.append(f"  {phase.name:<14}{numbers}   {phase.what}")
+            weights, activations, total = (n / GIB for n in (phase.weights, phase.beside, phase.total))
+            lines.append(f"  {phase.name:<14}{weights:>9.2f}{activations:>13.2f}{total:>9.2f}   {phase.what}")
         over = "" if self.fits else "  DOES NOT FIT"
         lines.append(
-            f"  {'peak':<14}{self.peak / GIB:>27.2f}   of {self.room / GIB:.2f} usable, beside "
+            f"  {'peak':<14}{self.peak / GIB:>31.2f}   of {self.room / GIB:.2f} usable, and "
             f"{self.reserve / GIB:.2f} in reserve{over}"
         )
-        lines.append(f"  {'host memory':<14}{self.host / GIB:>27.2f}   locked, for weights")
+        lines.append(f"  {'host memory':<14}{self.host / GIB:>31.2f}   pinned, for weights")
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, object]:
@@ -277,7 +277,9 @@ def plan_memory(
     else:
         swaps = sizes.expert + beside.denoise <= room
         policy = "resident" if sizes.all + beside.most <= room else "swap" if swaps else "stream"
-        why = f"weights {sizes.all / GIB:.1f}, beside them {beside.most / GIB:.1f} GiB, {room / GIB:.1f} GiB usable"
+        why = (
+            f"weights {sizes.all / GIB:.1f}, activations up to {beside.most / GIB:.1f}, of {room / GIB:.1f} GiB usable"
+        )
     resident = blocks
     if policy == "stream":
         resident = _fitting_blocks(sizes, beside, room) if resident_blocks is None else resident_blocks

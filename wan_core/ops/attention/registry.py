@@ -17,6 +17,7 @@ import torch
 
 from wan_core.config import UserError
 from wan_core.config.checks import unknown
+from wan_core.config.command import command
 from wan_core.config.compile_cache import set_flash_attention_cache
 from wan_core.ops.attention.library import Library, load_torchs_cudnn
 from wan_core.ops.attention.protocol import Attention, Dense
@@ -212,6 +213,6 @@ def resolve_attention(
     reason = backend.why_not(device, dtype, head_dim)
     if reason is not None:
         raise AttentionError(
-            f"attention backend {name!r} cannot run on {device}: {reason}. `python -m wan_core doctor` lists what can."
+            f"attention backend {name!r} cannot run on {device}: {reason}. `{command('doctor')}` lists what can."
         )
     return name, backend.load()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from wan_core.config import QUANTIZED, OptionError
+from wan_core.config.command import command
 from wan_core.ops.cards import ADA, FP8_SINCE, capability
 from wan_core.ops.quant import int8
 from wan_core.ops.quant.linear import QuantLinear
@@ -99,6 +100,6 @@ def resolve_scheme(precision: str, device: torch.device) -> Scheme | None:
         log.warning("precision fp8-block (scales for blocks of 128) is gone because fp8 is faster: running as fp8")
     if reason is not None:
         raise OptionError(
-            f"precision {precision!r} cannot run on {device}: {reason}. `python -m wan_core doctor` lists what can."
+            f"precision {precision!r} cannot run on {device}: {reason}. `{command('doctor')}` lists what can."
         )
     return scheme

@@ -64,6 +64,7 @@ def run_calibrate(options: argparse.Namespace, pipe: Pipeline, base: Request, ou
         out = outputs.add("the curve", beside(models.checkpoint, models.task.name, image=image), overwrite=True)
     plan = next(batches(pipe, base, samples[:1], 1)).job.plan  # of all: they differ in caption, seed and picture
     videos = shown(pipe, base, samples, options.batch)
+    outputs.say_renamed()
     with torch.no_grad():
         curve = measure(plan, pipe.models.expert, videos, source=source(pipe))
     replace_curve(out, options.overwrite, lambda: write_curve(curve, out))
@@ -99,6 +100,7 @@ def calibrate_sparsity(options: argparse.Namespace, pipe: Pipeline, base: Reques
         places = {e: outputs.add(f"the coverage ({e})", path, overwrite=True) for e, path in named.items()}
     samples = chosen(options, pipe)
     plan = plain(next(batches(pipe, base, samples[:1], 1)).job.plan)
+    outputs.say_renamed()
     with torch.no_grad():
         videos = shown(pipe, base, samples, options.batch)
         found = measure_coverage(plan, pipe.models.expert, videos, source=source(pipe))
@@ -145,7 +147,7 @@ def run_quality(
         named = result_path(out, "quality", pipe.models.device)
         out = outputs.add("--out", named, overwrite=None if named == out else True)  # that name is of this day alone
     samples = chosen(options, pipe)
-    found = measure_quality(pipe, base, samples, settings, options.batch)
+    found = measure_quality(pipe, base, samples, settings, options.batch, outputs.say_renamed)
     rows = found.rows()
     print(table(rows, found.perceptual_name))
     result = envelope("quality", pipe.models.device, rows) | {
@@ -219,12 +221,17 @@ class Run:
 
 @torch.no_grad()
 def measure_quality(
-    pipe: Pipeline, base: Request, samples: Sequence[Sample], settings: Mapping[str, SkipOptions | None], size: int
+    pipe: Pipeline,
+    base: Request,
+    samples: Sequence[Sample],
+    settings: Mapping[str, SkipOptions | None],
+    size: int,
+    on_checked: Callable[[], None] = lambda: None,
 ) -> Measured:
     """Make every sample in full and in each setting, in batches of `size`, from the same noise.
 
     The adaptive cache decides from norms over the whole batch, so its videos are made one at a time, and so is the full
-    run that their seconds are compared with.
+    run that their seconds are compared with. on_checked: called before the first run, after every check.
     """
     name, perceptual = find_perceptual()
     found = Measured(name, {s: [] for s in settings})
@@ -233,6 +240,9 @@ def measure_quality(
     for batch in batches(pipe, base, samples, size):
         plan = plain(batch.job.plan)
         if not found.seconds:
+            for one in settings.values():
+                skipping(pipe, batch, plan, one)  # raises for what this model cannot skip
+            on_checked()
             warm_up(pipe, batch, plan, bool(found.alone))
             found.plan_words = f"{plan.task}   {len(plan.steps)} steps"
         exact = found.add(FULL, [make(pipe, batch, plan)])

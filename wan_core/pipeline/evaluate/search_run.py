@@ -52,6 +52,7 @@ def run_search(options: argparse.Namespace, pipe: Pipeline, base: Request, outpu
     options.out.mkdir(parents=True, exist_ok=True)
     places = {name: outputs.add(f"preset {name}", options.out / f"{name}{SUFFIX}") for name in names}
     videos = Videos(pipe, base, options)
+    outputs.say_renamed()
     search = Search(
         videos.phases,
         videos.seconds,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from wan_core.config import MagCacheOptions, OptionError
+from wan_core.config.checks import meant_hint
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.cache.curves import Curve, nearest
 from wan_core.sampling.plan import Branch, Plan, Step
@@ -52,7 +53,7 @@ def parse_magcache(text: str, *, rule: str = "joint", order: float | None = None
     except ValueError:
         raise OptionError(
             f"magcache {text!r} given; use {', '.join(PRESETS)}, or threshold/skips in a row/retention such as "
-            "0.12/2/0.2 (published as E012K2R20)"
+            f"0.12/2/0.2 (published as E012K2R20){meant_hint(text, PRESETS)}"
         ) from None
     return MagCacheOptions(threshold=threshold, max_skips=skips, retention=retention, rule=rule, order=order or 0)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from wan_core.config import OptionError, SkipOptions
+from wan_core.config.command import command
 from wan_core.sampling.cache.adaptive import mark_adaptive
 from wan_core.sampling.cache.curves import Curve, find_curve
 from wan_core.sampling.cache.guidance import schedule_guidance
@@ -108,7 +109,7 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
     if options.magcache:
         if curve is None:
             raise OptionError(
-                f"MagCache needs a curve, and there is none for {plan.task}: run `python -m wan_core calibrate`, or "
+                f"MagCache needs a curve, and there is none for {plan.task}: run `{command('calibrate')}`, or "
                 "use taylorseer, which needs no curve"
             )
         return replace(skip_magcache(plan, options.magcache, curve), unskipped=full)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from wan_core.config import SPARSE_KERNELS, SPARSE_SCORES, OptionError, SparseOptions
+from wan_core.config.checks import meant_hint
 from wan_core.models.wan.config import DiTConfig
 from wan_core.sampling.context_windows import check_still
 from wan_core.sampling.plan import Expert, Plan, Step
@@ -175,7 +176,8 @@ def _with(options: SparseOptions, word: str, text: str) -> SparseOptions:
 
 
 def _unknown(text: str) -> OptionError:
-    return OptionError(f"sparse {text!r} given; write {FORM}{WORDS} ({', '.join(SPARSE_KERNELS)})")
+    kernels, hint = ", ".join(SPARSE_KERNELS), meant_hint(text, PRESETS)
+    return OptionError(f"sparse {text!r} given; write {FORM}{WORDS} ({kernels}){hint}")
 
 
 def sparse_words(options: SparseOptions) -> str:

@@ -1,0 +1,41 @@
+"""The command that messages advise runs where the user is."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from wan_core.config.command import PACKAGE, command
+
+
+def test_the_command_of_a_program_that_is_not_ours_works_in_every_folder(tmp_path: Path, monkeypatch) -> None:
+    """As in ComfyUI: `main.py` runs, the package is in no path, and the folder of the shell is any."""
+    monkeypatch.setattr("sys.argv", ["main.py", "--cpu"])
+    line = command("plan", "--task", "t2v-tiny", "--preset", "4-step")
+    ran = subprocess.run(line, shell=True, check=True, cwd=tmp_path, capture_output=True, text=True)
+    assert "4 steps" in ran.stdout
+    ran = subprocess.run(f"{command('plan')} --task x", shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.stderr.startswith(f"python {PACKAGE} plan: task 'x' is not known")
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_installed_program_is_named_as_it_was_called(found: bool, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", [".venv/bin/wancore", "plan"])
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if found else None)
+    assert command("doctor") == ("wancore doctor" if found else ".venv/bin/wancore doctor")
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_the_module_is_named_with_the_python_that_ran_it(found: bool, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", [str(PACKAGE / "__main__.py"), "plan"])
+    monkeypatch.setattr("sys.executable", "/opt/python")
+    monkeypatch.setattr("shutil.which", lambda name: f"{'/opt' if found else '/usr/bin'}/{name}")
+    assert command("doctor") == f"{'python' if found else '/opt/python'} -m wan_core doctor"
+
+
+def test_messages_use_it() -> None:
+    """No message of the engine advises a command that works in one folder alone."""
+    for file in PACKAGE.rglob("*.py"):
+        for line in file.read_text().splitlines():
+            advised = "`python -m wan_core" in line and '"""' not in line and line.lstrip().startswith(('"', 'f"'))
+            assert not advised, (file, line)
