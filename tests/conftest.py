@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Before torch loads OpenMP, which reads them once; processes that tests start inherit them. Threads that wait for work
@@ -19,6 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import hypothesis
 import pytest
 import torch
+
+gc.disable()  # until all tests are imported, see `pytest_collection`
 
 # A deadline measures the machine, not the code. CI draws the same examples every time: a failure there can be repeated.
 hypothesis.settings.register_profile("local", deadline=None)
@@ -85,11 +87,15 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         pytest.skip(words)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported by now stays: looking through it for garbage, again and again, finds none and takes seconds in
-    all. Forked processes share its memory for longer, too."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported by its end stays: looking through it for garbage, again and again, finds none and takes seconds.
+    Forked processes share its memory for longer, too."""
+    found = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -67,7 +67,7 @@ def first_use_of(
     """A run of the embedded model on ranks that prepare kernels as on GPUs: its latents, its notes, and what `Watch`
     saw. fails: preparing raises in the middle."""
     skip = SkipOptions(sparse=SparseOptions(sparsity=0.5, ramp=0), stages=(StageOptions(scale=0.5, low=0.95),))
-    request, watch = Request(prompt=CAPTION, steps=4, seed=3, skip=skip), Watch()
+    request, watch = Request(prompt=CAPTION, steps=4, seed=3, width=80, height=80, frames=5, skip=skip), Watch()
     forwards = first_use.forward_each_kind
 
     def work(*given: Any, **named: Any) -> None:

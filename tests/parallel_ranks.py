@@ -85,7 +85,8 @@ class Ranks:
         context = mp.get_context("forkserver")  # its server imports everything, and every rank begins as a copy of it
         # What several ranks compile with is imported once; not where it may ask a GPU's driver, which no copy can use.
         compiler = [] if torch.cuda.is_available() else ["torch._dynamo"]
-        context.set_forkserver_preload(["parallel_checks", "parallel_loading", "parallel_sound", *compiler])
+        checks = ["parallel_checks", "parallel_first_use", "parallel_loading", "parallel_sound"]
+        context.set_forkserver_preload([*checks, "sentencepiece", *compiler])
         pairs = [context.Pipe() for _ in range(self.most)]
         self.size = 0  # of the world that they form
         self.pipes = [ours for ours, _ in pairs]

@@ -141,15 +141,22 @@ def test_a_trajectory_equals_that_of_one_rank(ranks, alone, mesh):
     assert {said["mesh"] for _, _, said in answers} == {mesh}
 
 
-@pytest.mark.parametrize("mesh", ["layers2", "layers3", "layers4"])
+LAYERS = ("layers2", "layers3", "layers4")
+
+
+@pytest.mark.parametrize("mesh", LAYERS)
 @pytest.mark.parametrize("given", [{"steps": 4}, {"steps": 4, "guidance_low": 1.0}, {"steps": 3, "frames": 1}])
 def test_a_layer_pipeline_equals_one_rank_bit_for_bit(ranks, alone, mesh, given):
-    """Steps with guidance and without; each rank holds its blocks alone."""
+    """Steps with guidance and without."""
     request = {"width": 80, "height": 80, "frames": 5, "guidance_mode": "sequential", **given}
     wanted = alone(request=request)
     answers = together(ranks, mesh=mesh, request=request)
     assert all(torch.equal(latents, wanted[0]) for latents, _, _ in answers)
     assert {said["mesh"] for _, _, said in answers} == {mesh}
+
+
+@pytest.mark.parametrize("mesh", LAYERS)
+def test_each_rank_of_a_layer_pipeline_holds_its_blocks_alone(ranks, mesh):
     held = ranks.ask("held_blocks", mesh=mesh)
     layers = sum(len(blocks) for blocks in held)
     assert sorted(block for blocks in held for block in blocks) == list(range(layers)), "each block on one rank"
@@ -227,7 +234,8 @@ def test_caches_keep_a_shard(ranks, mesh):
 @pytest.mark.parametrize("request_", [{"skip": "guidance"}, {"guidance_low": 1.0}], ids=["an interval", "one expert"])
 def test_steps_without_guidance_leave_the_branches_where_they_are(ranks, alone, request_):
     """Some steps have one branch only; MagCache's residuals of it must be where it runs next."""
-    request = {"steps": 10, "magcache": MAGCACHE, **({"guidance_low": 1.0} if "guidance_low" in request_ else {})}
+    request = {"steps": 10, "magcache": MAGCACHE, "width": 80, "height": 80, "frames": 5}
+    request |= {"guidance_low": 1.0} if "guidance_low" in request_ else {}
     if "skip" in request_:
         request["guidance"] = {"low": 0.3, "high": 0.95}
     equal_on_all(together(ranks, mesh="2x1x1", request=request), alone(request=request))
@@ -242,10 +250,10 @@ def test_an_image_and_its_encoding(ranks, alone, tmp_path):
     equal_on_all(together(ranks, mesh="1x3x1", request=request), alone(request=request))
 
 
-@pytest.mark.parametrize(("mesh", "backend"), [("2x2x1", "eager"), ("1x1x2", "aot_eager")])
+@pytest.mark.parametrize(("mesh", "backend"), [("1x2x1", "eager"), ("1x1x2", "aot_eager")])
 def test_compiled_blocks(ranks, alone, mesh, backend):
     """All that torch makes of a block before it writes kernels; those are the GPUs' tests'."""
-    request = {"steps": 2, "guidance_mode": "sequential"}
+    request = {"steps": 2, "guidance_mode": "sequential", "width": 80, "height": 80, "frames": 5}
     equal_on_all(together(ranks, mesh=mesh, request=request, compile=backend), alone(request=request))
 
 
@@ -363,7 +371,7 @@ def test_attention_in_bf16_is_as_exact_as_whole(ranks, mesh, heads, tokens):
 
 def test_experts_in_parts(ranks, alone):
     """Each rank holds its share of the blocks, and no more while nothing runs."""
-    request = {"steps": 2}
+    request = {"steps": 2, "width": 80, "height": 80, "frames": 5}
     equal_on_all(together(ranks, mesh="1x1x3", request=request, residency="shard"), alone(request=request))
     answers = ranks.ask("sharded_weights", mesh="1x1x3")
     assert [changed for _, changed in answers] == [[]] * 3
@@ -506,7 +514,7 @@ def test_sparse_attention_over_a_ring_is_that_of_one_rank(ranks, mesh, given):
 def test_sparse_trajectories_over_a_ring(ranks, alone, mesh, request_):
     """Two blocks may be worth the same but for rounding, and then one rank reads the one and three ranks the other, on
     whatever mesh: such a seed is told by a small difference, and another one is taken."""
-    for seed in (4, 5, 6):
+    for seed in (5, 4, 6):
         request = {**request_, "seed": seed}
         answers, wanted = together(ranks, mesh=mesh, request=request), alone(request=request)
         error = parallel_checks.relative(answers[0][0], wanted[0])

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.execution.test_stream import LAYERS, experts, streaming
-from wan_core.config import AdaptiveOptions, MagCacheOptions, SkipOptions, TaylorSeerOptions
+from wan_core.config import AdaptiveOptions, MagCacheOptions, TaylorSeerOptions
 from wan_core.execution.optimize import begin_run
 from wan_core.models.wan.model import WanModel
 from wan_core.ops.quant.swap import Quantization
 from wan_core.ops.quant.transformer_engine import TEDelayedLinear
+from wan_core.sampling.cache.adaptive import mark_adaptive
 from wan_core.sampling.cache.curves import find_curve
-from wan_core.sampling.cache.skipping import leave_out
+from wan_core.sampling.cache.magcache import skip_magcache
+from wan_core.sampling.cache.taylorseer import skip_taylorseer
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import Plan, make_plan
@@ -23,18 +25,16 @@ from wan_core.sampling.sparsity.schedule import parse_sparse, sparsify
 
 CPU = torch.device("cpu")
 CURVE = find_curve(None, "t2v-A14B")
-FULL = make_plan(steps=4)
+assert CURVE is not None
+FULL, FIVE = make_plan(steps=3), make_plan(steps=5)  # the fewest at which each does what it is here for
 PLANS = {
     "full": FULL,
-    "taylorseer": leave_out(
-        make_plan(steps=8), SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.1)), CURVE
-    ),
-    "magcache": leave_out(
-        make_plan(steps=8), SkipOptions(magcache=MagCacheOptions(threshold=0.5, max_skips=2, retention=0.1)), CURVE
-    ),
-    "adaptive": leave_out(make_plan(steps=6), SkipOptions(adaptive=AdaptiveOptions(threshold=0.5)), None),
+    "taylorseer": skip_taylorseer(FIVE, TaylorSeerOptions(interval=2, order=1, retention=0.1)),
+    "magcache": skip_magcache(FIVE, MagCacheOptions(threshold=0.5, max_skips=2, retention=0.1), CURVE),
+    "adaptive": mark_adaptive(FIVE, AdaptiveOptions(threshold=5)),
     "sparse": sparsify(make_plan(steps=2), parse_sparse("0.5/0:ramp0")),
 }
+CACHES = ("taylorseer", "magcache", "adaptive")
 
 
 class Stop(Exception):
@@ -79,7 +79,8 @@ def test_at_every_block(name: str, resident: int | None, batched: bool) -> None:
     plan, residency, counted = PLANS[name], streaming(None, resident), Stopper()
     exact = run(experts().__getitem__, plan, counted, batched=batched)
     assert torch.equal(exact, run(experts().__getitem__, plan, None, batched=batched))
-    assert counted.blocks % LAYERS == 0 and counted.blocks > LAYERS
+    everything = len(plan.steps) * (1 if batched else 2) * LAYERS
+    assert counted.blocks % LAYERS == 0 and (counted.blocks < everything) == (name in CACHES)
     for at in range(counted.blocks):
         stop = Stopper(at)
         with pytest.raises(Stop):
@@ -98,7 +99,7 @@ def test_delayed_scales(resident: int | None) -> None:
     """Scales that follow what was seen: an interrupted forward leaves nothing of them."""
     held = Quantization(TEDelayedLinear, CPU)
     residency, exact = streaming(held, resident), run(experts(held).__getitem__, FULL, None)
-    for at in range(0, 4 * 2 * LAYERS, 7):
+    for at in range(0, len(FULL.steps) * 2 * LAYERS, 7):
         with pytest.raises(Stop):
             run(residency.use, FULL, Stopper(at), prefetch=residency.prefetch)
         assert torch.equal(run(residency.use, FULL, None, prefetch=residency.prefetch), exact)

@@ -91,8 +91,8 @@ def test_experts_go_on_from_finished_ones_with_more_blocks(trained: Path, tmp_pa
     assert torch.equal(more(*given), few(*given)) and len(more.blocks) == 8
     (trained / "resume_text.pt").rename(tmp_path / "resume_text.pt")
     before = (trained / "text_encoder.safetensors").read_bytes()
-    out = ["--out", str(tmp_path), "--init", str(trained), "--device", "cpu", "--frames", "5", "--steps", "3"]
-    main(["t2v", *out, "--size", "32", "48x32", "--batch", "8", "--bank", "8"])
+    out = ["--out", str(tmp_path), "--init", str(trained), "--device", "cpu", "--frames", "5", "--steps", "2"]
+    main(["t2v", *out, "--size", "32", "48x32", "--batch", "4", "--bank", "4"])
     assert (trained / "text_encoder.safetensors").read_bytes() == before
     assert not (tmp_path / "text_encoder.safetensors").exists()
     assert (tmp_path / "t2v_low.safetensors").is_file()
