@@ -60,6 +60,18 @@ HEADERS = {
 }
 # Suites whose rows hold more than a reader wants: these columns and no others.
 CHOSEN = {
+    "small-cards": (
+        "name",
+        "seconds",
+        "load_seconds",
+        "ratio",
+        "slowdown",
+        "peak_gib",
+        "host_gib",
+        "resident_blocks",
+        "error",
+        "same_bytes",
+    ),
     "single": ("name", "size", "seconds", "ratio", "tflops", "of_peak", "peak_gib", "activation_gib", "error"),
     "trajectory": ("name", "weights", "steps", "samples", "latent_psnr", "error", "psnr", "ssim", "captions_true"),
     "distilled": ("name", "forwards", "seconds", "samples", "background", "colour", "shape", "motion", "all"),
