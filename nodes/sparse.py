@@ -18,6 +18,7 @@ UNSELECTED: dict[str, dict[str, Any]] = {
     "slope": {"slope": True},
     "slope, error": {"slope": True, "score": "error"},
     "parts, slope, error": {"parts": 4, "slope": True, "score": "error"},
+    "error": {"score": "error"},
 }
 
 
@@ -130,7 +131,7 @@ class WanCoreSparseAttention(io.ComfyNode):
                     tooltip="What replaces unselected blocks in any preset, and how blocks are selected. means: one "
                     "mean for each. slope: their values follow the scores of their keys to first order. error: blocks "
                     "are selected by the error of replacing them, instead of by their attention. parts: four means "
-                    "for each. What is listed later takes longer; not with pooled off.",
+                    "for each. Of the time of dense attention, error takes 1 % more, slope 7, parts 8. Not with pooled off.",
                 ),
             ],
             outputs=[skipping_output()],
