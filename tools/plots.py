@@ -30,7 +30,7 @@ CACHES = "quality-h200"  # all rows of it are drawn; they skip steps and read al
 SPARSE = (  # series, result, row: these read a part of attention
     ("sparse attention", "sparse-quality-x86_64-cpu", "sparse:balanced"),
     ("both", "sparse-quality-x86_64-cpu", "magcache:balanced+sparse:balanced"),
-    ("both", "speed-presets-without-error-quality-x86_64-cpu", "magcache:fast+sparse:fast"),
+    ("both", "speed-presets-quality-x86_64-cpu", "magcache:fast+sparse:fast"),
     ("speed preset", "speed-presets-quality-x86_64-cpu", "speed:balanced"),
     ("speed preset", "speed-presets-quality-x86_64-cpu", "speed:fast"),
 )
