@@ -397,7 +397,7 @@ def test_a_forward_is_taken_apart(tmp_path: Path, capsys) -> None:
     chosen = ["--setup", "plain torch", "--setup", "+ flash4"]
     result = bench(tmp_path, "--suite", "profile", "--model", "tiny", "--size", "48x48x5", *chosen)
     classes = {row["class"]: row for row in result["rows"] if "class" in row}
-    assert classes["attention"]["calls"] == 2 * 6 and classes["gelu"]["calls"] == 6  # of six blocks
+    assert classes["attention"]["calls"] == 2 * 8 and classes["gelu"]["calls"] == 8  # of eight blocks
     assert {"gemm", "norm", "idle", "forward"} <= classes.keys()
     assert next(r for r in result["rows"] if r["name"] == "+ flash4")["why_not"]
     assert result["kernels"]["plain torch, 48x48x5"][0]["seconds"] > 0

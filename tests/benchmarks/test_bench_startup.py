@@ -40,10 +40,10 @@ def test_streaming_rows(tmp_path):
     assert main(["bench", *arguments, "--out", str(path)]) == 0
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     for precision in ("bf16", "fp8"):
-        for blocks in (0, 3):
+        for blocks in (0, 4):
             row = rows[f"{precision}, {blocks} blocks"]
             assert row["identical"] and row["resident_blocks"] == blocks and row["slowdown"] > 0
-        assert rows[f"{precision}, resident"]["resident_blocks"] == 6
+        assert rows[f"{precision}, resident"]["resident_blocks"] == 8
         assert rows[f"{precision}, 0 blocks"]["planned_gib"] <= rows[f"{precision}, resident"]["planned_gib"]
         switches = [row for name, row in rows.items() if name.startswith(f"{precision}, switch")]
         assert len(switches) == 4 and all(row["switch_ms"] > 0 for row in switches)

@@ -287,7 +287,7 @@ def test_a_video_from_gguf_files(tmp_path: Path) -> None:
     assert "packed as Q8_0" in str(pipe.report.settings["precision"]["high"])
     found = pipe.generate(request).frames.astype(np.float32)
     expected = Pipeline.load(LoadOptions(model="tiny", device="cpu")).generate(request).frames.astype(np.float32)
-    assert np.square(found - expected).mean() < 40  # 32 dB of 8-bit frames
+    assert np.square(found - expected).mean() < 80  # 29 dB of 8-bit frames
 
 
 # -------------------------------------------------------------------------------------------------------------- refusal

@@ -38,7 +38,7 @@ from wan_core.pipeline.loading import load_parts
 from wan_core.pipeline.sources import find_models
 
 MESHES = ("1x1x2", "2x1x1", "1x1x3", "1x3x1", "1x1x4", "1x4x1", "1x2x2", "2x1x2", "2x2x1", "2x3x1", "2x1x3")
-ROUNDING = 1e-5
+ROUNDING = 3e-5  # of the largest latent, over eight blocks and several steps
 MAGCACHE = {"threshold": 0.3, "max_skips": 2, "retention": 0.2}
 
 
@@ -207,7 +207,7 @@ SPARSE = {"sparsity": 0.75, "dense_steps": 0.25, "ramp": 0.0}
 @pytest.mark.parametrize("mesh", ["1x1x3", "2x1x2"])
 def test_sparse_attention_chooses_the_same_blocks(ranks, alone, mesh):
     """A rank has all tokens of its heads, in the order of the tiles; residuals are kept beneath that order."""
-    request = {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE}
+    request = {"steps": 10, "sparse": SPARSE, "magcache": MAGCACHE, "seed": 1}
     equal_on_all(together(ranks, mesh=mesh, request=request), alone(request=request))
 
 

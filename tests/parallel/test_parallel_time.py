@@ -95,7 +95,7 @@ def test_a_trajectory(ranks, mesh):
     assert all(torch.equal(latents, answers[0][0]) for latents, _, _ in answers)
     alone = parallel_checks.trajectory(None, decode=False, request=request)[0]
     error = parallel_checks.relative(answers[0][0], alone)
-    assert 1e-4 < error < 0.7, error
+    assert 1e-4 < error < 1, error
     if "+" in mesh:
         plain = ranks.ask("trajectory", mesh="time2", decode=False, request=request)[0][0]
         assert parallel_checks.relative(answers[0][0], plain) < 1e-5

@@ -129,14 +129,13 @@ def test_a_frame_of_queries_over_all_keys_is_self_attention() -> None:
     st.tuples(st.integers(1, 4), st.integers(2, 8), st.integers(2, 8)),
     st.integers(0, 9),
     st.integers(0, 9),
-    st.booleans(),
 )
-def test_reading_nearly_all_blocks_is_dense_attention(grid: Any, front: int, behind: int, image: bool) -> None:
+def test_reading_nearly_all_blocks_is_dense_attention(grid: Any, front: int, behind: int) -> None:
     """Wherever other tokens are: nothing is lost, doubled or put elsewhere."""
     video = grid[0] * grid[1] * grid[2]
     given = qkv(video + front + behind)
     run = NativeRun(SchedulePart(0, 1, 1), (1e-6,))
-    of = NativeForward(run, grid, front=front, image=image)
+    of = NativeForward(run, grid, front=front)
     attend = NativeAttention("auto", SparseOptions(sparsity=1e-6, dense_steps=0, ramp=0))
     found = attend(original, *given, **options(of))
     torch.testing.assert_close(heads(found), math_reference(*map(heads, given)), atol=1e-5, rtol=1e-4)
@@ -158,11 +157,11 @@ def by_frames(
 
 
 @settings(deadline=None, max_examples=15)
-@given(st.tuples(st.integers(2, 4), st.integers(2, 6), st.integers(2, 6)), st.booleans())
-def test_reading_nearly_all_blocks_frame_by_frame_is_dense_attention(grid: Any, image: bool) -> None:
+@given(st.tuples(st.integers(2, 4), st.integers(2, 6), st.integers(2, 6)))
+def test_reading_nearly_all_blocks_frame_by_frame_is_dense_attention(grid: Any) -> None:
     given, poses = qkv(grid[0] * grid[1] * grid[2], batch=2), qkv(grid[0] * grid[1] * grid[2], batch=2, seed=5)[:2]
     runs = [NativeRun(SchedulePart(0, 1, 1), (sparsity,)) for sparsity in (1e-6, 0.0)]
-    forwards = [NativeForward(run, grid, image=image, by_frames=True) for run in runs]
+    forwards = [NativeForward(run, grid, by_frames=True) for run in runs]
     sparse, dense = (by_frames(1e-6, of, given, poses) for of in forwards)
     torch.testing.assert_close(sparse, dense, atol=1e-5, rtol=1e-4)
     assert runs[0].taken == {"sparse attention (math)": grid[0]} and runs[1].taken == {"sdpa": grid[0]}
