@@ -34,11 +34,6 @@ class Conditioning:
     later_cond: Tensor | None = None  # [N, S, text_dim]: texts 1 to N of the prompt, for steps whose `texts` say so
     later_uncond: Tensor | None = None  # [N, S, text_dim]: of the negative prompt
 
-    @property
-    def from_image(self) -> bool:
-        """Whether the video starts from an image, or has known frames."""
-        return self.concat is not None or self.known is not None
-
     def text(self, branch: str, number: int) -> Tensor:
         """Text rows [1 or B, S, text_dim] of a branch, "cond" or "uncond"; several only where a text changes."""
         first, later = (self.cond, self.later_cond) if branch == "cond" else (self.uncond, self.later_uncond)

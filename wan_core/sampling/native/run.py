@@ -87,9 +87,9 @@ class NativeForward:
     """One forward of the transformer.
 
     grid: token frames, rows and columns of the latents. front: tokens before those of the grid. extra: whether it is
-    known where other tokens are (behind the grid's). branches: conditions and context window of this
-    forward. text: rows of text, as many keys as cross-attention to it has. by_frames: queries come frame
-    by frame, to keys of the whole video and some behind, which alone change; frame_keys: those of the current layer.
+    known where other tokens are (behind the grid's). branches: conditions and context window of this forward. text:
+    rows of text, as many keys as cross-attention to it has. by_frames: queries come frame by frame, to keys of the
+    whole video and some behind, which alone change; frame_keys: those of the current layer.
     """
 
     run: NativeRun

@@ -117,10 +117,8 @@ class SparseTiles:
         length, rules = inputs.tokens.shape[1], self.rules(inputs.info.sparsity)
         others = length > prod(inputs.grid)
         frames_apart = inputs.modulation.shape[1] > 1 and not others
-        tiles = make_tiles(
-            inputs.grid, self.block, inputs.tokens.device,
-            frames_apart=frames_apart, parts=min(self.options.parts, self.block),
-        )  # fmt: skip
+        device, parts = inputs.tokens.device, min(self.options.parts, self.block)
+        tiles = make_tiles(inputs.grid, self.block, device, frames_apart=frames_apart, parts=parts)
         if not others:
             return tiles, rules
         if self.around[0].ring_size > 1:
