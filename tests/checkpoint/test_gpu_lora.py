@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.test_lora import LINEARS, lora_of, relative, shapes, wanted
-from wan_core.checkpoint import load_dit
+from wan_core.checkpoint import load_dit, merge
+from wan_core.checkpoint.lora.change import Change
 from wan_core.checkpoint.save import save
 from wan_core.config import LoadOptions, LoraOptions, Request
 from wan_core.execution.graphs import GraphedBlocks
@@ -64,6 +65,29 @@ def test_attached_is_merged_within_the_precision(precision, attention):
     assert relative(before, exact) > 2 * relative(attached, exact)
     AppliedLoras.of(plain).clear()
     assert torch.equal(run(plain), before)
+
+
+def test_changes_arrive_as_they_were(monkeypatch):
+    """Whatever their dtypes and sizes, in batches of several and of one."""
+    torch.manual_seed(0)
+    pairs = [
+        (torch.randn(n, 3).to(kind), torch.randn(3, 7).to(kind))
+        for n in (1, 5, 640)
+        for kind in (torch.float32, torch.bfloat16)
+    ]
+    changes = {
+        f"w{i}": ((Change(kind="LoRA", shape=(len(up), 7), factors=(up, down)), 0.5),)
+        for i, (up, down) in enumerate(pairs)
+    }
+    for batch in (1, 100, 1 << 26):
+        monkeypatch.setattr(merge, "BATCH", batch)
+        with merge.Ahead(changes, CUDA) as ahead:
+            for name, ((change, strength),) in changes.items():
+                ((found, same),) = ahead.take(name)
+                assert same == strength and all(factor.is_cuda for factor in found.factors)
+                assert all(
+                    torch.equal(*pair) for pair in zip(change.factors, (f.cpu() for f in found.factors), strict=True)
+                )
 
 
 @pytest.mark.parametrize("precision", [None, "fp8", "te-delayed"])

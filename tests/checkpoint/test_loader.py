@@ -58,6 +58,7 @@ def test_every_byte_arrives_whatever_the_pieces(tmp_path_factory, shapes, piece,
     with (
         patch.object(staged, "PIECE", piece),
         patch.object(staged, "AHEAD", ahead),
+        patch.object(staged, "SMALL", data.draw(st.sampled_from([0, 16, 4096]))),
         patch.object(staged, "READS_AT", staged.READS_AT and data.draw(st.booleans())),
         Feed(checkpoint, order, CPU, Reading(threads=threads)) as feed,
     ):
@@ -149,7 +150,7 @@ def test_a_thread_that_dies_of_anything_wakes_who_reads(file, fault):
             except CheckpointError as error:
                 said.append(str(error))
 
-    with patch.object(staged, "_read_into", fail):
+    with patch.object(staged, "_read_into", fail), patch.object(staged, "SMALL", 0):
         reader = threading.Thread(target=ask, daemon=True)
         reader.start()
         reader.join(20)
@@ -226,6 +227,7 @@ def test_pieces_travel_through_locked_buffers(piece, threads, file, monkeypatch)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Moment())
     monkeypatch.setattr(staged, "PIECE", piece)
+    monkeypatch.setattr(staged, "SMALL", 0)
     checkpoint = open_checkpoint(file)
     names = list(checkpoint.tensors)
     with Feed(checkpoint, names, torch.device("cuda"), Reading(threads=threads)) as feed:

@@ -133,7 +133,7 @@ def test_a_backend_that_cannot_run_is_refused_before_anything_is_read(name: str,
 
 @pytest.mark.parametrize(
     ("cores", "processes", "expected"),
-    [(1, 1, 4), (16, 1, 8), (32, 1, 16), (64, 1, 16), (32, 2, 8), (64, 4, 8), (8, 8, 4)],
+    [(1, 1, 4), (12, 1, 6), (16, 1, 8), (64, 1, 8), (24, 2, 6), (64, 4, 8), (8, 8, 4)],
 )
 def test_threads_by_cores(cores: int, processes: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)

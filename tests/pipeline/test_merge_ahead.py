@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wan_core.checkpoint import merge
 from wan_core.checkpoint.merge import Ahead
@@ -25,14 +28,15 @@ class Factor:
 def moved(monkeypatch):
     names = []
 
-    def move(_, several):
-        names.append(several[0][1])
-        return several, None
+    def move(ahead, batch):
+        names.extend(batch)
+        return {name: ahead.changes[name] for name in batch}, None
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(wait_event=lambda _: None))
     monkeypatch.setattr(Ahead, "_move", move)
     monkeypatch.setattr(merge, "AHEAD", 100)
+    monkeypatch.setattr(merge, "BATCH", 1)
     return names
 
 
@@ -41,23 +45,48 @@ def changes(*sizes):
 
 
 def test_so_many_bytes_are_ahead(moved):
-    given = changes(40, 40, 40, 300, 10)
-    with Ahead(given, SimpleNamespace(type="cuda")) as ahead:  # type: ignore[arg-type]
+    listed = changes(40, 40, 40, 300, 10)
+    with Ahead(listed, SimpleNamespace(type="cuda")) as ahead:  # type: ignore[arg-type]
         most = 0
-        for name in given:
-            untaken = [given[one][0][0].factors[0].nbytes for one in ahead.moving]
+        for name in listed:
+            untaken = [listed[one][0][0].factors[0].nbytes for one in ahead.moving]
             assert sum(untaken) <= 100 or len(untaken) == 1
             most = max(most, len(untaken))
-            assert ahead.take(name) is given[name]
+            assert ahead.take(name) is listed[name]
         assert most == 2 and not ahead.moving and ahead.bytes_ahead == 0
-    assert moved == list(given)
+    assert moved == list(listed)
+
+
+@given(st.lists(st.integers(0, 90), max_size=30), st.integers(1, 200), st.integers(1, 200))
+def test_every_change_travels_once(sizes, batch, most):
+    """In batches of whatever size; the bytes ahead are bounded by what may be and the last batch."""
+    listed = changes(*sizes)
+    moved = []
+
+    def move(ahead, names):
+        moved.extend(names)
+        return {name: ahead.changes[name] for name in names}, None
+
+    with (
+        patch.object(merge, "BATCH", batch),
+        patch.object(merge, "AHEAD", most),
+        patch.object(Ahead, "_move", move),
+        patch.object(torch.cuda, "Stream", lambda _: None),
+        patch.object(torch.cuda, "current_stream", lambda _: SimpleNamespace(wait_event=lambda _: None)),
+        Ahead(listed, SimpleNamespace(type="cuda")) as ahead,  # type: ignore[arg-type]
+    ):
+        for name in listed:
+            assert ahead.bytes_ahead <= max(most, batch + 90)
+            assert ahead.take(name) is listed[name]
+        assert not ahead.moving and not ahead.waiting and ahead.bytes_ahead == 0
+    assert moved == list(listed)
 
 
 def test_what_comes_before_its_turn(moved):
-    given = changes(60, 60, 60, 60)
-    with Ahead(given, SimpleNamespace(type="cuda")) as ahead:  # type: ignore[arg-type]
-        assert [ahead.take(name) is given[name] for name in reversed(given)] == [True] * 4
-    assert moved == ["w0"]
+    listed = changes(60, 60, 60, 60)
+    with Ahead(listed, SimpleNamespace(type="cuda")) as ahead:  # type: ignore[arg-type]
+        assert [ahead.take(name) is listed[name] for name in reversed(listed)] == [True] * 4
+    assert moved == ["w0"] and not any(ahead.waiting)
 
 
 def test_closed_early_nothing_is_left(moved):
@@ -67,11 +96,11 @@ def test_closed_early_nothing_is_left(moved):
 
 
 def test_changes_are_brought_in_the_order_of_the_weights(moved, monkeypatch):
-    given, seen = changes(1, 1, 1), []
+    listed, seen = changes(1, 1, 1), []
     monkeypatch.setattr(merge, "Ahead", lambda wanted, device: seen.append(list(wanted)) or Ahead(wanted, device))
     device = SimpleNamespace(type="cpu")
     values = [("w2", 0), ("other", 0), ("w0", 0)]
-    one = merge.Merge(given, device).apply(values[1:2], (), ["w2", "other", "w0", "w1"])  # type: ignore[arg-type]
+    one = merge.Merge(listed, device).apply(values[1:2], (), ["w2", "other", "w0", "w1"])  # type: ignore[arg-type]
     assert list(one) == [("other", 0)] and seen == [["w2", "w0", "w1"]]
 
 

@@ -22,6 +22,7 @@ from wan_core.sampling.plan import make_plan
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 LAYERS = 10  # a quarter of A14B
+ALONE = 0.25  # seconds of a block on a card that computes nothing else, with all kernels
 A14B = DiTConfig(in_channels=16, out_channels=16, dim=5120, ffn_dim=13824, num_heads=40, num_layers=LAYERS)
 SHAPE = (1, 16, 21, 90, 160)  # 1280x720, 81 frames
 
@@ -65,7 +66,9 @@ def test_an_interruption_takes_the_blocks_ahead(model: WanModel) -> None:
         run(model, 4, stop)
     torch.cuda.synchronize()
     took = time.perf_counter() - stopped
-    assert took < (BLOCKS_AHEAD + 1) * block and took < 1, f"{took:.2f} s, a block takes {block:.3f} s"
+    words = f"{took:.2f} s, a block takes {block:.3f} s"
+    assert took < (BLOCKS_AHEAD + 1) * block, words
+    assert took < 1 or block > ALONE, words
 
 
 def test_pacing_costs_nothing(model: WanModel) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,23 +46,24 @@ class Merge:
 
 
 AHEAD = 1 << 28  # most bytes of changes that are copied to the GPU before they are needed
+BATCH = 1 << 26  # of changes that travel together: every call of the thread that copies them may wait for the GIL
+ALIGNED = 16  # bytes, for the views of a batch
 
 
 class Ahead:
     """Copies changes to a GPU in a thread while their weights are read, because a LoRA's tensors are mapped and a copy
-    from the file blocks. At most `AHEAD` bytes of device memory are used: files with full differences are as large as
-    the model. changes: in the order in which `take` asks for them; changes that are not yet copied come from the
-    file."""
+    from the file blocks. About `AHEAD` bytes of device memory are used: files with full differences are as large as the
+    model. changes: in the order in which `take` asks for them."""
 
     def __init__(self, changes: Mapping[str, tuple[tuple[Change, float], ...]], device: torch.device) -> None:
         self.changes, self.device = changes, device
         self.moving: dict[str, Future[Any]] = {}
-        self.waiting: dict[str, int] = {}  # bytes
+        self.waiting: deque[list[str]] = deque()
         self.bytes_ahead = 0
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
             self.pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
-            self.waiting = {name: _bytes(listed) for name, listed in changes.items()}
+            self.waiting = _batches(changes)
             self._start_copies()
 
     def __enter__(self) -> Ahead:
@@ -73,43 +75,71 @@ class Ahead:
         self.moving.clear()
 
     def _start_copies(self) -> None:
-        """Start the next copies, up to `AHEAD` bytes; a larger one is copied alone."""
+        """Start the next copies, up to `AHEAD` bytes; a larger batch is copied alone."""
         while self.waiting:
-            name, nbytes = next(iter(self.waiting.items()))
+            nbytes = sum(_bytes(self.changes[name]) for name in self.waiting[0])
             if self.moving and self.bytes_ahead + nbytes > AHEAD:
                 return
-            del self.waiting[name]
             self.bytes_ahead += nbytes
-            self.moving[name] = self.pool.submit(self._move, self.changes[name])
+            names = self.waiting.popleft()
+            self.moving |= dict.fromkeys(names, self.pool.submit(self._move, names))
 
     def take(self, name: str) -> tuple[tuple[Change, float], ...]:
-        """The changes of one parameter, on the GPU if they are already copied."""
+        """The changes of one parameter, on the GPU if they are already copied or on their way."""
         if name not in self.moving:
-            self.waiting.pop(name, None)
+            for batch in self.waiting:
+                batch[:] = [other for other in batch if other != name]
             return self.changes[name]
-        changes, event = self.moving.pop(name).result()
-        self.bytes_ahead -= _bytes(changes)
+        moved, event = self.moving.pop(name).result()
+        self.bytes_ahead -= _bytes(moved[name])
         self._start_copies()
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(event)
-        for tensor in (factor for change, _ in changes for factor in change.factors):
+        for tensor in _factors(moved[name]):
             tensor.record_stream(stream)  # allocated on the other stream, which must not reuse the memory yet
-        return changes
+        return moved[name]
 
     @torch.no_grad()
-    def _move(self, changes: tuple[tuple[Change, float], ...]) -> tuple[tuple[tuple[Change, float], ...], Any]:
+    def _move(self, names: Sequence[str]) -> tuple[dict[str, tuple[tuple[Change, float], ...]], Any]:
+        """Through one pinned buffer, which torch uses again for the next batch but one."""
+        factors = [factor for name in names for factor in _factors(self.changes[name])]
+        sizes = [-(-factor.nbytes // ALIGNED) * ALIGNED for factor in factors]
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            moved = tuple(
-                (replace(change, factors=tuple(factor.to(self.device) for factor in change.factors)), strength)
-                for change, strength in changes
-            )
+            pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+            for part, factor in zip(pinned.split(sizes), factors, strict=True):
+                part[: factor.nbytes].view(factor.dtype).view(factor.shape).copy_(factor)
+            parts = iter(pinned.to(self.device, non_blocking=True).split(sizes))
+            moved = {name: tuple((_placed(change, parts), k) for change, k in self.changes[name]) for name in names}
             event = torch.cuda.Event()
             event.record(self.stream)
         return moved, event
 
 
+def _batches(changes: Mapping[str, tuple[tuple[Change, float], ...]]) -> deque[list[str]]:
+    """Names whose changes have about `BATCH` bytes together."""
+    batches: deque[list[str]] = deque()
+    room = 0
+    for name, listed in changes.items():
+        if room <= 0:
+            batches.append([])
+            room = BATCH
+        batches[-1].append(name)
+        room -= _bytes(listed)
+    return batches
+
+
+def _placed(change: Change, parts: Iterator[Tensor]) -> Change:
+    """`change` with its factors in the next of `parts`, which are bytes."""
+    there = (next(parts)[: old.nbytes].view(old.dtype).view(old.shape) for old in change.factors)
+    return replace(change, factors=tuple(there))
+
+
+def _factors(changes: tuple[tuple[Change, float], ...]) -> Iterator[Tensor]:
+    return (factor for change, _ in changes for factor in change.factors)
+
+
 def _bytes(changes: tuple[tuple[Change, float], ...]) -> int:
-    return sum(factor.nbytes for change, _ in changes for factor in change.factors)
+    return sum(factor.nbytes for factor in _factors(changes))
 
 
 def _device_of(value: Tensor | Quantized) -> torch.device:

@@ -35,7 +35,10 @@ from wan_core.checkpoint.errors import CheckpointError
 from wan_core.checkpoint.opened import Checkpoint, Readers
 from wan_core.checkpoint.turns import short_turns
 
-MOST_THREADS = 16  # of one process: each needs the GIL between two pieces
+# Of one process: each needs the GIL between two pieces, and so does the thread that converts what they read. On a host
+# of H200s with 32 cores, 8 and 16 load an expert of 14.3 GB in 0.55 and 0.52 s, and with a LoRA in 0.70 and 1.02.
+MOST_THREADS = 8
+SMALL = 4096  # bytes of a tensor that comes from the mapped file: a scale would take as many calls as a piece
 PIECE = 16 << 20
 READS_AT = hasattr(os, "preadv")  # in one call; not on Windows
 BUFFERS = 2  # of a thread: one is filled while the other is copied
@@ -175,7 +178,7 @@ class Feed:
         self.cuda = device.type == "cuda"
         readers = checkpoint.readers  # those that gather elsewhere are of no use: then each reads everything
         self.readers = readers if readers is not None and readers.device.type == device.type else None
-        placed = [name for name in names if name in checkpoint.places and checkpoint.info(name).nbytes]
+        placed = [name for name in names if name in checkpoint.places and checkpoint.info(name).nbytes > SMALL]
         self.order = deque(_wanted(name, checkpoint.info(name).nbytes, self.readers) for name in placed)
         self.under_way: dict[str, Wanted] = {}
         self.bytes_ahead = 0

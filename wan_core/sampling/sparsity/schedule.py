@@ -29,9 +29,9 @@ PRESETS: dict[str, SparseOptions] = {
 HALF = 0.5  # least sparsity of a ramp
 # Time of attention over a share of the blocks, relative to dense FP8 attention: KERNEL * share + CHOICE. The
 # block-sparse kernel is slower per block; selecting blocks and the means of unselected ones cost the constant. Measured
-# on an H200 at 75,600 tokens (benchmarks/results/sparse-*.json); the error is at most 1 % of a forward for shares from
-# 12.5 to 50 %.
-KERNEL, CHOICE = 1.075, 0.06
+# on an H200 at 75,600 tokens (benchmarks/results/sparse-cost-h200-*.json): a forward is at most 1 % off for shares from
+# 12.5 to 50 %; at 32,760 tokens 4 %.
+KERNEL, CHOICE = 1.16, 0.006
 # The same for what is computed of unselected blocks beyond their means: for each further part, for the slope and each
 # part of it, for each part of the choice by error. From benchmarks/results/sparse-rest-h200-*.json.
 PART, SLOPE, SLOPE_PART, ERROR_PART = 0.0285, 0.045, 0.028, 0.0105
