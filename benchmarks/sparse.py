@@ -19,6 +19,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -92,6 +94,7 @@ class Trial:
         self.native_forward: dict[str, float] = {}
         self.pipes: dict[str, Pipeline] = {}
         self.warm: set[tuple[object, ...]] = set()
+        self.folder = TemporaryDirectory(prefix="wancore-sparse-")
 
     # ----------------------------------------------------------------------------------------------------- kernels
 
@@ -195,6 +198,14 @@ class Trial:
         self.native_forward[size] = measured.median
         return {**measured.numbers(), "tokens": case.tokens}
 
+    def picture(self, width: int, height: int) -> Path:
+        """A first frame."""
+        from PIL import Image
+
+        path = Path(self.folder.name) / f"{width}x{height}.png"
+        Image.new("RGB", (width, height), (20, 40, 200)).save(path)
+        return path
+
     def videos(self, entry: str, setup: Setup, size: str, steps: int | None) -> Iterator[Row]:
         """A row for each phase, the total, and the native time computed from the forward of `native` in this run."""
         setting, _, few = entry.partition("@")
@@ -214,14 +225,18 @@ class Trial:
             self.pipes.clear()
             make_room(self.device)
             load = setup.load_options(self.name, self.device)
-            self.pipes[setup.name] = Pipeline.load(load, request=request)
+            self.pipes[setup.name] = Pipeline.load(load)
             self.warm.clear()
         pipe = self.pipes[setup.name]
+        if pipe.models.task.image != "none":
+            request = replace(request, image=str(self.picture(width, height)))
         # What is compiled and tuned on first use is no part of a video: two steps, one of each expert, come before.
         stages = request.skip.stages if request.skip else ()
-        kind = size, bool(request.skip and request.skip.sparse), *(stage.scale for stage in stages)
+        sparse = request.skip.sparse if request.skip else None
+        ways = sparse and replace(sparse, sparsity=0.875, dense_steps=0.0)
+        kind = size, ways, *(stage.scale for stage in stages)
         if kind not in self.warm:
-            skip = parse_setting("sparse:0.875/0") if kind[1] else None
+            skip = SkipOptions(sparse=ways) if ways else None
             pipe.generate(Request(**{**vars(request), "steps": 2, "boundary": 0.9, "skip": skip}))
             for stage in stages:
                 skip = SkipOptions(sparse=skip and skip.sparse, stages=(replace(stage, low=0.9, high=1.0),))
