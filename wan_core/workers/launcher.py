@@ -115,48 +115,46 @@ class Workers:
             try:
                 processes.channel.send({**(header or {}), "op": op, "number": number}, tensors)
             except ChannelError:
-                raise self._lost(processes, op) from None
+                raise self._lost(processes) from None
             processes.begin_request(op)
             answer: Frame | None = None
             try:
-                answer = self._wait(processes, number, op, on_event, poll)
+                answer = self._wait(processes, number, on_event, poll)
                 return _result(answer)
             except (KeyboardInterrupt, SystemExit):  # the program ends: do not wait for the next step
                 self._end()
                 raise
             finally:
                 if answer is None and self._processes is processes:  # on_event or poll raised
-                    self._interrupt(processes, number, op)
+                    self._interrupt(processes, number)
 
-    def _wait(
-        self, processes: WorkerProcesses, number: int, op: str, on_event: OnEvent, poll: Callable[[], None]
-    ) -> Frame:
+    def _wait(self, processes: WorkerProcesses, number: int, on_event: OnEvent, poll: Callable[[], None]) -> Frame:
         """The frame that ends the request. Raises WorkerError if the ranks end or hang, and what the callbacks
         raise."""
         while True:
             try:
                 frame = processes.inbox.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                self._check_timeouts(processes, op)
+                self._check_timeouts(processes)
                 poll()
                 continue
             if frame is None:
-                raise self._lost(processes, op)
+                raise self._lost(processes)
             if frame[0].get("number") != number:
                 continue  # the answer to a request that was interrupted
             if frame[0]["kind"] != "event":
                 return frame
             on_event(*frame)
 
-    def _interrupt(self, processes: WorkerProcesses, number: int, op: str) -> None:
+    def _interrupt(self, processes: WorkerProcesses, number: int) -> None:
         """Have the ranks stop at the next step, and wait until they have stopped."""
         assert processes.channel is not None
         with contextlib.suppress(WorkerError):
             try:
                 processes.channel.send({"op": "interrupt", "number": number})
             except ChannelError:
-                raise self._lost(processes, op) from None
-            self._wait(processes, number, op, lambda header, tensors: None, lambda: None)
+                raise self._lost(processes) from None
+            self._wait(processes, number, lambda header, tensors: None, lambda: None)
 
     def _connect(self, poll: Callable[[], None]) -> WorkerProcesses:
         """Ranks that are ready. If `poll` raises, they go on starting, for the next request."""
@@ -170,7 +168,7 @@ class Workers:
 
         def check() -> None:
             if processes.ended.is_set():
-                raise self._lost(processes, "start")
+                raise self._lost(processes)
             poll()
 
         try:
@@ -184,7 +182,7 @@ class Workers:
                         raise TimeoutError from None
                     continue
                 if frame is None:
-                    raise self._lost(processes, "start")
+                    raise self._lost(processes)
                 if frame[0]["kind"] == "ready":
                     return processes
         except TimeoutError:
@@ -195,7 +193,7 @@ class Workers:
 
     # --------------------------------------------------------------------------------------------------------- faults
 
-    def _check_timeouts(self, processes: WorkerProcesses, op: str) -> None:
+    def _check_timeouts(self, processes: WorkerProcesses) -> None:
         """Raise WorkerError if a rank hangs."""
         options, statuses, now = self.options, processes.statuses, time.monotonic()
         since_frame = now - processes.last_frame
@@ -203,7 +201,7 @@ class Workers:
             where = places(statuses) or "it never reported where it is"
             self._end()
             raise WorkerError(
-                f"{op}: rank 0 sent no heartbeat for {since_frame:.0f} s (stopped, or its machine is overloaded): "
+                f"rank 0 sent no heartbeat for {since_frame:.0f} s (stopped, or its machine is overloaded): "
                 f"{where}. {RESTART}"
             )
         for status in statuses:
@@ -211,7 +209,7 @@ class Workers:
             if status["since_heartbeat"] > options.heartbeat_timeout:
                 self._end()
                 raise WorkerError(
-                    f"{op}: {rank_name(status)} sent no heartbeat for {status['since_heartbeat']:.0f} s, it was last "
+                    f"{rank_name(status)} sent no heartbeat for {status['since_heartbeat']:.0f} s, it was last "
                     f"in {place(status)}; {places(statuses)}. {RESTART}"
                 )
         # Ranks that waited for this request made no progress either.
@@ -220,18 +218,18 @@ class Workers:
             behind = min(statuses, key=lambda status: status["count"])
             self._end()
             raise WorkerError(
-                f"{op}: no rank made progress for {options.step_timeout:g} s; furthest behind is {rank_name(behind)}: "
+                f"no rank made progress for {options.step_timeout:g} s; furthest behind is {rank_name(behind)}: "
                 f"{places(statuses)}. {RESTART} If a step takes this long here, give a larger step timeout."
             )
 
-    def _lost(self, processes: WorkerProcesses, op: str) -> WorkerError:
+    def _lost(self, processes: WorkerProcesses) -> WorkerError:
         """The error for ranks that have ended. Cleans up."""
         processes.ended.wait(STOP_SECONDS)  # the launcher ends the other ranks first
         text = explain(processes.report, processes.statuses, processes.process.poll())
         if processes.report is None:
             text += end_of_logs(processes.folder)
         self._end()
-        return WorkerError(f"{op}: {text}. {RESTART}")
+        return WorkerError(f"{text}. {RESTART}")
 
 
 def _result(frame: Frame) -> Frame:
