@@ -29,7 +29,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "sparse": (
         "", "sparse:0.5/0/0", "sparse:0.625/0/0:ramp0",
         "sparse:0.5/0/0:error", "sparse:0.625/0/0:ramp0:error", "sparse:0.75/0/0:ramp0:error", "sparse:0.75/0/0:error",
-        "sparse:0.8125/0/0:ramp0:error", "sparse:0.8125/0/0:error", "sparse:0.875/0/0:ramp0:error",
+        "sparse:0.78125/0/0:error", "sparse:0.8125/0/0:ramp0:error", "sparse:0.8125/0/0:error",
+        "sparse:0.875/0/0:ramp0:error", "sparse:0.875/0/0:error",
     ),
     "guidance": ("", "every:2", "guidance:0.3-1"),
     "stages": ("", "stages:0.5/0.9-0.98", "stages:0.75/0.8-0.98"),
