@@ -194,8 +194,9 @@ def beside_weights(
     B, _, T, Y, X = latents
     tokens = B * dit.tokens(T, Y, X)
     prompts = (1 + guided) * 2 * dit.num_layers * dit.context_len * dit.dim * itemsize
-    prompts += family_of(dit).prepared_bytes(dit, latents, itemsize)
-    forward = per_token * 2 * tokens * dit.dim * (1 + batched)
+    family = family_of(dit)
+    prompts += family.prepared_bytes(dit, latents, itemsize)
+    forward = (per_token + family.more_per_token) * 2 * tokens * dit.dim * (1 + batched)
     decode = vae_bytes(vae, Y, X)
     return Beside(
         text=TEXT,

@@ -143,6 +143,7 @@ class Family:
     context_windows: whether a forward may see some of the frames alone: nothing that has frames reaches its models but
     latents, and the fields `concat` and `known` of `Conditioning`.
     prepared_bytes(dit, latents, itemsize): of what is prepared beside text, for latents [B, C, T, Y, X].
+    more_per_token: bytes of activations over 2 L C (L tokens, C channels) beyond those of text-to-video.
     clips: how a long video is cut into clips; None: it is made in one.
     media: which videos and pictures drive it; None: none do.
     hears: how it hears a sound; None: it does not.
@@ -173,6 +174,7 @@ class Family:
     stages: bool = False
     context_windows: bool = False
     prepared_bytes: Callable[[DiTConfig, tuple[int, ...], int], int] = lambda *_: 0
+    more_per_token: float = 0.0
     constants: re.Pattern[str] | None = None
     assembled: Callable[[Shapes], Mapping[str, Assembled]] = lambda _: {}
     clips: ClipRules | None = None
