@@ -46,14 +46,16 @@ class Merge:
 
 
 AHEAD = 1 << 28  # most bytes of changes that are copied to the GPU before they are needed
-BATCH = 1 << 26  # of changes that travel together: every call of the thread that copies them may wait for the GIL
+# Most bytes that travel together through pinned memory, which torch gives in powers of two and keeps. Together, because
+# every call of the thread that copies them may wait for the GIL.
+BATCH = 1 << 26
 ALIGNED = 16  # bytes, for the views of a batch
 
 
 class Ahead:
     """Copies changes to a GPU in a thread while their weights are read, because a LoRA's tensors are mapped and a copy
     from the file blocks. About `AHEAD` bytes of device memory are used: files with full differences are as large as the
-    model. changes: in the order in which `take` asks for them."""
+    model. changes: in the order in which `take` asks for them. Those that are in a GPU's memory stay where they are."""
 
     def __init__(self, changes: Mapping[str, tuple[tuple[Change, float], ...]], device: torch.device) -> None:
         self.changes, self.device = changes, device
@@ -63,7 +65,7 @@ class Ahead:
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
             self.pool = ThreadPoolExecutor(1, thread_name_prefix="lora")
-            self.waiting = _batches(changes)
+            self.waiting = _batches({name: listed for name, listed in changes.items() if _on_host(listed)})
             self._start_copies()
 
     def __enter__(self) -> Ahead:
@@ -101,14 +103,18 @@ class Ahead:
 
     @torch.no_grad()
     def _move(self, names: Sequence[str]) -> tuple[dict[str, tuple[tuple[Change, float], ...]], Any]:
-        """Through one pinned buffer, which torch uses again for the next batch but one."""
+        """Through one pinned buffer, which torch uses again for the next batch but one; what is larger than `BATCH`
+        without one."""
         factors = [factor for name in names for factor in _factors(self.changes[name])]
-        sizes = [-(-factor.nbytes // ALIGNED) * ALIGNED for factor in factors]
+        sizes = [_padded(factor) for factor in factors]
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-            for part, factor in zip(pinned.split(sizes), factors, strict=True):
-                part[: factor.nbytes].view(factor.dtype).view(factor.shape).copy_(factor)
-            parts = iter(pinned.to(self.device, non_blocking=True).split(sizes))
+            if sum(sizes) > BATCH:
+                parts = (factor.contiguous().flatten().view(torch.uint8).to(self.device) for factor in factors)
+            else:
+                pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+                for part, factor in zip(pinned.split(sizes), factors, strict=True):
+                    part[: factor.nbytes].view(factor.dtype).view(factor.shape).copy_(factor)
+                parts = iter(pinned.to(self.device, non_blocking=True).split(sizes))
             moved = {name: tuple((_placed(change, parts), k) for change, k in self.changes[name]) for name in names}
             event = torch.cuda.Event()
             event.record(self.stream)
@@ -116,11 +122,11 @@ class Ahead:
 
 
 def _batches(changes: Mapping[str, tuple[tuple[Change, float], ...]]) -> deque[list[str]]:
-    """Names whose changes have about `BATCH` bytes together."""
+    """Names whose changes have at most `BATCH` bytes together; larger ones alone."""
     batches: deque[list[str]] = deque()
     room = 0
     for name, listed in changes.items():
-        if room <= 0:
+        if not batches or _bytes(listed) > room:
             batches.append([])
             room = BATCH
         batches[-1].append(name)
@@ -139,7 +145,16 @@ def _factors(changes: tuple[tuple[Change, float], ...]) -> Iterator[Tensor]:
 
 
 def _bytes(changes: tuple[tuple[Change, float], ...]) -> int:
-    return sum(factor.nbytes for factor in _factors(changes))
+    return sum(map(_padded, _factors(changes)))
+
+
+def _padded(factor: Tensor) -> int:
+    """Bytes of a factor in a batch."""
+    return -(-factor.nbytes // ALIGNED) * ALIGNED
+
+
+def _on_host(changes: tuple[tuple[Change, float], ...]) -> bool:
+    return all(factor.device.type == "cpu" for factor in _factors(changes))
 
 
 def _device_of(value: Tensor | Quantized) -> torch.device:
