@@ -170,7 +170,8 @@ class Buffer:
 class Feed:
     """Reads `names` ahead, in their order; `read` gives one, on `device`, with dtype and shape of the file.
 
-    Tensors that have no place in a file (a pickle's, a state dict's) come from `checkpoint` itself.
+    Tensors that have no place in a file (a pickle's, a state dict's), and those of at most `SMALL` bytes, come from
+    `checkpoint` itself.
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Sequence[str], device: torch.device, how: Reading) -> None:
