@@ -183,6 +183,8 @@ def test_who_maps_and_who_reads(file):
     assert isinstance(open_feed(checkpoint, names, CPU), Mapped)
     with reading(Reading(mapped=False)), open_feed(checkpoint, names, CPU) as feed:
         assert isinstance(feed, Feed)
+        mapped = {name: checkpoint.read(name).data_ptr() for name in names}
+        assert all(feed.read(name).data_ptr() != mapped[name] for name in names)  # also what is too small for a thread
     state = open_checkpoint(random_module(SMALL, device="cpu", dtype=torch.float32).state_dict())
     with Feed(state, list(state.tensors), CPU, Reading()) as feed:  # nothing to read from: they are there
         assert torch.equal(feed.read("head.modulation"), state.read("head.modulation"))

@@ -217,7 +217,8 @@ class Feed:
             self.how.on_bytes(info.nbytes)
         wanted = self.under_way.get(name)
         if wanted is None:
-            return self.checkpoint.read(name).to(self.device)
+            placed = name in self.checkpoint.places  # then the result is no part of the mapped file on a CPU either
+            return self.checkpoint.read(name).to(self.device, copy=placed)
         with self.changed:
             self.changed.wait_for(lambda: wanted.left == 0 or self.fault is not None)
             if (fault := self.fault) is not None:
