@@ -164,7 +164,7 @@ def check_native(options: SkipOptions) -> None:
     if options.guidance is not None:
         raise OptionError(
             "the guidance schedule belongs to the WanCore sampler: with another sampler, disconnect WanCore Guidance "
-            "Schedule and end guidance with the sampler's own nodes"
+            "Schedule, or choose a speed preset without one, and end guidance with the sampler's own nodes"
         )
     if options.magcache is not None and options.magcache.rule != "joint":
         raise OptionError(
