@@ -38,7 +38,7 @@ from wan_core.checkpoint.turns import short_turns
 # Of one process: each needs the GIL between two pieces, and so does the thread that converts what they read. On a host
 # of H200s with 32 cores, 8 and 16 load an expert of 14.3 GB in 0.55 and 0.52 s, and with a LoRA in 0.70 and 1.02.
 MOST_THREADS = 8
-SMALL = 4096  # bytes of a tensor that comes from the mapped file: a scale would take as many calls as a piece
+SMALL = 4096  # bytes of a tensor that is read before the threads begin: a scale would take as many calls as a piece
 PIECE = 16 << 20
 READS_AT = hasattr(os, "preadv")  # in one call; not on Windows
 BUFFERS = 2  # of a thread: one is filled while the other is copied
@@ -170,8 +170,7 @@ class Buffer:
 class Feed:
     """Reads `names` ahead, in their order; `read` gives one, on `device`, with dtype and shape of the file.
 
-    Tensors that have no place in a file (a pickle's, a state dict's), and those of at most `SMALL` bytes, come from
-    `checkpoint` itself.
+    Tensors that have no place in a file (a pickle's, a state dict's) come from `checkpoint` itself.
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Sequence[str], device: torch.device, how: Reading) -> None:
@@ -179,7 +178,9 @@ class Feed:
         self.cuda = device.type == "cuda"
         readers = checkpoint.readers  # those that gather elsewhere are of no use: then each reads everything
         self.readers = readers if readers is not None and readers.device.type == device.type else None
-        placed = [name for name in names if name in checkpoint.places and checkpoint.info(name).nbytes > SMALL]
+        placed = [name for name in names if name in checkpoint.places and checkpoint.info(name).nbytes]
+        self.small = self._read_small([name for name in placed if checkpoint.info(name).nbytes <= SMALL])
+        placed = [name for name in placed if name not in self.small]
         self.order = deque(_wanted(name, checkpoint.info(name).nbytes, self.readers) for name in placed)
         self.under_way: dict[str, Wanted] = {}
         self.bytes_ahead = 0
@@ -217,13 +218,12 @@ class Feed:
             self.how.on_bytes(info.nbytes)
         wanted = self.under_way.get(name)
         if wanted is None:
-            placed = name in self.checkpoint.places  # then the result is no part of the mapped file on a CPU either
-            return self.checkpoint.read(name).to(self.device, copy=placed)
+            small = self.small.pop(name, None)
+            return (self.checkpoint.read(name) if small is None else small).to(self.device)
         with self.changed:
             self.changed.wait_for(lambda: wanted.left == 0 or self.fault is not None)
             if (fault := self.fault) is not None:
-                words = str(fault) or type(fault).__name__
-                raise CheckpointError(f"{name} cannot be read ({words})", where=self.checkpoint.describe()) from fault
+                raise self._unreadable(name, fault) from fault
         del self.under_way[name]
         self.bytes_ahead -= wanted.nbytes
         self._go_on()
@@ -238,6 +238,28 @@ class Feed:
             self.readers.gather(wanted.flat, wanted.flat[begin : begin + wanted.part])
         flat = wanted.flat[: wanted.nbytes] if wanted.nbytes < len(wanted.flat) else wanted.flat
         return flat.view(info.dtype).reshape(info.shape)
+
+    def _read_small(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Tensors in host memory, read at once and not mapped: a file that becomes shorter is an error here, where a
+        mapped one ends the process."""
+        found: dict[str, Tensor] = {}
+        with ExitStack() as files, torch.inference_mode(False):
+            opened: dict[Path, io.FileIO] = {}
+            for name in names:
+                info, (path, at) = self.checkpoint.info(name), self.checkpoint.places[name]
+                flat = torch.empty(info.nbytes, dtype=torch.uint8)
+                try:
+                    if path not in opened:
+                        opened[path] = files.enter_context(io.FileIO(path))
+                    _read_into(opened[path], at, _bytes_of(flat))
+                except OSError as fault:
+                    raise self._unreadable(name, fault) from fault
+                found[name] = flat.view(info.dtype).reshape(info.shape)
+        return found
+
+    def _unreadable(self, name: str, fault: BaseException) -> CheckpointError:
+        words = str(fault) or type(fault).__name__
+        return CheckpointError(f"{name} cannot be read ({words})", where=self.checkpoint.describe())
 
     def close(self) -> None:
         """Stop reading. Copies that are under way end first: their buffers and their places are still in use."""
