@@ -15,6 +15,7 @@ from wan_core.config import OptionError
 from wan_core.pipeline.evaluate.search import AXES, LEAST, Candidate, Search, least_seconds, spread
 from wan_core.sampling.cache.arguments import parse_setting, speed_options
 from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.native.plan import check_native
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.speed_presets import FOLDER, SUFFIX, find_speed, read_speed, speed_names
 
@@ -158,6 +159,7 @@ def test_the_presets_of_this_package_are_found_and_save_what_they_say():
     assert {"balanced", "fast", "balanced-i2v", "fast-i2v"} <= set(speed_names())
     for name in speed_names():
         fields = json.loads((FOLDER / f"{name}{SUFFIX}").read_text())
+        check_native(speed_options(name))  # WanCore Accelerate takes it too
         plan = skip_forwards(
             make_plan(task=fields["of"]["task"], steps=fields["of"]["steps"]), speed_options(name), None
         )
