@@ -217,7 +217,7 @@ for N, K in ((5, 96), (3, 384), (2, 1280)):
     weight = torch.randn(N, K) * torch.logspace(-9, 3, N)[:, None]
     weight[1] = 0
     found, expected = triton_ops.encode_rows(weight), quantize_reference(weight, "row")
-    assert torch.equal(found.scale, expected.scale)
+    torch.testing.assert_close(found.scale, expected.scale, rtol=2e-7, atol=0)  # a GPU multiplies by the inverse
     close(plain(found), weight, ROUGH)
 
 for D in (16, 64, 128):
