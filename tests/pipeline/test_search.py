@@ -158,7 +158,9 @@ def test_the_presets_of_this_package_are_found_and_save_what_they_say():
     assert {"balanced", "fast", "balanced-i2v", "fast-i2v"} <= set(speed_names())
     for name in speed_names():
         fields = json.loads((FOLDER / f"{name}{SUFFIX}").read_text())
-        plan = skip_forwards(make_plan(task=fields["of"]["task"], steps=fields["of"]["steps"]), speed_options(name), None)
+        plan = skip_forwards(
+            make_plan(task=fields["of"]["task"], steps=fields["of"]["steps"]), speed_options(name), None
+        )
         assert plan.forwards == fields["forwards"] < plan.unskipped
         assert find_speed(name).setting == fields["setting"] == read_speed(FOLDER / f"{name}{SUFFIX}").setting
 
