@@ -33,7 +33,7 @@ class WanCoreSpeedPreset(io.ComfyNode):
                     options=[*speed_names(), *host.named_files("diffusion_models", SUFFIX)],
                     default="balanced",
                     tooltip="Presets of this pack were searched on the embedded model. Presets of your own, from "
-                    f"`python -m wan_core search`, are found in models/diffusion_models as NAME{SUFFIX}.",
+                    f"`wancore search` (README, Command line), are found in models/diffusion_models as NAME{SUFFIX}.",
                 )
             ],
             outputs=[skipping_output()],

@@ -75,7 +75,7 @@ def named_files(folder: str, ending: str) -> dict[str, Path]:
 
 def unfinished_path(seed: int) -> Path:
     """Where latents lie that are finished and have not arrived yet: what a run leaves there was interrupted by force,
-    and `python -m wan_core decode` makes a video of it. In a folder that is read-only nothing is kept, and the run
+    and `wancore decode` makes a video of it. In a folder that is read-only nothing is kept, and the run
     says so."""
     folder = Path(folder_paths.get_output_directory()) / "WanCore"
     with suppress(OSError):

@@ -48,6 +48,16 @@ def test_commands_are_found() -> None:
     assert len(COMMANDS) > 150 and {"README.md", "README.zh.md", "parallel.md", "sparse.md", "families.md"} <= found
 
 
+@pytest.mark.parametrize("pattern", ["web/docs/**/*.md", "locales/*/nodeDefs.json", "nodes/**/*.py"])
+def test_comfyui_names_the_command_that_runs_in_any_folder(pattern: str) -> None:
+    """`python -m wan_core` runs in the repository alone. Nodes name `wancore` and its chapter."""
+    pages = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob(pattern))]
+    assert pages and not [text for text in pages if "python -m wan_core" in text]
+    told = [text[at.end() :] for text in pages for at in re.finditer(r"`wancore [^`]+`", text) if "web" in pattern]
+    assert all(after.startswith(" (README, Command line)") for after in told)
+    assert all(heading in readme for heading, readme in zip(("**Command line**", "**命令行**"), READMES, strict=True))
+
+
 def test_lines_are_joined_as_a_shell_joins_them() -> None:
     text = "# no command\na b \\\n  c  # said\n\njq '.x\n  | y' |\n  curl &&\n  z\nlast"
     assert [at for at, _ in logical_lines(text)] == [1, 4, 8]

@@ -436,10 +436,10 @@ def test_idle_ranks_are_not_taken_for_ranks_that_hang() -> None:
     running: Any = SimpleNamespace(
         statuses=[{**status, "since_heartbeat": 0.1, "since_progress": 4000.0}], last_frame=now, request_start=now
     )
-    workers._check_timeouts(running, "sample")
+    workers._check_timeouts(running)
     running.request_start -= 11
     with pytest.raises(WorkerError, match="no rank made progress for 10 s"):
-        workers._check_timeouts(running, "sample")
+        workers._check_timeouts(running)
 
 
 def test_a_late_rank_0_does_not_make_the_others_late() -> None:
@@ -458,10 +458,10 @@ def test_a_late_rank_0_does_not_make_the_others_late() -> None:
     statuses = [{**status, "rank": rank, "since_heartbeat": 1.0 * rank} for rank in range(2)]
     now = time.monotonic()
     running: Any = SimpleNamespace(statuses=statuses, last_frame=now - 9.5, request_start=now)
-    workers._check_timeouts(running, "sample")
+    workers._check_timeouts(running)
     running.last_frame -= 1
     with pytest.raises(WorkerError, match=r"rank 0 sent no heartbeat for 1[01] s"):
-        workers._check_timeouts(running, "sample")
+        workers._check_timeouts(running)
     running.last_frame, statuses[1]["since_heartbeat"] = now, 11.0
     with pytest.raises(WorkerError, match=r"rank 1 .* sent no heartbeat for 11 s"):
-        workers._check_timeouts(running, "sample")
+        workers._check_timeouts(running)

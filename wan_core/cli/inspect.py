@@ -26,6 +26,11 @@ def add_inspect_options(parser: argparse.ArgumentParser) -> None:
 def run_inspect(options: argparse.Namespace) -> int:
     """Print the description of the file. Returns 1 if it has problems, else 0."""
     if not options.file.exists():
+        if str(options.file) == "tiny":
+            from wan_core.pipeline.sources import TINY
+
+            example = TINY / "t2v_high.safetensors"
+            raise OptionError(f"tiny is the embedded model: give one of its files, for example {example}")
         raise OptionError(f"{options.file} does not exist{near_file(options.file)}")
     description = inspect(options.file)
     print(json.dumps(description, indent=1) if options.json else "\n".join(text_lines(description)))
