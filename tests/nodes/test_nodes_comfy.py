@@ -519,7 +519,7 @@ def test_an_expert_that_streams_makes_the_same_video(comfy: ComfyUI) -> None:
         run = comfy.run(graph)
         assert run.ok, run.status
         log = comfy.log()[before:]
-        assert ("WanCore streams the high-noise expert: 3 blocks stay" in log) == (residency == "stream")
+        assert ("WanCore streams the high-noise expert:" in log) == (residency == "stream"), log
         videos.append(read_video(comfy.output_file(run, "save")))
     assert (videos[0] == videos[1]).all()
     comfy.post("/free", {"unload_models": True, "free_memory": True})

@@ -86,7 +86,7 @@ def test_gguf_files_of_both_experts_and_the_text_encoder(comfy: ComfyUI) -> None
     assert "Q8_0" in run.outputs["model"]["text"][0] and "as they are stored" in run.outputs["model"]["text"][0]
     assert facts["told"] == facts["loaded"] == facts["bytes"]
     assert facts["units"] == pytest.approx(facts["bytes"], abs=100)  # by which it is decided how many blocks fit
-    matrices = 2 * 6 * (8 * 128 * 128 + 2 * 128 * 384)
+    matrices = 2 * 8 * (8 * 128 * 128 + 2 * 128 * 384)
     assert facts["bytes"] < 4 * matrices, "in float32 they would be more"
     text = comfy.get("/object_info/WanCoreTextEncoderLoader")["WanCoreTextEncoderLoader"]
     assert "text-Q8_0.gguf" in str(text)
@@ -94,13 +94,13 @@ def test_gguf_files_of_both_experts_and_the_text_encoder(comfy: ComfyUI) -> None
 
 def test_gguf_encoded_as_fp8(comfy: ComfyUI) -> None:
     run = comfy.run(with_files("-Q8_0.gguf", precision="fp8"))
-    assert facts_of(run)["fp8"] == 2 * 6 * (8 * 128 * 128 + 2 * 128 * 384)
+    assert facts_of(run)["fp8"] == 2 * 8 * (8 * 128 * 128 + 2 * 128 * 384)
     assert_comes_true(comfy.output_file(run, "save"))
 
 
 def test_fp8_files_with_scales(comfy: ComfyUI) -> None:
     run = comfy.run(with_files("_fp8_scaled.safetensors", precision="fp8-tensor"))
-    assert facts_of(run)["fp8"] == 2 * 6 * (8 * 128 * 128 + 2 * 128 * 384)
+    assert facts_of(run)["fp8"] == 2 * 8 * (8 * 128 * 128 + 2 * 128 * 384)
     assert_comes_true(comfy.output_file(run, "save"))
 
 
@@ -109,4 +109,4 @@ def test_int8_files(comfy: ComfyUI) -> None:
     facts, told = facts_of(run), run.outputs["model"]["text"][0]
     assert_comes_true(comfy.output_file(run, "save"))
     assert "int8_tensorwise convrot64" in told and "as they are stored (INT8 as stored, in plain torch)" in told
-    assert facts["told"] == facts["loaded"] == facts["bytes"] < 4 * 2 * 6 * (8 * 128 * 128 + 2 * 128 * 384)
+    assert facts["told"] == facts["loaded"] == facts["bytes"] < 4 * 2 * 8 * (8 * 128 * 128 + 2 * 128 * 384)
