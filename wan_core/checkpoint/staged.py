@@ -245,7 +245,7 @@ class Feed:
         found: dict[str, Tensor] = {}
         with ExitStack() as files, torch.inference_mode(False):
             opened: dict[Path, io.FileIO] = {}
-            for name in names:
+            for name in sorted(names, key=self.checkpoint.places.__getitem__):  # in the order of the file
                 info, (path, at) = self.checkpoint.info(name), self.checkpoint.places[name]
                 flat = torch.empty(info.nbytes, dtype=torch.uint8)
                 try:
