@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import wan_core
+from benchmarks.__main__ import main as benchmarks
 from wan_core.cli import COMMANDS, PIPE_CLOSED, build_parser, main
 from wan_core.cli.libraries import LIBRARIES
 from wan_core.models.wan.tasks import TASKS
@@ -119,10 +120,47 @@ def test_errors_name_the_program_that_was_called(called, name, capsys, monkeypat
 
 def test_what_is_missing_is_called_by_its_name(capsys, tmp_path):
     given = ["generate", "--prompt", "x", "--out", str(tmp_path / "x.mp4")]
-    assert main([*given, "--high", "x.safetensors"]) == 2
+    assert main([*given, "--high", "wan_core/assets/tiny/t2v_high.safetensors"]) == 2
     assert "no text encoder and no VAE given: add --text-encoder, --vae" in capsys.readouterr().err
     assert main([*given, "--model", str(tmp_path)]) == 2
     assert f"no transformer and no text encoder and no VAE given or found in {tmp_path}" in capsys.readouterr().err
+
+
+NAMED = (
+    "--high",
+    "--low",
+    "--vae",
+    "--text-encoder",
+    "--tokenizer",
+    "--clip-vision",
+    "--lora",
+    "--lora-low",
+    "--image",
+)
+
+
+@pytest.mark.parametrize("option", NAMED)
+def test_a_file_that_is_not_there_is_the_first_complaint(option, capsys, tmp_path):
+    """Whatever else is missing or wrong in the same command."""
+    given = ["generate", "--prompt", "x", "--steps", "0", "--out", str(tmp_path / "no" / "x.mp4")]
+    assert main([*given, option, "nothere.safetensors"]) == 2
+    assert f"generate: {option} nothere.safetensors does not exist" in capsys.readouterr().err
+    assert main([*given, option, "READMEE.md"]) == 2
+    assert capsys.readouterr().err.endswith("READMEE.md does not exist; did you mean README.md?\n")
+
+
+def test_the_benchmarks_call_themselves_by_name(capsys):
+    with pytest.raises(SystemExit):
+        benchmarks(["--no-such-option"])
+    assert "python -m benchmarks: error" in capsys.readouterr().err
+    assert benchmarks(["attention", "--device", "cuda:99"]) == 2
+    assert capsys.readouterr().err.startswith("python -m benchmarks: ")
+
+
+@pytest.mark.parametrize("option", ["--reference", "--image", "--last-image", "--from-video"])
+def test_a_second_file_is_refused_by_name(option, capsys):
+    err = fault(["generate", "--prompt", "x", option, "README.md", option, "LICENSE"], capsys)
+    assert f"{option}: one file is taken, and README.md and LICENSE are given: leave one out" in err
 
 
 def test_libraries_are_installed_from_where_they_are():

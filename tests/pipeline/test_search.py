@@ -188,7 +188,7 @@ def test_a_preset_file_has_the_seconds_of_its_own_plans(name):
 
 
 @pytest.mark.parametrize("name", speed_names())
-@pytest.mark.parametrize("steps", (12, 20, 40))
+@pytest.mark.parametrize("steps", [12, 20, 40])
 def test_a_plan_says_where_a_preset_was_measured_with_other_steps(name, steps):
     plan = skip_forwards(make_plan(task="i2v-tiny", steps=steps), speed_options(name), None)
     said = [note for note in plan.notes if "was measured with" in note]

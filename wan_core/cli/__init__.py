@@ -33,6 +33,7 @@ from wan_core.cli.options import (
     add_plan_options,
     add_request_options,
     add_window_options,
+    check_inputs,
     task_table,
 )
 from wan_core.cli.parsing import Parser, program
@@ -71,7 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(options: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
-    return report_faults(f"{program()} {options.command}", lambda: options.run(options))
+
+    def run() -> int:
+        check_inputs(options)
+        return options.run(options)
+
+    return report_faults(f"{program()} {options.command}", run)
 
 
 def report_faults(name: str, run: Callable[[], int]) -> int:

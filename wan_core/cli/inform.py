@@ -9,7 +9,6 @@ from pathlib import Path
 from wan_core.cli.control import control_of
 from wan_core.cli.options import outputs_of, plan_numbers, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
-from wan_core.config.checks import near_file
 from wan_core.config.windows import check_one_way
 from wan_core.models.wan.families import check_stages
 from wan_core.models.wan.families.long_video import LongVideo, cut_video
@@ -52,10 +51,6 @@ def run_quantize(options: argparse.Namespace) -> int:
 
 def run_plan(options: argparse.Namespace) -> int:
     loras = [Path(lora.path) for lora in options.loras if lora.strength]
-    for path in (options.high, options.low, *loras):
-        if path is not None and not path.exists():
-            hint = near_file(path) or ": give an existing file or folder, or omit the option"
-            raise OptionError(f"{path} does not exist{hint}")
     check_headers([path for path in (options.high, options.low) if path is not None], loras)
     if options.model is not None:
         take_model(options)

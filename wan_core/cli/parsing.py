@@ -25,6 +25,17 @@ class DefaultsFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{text} (default %(default)s)".strip()
 
 
+class Once(argparse.Action):
+    """For an option that names one file: a second one is refused, where argparse would drop the first."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        first = getattr(namespace, self.dest)
+        if first is not None:
+            one = f"one file is taken, and {first} and {value} are given"
+            raise argparse.ArgumentError(self, f"{one}: leave one out")
+        setattr(namespace, self.dest, value)
+
+
 class Parser(argparse.ArgumentParser):
     """Ends with one line on errors, a short usage, and the option or command that may be meant."""
 

@@ -92,7 +92,7 @@ class Pipeline:
         """Recognise the files, then load them. A `request` given here is checked in between, before any weights are
         read, and picks the embedded model's image variant if it has an image. ranks: those that do all of it together,
         each calling this and everything after it alike, on its own device; all have the same results. on_found: told
-        what will be loaded and the checked request, before it is. Raises CheckpointError, OptionError or AttentionError."""
+        what will be loaded, and the checked request. Raises CheckpointError, OptionError or AttentionError."""
         report = Report(choose_device(options.device) if ranks is None else ranks.device)
         image = request is not None and bool(request.image or request.last_image)
         if request is not None:
