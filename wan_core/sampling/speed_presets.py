@@ -69,4 +69,4 @@ def read_speed(path: Path) -> SpeedPreset:
         raise OptionError(f"{path} is not a preset: name, setting and source must be words: {AGAIN}")
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise OptionError(f"{path} is not a preset: `of.steps` must be a whole number from 1: {AGAIN}")
-    return SpeedPreset(*found, steps)
+    return SpeedPreset(*found, steps=steps)
