@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    level, form = (logging.INFO, "%(name)s: ") if options.verbose else (logging.WARNING, "warning: ")
+    logging.basicConfig(level=level, format=f"{form}%(message)s")
 
     def run() -> int:
         check_inputs(options)
