@@ -11,6 +11,8 @@ import wan_core
 from benchmarks.__main__ import main as benchmarks
 from wan_core.cli import COMMANDS, PIPE_CLOSED, build_parser, main
 from wan_core.cli.libraries import LIBRARIES
+from wan_core.cli.prompt_file import read_list
+from wan_core.config import LoadOptions
 from wan_core.models.wan.tasks import TASKS
 
 PLAN = [sys.executable, "-m", "wan_core", "plan", "--steps", "1000"]
@@ -161,6 +163,53 @@ def test_the_benchmarks_call_themselves_by_name(capsys):
 def test_a_second_file_is_refused_by_name(option, capsys):
     err = fault(["generate", "--prompt", "x", option, "README.md", option, "LICENSE"], capsys)
     assert f"{option}: one file is taken, and README.md and LICENSE are given: leave one out" in err
+
+
+def test_a_line_of_a_list_may_name_another_picture_than_the_command(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "image": "docs/images/text_to_video.png"}\n{"prompt": "y"}\n')
+    given = ["generate", "--model", "tiny", "--prompts", str(tmp_path / "a.jsonl"), "--image", "docs/demo.png"]
+    options = build_parser().parse_args(given)
+    videos = read_list(tmp_path / "a.jsonl", options, LoadOptions(model="tiny"))
+    assert [video.request.image for video in videos] == ["docs/images/text_to_video.png", "docs/demo.png"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["generate"], "nothing to do: give --prompt or --prompts"),
+        (["generate", "--prompt", "x", "--prompts", "y"], "--prompt and --prompts given: leave one out"),
+        (["inspect"], "missing: file"),
+        (["plan", "--image", "docs/demo.png"], "unknown: docs/demo.png (--image takes no value here)"),
+    ],
+)
+def test_what_is_missing_or_too_much_is_said_in_words(given, says, capsys):
+    assert says in fault(given, capsys)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["plan", "--frames", "80"], "The nearest is 81"),
+        (["plan", "--size", "832x480"], "--size changes no step: add --memory"),
+        (["plan", "--memory-limit", "24"], "--memory-limit changes no step: add --memory"),
+        (["generate", "--model", "tiny", "--prompt", "x", "--device", "cuda:99"], ": use c"),
+        (["generate", "--model", "tiny", "--prompt", "x", "--lora", "README.md"], "README.md: a text, not a model"),
+        (
+            ["generate", "--model", "tiny", "--prompt", "x", "--high", "docs/demo.png"],
+            "a picture, a sound or a video",
+        ),
+        (["generate", "--model", "tiny", "--prompts", "docs/demo.png"], "is no text in UTF-8: write one JSON object"),
+    ],
+)
+def test_wrong_input_says_what_to_do(given, says, capsys, tmp_path):
+    out = ["--out", str(tmp_path / "x.mp4")] if given[0] == "generate" else []
+    assert main([*given, *out]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_says_what_may(capsys):
+    assert main(["plan", "--memory", "--memory-limit", "2", "--task", "ti2v-5B"]) == 1
+    assert "it does not fit: try" in capsys.readouterr().err
 
 
 def test_libraries_are_installed_from_where_they_are():
