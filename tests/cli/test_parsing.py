@@ -179,6 +179,10 @@ def test_a_line_of_a_list_may_name_another_picture_than_the_command(tmp_path):
         (["generate"], "nothing to do: give --prompt or --prompts"),
         (["generate", "--prompt", "x", "--prompts", "y"], "--prompt and --prompts given: leave one out"),
         (["inspect"], "missing: file"),
+        (
+            ["generate", "--prompt", "x", "--size", "-5x5"],
+            "--size needs a value; --size=VALUE for one",
+        ),
         (["plan", "--image", "docs/demo.png"], "unknown: docs/demo.png (--image takes no value here)"),
     ],
 )
@@ -192,6 +196,10 @@ def test_what_is_missing_or_too_much_is_said_in_words(given, says, capsys):
         (["plan", "--frames", "80"], "The nearest is 81"),
         (["plan", "--size", "832x480"], "--size changes no step: add --memory"),
         (["plan", "--memory-limit", "24"], "--memory-limit changes no step: add --memory"),
+        (["plan", "--memory", "--host-memory-limit", "24"], "--host-memory-limit changes nothing"),
+        (["generate", "--model", "ComfyUI/models", "--prompt", "x"], "there is no folder ComfyUI/models"),
+        (["generate", "--model", "tiny", "--prompt", "x", "--out", ""], "--out . is no name for a video"),
+        (["generate", "--model", "tiny", "--prompt", "x", "--out", ".."], "--out .. is no name for a video"),
         (["generate", "--model", "tiny", "--prompt", "x", "--device", "cuda:99"], ": use c"),
         (["generate", "--model", "tiny", "--prompt", "x", "--lora", "README.md"], "README.md: a text, not a model"),
         (
@@ -202,7 +210,7 @@ def test_what_is_missing_or_too_much_is_said_in_words(given, says, capsys):
     ],
 )
 def test_wrong_input_says_what_to_do(given, says, capsys, tmp_path):
-    out = ["--out", str(tmp_path / "x.mp4")] if given[0] == "generate" else []
+    out = ["--out", str(tmp_path / "x.mp4")] if given[0] == "generate" and "--out" not in given else []
     assert main([*given, *out]) == 2
     assert says in capsys.readouterr().err
 

@@ -157,6 +157,8 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     from wan_core.pipeline.task_memory import task_memory
 
     cuda = torch.device("cuda", 0)
+    if options.host_memory_limit is not None:
+        raise OptionError("--host-memory-limit changes nothing in this plan, which says what is needed: leave it out")
     if options.memory_limit is None and not torch.cuda.is_available():
         raise OptionError("this machine has no GPU: give the memory of one in GiB, for example --memory-limit 24")
     model = options.model or ("tiny" if options.task.endswith("-tiny") else f"random:{options.task}")

@@ -19,6 +19,9 @@ def plain_words(message: str) -> str:
     message = re.sub(r"invalid (int|float) value: (.*)", lambda bad: f"{bad[2]} is no {NUMBERS[bad[1]]}", message)
     message = re.sub(r"argument (\S+): not allowed with argument (\S+)", r"\2 and \1 given: leave one out", message)
     message = re.sub(r"one of the arguments (\S+) (\S+) is required", r"nothing to do: give \1 or \2", message)
+    message = re.sub(
+        r"argument (\S+): expected one argument", r"\1 needs a value; \1=VALUE for one that begins with -", message
+    )
     return re.sub(r"the following arguments are required: (.*)", r"missing: \1", message)
 
 
