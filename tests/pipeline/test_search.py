@@ -130,7 +130,7 @@ def test_a_search_writes_a_preset_and_goes_on_where_it_was(tiny_assets, tmp_path
     path = tmp_path / f"mine{SUFFIX}"
     written = json.loads(path.read_text())
     assert written["setting"] in first.out and written["seconds"] <= 80
-    assert written["videos"] == 2 and {"psnr", "psnr_worst", "ssim", "psnr_error"} <= written.keys()
+    assert written["videos"] == 2 and {"psnr", "psnr_worst", "ssim", "psnr_se"} <= written.keys()
     front = [(row["seconds"], row["psnr"]) for row in written["rows"]]
     assert front == sorted(front) and any(row["setting"] == written["setting"] for row in written["rows"])
     assert speed_options(str(path)) == parse_setting(written["setting"])

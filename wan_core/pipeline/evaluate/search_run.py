@@ -10,9 +10,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
-from math import sqrt
 from random import Random
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -212,14 +211,12 @@ class Videos:
     def row(self, setting: str) -> dict[str, Any]:
         """What is said of a setting: seconds, forwards, quality with the standard errors of its means."""
         found = self.found[setting]
-        psnrs, truths = [one.psnr for one in found], [one.truth for one in found if one.truth is not None]
         row = {"setting": setting, "seconds": round(self.seconds(setting), 2)}
-        row |= {"forwards": self.planned(self.batches[0], setting).forwards, "videos": len(found), **summary(found)}
-        row["psnr_error"] = round(stdev(psnrs) / sqrt(len(psnrs)), 2) if len(psnrs) > 1 else None
-        if truths:
-            share = fmean(map(float, truths))
-            row["truth_error"] = round(sqrt(share * (1 - share) / len(truths)), 4)
-        return row
+        return row | {
+            "forwards": self.planned(self.batches[0], setting).forwards,
+            "videos": len(found),
+            **summary(found),
+        }
 
     def front(self) -> list[dict[str, Any]]:
         """The Pareto front of seconds and PSNR of all settings that were measured on all videos, fastest first."""
