@@ -31,7 +31,7 @@ from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.schedule import with_costs
-from wan_core.sampling.speed_presets import FORMAT, SUFFIX
+from wan_core.sampling.speed_presets import FORMAT, SUFFIX, find_speed
 
 # Seconds of a dense forward and of what is beside the forwards, for the estimate of the embedded model's presets: A14B
 # at 1280x720x81 in FP8 on one H200 (benchmarks/results/sparse-videos-h200-20261121.json).
@@ -63,6 +63,7 @@ def run_search(options: argparse.Namespace, pipe: Pipeline, base: Request, outpu
         options.changes,
         tell=lambda words: show(f"search: {words}"),
     )
+    search.starts = [Candidate.of(find_speed(name).setting, videos.plan, search.axes) for name in options.start or ()]
     found: dict[str, Candidate] = {}
     for name, value, seconds in targets:
         full = videos.seconds("full")
