@@ -68,9 +68,9 @@ SUITES: dict[str, Suite] = {
         takes=("setting", "layers", "runs"),
     ),
     "parallel": Suite(
-        "several GPUs: every mesh, diffusers' context parallelism, VAE in strips, loading",
+        "several GPUs: every mesh, diffusers' context parallelism, VAE in strips, loading, denoising steps",
         ("1280x720x81", "832x480x81"),
-        takes=("setup", "setting", "layers", "precision", "runs", "gpus"),
+        takes=("setup", "setting", "layers", "precision", "runs", "gpus", "steps"),
     ),
     "compare": Suite(
         "steps of this checkout and of another one, measured in turns",
@@ -141,7 +141,7 @@ STREAMING_PARTS = ("cards", "switch", "turns")
 STREAMING_PRECISIONS = ("bf16", "fp8")
 SMALL_CARD_PARTS = ("loras", "cards")
 INT8 = "int8"  # a setting of small-cards: experts in INT8 in place of FP8
-PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")
+PARALLEL_PARTS = ("diffusers", "forward", "vae", "load", "steps")  # the last by its name alone: it takes minutes
 SETTINGS = {
     "forward": "one forward of one branch",
     "sequential": "both guidance branches, one forward each",
