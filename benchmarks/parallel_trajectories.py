@@ -144,7 +144,7 @@ class Trajectories:
         if mesh is not None:
             layers = held_layers(self.blocks, self.ranks.on(mesh))
         with reading(replace(current_reading(), layers=layers)):
-            experts = {expert: self.ranks.plain(self.setup, expert)[0] for expert in EXPERTS}
+            experts: dict[Expert, WanModel] = {name: self.ranks.plain(self.setup, name)[0] for name in EXPERTS}
         self.blocks = len(experts["high"].blocks)
         return experts, choose_task(experts["high"].config).task.vae
 
