@@ -58,9 +58,12 @@ def node(kind: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": kind, "inputs": inputs}
 
 
-def native_graph(job: Job, attention: str | None = None, accelerate: dict[str, Any] | None = None) -> Graph:
+def native_graph(
+    job: Job, attention: str | None = None, accelerate: dict[str, Any] | None = None, gpus: int = 1
+) -> Graph:
     """The template. attention: of ComfyUI's node ModelAttentionBackend. accelerate: inputs of our node for native
-    models, behind each loader chain; links in it are ids of nodes in the same graph."""
+    models, behind each loader chain; links in it are ids of nodes in the same graph. gpus: of ComfyUI's
+    node MultiGPU CFG Split, which must come after nodes that change the model."""
     graph: Graph = {}
     steps, half = job.total_steps, job.total_steps // 2
     for expert in EXPERTS:
@@ -78,7 +81,10 @@ def native_graph(job: Job, attention: str | None = None, accelerate: dict[str, A
         if accelerate is not None:
             model = [f"loaders.shift_{expert}", 0]
             graph[f"loaders.accelerate_{expert}"] = node("WanCoreAccelerate", model=model, **accelerate)
-    last = "shift" if accelerate is None else "accelerate"
+        if gpus > 1:
+            model = [f"loaders.shift_{expert}", 0]
+            graph[f"loaders.gpus_{expert}"] = node("MultiGPU_WorkUnits", model=model, max_gpus=gpus)
+    last = "gpus" if gpus > 1 else "shift" if accelerate is None else "accelerate"
     graph |= native_conditioning(job)
     both = {
         "noise_seed": job.seed,
@@ -149,9 +155,15 @@ def native_conditioning(job: Job) -> Graph:
 
 
 def our_graph(
-    job: Job, attention: str = "auto", presets: Mapping[str, str] | None = None, lora_mode: str = "auto", **sampler: Any
+    job: Job,
+    attention: str = "auto",
+    presets: Mapping[str, str] | None = None,
+    lora_mode: str = "auto",
+    devices: str | None = None,
+    **sampler: Any,
 ) -> Graph:
-    """The same video with our nodes. presets: of "sparse" and "cache". sampler: more inputs of the sampler."""
+    """The same video with our nodes. presets: of "sparse" and "cache". devices: of WanCore Launcher; None: there is
+    none. sampler: more inputs of the sampler."""
     both = {expert: expert_file(job.task, expert, job.precision, job.layers) for expert in EXPERTS}
     graph: Graph = {
         "loaders.model": node(
@@ -168,6 +180,10 @@ def our_graph(
         "loaders.vae": node("WanCoreVAELoader", vae=VAE, precision="auto"),
         "text": node("WanCoreTextEncode", positive=job.prompt, negative=NEGATIVE, clip=["loaders.text", 0]),
     }
+    if devices is not None:
+        for name in ("model", "text", "vae"):
+            graph[f"loaders.{name}"]["inputs"]["workers"] = ["loaders.workers", 0]
+        graph["loaders.workers"] = node("WanCoreLauncher", devices=devices)
     model = ["loaders.model", 0]
     if job.four_steps:
         loras = {expert: lora_file(job.task, expert) for expert in EXPERTS}

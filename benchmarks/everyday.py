@@ -13,6 +13,10 @@ t2v      the same with the template for text-to-video
 cold     a fresh server for each side and run: from POST, as soon as it answers, to the file
 errors   final latents of 8 of 40 blocks against ComfyUI's own nodes on bf16 weights of the same values, same noise
 
+With `--gpus N` (default: all that are there) `on`, `off` and `t2v` also have sides for N GPUs: ours with WanCore
+Launcher, and, where there is guidance, ComfyUI's own MultiGPU CFG Split (0.33 or newer), which gives a guidance
+branch to each GPU. `--gpus 1` leaves them out.
+
 Rows, by name: "native ..." are ComfyUI's own nodes, "ours ..." this pack's.
 
 Rows of `cold` also have the time in seconds after POST of every line that the server logged (log) and of every progress
@@ -20,7 +24,8 @@ of the samplers (progress). --profile FILE: one more cold run of each, with samp
 
 seconds   from POST to the end of the prompt, the median; spread: the slowest less the fastest
 nodes     of the median run: seconds by loaders, text, image, samplers, decode, save
-ratio     seconds of the fastest native row over this one's; error: relative, of the latents
+ratio     seconds of the fastest native row on one GPU over this one's; ratio_to_native_gpus: of the fastest on as many
+error     relative, of the latents
 """
 
 from __future__ import annotations
@@ -29,10 +34,10 @@ import argparse
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +46,21 @@ import torch
 from benchmarks import server_times
 from benchmarks.cases import parse_size
 from benchmarks.comfy_files import EXPERTS, write_expert, write_image, write_loras, write_text_encoder, write_vae
-from benchmarks.comfy_graphs import Job, accelerated_graph, native_graph, our_graph, with_defaults
+from benchmarks.comfy_graphs import Job, native_graph, our_graph, with_defaults
 from benchmarks.comfyui import ComfyUI, Graph, Run, make_base, without_page
+from benchmarks.everyday_sides import (
+    ACCELERATED,
+    ATTACHED,
+    NATIVE,
+    NATIVE_KITCHEN,
+    OFF_SIDES,
+    OURS,
+    OURS_FP8,
+    SIDES,
+    Side,
+    gpu_count,
+    several_sides,
+)
 from benchmarks.measure import make_room, relative_error
 from benchmarks.options import EVERYDAY_PARTS
 from benchmarks.rows import Row, guarded
@@ -55,49 +73,15 @@ PATIENCE = 400.0
 PEER = "the fastest native row"
 
 
-@dataclass(frozen=True)
-class Side:
-    """A row: who makes the video, and how. native: with nothing of ours."""
-
-    name: str
-    graph: Callable[[Job], Graph]
-    native: bool = False
-
-
-KITCHEN = "comfy kitchen attention"
-NATIVE = Side("native", native_graph, native=True)
-NATIVE_KITCHEN = Side("native, comfy kitchen attention", lambda job: native_graph(job, attention=KITCHEN), native=True)
-OURS = Side("ours, auto", our_graph)
-OURS_FP8 = Side("ours, cudnn-fp8", lambda job: our_graph(job, "cudnn-fp8"))
-SIDES = (
-    NATIVE_KITCHEN,  # the faster peer first: the rows after it are compared with it
-    NATIVE,
-    OURS,
-    OURS_FP8,
-    Side("ours, cudnn-fp8, sparse fast", lambda job: our_graph(job, "cudnn-fp8", {"sparse": "fast"})),
-)
-OFF_SIDES = (
-    NATIVE,
-    NATIVE_KITCHEN,
-    OURS,
-    OURS_FP8,
-    Side(
-        "ours, cudnn-fp8, cache and sparse balanced",
-        lambda job: our_graph(job, "cudnn-fp8", {"cache": "balanced", "sparse": "balanced"}),
-    ),
-)
-ATTACHED = Side("ours, auto, LoRAs attached", lambda job: our_graph(job, lora_mode="attach"))
-ACCELERATED = (
-    Side("native, accelerated, auto", lambda job: accelerated_graph(job, "auto")),
-    Side("native, accelerated, sparse fast", lambda job: accelerated_graph(job, "cudnn-fp8", {"sparse": "fast"})),
-)
+def check_setups(options: argparse.Namespace, several: Sequence[Side]) -> None:
+    """Raise OptionError for a name that no part of the suite has. several: sides for several GPUs."""
+    known = {side.name for side in (*SIDES, *OFF_SIDES, ATTACHED, *ACCELERATED, *several)}
+    if unknown := set(options.setup or ()) - known:
+        raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(sorted(known))}")
 
 
 def chosen(sides: Sequence[Side], options: argparse.Namespace) -> list[Side]:
-    """Those that `--setup` names, or all. Raises OptionError for a name that no part of the suite has."""
-    known = {side.name for side in (*SIDES, *OFF_SIDES, ATTACHED, *ACCELERATED)}
-    if unknown := set(options.setup or ()) - known:
-        raise OptionError(f"setup {min(unknown)!r} given; the suite has {', '.join(sorted(known))}")
+    """Those that `--setup` names, or all."""
     return [side for side in sides if not options.setup or side.name in options.setup]
 
 
@@ -106,9 +90,10 @@ def everyday_rows(
 ) -> Iterator[Row]:
     """Rows of the suite. Raises OptionError where there is no ComfyUI."""
     wanted = options.setting or EVERYDAY_PARTS
-    chosen((), options)
+    count = gpu_count(options.gpus, device)
+    check_setups(options, several_sides(count, device, guided=True))
     with server_files(options.scratch, options.checkout) as (checkout, base):
-        details |= {"layers": options.layers}
+        details |= {"layers": options.layers, "gpus": count}
         files = Files(base / "models", device)
         for size in sizes:
             width, height, frames = parse_size(size)
@@ -118,7 +103,7 @@ def everyday_rows(
             if "t2v" in wanted:
                 files.write(replace(job, task="t2v"))
             if set(PARTS) & set(wanted):
-                with Server(checkout, base, device) as server:
+                with Server(checkout, base, device, gpus=count) as server:
                     for part, rows in PARTS.items():
                         if part in wanted:
                             yield from rows(server, job, options)
@@ -177,9 +162,18 @@ class Files:
 
 
 class Server:
-    """A ComfyUI server that measures prompts. Use as a context: it ends with it. more: of its environment."""
+    """A ComfyUI server that measures prompts. Use as a context: it ends with it. more: of its environment. gpus: of the
+    sides for several."""
 
-    def __init__(self, checkout: Path, base: Path, device: torch.device, more: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        checkout: Path,
+        base: Path,
+        device: torch.device,
+        more: Mapping[str, str] | None = None,
+        gpus: int = 1,
+    ) -> None:
+        self.device, self.gpus = device, gpus
         environment = {"PYTHONUNBUFFERED": "1", **(more or {})}
         cpu = device.type == "cpu"
         self.comfyui = ComfyUI(checkout, base, environment, without_page(base), cpu=cpu, patience=PATIENCE)
@@ -190,6 +184,10 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.comfyui.stop()
+
+    def several(self, *, guided: bool) -> tuple[Side, ...]:
+        """Sides for as many GPUs as this server was started for."""
+        return several_sides(self.gpus, self.device, guided=guided)
 
     def run(self, graph: Graph) -> tuple[Row, Run]:
         """Seconds of a prompt by group of nodes. Raises RuntimeError with what failed."""
@@ -218,13 +216,13 @@ def side_by_side(server: Server, sides: Sequence[Side], jobs: list[Job], label: 
     """Each side makes all jobs in a row, since ComfyUI keeps what nodes gave only for the prompt that comes next. The
     first job is not counted. Native sides come first, since the others are compared with them."""
     peers: list[float] = []
-    for side in sorted(sides, key=lambda side: not side.native):
+    for side in sorted(sides, key=lambda side: (side.gpus, not side.native)):
         found = [guarded(side.name, job.size, None, lambda s=side, j=job: server.run(s.graph(j))[0]) for job in jobs]
         row = next((row for row in found if "failed" in row), None) or middle_row(found[1:])
         if "seconds" in row:
-            peers += [row["seconds"]] if side.native else []
+            peers += [row["seconds"]] if side.native and side.gpus == 1 else []
             row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": PEER} if peers else {}
-        yield row | {"name": f"{label}: {row['name']}"}
+        yield row | {"name": f"{label}: {row['name']}", "gpus": side.gpus}
 
 
 def middle_row(rows: list[Row]) -> Row:
@@ -235,7 +233,8 @@ def middle_row(rows: list[Row]) -> Row:
 
 def on_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
     jobs = [replace(job, seed=seed) for seed in range(1, 2 + (options.runs or 3))]
-    yield from side_by_side(server, chosen((*SIDES, ATTACHED, *ACCELERATED), options), jobs, "on, new seed")
+    sides = (*SIDES, ATTACHED, *ACCELERATED, *server.several(guided=False))
+    yield from side_by_side(server, chosen(sides, options), jobs, "on, new seed")
 
 
 def other_rows(server: Server, job: Job, options: argparse.Namespace) -> Iterator[Row]:
@@ -258,19 +257,30 @@ def whole_rows(server: Server, job: Job, options: argparse.Namespace, label: str
     """Steps of the native nodes take equally long, so that few of them tell the time of all."""
     whole = replace(job, four_steps=False)
     fewer = replace(whole, steps=options.steps or 4)
-    sides = chosen(OFF_SIDES, options)
-    native = [guarded(s.name, job.size, None, lambda s=s: scaled(server, s, fewer, whole)) for s in sides if s.native]
-    peers = [row["seconds"] for row in native if "seconds" in row]
-    ours = []
-    for side in sides:
-        if side.native:
-            continue
-        server.run(side.graph(replace(whole, seed=2, steps=2)))
-        ours.append(guarded(side.name, job.size, None, lambda s=side: server.run(s.graph(whole))[0]))
-    for row in (*native, *ours):
-        if peers and "seconds" in row:
-            row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": PEER}
-        yield row | {"name": f"{label}: {row['name']}"}
+    found: list[tuple[Side, Row]] = []
+    for side in sorted(chosen((*OFF_SIDES, *server.several(guided=True)), options), key=lambda side: not side.native):
+
+        def run(side: Side = side) -> Row:
+            if side.native:
+                return scaled(server, side, fewer, whole)
+            server.run(side.graph(replace(whole, seed=2, steps=2)))
+            return server.run(side.graph(whole))[0]
+
+        found.append((side, guarded(side.name, job.size, None, run)))
+    for side, row in found:
+        yield row | ratios(side, row, found) | {"name": f"{label}: {side.name}", "gpus": side.gpus}
+
+
+def ratios(side: Side, row: Row, found: Sequence[tuple[Side, Row]]) -> Row:
+    """To the fastest native row of one GPU, and of as many GPUs as `side` uses."""
+
+    def ratio(gpus: int) -> float | None:
+        peers = [other["seconds"] for one, other in found if one.native and one.gpus == gpus and "seconds" in other]
+        return round(min(peers) / row["seconds"], 3) if peers and "seconds" in row else None
+
+    one, several = ratio(1), ratio(side.gpus) if side.gpus > 1 else None
+    first = {} if one is None else {"ratio": one, "ratio_to": PEER}
+    return first if several is None else first | {"ratio_to_native_gpus": several}
 
 
 def scaled(server: Server, side: Side, fewer: Job, whole: Job) -> Row:

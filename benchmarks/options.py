@@ -68,9 +68,9 @@ SUITES: dict[str, Suite] = {
         takes=("setting", "layers", "runs"),
     ),
     "parallel": Suite(
-        "several GPUs: every mesh, diffusers' context parallelism, VAE in strips, loading",
+        "several GPUs: every mesh, diffusers' context parallelism, VAE in strips, loading, denoising steps",
         ("1280x720x81", "832x480x81"),
-        takes=("setup", "setting", "layers", "precision", "runs", "gpus"),
+        takes=("setup", "setting", "layers", "precision", "runs", "gpus", "steps"),
     ),
     "compare": Suite(
         "steps of this checkout and of another one, measured in turns",
@@ -80,7 +80,7 @@ SUITES: dict[str, Suite] = {
     "everyday": Suite(
         "ComfyUI's own image-to-video template in a real server, with its nodes and with ours",
         ("640x640x81",),
-        takes=("setting", "setup", "layers", "runs", "steps", "scratch", "checkout", "profile"),
+        takes=("setting", "setup", "layers", "runs", "steps", "gpus", "scratch", "checkout", "profile"),
     ),
     "native": Suite(
         "ComfyUI's own models in a real server, as they are and with our node for native models",
@@ -141,7 +141,7 @@ STREAMING_PARTS = ("cards", "switch", "turns")
 STREAMING_PRECISIONS = ("bf16", "fp8")
 SMALL_CARD_PARTS = ("loras", "cards")
 INT8 = "int8"  # a setting of small-cards: experts in INT8 in place of FP8
-PARALLEL_PARTS = ("diffusers", "forward", "vae", "load")
+PARALLEL_PARTS = ("diffusers", "forward", "vae", "load", "steps")  # the last by its name alone: it takes minutes
 SETTINGS = {
     "forward": "one forward of one branch",
     "sequential": "both guidance branches, one forward each",
@@ -170,7 +170,7 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--layers", type=int, help="only this many blocks (to measure on less memory, or sooner)")
     parser.add_argument("--runs", type=int, help="timed runs after one that is not counted (default 3)")
-    parser.add_argument("--gpus", type=int, help="of the suite parallel (default: all there are)")
+    parser.add_argument("--gpus", type=int, help="of the suites parallel and everyday (default: all there are)")
     parser.add_argument("--steps", type=int, help="steps of a generation, in suites that make one")
     parser.add_argument(
         "--samples", type=int, help="captions of the suite trajectory (default: 64 on a GPU, 8 on a CPU)"

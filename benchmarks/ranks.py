@@ -12,6 +12,7 @@ from benchmarks.cases import plain_model
 from benchmarks.setups import Setup
 from wan_core.models.wan.model import WanModel
 from wan_core.parallel.mesh import Mesh, RankMesh
+from wan_core.sampling.plan import Expert
 
 TIMEOUT = timedelta(minutes=9)  # the other ranks wait while one writes two experts
 
@@ -39,7 +40,7 @@ class Ranks:
     def wait(self) -> None:
         dist.barrier(group=self.world.control)
 
-    def plain(self, setup: Setup | None = None) -> tuple[WanModel, int]:
+    def plain(self, setup: Setup | None = None, expert: Expert = "high") -> tuple[WanModel, int]:
         """As `plain_model`, held as `setup` says."""
         held = None if setup is None else setup.quantization(self.device)
-        return plain_model(self.given["name"], self.device, self.dtype, self.given["layers"], held)
+        return plain_model(self.given["name"], self.device, self.dtype, self.given["layers"], held, expert)

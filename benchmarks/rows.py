@@ -30,6 +30,7 @@ COLUMNS = {  # of numbers, with how they are printed
     "spread": ".4f",
     "seconds_per_step": ".4f",
     "ratio": ".3f",
+    "ratio_to_native_gpus": ".3f",
     "times_diffusers": ".3f",
     "moved_gib": ".2f",
     "exchange_share": ".3f",

@@ -15,7 +15,8 @@ from benchmarks import comfy_files, everyday
 from benchmarks.comfy_files import as_fp8, expert_file, hf_name, write_experts
 from benchmarks.comfy_graphs import Job, middle, native_graph, with_defaults
 from benchmarks.comfyui import Graph, Run
-from benchmarks.everyday import ACCELERATED, ATTACHED, OFF_SIDES, SIDES, everyday_rows, times
+from benchmarks.everyday import ACCELERATED, ATTACHED, OFF_SIDES, SIDES, Server, everyday_rows, ratios, times
+from benchmarks.everyday_sides import Side, gpu_count, several_sides
 from benchmarks.native import SIDES as NATIVE_SIDES
 from tests.comfyui import find_comfyui
 from wan_core.checkpoint import detect, load_dit, open_checkpoint
@@ -25,6 +26,8 @@ from wan_core.models.text.config import UMT5_XXL
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.plan import make_plan
 
+CPU = torch.device("cpu")
+SEVERAL = (*several_sides(2, CPU, guided=True), *several_sides(2, torch.device("cuda"), guided=True))
 SCHEMAS = json.loads((Path(__file__).parents[1] / "nodes" / "node_schemas.json").read_text())
 TINY_DIT = detect(open_checkpoint(TINY / "i2v_high.safetensors")).config
 TINY_VAE = detect(open_checkpoint(TINY / "vae.safetensors")).config
@@ -65,7 +68,9 @@ def test_the_largest_number_of_a_matrix_is_exact_in_fp8() -> None:
 
 
 @pytest.mark.parametrize("job", [Job(), Job(four_steps=False), Job(task="t2v"), Job(denoise_only=True)])
-@pytest.mark.parametrize("make", [side.graph for side in (*SIDES, *OFF_SIDES, ATTACHED, *ACCELERATED, *NATIVE_SIDES)])
+@pytest.mark.parametrize(
+    "make", [side.graph for side in (*SIDES, *OFF_SIDES, ATTACHED, *ACCELERATED, *NATIVE_SIDES, *SEVERAL)]
+)
 def test_links_lead_somewhere_and_our_nodes_know_their_inputs(make: Any, job: Job) -> None:
     graph: Graph = make(job)
     for entry in graph.values():
@@ -90,6 +95,42 @@ def test_each_expert_has_half_of_the_steps_on_both_sides(job: Job) -> None:
     assert [step.expert for step in plan.steps].count("high") == job.total_steps // 2
     native = native_graph(job)
     assert native["samplers.high"]["inputs"]["end_at_step"] == job.total_steps // 2
+
+
+def test_sides_for_several_gpus() -> None:
+    names = [side.name for side in several_sides(4, torch.device("cuda"), guided=True)]
+    assert names == [
+        "native, 4 GPUs",
+        "native, comfy kitchen attention, 4 GPUs",
+        "ours, cudnn-fp8, 4 GPUs",
+        "ours, cudnn-fp8, cache and sparse fast, 4 GPUs",
+    ]
+    (on,) = several_sides(4, torch.device("cuda"), guided=False)
+    assert on.name == "ours, cudnn-fp8, 4 GPUs" and on.graph(Job())["loaders.workers"]["inputs"]["devices"] == "4"
+    assert several_sides(1, CPU, guided=True) == () and gpu_count(None, CPU) == 1 and gpu_count(2, CPU) == 2
+    native = SEVERAL[0].graph(Job(four_steps=False))
+    for expert in ("high", "low"):
+        assert native[f"samplers.{expert}"]["inputs"]["model"] == [f"loaders.gpus_{expert}", 0]
+        split = native[f"loaders.gpus_{expert}"]
+        assert split["inputs"] == {"model": [f"loaders.shift_{expert}", 0], "max_gpus": 2}
+    ours = SEVERAL[2].graph(Job())
+    assert {name for name, one in ours.items() if "workers" in one["inputs"]} == {
+        "loaders.model",
+        "loaders.text",
+        "loaders.vae",
+    }
+
+
+def test_ratios_are_to_native_rows_of_one_gpu_and_of_as_many() -> None:
+    def side(native: bool, gpus: int) -> Side:
+        return Side("", native_graph, native, gpus)
+
+    alone, both, ours, row = side(True, 1), side(True, 2), side(False, 2), {"seconds": 4.0}
+    found = [(alone, {"seconds": 12.0}), (alone, {"seconds": 16.0}), (both, {"seconds": 8.0}), (ours, row)]
+    shown = {"ratio": 3.0, "ratio_to": everyday.PEER, "ratio_to_native_gpus": 2.0}
+    assert ratios(ours, row, found) == shown
+    assert "ratio_to_native_gpus" not in ratios(side(False, 1), row, found)
+    assert ratios(ours, row, [(both, {"failed": "no"})]) == ratios(ours, {"failed": "no"}, found) == {}
 
 
 def test_defaults_fill_only_what_is_left_out() -> None:
@@ -123,7 +164,9 @@ def test_our_sides_in_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(comfy_files, "UMT5_XXL", TINY_TEXT)
     monkeypatch.setattr(everyday, "SIDES", (everyday.OURS,))
     monkeypatch.setattr(everyday, "ACCELERATED", ())
-    options = argparse.Namespace(setting=["on", "cold"], scratch=None, checkout=find_comfyui(), layers=2, runs=1)
+    options = argparse.Namespace(
+        setting=["on", "cold"], scratch=None, checkout=find_comfyui(), layers=2, runs=1, gpus=1
+    )
     options.setup, options.steps, options.profile = ["ours, auto"], None, tmp_path / "profile.txt"
     rows = list(everyday_rows("", ["64x64x5"], torch.device("cpu"), options, {}))
     names = ["on, new seed: ours, auto", "cold: ours, auto", "cold, profiled: ours, auto"]
@@ -134,3 +177,26 @@ def test_our_sides_in_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "execution.py:execute" in options.profile.read_text()
     assert all(row["nodes"]["samplers"] > 0 and row["nodes"]["decode"] > 0 for row in rows)
     assert "loaders" not in rows[0]["nodes"]  # the second prompt of a server finds its models loaded
+
+
+@pytest.mark.comfy
+def test_several_gpus_in_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers on the CPU; ComfyUI's own graph with a node that divides work is accepted."""
+    monkeypatch.setitem(comfy_files.RANDOM, "i2v-A14B", (replace(TINY_DIT, text_len=512), TINY_VAE))
+    monkeypatch.setattr(comfy_files, "UMT5_XXL", TINY_TEXT)
+    monkeypatch.setattr(everyday, "SIDES", ())
+    options = argparse.Namespace(setting=["on", "off"], scratch=tmp_path, checkout=find_comfyui(), layers=2, runs=1)
+    options.setup, options.steps, options.profile, options.gpus = ["ours, auto, 2 GPUs"], None, None, 2
+    rows = list(everyday_rows("", ["64x64x5"], CPU, options, {}))
+    assert [(row["name"], row["gpus"]) for row in rows] == [
+        ("on, new seed: ours, auto, 2 GPUs", 2),
+        ("off: ours, auto, 2 GPUs", 2),
+    ]
+    assert all(row["nodes"]["samplers"] > 0 and "failed" not in row for row in rows), rows
+    with everyday.server_files(tmp_path, options.checkout) as (checkout, base), Server(checkout, base, CPU) as server:
+        if "MultiGPU_WorkUnits" not in server.kinds:
+            pytest.skip("this ComfyUI has no MultiGPU CFG Split")
+        everyday.Files(base / "models", CPU).write(Job(layers=2))
+        for side in SEVERAL[:2]:
+            graph = side.graph(Job(width=64, height=64, frames=5, four_steps=False, layers=2))
+            server.comfyui.watch(with_defaults(graph, server.kinds))  # raises `Refused` where validation fails

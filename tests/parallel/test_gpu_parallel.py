@@ -40,7 +40,7 @@ def why_not(backend: str) -> str | None:
     return BACKENDS[backend].why_not(torch.device("cuda", 0), torch.bfloat16, 128)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [*MESHES, "layers2"])
 def test_a_trajectory_in_fp32_equals_that_of_one_gpu(ranks, mesh):
     options = {"precision": "fp32", "vae_precision": "fp32", "attention": "sdpa", "device": "cuda"}
     alone = parallel_checks.trajectory(None, request={"steps": 4}, **options)
@@ -48,6 +48,15 @@ def test_a_trajectory_in_fp32_equals_that_of_one_gpu(ranks, mesh):
     assert all(torch.equal(latents, answers[0][0]) for latents, _, _ in answers)
     assert parallel_checks.relative(answers[0][0], alone[0]) < 1e-3
     assert int((answers[0][1].int() - alone[1].int()).abs().max()) <= 2
+
+
+def test_parallel_steps_in_fp32_are_near_those_of_one_gpu(ranks):
+    options = {"precision": "fp32", "vae_precision": "fp32", "attention": "sdpa", "device": "cuda"}
+    request = {"steps": 10, "solver": "euler", "width": 48, "height": 48, "frames": 5}
+    alone = parallel_checks.trajectory(None, request=request, **options)
+    answers = ranks.ask("trajectory", mesh="time2", request=request, **options)
+    assert all(torch.equal(latents, answers[0][0]) for latents, _, _ in answers)
+    assert 1e-4 < parallel_checks.relative(answers[0][0], alone[0]) < 1
 
 
 @pytest.mark.parametrize("mesh", MESHES)
