@@ -8,8 +8,6 @@ from typing import Literal, cast
 
 from wan_core.config import LoadOptions, OptionError
 from wan_core.execution.memory.planning import (
-    FACTORS,
-    LATENTS,
     Beside,
     MemoryPlan,
     Sizes,
@@ -23,8 +21,6 @@ from wan_core.execution.memory.residency import Policy, Residency
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import family_of
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.loras import lora_bytes
 from wan_core.pipeline.model_parts import Experts, Parts
@@ -189,14 +185,6 @@ def beside_attached(beside: Beside, loras: int) -> Beside:
     return replace(
         beside, text=beside.text + loras, denoise=beside.denoise + loras, decode=beside.decode + loras, image=image
     )
-
-
-def forward_bytes(config: DiTConfig, tokens: int, per_token: float = FACTORS["torch"]) -> int:
-    """What a forward of so many tokens needs besides weights, bf16, both branches' text included. per_token: of
-    `planning.factor`; by default what is most."""
-    text = 2 * 2 * 2 * config.num_layers * config.context_len * config.dim
-    forward = (per_token + family_of(config).more_per_token) * 2 * tokens * config.dim
-    return int(forward + text + LATENTS * min(1.0, tokens / 32760))
 
 
 def decode_bytes(config: VAEConfig, rows: int, columns: int) -> int:
