@@ -27,7 +27,8 @@ def task_memory(
     # Without files of pictures and videos: the size alone matters. What they add is counted.
     task = replace(models.task, image="none", driven_by="", family=WAN.name)
     job = make_job(request, task, models.dit, models.vae)
-    workload = with_media(Workload.of(job), models.task, job.frames / job.fps)
+    seen = image or models.task.image == "channels"
+    workload = with_media(replace(Workload.of(job), image=seen), models.task, job.frames / job.fps)
     cuda = torch.device("cuda")
     dtype, vae_dtype = compute_dtype(options.precision, cuda), compute_dtype("auto", cuda)
     sizes = Sizes(
