@@ -1,13 +1,15 @@
 """Suite `contributions`: what each part of each block does on real trajectories, and what a run loses without it.
 
-A row is one part of one block of one expert: self-attention, cross-attention, feed-forward, or all three. Held-out
-captions on the embedded model, guided.
+Held-out captions on the embedded model, guided. A row leaves out one part of one block of one expert (self-attention,
+cross-attention, feed-forward, or all three), the blocks of one step (`forecast`, order 1), or the guidance of one step;
+or it moves the boundary between the experts, with every step computed and with the pattern of `--speed balanced`.
 
 share          norm of what the part adds to the tokens over that of what all parts of the block add, mean over steps
 latent_psnr    of latents made with the part left out in that expert's whole phase, against the whole model's
 psnr, ssim     of the frames
 captions_true  share of samples that still show their caption
-saved          share of the forwards' arithmetic that leaving it out saves, at 75,600 tokens of A14B's shape
+saved          share of the forwards' arithmetic that leaving it out saves, at 75,600 tokens of A14B's shape; of steps
+               and boundaries, share of the forwards
 
 The part is left out exactly: the weights of its last product are zero while the steps of the phase run.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,17 +27,21 @@ from torch import Tensor, nn
 
 from benchmarks.rows import Row
 from benchmarks.setups import REFERENCE
-from benchmarks.trajectory import CaptionTrial
+from benchmarks.trajectory import BATCH, CaptionTrial
 from wan_core.config import OptionError
 from wan_core.models.wan.config import T2V_A14B
 from wan_core.models.wan.layers import Block
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.runners import BlockInputs, Place, Run
 from wan_core.models.wan.tasks import find_task
-from wan_core.sampling.plan import Expert, make_plan
+from wan_core.sampling.cache.arguments import parse_setting
+from wan_core.sampling.cache.magcache import mark
+from wan_core.sampling.cache.skipping import skip_forwards
+from wan_core.sampling.plan import Expert, Plan, make_plan
 
 PARTS = ("self-attention", "cross-attention", "feed-forward")
 REAL_TOKENS = 75_600
+BOUNDARIES = (0.75, 0.8, 0.85, 0.875, 0.9, 0.925, 0.95)
 
 
 def contributions_rows(
@@ -58,6 +65,26 @@ def contributions_rows(
                 row = trial.without(expert, layer, parts)
                 label = "block" if parts == PARTS else parts[0]
                 yield {"name": f"{expert}, block {layer}, {label}", "size": size, **row, "saved": round(saved, 4)}
+    for label, other in other_plans(plan):
+        yield {"name": label, "size": size, **trial.by(other), "saved": round(1 - other.forwards / plan.forwards, 4)}
+
+
+def other_plans(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """What to call it, and `plan` without the blocks or the guidance of one step, or with another boundary."""
+    firsts = {phase[0].index for phase in plan.phases}
+    for step in plan.steps:
+        if step.index not in firsts:  # the first of a phase has nothing to be forecast from
+            skipped = [step.branches if other is step else () for other in plan.steps]
+            yield f"step {step.index}, {step.expert}: forecast", mark(plan, skipped, order=1)
+        alone = replace(step, guidance=1.0, branches=("cond",))
+        steps = tuple(alone if other is step else other for other in plan.steps)
+        yield f"step {step.index}, {step.expert}: no guidance", replace(plan, steps=steps)
+    preset = parse_setting("speed:balanced")
+    for boundary in BOUNDARIES:
+        moved = make_plan(task=plan.task, steps=len(plan.steps), boundary=boundary)
+        if boundary != plan.boundary:
+            yield f"boundary {boundary:g}", moved
+        yield f"boundary {boundary:g}, speed:balanced", skip_forwards(moved, preset, None, None)
 
 
 def cost_shares() -> dict[str, float]:
@@ -125,9 +152,17 @@ class PartsTrial(CaptionTrial):
         with model.runners.adding(norms):  # of a few captions: they differ little
             self._finish(REFERENCE, self.experts, len(self.scenes) - min(4, len(self.scenes)))
         with left_out(model, layer, parts):
-            latents = torch.cat([self._finish(REFERENCE, self.experts, n) for n in range(0, len(self.scenes), 16)])
+            return {"share": round(sum(norms.shares) / len(norms.shares), 4), **self.by(self.plan)}
+
+    @torch.no_grad()
+    def by(self, plan: Plan) -> Row:
+        """Videos of another plan, compared with the whole model's by its own."""
+        own, self.plan = self.plan, plan
+        try:
+            starts = range(0, len(self.scenes), BATCH)
+            latents = torch.cat([self._finish(REFERENCE, self.experts, start) for start in starts])
+        finally:
+            self.plan = own
         frames = self._decode(latents)
         assert self.reference is not None
-        row = {"share": round(sum(norms.shares) / len(norms.shares), 4)}
-        row["captions_true"] = self.true_share(frames)
-        return row | self._distances(latents, frames, *self.reference)
+        return {"captions_true": self.true_share(frames), **self._distances(latents, frames, *self.reference)}

@@ -8,7 +8,7 @@ Rows, each against 50 Euler steps of one rank from the same noise:
 N steps, one rank   the same waiting time without other ranks: as many Euler steps as N ranks run in a row
 
 forwards            steps that run one after the other; saved: the share that does not
-psnr, psnr_worst    of the decoded frames, mean and worst of the samples
+psnr, psnr_worst    of the decoded frames, mean and worst of the samples; psnr_se: the mean's standard error
 captions_true       share of samples whose background, colour, shape and motion are all as the caption says
 """
 
@@ -29,6 +29,7 @@ from wan_core.config import LoadOptions, Request
 from wan_core.media.metrics import judge, psnr
 from wan_core.media.shapes import SCENES, held_out
 from wan_core.parallel.mesh import Mesh, RankMesh
+from wan_core.pipeline.evaluate.compare import standard_error
 from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.chords import BEGINNINGS, Stretches
@@ -81,6 +82,7 @@ def row(name: str, forwards: int, steps: int, made: Any, wanted: Any, texts: lis
         "forwards": forwards,
         "saved": round(1 - forwards / steps, 3),
         "psnr": round(sum(found) / len(found), 2),
+        "psnr_se": round(standard_error(found), 2),
         "psnr_worst": round(min(found), 2),
         "captions_true": round(sum(true) / len(true), 3),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.contributions import PARTS, Norms, cost_shares, last_product, left_out
+from benchmarks.contributions import BOUNDARIES, PARTS, Norms, cost_shares, last_product, left_out, other_plans
 from tests.sampling.test_denoise import EXPERTS, NOISE, TEXT
 from wan_core.sampling.denoise import denoise
 from wan_core.sampling.plan import make_plan
@@ -35,3 +35,16 @@ def test_shares():
     assert norms.shares == pytest.approx([1.0] * len(norms.shares)) and norms.shares
     assert sum(cost_shares().values()) == pytest.approx(1)
     assert cost_shares()["self-attention"] == max(cost_shares().values())
+
+
+def test_other_plans_change_one_thing_each():
+    plan = make_plan(task="t2v-tiny", steps=20)
+    found = dict(other_plans(plan))
+    assert len(found) == 20 + 18 + 2 * len(BOUNDARIES) - 1  # each phase's first step has nothing to be forecast from
+    for name, other in found.items():
+        if name.startswith("step"):
+            changed = [i for i, (a, b) in enumerate(zip(plan.steps, other.steps, strict=True)) if a != b]
+            assert changed == [int(name.split()[1].strip(","))]
+            assert other.forwards == plan.forwards - (2 if name.endswith("forecast") else 1)
+        else:
+            assert (other.forwards < plan.forwards) == name.endswith("speed:balanced")

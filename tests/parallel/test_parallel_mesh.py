@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,27 @@ MESHES = st.builds(
     st.integers(1, 2), st.integers(1, 4), st.integers(1, 4), st.booleans(),
 )  # fmt: skip
 FP8 = {"fp8_linears": True, "fp8_attention": True}
+
+
+DOCUMENTED = [
+    [cell.strip() for cell in line.strip("|\n ").split("|")]
+    for line in (Path(__file__).parents[2] / "docs/parallel.md").read_text(encoding="utf-8").splitlines()
+    if re.match(r"\| (1|4|8|2 hosts of \d) \|", line)
+]
+
+
+@pytest.mark.parametrize("row", DOCUMENTED, ids=" ".join)
+def test_the_documented_times_are_the_estimates(row):
+    gpus, mesh, *cells = row
+    named = Mesh.parse(mesh.split("`")[1]) if mesh else Mesh()
+    fp8 = {"fp8_linears": True, "fp8_attention": True, "gpus_per_host": int(gpus.split()[-1])}
+    for cell, tokens, reads in zip(cells, (75600, 32760, 75600), (None, None, {0.25: 1.0}), strict=True):
+        one, many = (step_seconds(m, T2V_A14B, tokens, reads=reads, **fp8) for m in (Mesh(), named))
+        assert cell == (f"{many:.2f} ({one / many:.1f})" if mesh else f"{many:.2f}")
+
+
+def test_every_kind_of_cluster_is_documented():
+    assert len(DOCUMENTED) == 9
 
 
 @given(MESHES)

@@ -62,6 +62,29 @@ def test_it_finds_the_best_of_its_candidates_and_improves_it():
     assert 0 < sum(count == 8 for count in measured.values()) < len(measured) / 2
 
 
+@pytest.mark.parametrize("name", speed_names())
+def test_a_preset_is_a_candidate(name):
+    """The candidate of a preset computes the preset's steps, and its own words are a fixed point."""
+    setting, plan = find_speed(name).setting, make_plan(task="i2v-A14B" if "i2v" in name else "t2v-A14B")
+    one = Candidate.of(setting, plan, AXES)
+    steps = [skip_forwards(plan, parse_setting(words), None).steps for words in (setting, one.setting)]
+    assert steps[0] == steps[1]
+    assert Candidate.of(one.setting, plan, AXES) == one
+
+
+def test_a_search_is_at_least_as_good_as_where_it_starts():
+    best, _, _ = searched(30.0)
+    again, measured, _ = searched(30.0, starts=[best], rounds=0)
+    assert quality(again.setting, 1)[0] >= quality(best.setting, 1)[0] and best.setting in measured
+    beyond, measured, _ = searched(20.0, starts=[best], rounds=0)
+    assert seconds(beyond.setting) <= 20 and best.setting not in measured  # it takes more
+
+
+def test_a_start_of_other_parts_is_refused():
+    with pytest.raises(OptionError, match="leave magcache:balanced out"):
+        Candidate.of("magcache:balanced+sparse:0.5/0/0", make_plan(), AXES)
+
+
 def test_the_same_seed_searches_the_same():
     assert searched(30.0)[0:2] == searched(30.0)[0:2]
 
@@ -130,7 +153,7 @@ def test_a_search_writes_a_preset_and_goes_on_where_it_was(tiny_assets, tmp_path
     path = tmp_path / f"mine{SUFFIX}"
     written = json.loads(path.read_text())
     assert written["setting"] in first.out and written["seconds"] <= 80
-    assert written["videos"] == 2 and {"psnr", "psnr_worst", "ssim", "psnr_error"} <= written.keys()
+    assert written["videos"] == 2 and {"psnr", "psnr_worst", "ssim", "psnr_se"} <= written.keys()
     front = [(row["seconds"], row["psnr"]) for row in written["rows"]]
     assert front == sorted(front) and any(row["setting"] == written["setting"] for row in written["rows"])
     assert speed_options(str(path)) == parse_setting(written["setting"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from tools.testbed.scenes import parse_world, shows_colours
 from wan_core.config import LoadOptions, Request, SkipOptions
 from wan_core.config.checks import parse_size
 from wan_core.media.metrics import psnr
-from wan_core.pipeline.evaluate.compare import Comparison, compare, find_perceptual, summary
+from wan_core.pipeline.evaluate.compare import Comparison, compare, find_perceptual, standard_error, summary
 from wan_core.pipeline.evaluate.results import envelope, result_path, write_result
 from wan_core.pipeline.evaluate.run import FULL, Run, make, plain, skipping, warm_up
 from wan_core.pipeline.evaluate.samples import Batch, batches, read_samples
@@ -152,9 +152,7 @@ def row(setting: str, made: Made, full: Made, size: str) -> dict[str, Any]:
     found: dict[str, Any] = {"name": setting, "size": size, "samples": count}
     if made.comparisons:
         found |= {"saved": round(1 - forwards / all_forwards, 4), **summary(made.comparisons)}
-        for key in ("psnr", "ssim") if count > 1 else ():
-            found[f"{key}_se"] = round(stdev(getattr(c, key) for c in made.comparisons) / count**0.5, 4)
-    found |= {"colours": round(colours, 4), "colours_se": round((colours * (1 - colours) / count) ** 0.5, 4)}
+    found |= {"colours": round(colours, 4), "colours_se": round(standard_error(made.colours), 4)}
     seconds, base = (sum(run.seconds for run in m.runs) for m in (made, full))
     return {**found, "seconds": round(seconds / count, 4), "ratio": round(base / seconds, 3), "ratio_to": FULL}
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from math import sqrt
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def shows_look(frames: Tensor, caption: str) -> bool:
 
 
 def summary(videos: Sequence[Comparison]) -> dict[str, Any]:
-    """Means over videos, the worst PSNR, and the share of videos of which a claim is true."""
+    """Means over videos, the worst PSNR, the share of videos of which a claim is true, and standard errors (`_se`)."""
     claims = {name: [getattr(c, name) for c in videos] for name in ("truth", "look", "motion")}
     known = {name: [float(value) for value in values if value is not None] for name, values in claims.items()}
     return {
@@ -94,7 +95,14 @@ def summary(videos: Sequence[Comparison]) -> dict[str, Any]:
         "perceptual": round(fmean([c.perceptual for c in videos]), 4),
         "flicker": round(fmean([c.flicker for c in videos]), 5),
         **{name: round(fmean(values), 4) for name, values in known.items() if values},
+        **{f"{name}_se": round(standard_error([getattr(c, name) for c in videos]), 4) for name in ("psnr", "ssim")},
+        **{f"{name}_se": round(standard_error(values), 4) for name, values in known.items() if values},
     }
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of independent values; 0 for one."""
+    return stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:

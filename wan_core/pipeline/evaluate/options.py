@@ -70,6 +70,12 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DECIBELS",
         help="the fastest preset that keeps so many decibels to the full run, repeatable: careful=35",
     )
+    group.add_argument(
+        "--start",
+        action="append",
+        metavar="PRESET",
+        help="also begin with what another search found, repeatable: a preset's name or file",
+    )
     group.add_argument("--out", type=Path, required=True, help="folder of the presets, and of rows to go on with")
     group.add_argument(
         "--first", type=int, default=6, metavar="N", help="videos of the first round of halving (default %(default)s)"

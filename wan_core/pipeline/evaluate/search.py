@@ -20,8 +20,9 @@ from statistics import fmean
 
 from wan_core.config import OptionError, PatternOptions, SkipOptions
 from wan_core.sampling.cache.arguments import parse_setting
-from wan_core.sampling.cache.pattern import pattern_words
+from wan_core.sampling.cache.pattern import parse_pattern, pattern_steps, pattern_words
 from wan_core.sampling.cache.skipping import skip_words
+from wan_core.sampling.plan import Plan
 
 # What a setting may have beside its computed steps: words of `quality --setting`, "" for nothing. Another way to save
 # work is another row.
@@ -65,6 +66,27 @@ class Candidate:
         if self.steps is not None:
             words.insert(0, f"pattern:{pattern_words(self.pattern())}")
         return "+".join(words) or "full"
+
+    @classmethod
+    def of(cls, setting: str, plan: Plan, axes: Mapping[str, Sequence[str]]) -> Candidate:
+        """The candidate of a setting of a pattern of computed steps and words of `axes`. Raises OptionError for others,
+        which the search cannot change."""
+        known = {word.partition(":")[0]: name for name, words in axes.items() for word in words if word}
+        chosen = dict.fromkeys(axes, "")
+        steps, order = None, 1.5
+        for part in setting.split("+"):
+            name, _, value = part.partition(":")
+            if name == "pattern":
+                options = parse_pattern(value)
+                steps, order = frozenset(pattern_steps(plan, options)), options.order
+            elif name in known:
+                chosen[known[name]] = part
+            else:
+                raise OptionError(
+                    f"start {setting!r} given; a search begins with a step pattern and {', '.join(sorted(known))}: "
+                    f"leave {part} out"
+                )
+        return cls(tuple(chosen.values()), tuple(len(phase) for phase in plan.phases), steps, order)
 
     def pattern(self) -> PatternOptions:
         assert self.steps is not None
@@ -114,12 +136,14 @@ class Search:
     rounds: int = 3  # rounds of changes
     changes: int = 8  # in a round
     axes: Mapping[str, Sequence[str]] = field(default_factory=lambda: AXES)
+    starts: Sequence[Candidate] = ()  # further candidates, such as what another search found
     tell: Callable[[str], None] = lambda words: None
 
     def within(self, target: float) -> Candidate:
         """The candidate of at most `target` seconds with the highest mean PSNR found. Raises OptionError where no
         candidate is as fast."""
-        found = list(self.candidates(target))
+        found = [one for one in self.starts if self.seconds(one.setting) <= target]
+        found += self.candidates(target)
         if not found:
             raise OptionError(
                 f"no setting of the search takes {target:.1f} s: the fastest takes {self.fastest():.1f} s; allow more"

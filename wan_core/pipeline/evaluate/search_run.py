@@ -10,9 +10,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
-from math import sqrt
 from random import Random
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.sampling.sparsity.schedule import with_costs
-from wan_core.sampling.speed_presets import FORMAT, SUFFIX
+from wan_core.sampling.speed_presets import FORMAT, SUFFIX, find_speed
 
 # Seconds of a dense forward and of what is beside the forwards, for the estimate of the embedded model's presets: A14B
 # at 1280x720x81 in FP8 on one H200 (benchmarks/results/sparse-videos-h200-20261121.json).
@@ -64,6 +63,7 @@ def run_search(options: argparse.Namespace, pipe: Pipeline, base: Request, outpu
         options.changes,
         tell=lambda words: show(f"search: {words}"),
     )
+    search.starts = [Candidate.of(find_speed(name).setting, videos.plan, search.axes) for name in options.start or ()]
     found: dict[str, Candidate] = {}
     for name, value, seconds in targets:
         full = videos.seconds("full")
@@ -212,14 +212,12 @@ class Videos:
     def row(self, setting: str) -> dict[str, Any]:
         """What is said of a setting: seconds, forwards, quality with the standard errors of its means."""
         found = self.found[setting]
-        psnrs, truths = [one.psnr for one in found], [one.truth for one in found if one.truth is not None]
         row = {"setting": setting, "seconds": round(self.seconds(setting), 2)}
-        row |= {"forwards": self.planned(self.batches[0], setting).forwards, "videos": len(found), **summary(found)}
-        row["psnr_error"] = round(stdev(psnrs) / sqrt(len(psnrs)), 2) if len(psnrs) > 1 else None
-        if truths:
-            share = fmean(map(float, truths))
-            row["truth_error"] = round(sqrt(share * (1 - share) / len(truths)), 4)
-        return row
+        return row | {
+            "forwards": self.planned(self.batches[0], setting).forwards,
+            "videos": len(found),
+            **summary(found),
+        }
 
     def front(self) -> list[dict[str, Any]]:
         """The Pareto front of seconds and PSNR of all settings that were measured on all videos, fastest first."""
