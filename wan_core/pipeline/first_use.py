@@ -23,6 +23,7 @@ from wan_core import __version__
 from wan_core.checkpoint.staged import AHEAD
 from wan_core.checkpoint.turns import short_turns
 from wan_core.config.compile_cache import one_goes_first
+from wan_core.config.versions import installed
 from wan_core.execution.memory.planning import MemoryPlan, unit_bytes
 from wan_core.execution.optimize import begin_run, optimize, optimize_vae
 from wan_core.execution.report import Report
@@ -34,7 +35,6 @@ from wan_core.ops.attention.registry import AttentionError
 from wan_core.ops.attention.sparse.kernels import SMALL, resolve_kernel
 from wan_core.ops.kernels import fused
 from wan_core.parallel.mesh import RankMesh
-from wan_core.pipeline.evaluate.results import installed
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import ModelSettings, PartToLoad
