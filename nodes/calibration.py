@@ -13,6 +13,7 @@ from wan_core.execution.report import Report
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.evaluate.calibrate import measure
 from wan_core.pipeline.evaluate.pictures import draw_curve, preset_plans
+from wan_core.pipeline.memory_planning import Workload
 from wan_core.sampling.cache.curves import Curve, curve_path, is_embedded, write_curve
 from wan_core.sampling.conditioning import draw_noise
 from wan_core.sampling.plan import Plan
@@ -125,11 +126,11 @@ class WanCoreCalibrate(io.ComfyNode):
         joined = join(positive, negative, latent, model.experts, plan)
         conditioning = on_device(joined.conditioning)
         shape = (1, *latent["samples"].shape[1:])
-        tokens, report = model.experts.dit.tokens(*shape[2:]), Report(host.device())
+        workload, report = Workload(shape, joined.plan, batched=False), Report(host.device())
         bar, total = host.Progress(videos * len(plan.steps)), videos * len(plan.steps)
         return measure(
             joined.plan,
-            lambda expert: model.acquire(expert, tokens, report),
+            lambda expert: model.acquire(expert, workload, report),
             ((conditioning, draw_noise(seed + n, shape).to(host.device())) for n in range(videos)),
             source=f"measured on {model.experts.high.source}",
             on_block=host.check_interruption,

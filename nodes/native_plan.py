@@ -15,6 +15,7 @@ from wan_core.sampling.plan_drawing import draw_plan
 from wan_core.sampling.sparsity.schedule import with_costs
 
 from . import host
+from .native_windows import frames_seen, with_native_windows
 from .pictures import as_image, shown
 from .schema import newer
 
@@ -82,7 +83,7 @@ class WanCoreNativePlan(io.ComfyNode):
                     "sigmas", optional=True, tooltip="Of the whole run, in place of steps, scheduler and denoise."
                 ),
                 io.Latent.Input(
-                    "latent", optional=True, tooltip="The size of the video, for the estimate of sparse steps."
+                    "latent", optional=True, tooltip="The size of the video, for sparse steps and context windows."
                 ),
             ],
             outputs=[
@@ -153,4 +154,8 @@ def _plan(model: Any, cfg: float, sigmas: list[float], sampler: str, size: tuple
         solver=sampler,
         image=latent is not None and "noise_mask" in latent,
     )
-    return plan if size is None else with_costs(plan, found.config, size)
+    plan = host.moving_windows(plan, model.model_options)
+    plan = with_native_windows(plan, model, None if latent is None else latent["samples"].shape[2])
+    if size is None:
+        return plan
+    return with_costs(plan, found.config, (frames_seen(plan, model, size[0]), *size[1:]))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from comfy_api.latest import io, ui
 from torch import Tensor
 
 from wan_core.config import GUIDANCE_MODES, SkipOptions
-from wan_core.execution.memory.planning import TRANSFER_TOKENS, outside_bytes
+from wan_core.execution.memory.planning import TRANSFER_TOKENS
 from wan_core.execution.report import Phase, Report
 from wan_core.media.drawing import clock
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.loras import notes_of
+from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.sample import sample_latents
-from wan_core.sampling.cache.residual import residual_bytes
 from wan_core.sampling.cache.skipping import skip_words
 from wan_core.sampling.conditioning import Conditioning
 from wan_core.sampling.denoise import choose_batched
@@ -134,10 +135,8 @@ class WanCoreSampler(io.ComfyNode):
         plan = with_costs(plan, model.experts.dit, (max(sizes), *area))
         if plan.sparse is not None and model.workers is None:
             check_kernel(plan.sparse, model.settings.attention, host.device(), model.experts.dit.head_dim, tokens)
-        whole = shape[0] * model.experts.dit.tokens(sum(sizes), *area)
-        kept = residual_bytes(plan, whole, model.experts.dit.dim, model.settings.dtype.itemsize)
-        kept += outside_bytes(model.experts.dit, shape, max(sizes))
-        blocks = model.resident_blocks(model.memory(shape[0] * tokens) + kept)
+        workload = Workload(shape, plan, batched=False)
+        blocks = model.resident_blocks(model.memory(workload))
         streamed = blocks is not None and tokens <= TRANSFER_TOKENS
         batched, why = choose_batched(guidance_mode, plan, tokens, streamed=streamed)
         settings = _settings(model, plan, shape, seed, batched)
@@ -155,7 +154,7 @@ class WanCoreSampler(io.ComfyNode):
             report.notes.append(f"memory: {blocks} of {model.experts.dit.num_layers} blocks stay, the others stream")
         if model.settings.compile != "off" and not model.pace:
             host.show("compiling in the first step ...")
-        samples, left = _sample(model, plan, conditioning, start, batched, kept, report)
+        samples, left = _sample(model, replace(workload, batched=batched), conditioning, start, report)
         words = f"{plan.table().splitlines()[0]}\ndone in {clock(report.total_seconds)}"
         made: dict[str, Any] = {"samples": samples}
         if left is not None:
@@ -182,19 +181,10 @@ def _start(latent: dict[str, Any], latents: Tensor | None, seed: int, add_noise:
 
 
 def _sample(
-    model: ModelSocket,
-    plan: Plan,
-    conditioning: Conditioning,
-    start: Start,
-    batched: bool,
-    kept: int,
-    report: Report,
+    model: ModelSocket, workload: Workload, conditioning: Conditioning, start: Start, report: Report
 ) -> tuple[Tensor, Leftover | None]:
-    """Un-normalised latents where ComfyUI keeps them, and what another run can go on with. kept: bytes of residuals,
-    and of latents outside a context window."""
-    seen = max(plan.window_sizes(start.shape[2]))
-    videos = start.shape[0] * model.experts.dit.tokens(seen, *start.shape[3:]) * (1 + batched)
-    left: list[Leftover] = []
+    """Un-normalised latents where ComfyUI keeps them, and what another run can go on with."""
+    plan, batched, left = workload.plan, workload.batched, list[Leftover]()
     with closing(Watcher(model, plan)) as watcher:
         if model.workers is not None:
             given = (plan, conditioning, start, batched, report)
@@ -202,7 +192,7 @@ def _sample(
         else:
             latents = sample_latents(
                 plan,
-                lambda expert: model.acquire(expert, videos, report, kept),
+                lambda expert: model.acquire(expert, workload, report),
                 conditioning,
                 start.sample(plan, model.experts.vae, host.device()),
                 model.experts.vae,
@@ -213,7 +203,7 @@ def _sample(
                 on_leftover=left.append,
                 checks=BlockChecks(host.check_interruption),
                 ahead=model.prefetch,
-                relieve=relieve_once(model, videos, kept, report),
+                relieve=relieve_once(model, workload, report),
             )
     model.pace.clear()
     for expert in plan.experts:

@@ -43,7 +43,7 @@ from wan_core.pipeline.images import (
     video_to_pixels,
 )
 from wan_core.pipeline.loras import Wanted, lora_bytes
-from wan_core.pipeline.memory_planning import decode_bytes, forward_bytes
+from wan_core.pipeline.memory_planning import Workload, beside_attached, beside_workload, decode_bytes
 from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.settings import ModelSettings
 from wan_core.sampling.plan import Expert
@@ -84,11 +84,11 @@ class ModelSocket:
     def loras_of(self, expert: Expert) -> tuple[Wanted, ...]:
         return self.loras.get(expert if self.experts.low else "high", ())
 
-    def acquire(self, expert: Expert, tokens: int, report: Report, kept: int = 0) -> WanModel:
-        """The expert, on the device; a load is timed as a phase of `report`. kept: bytes of residuals beside it."""
+    def acquire(self, expert: Expert, workload: Workload, report: Report) -> WanModel:
+        """The expert, on the device; a load is timed as a phase of `report`."""
         if self.workers is not None:
             raise OptionError("workers hold this model, and this node needs it here: use a loader without workers")
-        held, memory = self.held[expert], self.memory(tokens) + kept
+        held, memory = self.held[expert], self.memory(workload)
         residency = self.options.residency
         together = list(dict.fromkeys(self.held.values())) if residency == "resident" else [held]
         blocks = self.resident_blocks(memory)
@@ -136,11 +136,13 @@ class ModelSocket:
         if then.has_loras(self.loras_of(other)):
             now.residency.prefetch(now.name, then.name, runs)
 
-    def memory(self, tokens: int) -> int:
-        """Activations of a forward of so many tokens in bytes, attached LoRAs included."""
+    def memory(self, workload: Workload) -> int:
+        """Bytes that a run takes beside the weights of its experts, attached LoRAs included."""
         attached = [n for n in self.settings.parts if self.held[n].part.lora_mode == "attach"]
         loras = lora_bytes(one for name in attached for one in self.loras.get(name, ()))
-        return forward_bytes(self.experts.dit, tokens, self.settings.per_token()) + loras
+        settings = self.settings
+        beside = beside_workload(settings.found, workload, settings.per_token(), settings.dtype.itemsize)
+        return beside_attached(beside, loras).denoise
 
     def resident_blocks(self, memory: int) -> int | None:
         """How many blocks stay on the device where the others stream, with `memory` bytes beside them. None where none
@@ -156,7 +158,7 @@ class ModelSocket:
         plan = plan_memory(sizes, Beside(text=0, denoise=memory, decode=0), room, mode)
         return plan.resident_blocks if plan.policy == "stream" else None
 
-    def relieve(self, expert: Expert, tokens: int, kept: int = 0) -> str | None:
+    def relieve(self, expert: Expert, workload: Workload) -> str | None:
         """After out of memory: everyone else leaves, and half of the blocks that stayed stream. In words; None where no
         more can stream."""
         held = self.held[expert]
@@ -167,7 +169,7 @@ class ModelSocket:
         for one in self.held.values():
             one.stream(stay // 2)
         host.evict_all()
-        host.load([held], self.memory(tokens) + kept)
+        host.load([held], self.memory(workload))
         held.ready(self.loras_of(expert))
         return f"other models left the device, {stay // 2} of {blocks} blocks stay, the others stream"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from wan_core.execution.report import Report
 from wan_core.media.drawing import clock
+from wan_core.pipeline.memory_planning import Workload
 from wan_core.sampling.denoise import Progress
 from wan_core.sampling.plan import Expert, Plan
 from wan_core.workers.client import RemoteProgress
@@ -15,13 +16,12 @@ from . import host
 from .sockets import ModelSocket
 
 
-def relieve_once(model: ModelSocket, videos: int, kept: int, report: Report) -> Callable[[Expert], bool]:
-    """For `denoise`: after out of memory, make room once in a run, and say so. videos: tokens of a forward. kept: bytes
-    of residuals."""
+def relieve_once(model: ModelSocket, workload: Workload, report: Report) -> Callable[[Expert], bool]:
+    """For `denoise`: after out of memory, make room once in a run, and say so."""
     relieved: list[str] = []
 
     def relieve(expert: Expert) -> bool:
-        words = None if relieved else model.relieve(expert, videos, kept)
+        words = None if relieved else model.relieve(expert, workload)
         if words is None:
             return False
         relieved.append(words)

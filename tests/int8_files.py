@@ -83,12 +83,14 @@ def described(kind: str, nested: bool = False) -> dict[str, Any]:
     return {"format": fmt.name, **({"params": given} if nested else given)}
 
 
-def stored(kind: str, spelling: str = "tensor") -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
+def stored(
+    kind: str, spelling: str = "tensor", config: DiTConfig = SMALL
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
     """(the file's tensors, the numbers that they mean, the file's notes). spelling: tensor, params or metadata."""
-    state, meant, layers = {}, {}, {}
-    for name, value in random_module(SMALL, device=CPU, dtype=torch.bfloat16, seed=1).state_dict().items():
+    state, meant, layers, names = {}, {}, {}, quantized_names(config)
+    for name, value in random_module(config, device=CPU, dtype=torch.bfloat16, seed=1).state_dict().items():
         linear = name.rpartition(".")[0]
-        if linear not in NAMES or not name.endswith(".weight"):
+        if linear not in names or not name.endswith(".weight"):
             state[name], meant[name] = value, value.float()
             continue
         parts = encoded(kind, value)

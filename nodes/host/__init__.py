@@ -17,7 +17,7 @@ from .folders import (
 )
 from .memory import Held, Remote, Weights, evict_all, load, log, read_ahead, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
-from .native_cache import StepCache, attach, attached, plan_of_part
+from .native_cache import StepCache, attach, attached, moving_windows, plan_of_part
 from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of
 from .native_stages import Stages, attach_stages, stages_of
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
@@ -47,6 +47,7 @@ __all__ = [
     "log",
     "model_names",
     "model_path",
+    "moving_windows",
     "named_files",
     "plan_of_part",
     "prepare_kernels",

@@ -159,7 +159,7 @@ def moving_windows(plan: Plan, model_options: dict[str, Any]) -> Plan:
     """`plan` without skipped steps where context windows move from step to step: a residual belongs to its window."""
     handler = model_options.get("context_handler")
     schedule = getattr(getattr(handler, "context_schedule", None), "name", None)
-    if handler is None or schedule in STATIC_WINDOWS:
+    if handler is None or schedule in STATIC_WINDOWS or not any(step.skipped for step in plan.steps):
         return plan
     note = (
         f"off: context windows of the schedule {schedule} move from step to step; {' and '.join(STATIC_WINDOWS)} stay"

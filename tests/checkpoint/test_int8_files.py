@@ -31,6 +31,7 @@ from wan_core.ops.quant.lora import attach
 from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.loras import Wanted, merging
+from wan_core.pipeline.model_parts import matrix_parameters
 from wan_core.pipeline.settings import PACKED, stored_precision
 from wan_core.pipeline.sources import TINY, recognise
 
@@ -100,7 +101,7 @@ def test_encoded_as_fp8(tmp_path: Path) -> None:
     assert torch.equal(model.get_submodule("blocks.0.ffn.2").weight.view(torch.uint8), expected.view(torch.uint8))
     assert not any(isinstance(model.get_submodule(f"blocks.1.self_attn.{last}"), Fp8RowLinear) for last in "qkv")
     part = recognise(tmp_path / "m.safetensors", "dit", load_dit)
-    assert part.quantized_parameters == SMALL.num_layers * SMALL.block_matrices - SMALL.dim**2
+    assert part.quantized_parameters == matrix_parameters(SMALL) - SMALL.dim**2
 
 
 def test_a_text_encoder_in_int8(tmp_path: Path) -> None:

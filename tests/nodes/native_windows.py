@@ -43,6 +43,15 @@ CASES = {  # model, what its windows have besides
     "5B uniform pyramid": ("5B", UNIFORM),
     "5B from an image, static relative": ("5B image", {"fuse_method": "relative"}),
 }
+PLANS = {  # of T2V models
+    "static": {},
+    "uniform": UNIFORM,
+    "uniform, every other frame too": {**UNIFORM, "context_length": 9, "context_overlap": 4, "context_stride": 2},
+    "looped, two experts": {**LOOPED, "two": True},
+    "static, a cache": {"cache": True},
+    "uniform, a cache": {**UNIFORM, "cache": True},
+    "one window": {"context_length": 33},
+}
 TASKS = {"t2v": "t2v-14B", "experts": "t2v-A14B", "i2v": "i2v-14B-480P", "i2v 2.2": "i2v-A14B"}
 TASKS |= dict.fromkeys(("5B", "5B image"), "ti2v-5B")
 
@@ -144,6 +153,45 @@ def compare(kind: str, changed: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def planned_and_run(changed: dict[str, Any]) -> list[Any]:
+    """Forwards as WanCore Plan for KSampler says, with a latent and without, and as ComfyUI's samplers run them."""
+    import comfy.sample
+    import torch
+    from comfy_extras.nodes_context_windows import WanContextWindowsManualNode
+
+    from wan_core.config import SkipOptions, TaylorSeerOptions
+
+    host, node = (importlib.import_module(f"pack.nodes.{name}") for name in ("host", "native_plan"))
+    ran = []  # of each forward whose blocks run, how many conditions it has
+    changed = {**WINDOWS, **changed}
+    cache, two = changed.pop("cache", False), changed.pop("two", False)
+    models = [native_models.tiny("WAN21_T2V", seed) for seed in range(1 + two)]
+    models = [WanContextWindowsManualNode.execute(model, **changed).result[0] for model in models]
+    skipping, steps = SkipOptions(taylorseer=TaylorSeerOptions(interval=2, order=1, retention=0.2)), 4 * STEPS
+    for model in models if cache else ():
+        host.attach(model, host.StepCache(skipping))
+    how = {"cfg": 3.0, "sampler_name": "euler", "scheduler": "simple"}
+    latent = {"samples": torch.zeros(SIZE)}
+    low = {"model_low": models[1], "split_step": FIRST} if two else {}
+    texts = [
+        node.WanCoreNativePlan.execute(models[0], steps, denoise=1.0, seconds_per_forward=1.0, latent=one, **how, **low)
+        .result[1].splitlines()
+        for one in (latent, None)
+    ]  # fmt: skip
+    for model in models:
+        first = model.model.diffusion_model.blocks[0].self_attn
+        first.register_forward_pre_hook(lambda _, given: ran.append(len(given[0])))
+    positive, negative = native_models.conditions({})
+    parts = [{"start_step": 0, "last_step": FIRST}, {"start_step": FIRST, "last_step": steps}] if two else [{}]
+    for model, part in zip(models, parts, strict=True):
+        noise = comfy.sample.prepare_noise(latent["samples"], SEED)
+        comfy.sample.sample(
+            model, noise, steps, positive=positive, negative=negative, latent_image=latent["samples"], seed=SEED,
+            disable_pbar=True, **how, **part,
+        )  # fmt: skip
+    return [*texts, sum(ran)]
+
+
 def different_windows() -> int:
     """How many of many sizes, schedules and steps give other windows or weights than ComfyUI's; -1 for none tried."""
     import comfy.context_windows as theirs
@@ -183,7 +231,8 @@ def main(checkout: str) -> None:
     native_models.set_up(checkout)
     importlib.import_module("pack.nodes.native_windows")
     found: dict[str, Any] = {name: compare(*case) for name, case in CASES.items()}
-    print(json.dumps({"runs": found, "different": different_windows()}))
+    plans = {name: planned_and_run(changed) for name, changed in PLANS.items()}
+    print(json.dumps({"runs": found, "plans": plans, "different": different_windows()}))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.comfyui import QUIET, find_newer_comfyui, python_of
-from tests.nodes.native_windows import CASES
+from tests.nodes.native_windows import CASES, PLANS
 
 pytestmark = pytest.mark.comfy
 SCRIPT = Path(__file__).with_name("native_windows.py")
@@ -40,6 +41,16 @@ def test_latents_are_those_of_comfyuis_sampler(found: dict[str, Any], name: str)
 def test_one_window_changes_nothing(found: dict[str, Any]) -> None:
     run = found["runs"][ALONE]
     assert run["error"] <= 2e-6 and run["changes"] == 0 and run["windows"] == [0]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_plan_for_ksampler_counts_each_window(found: dict[str, Any], name: str) -> None:
+    planned, blind, ran = found["plans"][name]
+    assert re.search(rf", {ran}( of \d+)? forwards", planned[0]), (planned, ran)
+    assert any("context windows" in line for line in planned)
+    assert any("context windows are not counted: connect a latent" in line for line in blind)
+    assert ("saved" in planned[0]) == (name == "static, a cache")
+    assert any("off: context windows" in line for line in planned) == (name == "uniform, a cache")
 
 
 def test_windows_and_weights_of_every_size(found: dict[str, Any]) -> None:

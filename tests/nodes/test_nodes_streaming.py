@@ -31,16 +31,20 @@ from wan_core.execution.memory.residency import Residency
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.ops.quant.lora import is_attached
+from wan_core.pipeline import memory_planning
 from wan_core.pipeline.builder import finish, load_models
 from wan_core.pipeline.loras import Wanted, read_loras
+from wan_core.pipeline.memory_planning import MemoryPlanner, Workload
+from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.pipeline import sample_latents
 from wan_core.pipeline.settings import PartToLoad, resolve_settings
-from wan_core.pipeline.sources import TINY, find_experts, recognise
+from wan_core.pipeline.sources import TINY, find_experts, find_models, recognise
 from wan_core.sampling.conditioning import Conditioning, draw_noise
 from wan_core.sampling.plan import make_plan
 
 CPU = torch.device("cpu")
 SHAPE = (1, 16, 2, 4, 6)
+WORKLOAD = Workload(SHAPE, make_plan(task="t2v-tiny", steps=2), batched=False)
 
 
 class Manager:
@@ -127,7 +131,7 @@ def latents(model: Any, on_step: Any = None, relieve: Any = None, steps: int = 2
     report = Report(CPU)
     return sample_latents(
         make_plan(task="t2v-tiny", steps=steps),
-        lambda expert: model.acquire(expert, 100, report),
+        lambda expert: model.acquire(expert, WORKLOAD, report),
         Conditioning(cond=rows[0], uncond=rows[1]),
         draw_noise(7, SHAPE),
         model.experts.vae,
@@ -136,6 +140,27 @@ def latents(model: Any, on_step: Any = None, relieve: Any = None, steps: int = 2
         ahead=model.prefetch,
         relieve=relieve,
     )
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("task", ["t2v-A14B", "animate2-14B", "vace-14B", "s2v-14B", "fun-control-14B"])
+def test_nodes_keep_as_many_blocks_as_the_command_line(
+    nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, task: str, batched: bool
+) -> None:
+    """Of every family: what it prepares beside text counts for both. Nothing is loaded."""
+    options = LoadOptions(model=f"random:{task}", residency="stream", precision="bf16")
+    found = find_models(options)
+    experts = Experts(found.task, found.of["high"], found.of.get("low"), found.vae)
+    settings = resolve_settings(experts, options, CPU)
+    held = {name: nodes.host.Held(name, part) for name, part in settings.parts.items()}
+    model = nodes.sockets.ModelSocket(options, settings, held, None)
+    workload = Workload((1, 16, 21, 60, 104), make_plan(steps=4), batched)
+    room = 30 << 30
+    monkeypatch.setattr(memory_planning, "device_room", lambda *_: room)
+    monkeypatch.setattr(nodes.sockets.host, "room", lambda: room)
+    planned = MemoryPlanner(settings, options).plan(workload)
+    assert model.memory(workload) == planned.beside["high"]
+    assert model.resident_blocks(model.memory(workload)) == planned.resident_blocks < found.dit.num_layers
 
 
 MODES = ("merge", "attach")
@@ -213,7 +238,7 @@ def test_out_of_memory_in_a_run_streams_half_and_keeps_the_loras(nodes: SimpleNa
     words: list[str | None] = []
 
     def relieve(expert: str) -> bool:
-        words.append(model.relieve(expert, 100))
+        words.append(model.relieve(expert, WORKLOAD))
         return words[-1] is not None
 
     def fail_once(progress: Any, _: float | None) -> None:

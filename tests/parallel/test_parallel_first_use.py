@@ -166,6 +166,17 @@ def test_a_load_that_fails_ends_the_preparation(monkeypatch):
     assert seen == [False] and "ended" in ended.fault
 
 
+def test_after_an_update_one_goes_first_again(monkeypatch):
+    """Kernels that an older version kept are not read any more, so that all would compile at the same time."""
+    settings = resolve_settings(find_models(LoadOptions(model="tiny")), LoadOptions(model="tiny"), CPU)
+    workload = Workload((1, 16, 2, 4, 6), make_plan(task="t2v-tiny", steps=2), False)
+    names = [first_use.compiled_name(settings, workload, alone())]
+    for name, value in (("installed", lambda _: {"triton": "99"}), ("__version__", "99")):
+        monkeypatch.setattr(first_use, name, value)
+        names.append(first_use.compiled_name(settings, workload, alone()))
+    assert len(set(names)) == 3 and first_use.compiled_name(settings, workload, alone()) == names[-1]
+
+
 def test_a_rehearsal_needs_room_for_its_blocks():
     found = find_models(LoadOptions(model="tiny"))
     settings = resolve_settings(found, LoadOptions(model="tiny", precision="bf16"), CPU)

@@ -24,7 +24,7 @@ from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline.host_planning import host_room, plan_host, staying_in_file
-from wan_core.pipeline.model_parts import PackedSize, Part
+from wan_core.pipeline.model_parts import PackedSize, Part, matrix_parameters
 from wan_core.pipeline.settings import PartToLoad, find_quantization
 from wan_core.pipeline.sources import TINY, recognise
 
@@ -39,7 +39,7 @@ def everyday(scaled: bool) -> dict[str, PartToLoad]:
     def part(config, count: int, **more) -> Part:
         return Part("a file", config, torch.bfloat16, count, lambda *_: None, path=FILE, **more)  # type: ignore
 
-    matrices = I2V_A14B.block_matrices * I2V_A14B.num_layers
+    matrices = matrix_parameters(I2V_A14B)
     expert = part(I2V_A14B, DIT, scaled=True, quantized_parameters=matrices) if scaled else part(I2V_A14B, DIT)
     table = UMT5_XXL.vocab_size * UMT5_XXL.dim
     size = PackedSize("fp8", TEXT - table, TEXT - table) if scaled else None

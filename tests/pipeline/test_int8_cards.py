@@ -14,21 +14,22 @@ from torch import nn
 
 from tests.checkpoint.test_int8_reading import files, lora  # noqa: F401
 from tests.checkpoint.test_kept_packed import scaled  # noqa: F401
-from tests.int8_files import HOLD, NAMES, SMALL, inputs
+from tests.int8_files import HOLD, NAMES, SMALL, inputs, stored
 from tests.pipeline.test_host_planning import mappings
 from wan_core.checkpoint import Checkpoint, load_dit, load_text_encoder, load_vae
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.checkpoint.lora.read import Lora, read_lora
 from wan_core.checkpoint.microscaled import METADATA_KEY, with_packed
 from wan_core.checkpoint.opened import TensorInfo, from_state_dict
-from wan_core.checkpoint.save import save
+from wan_core.checkpoint.save import save, write_safetensors
 from wan_core.checkpoint.staged import Reading, reading
 from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
 from wan_core.execution.memory.planning import GIB, limited
-from wan_core.execution.memory.residency import Residency
+from wan_core.execution.memory.residency import KEPT_FREE, Residency
 from wan_core.models.text.config import UMT5_XXL
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import I2V_A14B, DiTConfig
+from wan_core.models.wan.families.vace.config import with_vace
 from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.model import WanModel
 from wan_core.models.wan.tasks import find_task
@@ -37,7 +38,7 @@ from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
 from wan_core.pipeline import builder, memory_planning, settings
 from wan_core.pipeline.builder import apply_loras
-from wan_core.pipeline.host_planning import plan_host, staying_in_file
+from wan_core.pipeline.host_planning import check_host, plan_host, staying_in_file
 from wan_core.pipeline.loras import Wanted
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload
 from wan_core.pipeline.merged_loras import load_with_loras
@@ -176,6 +177,36 @@ def test_from_its_file_it_is_the_same(files, lora: Wanted, precision: str, kind:
     assert torch.equal(found, resident(*inputs()))
     if mode != "none":
         assert not torch.equal(found, load(part, [], Reading())(*inputs()))
+
+
+@pytest.mark.parametrize("family", ["wan", "vace"])
+@pytest.mark.parametrize("precision", HELD)
+def test_blocks_that_are_kept_are_decoded_into_host_memory(tmp_path: Path, precision: str, family: str) -> None:
+    """What a model takes, block by block, and what of it is not its file's: as planned. They count where it stays in
+    its file."""
+    config = replace(SMALL, num_layers=5) if family == "wan" else with_vace(replace(SMALL, num_layers=5), 2)
+    state, _, notes = stored("rotated 256", config=config)
+    path = tmp_path / "m.safetensors"
+    write_safetensors(state, path, notes)
+    held = replace(HELD[precision], keep_blocks=1)
+    part = PartToLoad(recognise(path, "dit", load_dit), torch.float32, held)
+    model = load(staying_in_file(part), [], Reading(stays=True))
+    residency = Residency(CPU, "stream")
+    residency.add("high", model, copy=False)
+    units = [unit.layout.nbytes for unit in residency.host_weights["high"].units]
+    assert part.bytes == pytest.approx(sum(units), rel=0.02)
+    assert part.units == pytest.approx(units, rel=0.06)
+    ranges, names = mappings(path), sorted(quantized_names(config))
+    matrices = [model.get_parameter(f"{name}.weight") for name in names]
+    decoded = sum(m.nbytes for m in matrices if not any(a <= m.data_ptr() < b for a, b in ranges))
+    assert part.decoded_bytes == decoded
+    parts, room = {"high": part, "low": part}, decoded / (1 - KEPT_FREE)
+    plan = plan_host(parts, int(2.1 * room))
+    assert plan.mapped == {"low", "high"} and plan.pins
+    with pytest.raises(OptionError, match="wait in host memory"):
+        plan_host(parts, int(1.5 * room))
+    with pytest.raises(OptionError, match="on a CPU"):
+        check_host(parts, int(1.5 * room))
 
 
 def load(part: PartToLoad, wanted: list[Wanted], how: Reading) -> WanModel:

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wan_core.config import LoadOptions, LoraOptions, OptionError
-from wan_core.execution.memory.planning import GIB, beside_weights, factor
+from wan_core.config import LoadOptions, LoraOptions, OptionError, Request
+from wan_core.execution.memory.planning import GIB, factor, plan_memory
 from wan_core.execution.report import Report
-from wan_core.models.vae.config import VAE_21
 from wan_core.pipeline import memory_planning
 from wan_core.pipeline.loras import lora_bytes
 from wan_core.pipeline.memory_planning import (
@@ -19,12 +18,12 @@ from wan_core.pipeline.memory_planning import (
     Workload,
     beside_workload,
     choose_residency,
-    forward_bytes,
     model_sizes,
 )
 from wan_core.pipeline.model_parts import Experts, Parts
 from wan_core.pipeline.settings import ModelSettings, resolve_settings
 from wan_core.pipeline.sources import TINY, TINY_LORAS, find_experts, find_models
+from wan_core.pipeline.task_memory import task_memory
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.workers.client import RemoteProgress
@@ -65,14 +64,14 @@ def test_attention_in_parts_is_in_the_plan() -> None:
     assert 29.23 <= planned < 1.02 * 29.23
 
 
-@pytest.mark.parametrize("task", ["t2v-A14B", "animate2-14B", "vace-14B"])
-def test_a_forward_in_comfyui_takes_what_the_plan_says(task: str) -> None:
-    """Its activations: what a family prepares is not in both."""
-    dit, shape = find_models(LoadOptions(model=f"random:{task}")).dit, (1, 16, 21, 60, 104)
-    planned = beside_weights(dit, VAE_21, shape, per_token=5.05)
-    alone = forward_bytes(dit, dit.tokens(*shape[2:]), 5.05)
-    text = forward_bytes(dit, 0, 5.05)
-    assert alone - text == pytest.approx(planned.denoise - planned.prompts, rel=1e-6)
+@pytest.mark.parametrize(("task", "sees"), [("i2v-14B-480P", True), ("i2v-A14B", False), ("animate2-14B", True)])
+def test_a_task_that_needs_an_image_plans_for_what_sees_it(task: str, sees: bool) -> None:
+    """Before there is one: the VAE, and CLIP where the task takes its features, beside what they compute."""
+    sizes, beside = task_memory(LoadOptions(model=f"random:{task}"), Request(prompt=""))
+    phases = {phase.name: phase for phase in plan_memory(sizes, beside, 40 * GIB, "swap").phases}
+    assert (sizes.clip_vision > 0) == sees and 0 < beside.image == beside.decode
+    assert phases["encode image"].weights >= sizes.vae + sizes.clip_vision
+    assert ("CLIP" in phases["encode image"].what) == sees
 
 
 def test_transformers_alone_plan_for_nothing_else(whole: Parts, experts: Experts, room) -> None:

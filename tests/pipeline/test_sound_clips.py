@@ -26,10 +26,11 @@ from wan_core.cli.progress import ProgressLine
 from wan_core.cli.prompt_list import write_with_report
 from wan_core.cli.video_writing import VideoWriting
 from wan_core.config import LoadOptions, OptionError, Request
-from wan_core.execution.report import Report
+from wan_core.execution.memory.planning import plan_memory
+from wan_core.execution.report import GIB, Report
 from wan_core.media.sound import read_sound
 from wan_core.media.video import read_video
-from wan_core.models.audio.config import SpeechConfig
+from wan_core.models.audio.config import XLSR_LARGE, SpeechConfig
 from wan_core.models.audio.wav2vec2 import SpeechEncoder
 from wan_core.models.wan.families import FAMILIES
 from wan_core.models.wan.families.clips import check_clips, cut_clips
@@ -37,9 +38,12 @@ from wan_core.models.wan.families.s2v.inputs import comfy_extras, motion_frames
 from wan_core.pipeline import clips as clips_module
 from wan_core.pipeline import hearing, sources
 from wan_core.pipeline.images import pixels_to_video
+from wan_core.pipeline.memory_planning import Workload, beside_workload
 from wan_core.pipeline.pipeline import Pipeline, WriteVideo
 from wan_core.pipeline.sources import TINY, find_models
+from wan_core.pipeline.task_memory import task_memory
 from wan_core.sampling.conditioning import Conditioning
+from wan_core.sampling.plan import make_plan
 from wan_core.workers.video_list import ListedVideo
 
 SPEECH = SpeechConfig(dim=128, ffn_dim=32, num_layers=2, conv_dim=16, position_kernel=8)
@@ -236,6 +240,48 @@ def test_a_sound_that_the_device_has_no_memory_for_is_encoded_on_the_cpu(folder:
     found = hearing.encoded(hearing.Speech(None, load), samples, torch.device("cuda"), report)
     assert torch.equal(found, load(torch.device("cpu"))(samples)[0])
     assert any("encoded on the CPU" in note for note in report.notes)
+
+
+def test_models_make_room_for_the_encoder_of_sound(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second video, where models of the first are on the device: what streams there leaves it."""
+    parts = {name: str(TINY / f"{name}.safetensors") for name in ("text_encoder", "vae")}
+    parts |= {"high": str(folder / "small.safetensors"), "audio_encoder": str(folder / "wav2vec2.safetensors")}
+    pipe = Pipeline.load(LoadOptions(device="cpu", residency="stream", **parts))
+    held: list[list[int]] = []
+    make_room, encoded = pipe.models.residency.make_room, hearing.encoded
+    stages = pipe.models.residency.stages
+
+    def note(step):
+        def run(*given):
+            held.append([stage.held for stage in stages.values()])
+            return step(*given)
+
+        return run
+
+    monkeypatch.setattr(pipe.models.residency, "make_room", note(make_room))
+    monkeypatch.setattr(hearing, "encoded", note(encoded))
+    videos = [pipe.generate(request(folder, frames=5, steps=1)).frames for _ in range(2)]
+    assert any(held[2]) and not any(held[3]) and np.array_equal(*videos)
+
+
+def test_the_memory_plan_counts_the_sound() -> None:
+    """A long sound takes more than anything else; its encoder counts for a short one, too."""
+    options = LoadOptions(model="random:s2v-14B", precision="bf16")
+    found = find_models(options)
+    assert found.speech is not None
+    plan = make_plan(task="s2v-14B", steps=4)
+    workloads = [Workload((1, 16, 20, 60, 104), plan, False, image=True, seconds=n) for n in (0, 5, 600)]
+    silent, short, long = (beside_workload(found, one, 5.05, 2) for one in workloads)
+    with torch.device("meta"):
+        on_meta = SpeechEncoder(XLSR_LARGE)
+    weights = 4 * sum(p.numel() for p in on_meta.parameters())
+    assert silent.sound == 0 and weights < short.sound < 1.5 * weights
+    assert silent.most == short.most < long.most == long.sound
+    sizes, task = task_memory(options, Request(prompt=""))
+    assert weights < task.sound < 1.5 * weights
+    assert "encode audio" in plan_memory(sizes, task, 80 * GIB).table()
+    room = int((sizes.all + silent.most) * 1.05 + GIB)
+    assert [plan_memory(sizes, beside, room).policy for beside in (short, long)] == ["resident", "swap"]
 
 
 # ------------------------------------------------------------------------------------------------- restarts and faults

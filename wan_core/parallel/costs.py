@@ -4,6 +4,7 @@
 - Attention is divided by the ring, and by Ulysses in whole heads: 40 heads on 3 ranks are 14, 13 and 13.
 - Ulysses sends q, k, v and the output, without overlap with computation.
 - A ring sends keys and values while attention with the previous ones runs, and has a cost for merging.
+- Sparse attention runs its own kernel, also where it reads nearly all blocks and dense attention is faster.
 - Sparse attention reads fewer blocks, but a ring still sends all keys and values; in a ring it computes in bf16.
 - A layer pipeline hands tokens on once a forward; two branches take 1 + 1/N forwards of one GPU on N.
 - Parallel steps (time) hand latents on, and run fewer steps one after the other. Both are taken by name alone.

@@ -214,7 +214,7 @@ def load_clip_media(pipe: ClipMaker, job: Job) -> Media | None:
     if media is None or request.audio is None:
         return media
     speech = models.speech
-    return replace(media, audio=heard(speech, job.task, request.audio, last, models.device, pipe.report))
+    return replace(media, audio=heard(speech, job.task, request.audio, last, models.residency, pipe.report))
 
 
 def given_to(pipe: ClipMaker, job: Job, clip: Clip, media: Media | None, carried: Tensor | None) -> dict[str, Tensor]:

@@ -19,9 +19,11 @@ from typing import ClassVar, cast
 
 import torch
 
+from wan_core import __version__
 from wan_core.checkpoint.staged import AHEAD
 from wan_core.checkpoint.turns import short_turns
 from wan_core.config.compile_cache import one_goes_first
+from wan_core.config.versions import installed
 from wan_core.execution.memory.planning import MemoryPlan, unit_bytes
 from wan_core.execution.optimize import begin_run, optimize, optimize_vae
 from wan_core.execution.report import Report
@@ -44,6 +46,7 @@ from wan_core.sampling.sparsity.run import sparse_attention
 from wan_core.sampling.stages import smaller
 
 log = logging.getLogger(__name__)
+COMPILERS = ("triton", "triton-windows", "flash-attn-4", "nvidia-cudnn-frontend")
 TOKENS = 16  # rows and columns of latents: enough for every kernel to run, few enough to take no time
 FAULTS = (AttentionError, OSError, RuntimeError, ValueError, ImportError, AttributeError)
 """What kernels and libraries that do not fit this machine raise; out of memory is a RuntimeError."""
@@ -138,12 +141,13 @@ def count_of_blocks(settings: ModelSettings, workload: Workload) -> int:
 
 
 def compiled_name(settings: ModelSettings, workload: Workload, ranks: RankMesh) -> str:
-    """What the compiled code depends on. Of the number of tokens that is whether 16 divide it."""
+    """What the compiled code depends on. Of the number of tokens that is whether 16 divide it. It only
+    decides who waits: Triton, torch and flash-attn-4 find what they kept by keys that hold their own versions."""
     card = torch.cuda.get_device_name(settings.device) if settings.device.type == "cuda" else "cpu"
     plan, (T, *area) = workload.plan, workload.latent_shape[2:]
     tokens = {settings.found.dit.tokens(size, *area) % 16 for size in plan.window_sizes(T)}
-    words = [torch.__version__, card, settings.found.dit, settings.precision, settings.attention]
-    words += [ranks.mesh, sorted(tokens), plan.sparse, sorted({step.scale for step in plan.steps})]
+    words = [torch.__version__, installed(COMPILERS), __version__, card, settings.found.dit, settings.precision]
+    words += [settings.attention, ranks.mesh, sorted(tokens), plan.sparse, sorted({step.scale for step in plan.steps})]
     return ", ".join(map(str, words))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +17,10 @@ from torch import Tensor
 from wan_core.checkpoint import open_checkpoint
 from wan_core.checkpoint.speech import find_speech, load_speech
 from wan_core.config import OptionError
+from wan_core.execution.memory.residency import Residency
 from wan_core.execution.report import Report
 from wan_core.media.sound import mono, read_sound
-from wan_core.models.audio.config import SAMPLE_RATE, SpeechConfig
+from wan_core.models.audio.config import FRAMES_PER_SECOND, SAMPLE_RATE, STRIDES, XLSR_LARGE, SpeechConfig
 from wan_core.models.audio.wav2vec2 import SpeechEncoder
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
@@ -26,6 +28,7 @@ from wan_core.models.wan.families.clips import Clip
 from wan_core.models.wan.tasks import Task
 
 log = logging.getLogger(__name__)
+CONVOLUTIONS = 4  # tensors as large as the first convolution's output, that are there at the same time
 
 
 class Speech(NamedTuple):
@@ -33,6 +36,7 @@ class Speech(NamedTuple):
 
     path: Path | None
     load: Callable[[torch.device], SpeechEncoder]
+    config: SpeechConfig = XLSR_LARGE
 
 
 def recognise_speech(path: Path | None, task: Task, dit: DiTConfig) -> Speech | None:
@@ -55,7 +59,7 @@ def recognise_speech(path: Path | None, task: Task, dit: DiTConfig) -> Speech | 
             f"the encoder of sound has {config.num_layers} layers, {config.dim} wide; the transformer needs "
             f"{count - 1} layers, {width} wide: not of one model"
         )
-    return Speech(path, lambda device: load_speech(path, device=device))
+    return Speech(path, lambda device: load_speech(path, device=device), config)
 
 
 def random_speech(task: Task) -> Speech | None:
@@ -64,23 +68,37 @@ def random_speech(task: Task) -> Speech | None:
     if hears is None:
         return None
     count, width = hears.states(task.full_size)
+    config = SpeechConfig(dim=width, num_layers=count - 1)
 
     def load(device: torch.device) -> SpeechEncoder:
         with device:
-            return SpeechEncoder(SpeechConfig(dim=width, num_layers=count - 1)).requires_grad_(False).eval()
+            return SpeechEncoder(config).requires_grad_(False).eval()
 
-    return Speech(None, load)
+    return Speech(None, load, config)
+
+
+@lru_cache
+def hearing_bytes(config: SpeechConfig, seconds: float) -> int:
+    """What encoding a sound takes of the device's memory, all in float32: weights, and the first convolution with its
+    norm and activation, or the states of all layers and their stack."""
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in SpeechEncoder(config).parameters())
+    samples, frames = seconds * SAMPLE_RATE, seconds * FRAMES_PER_SECOND
+    first = CONVOLUTIONS * config.conv_dim * samples / STRIDES[0]
+    states = frames * (2 * (config.num_layers + 1) * config.dim + 2 * config.ffn_dim)
+    return int(4 * (weights + max(first, states)))
 
 
 @torch.no_grad()
-def heard(speech: Speech, task: Task, path: str, clip: Clip, device: torch.device, report: Report) -> Tensor:
+def heard(speech: Speech, task: Task, path: str, clip: Clip, residency: Residency, report: Report) -> Tensor:
     """Features of the sound in `path` [1, W, C, A] for all frames up to the end of the last `clip`, float32 on the CPU.
-    Where the device has no memory for it, the sound is encoded on the CPU."""
+    Models of `residency` make room for it; where its device still has too little, the sound is encoded on the CPU."""
     hears = family_of(task).hears
     assert hears is not None
     samples = torch.from_numpy(mono(read_sound(path), SAMPLE_RATE))[None]
     with report.phase("encode audio"):
-        states = encoded(speech, samples, device, report)
+        residency.make_room(hearing_bytes(speech.config, samples.shape[1] / SAMPLE_RATE))
+        states = encoded(speech, samples, residency.device, report)
         return hears.features(states, clip)
 
 

@@ -2,8 +2,8 @@
 
 Weights that do not stay on the GPU wait in pinned host memory, from where they reach it at full speed. Where there is
 not enough of it, weights that are used as they are stored stay in their mapped files: the system reads and drops their
-pages as it has room, and copies are slower. The text encoder goes first, which a prompt needs once, then the low-noise
-expert, which the last steps need.
+pages as it has room, and copies are slower. Blocks of a packed file that are kept are decoded, into host memory. The
+text encoder goes first, which a prompt needs once, then the low-noise expert, which the last steps need.
 """
 
 from __future__ import annotations
@@ -48,9 +48,13 @@ def plan_host(parts: Mapping[str, PartToLoad], available: int | None) -> HostPla
     for name in STAY_IN_FILES:
         if needed > room and name in parts and parts[name].stays_in_file:
             mapped.add(name)
-            needed -= parts[name].bytes
+            needed -= parts[name].bytes - parts[name].decoded_bytes
     if needed > available:
-        sizes = ", ".join(f"{name} {part.bytes / GIB:.1f}" for name, part in parts.items() if name not in mapped)
+        sizes = ", ".join(
+            f"{name} {size / GIB:.1f}"
+            for name, part in parts.items()
+            if (size := part.decoded_bytes if name in mapped else part.bytes)
+        )
         raise OptionError(
             f"these models wait in host memory, which takes {needed / GIB:.1f} GiB ({sizes}), and "
             f"{available / GIB:.1f} GiB are available: end other programs, or use files whose weights can stay there: "
@@ -61,8 +65,10 @@ def plan_host(parts: Mapping[str, PartToLoad], available: int | None) -> HostPla
 
 def check_host(parts: Mapping[str, PartToLoad], available: int | None) -> None:
     """Raise OptionError where a CPU's models do not fit into host memory. Weights that are used as they are stored stay
-    in their mapped files and do not count. available: bytes of host memory; None: not known."""
-    sizes = {name: part.bytes for name, part in parts.items() if not part.stays_in_file}
+    in their mapped files and do not count; blocks that are decoded do. available: bytes of host memory; None: not
+    known."""
+    sizes = {name: part.decoded_bytes if part.stays_in_file else part.bytes for name, part in parts.items()}
+    sizes = {name: size for name, size in sizes.items() if size}
     if available is None or sum(sizes.values()) <= available:
         return
     words = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes.items())

@@ -8,8 +8,6 @@ from typing import Literal, cast
 
 from wan_core.config import LoadOptions, OptionError
 from wan_core.execution.memory.planning import (
-    FACTORS,
-    LATENTS,
     Beside,
     MemoryPlan,
     Sizes,
@@ -23,9 +21,8 @@ from wan_core.execution.memory.residency import Policy, Residency
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.wan.config import DiTConfig
-from wan_core.models.wan.families import family_of
 from wan_core.parallel.mesh import RankMesh
+from wan_core.pipeline.hearing import hearing_bytes
 from wan_core.pipeline.loras import lora_bytes
 from wan_core.pipeline.model_parts import Experts, Parts
 from wan_core.pipeline.resolved_request import Job
@@ -46,12 +43,14 @@ class Workload:
     plan: Plan
     batched: bool
     image: bool = False
+    seconds: float = 0.0  # of sound that is encoded
 
     @classmethod
     def of(cls, job: Job) -> Workload:
         image = job.request.image is not None or job.request.last_image is not None
         image = image or job.media is not None
-        return cls(job.latent_shape, job.plan, job.batched, image)
+        seconds = job.frames / job.fps if job.request.audio is not None else 0.0
+        return cls(job.latent_shape, job.plan, job.batched, image, seconds)
 
 
 @dataclass(frozen=True)
@@ -180,23 +179,18 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
         )
         outside = outside_bytes(found.dit, workload.latent_shape, max(sizes))
         beside = replace(beside, denoise=beside.denoise + outside)
+    if isinstance(found, Parts) and found.speech is not None:
+        seconds = found.task.frames / found.task.fps if workload is None else workload.seconds
+        beside = replace(beside, sound=hearing_bytes(found.speech.config, seconds) if seconds else 0)
     return beside if "vae" in found.of else replace(beside, text=0, decode=0, image=0)
 
 
 def beside_attached(beside: Beside, loras: int) -> Beside:
     """Attached LoRAs of so many bytes stay on the device in every phase."""
     image = beside.image + loras if beside.image else 0
-    return replace(
-        beside, text=beside.text + loras, denoise=beside.denoise + loras, decode=beside.decode + loras, image=image
-    )
-
-
-def forward_bytes(config: DiTConfig, tokens: int, per_token: float = FACTORS["torch"]) -> int:
-    """What a forward of so many tokens needs besides weights, bf16, both branches' text included. per_token: of
-    `planning.factor`; by default what is most."""
-    text = 2 * 2 * 2 * config.num_layers * config.context_len * config.dim
-    forward = (per_token + family_of(config).more_per_token) * 2 * tokens * config.dim
-    return int(forward + text + LATENTS * min(1.0, tokens / 32760))
+    sound = beside.sound + loras if beside.sound else 0
+    everywhere = {"text": beside.text + loras, "denoise": beside.denoise + loras, "decode": beside.decode + loras}
+    return replace(beside, **everywhere, image=image, sound=sound)
 
 
 def decode_bytes(config: VAEConfig, rows: int, columns: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
@@ -11,11 +12,12 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint import Checkpoint
-from wan_core.checkpoint.detect import Config
+from wan_core.checkpoint.detect import Config, expected_shapes
 from wan_core.checkpoint.merge import Merge
 from wan_core.models.text.config import TextConfig
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.tasks import TASKS, Task
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
@@ -53,6 +55,12 @@ def is_packed(quantization: Quantization | None) -> bool:
     return quantization is not None and issubclass(quantization.kind, PackedLinear)
 
 
+def matrix_parameters(config: DiTConfig, keep_blocks: int = 0) -> int:
+    """Of the linears that are quantised in a transformer."""
+    shapes = expected_shapes(config)
+    return sum(prod(shapes[f"{name}.weight"]) for name in quantized_names(config, keep_blocks))
+
+
 @dataclass(frozen=True)
 class Part:
     """One model before it is loaded: what it is, and how to get it."""
@@ -73,9 +81,11 @@ class Part:
 
     def bytes(self, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
         """Of its weights in memory."""
-        if is_packed(quantization):
-            size = self.packed or PackedSize("", 0, 0)
-            return size.bytes + (self.parameters - size.parameters) * dtype.itemsize
+        if quantization is not None and is_packed(quantization):
+            size = self.packed or PackedSize("", 0, 1)
+            decoded = self.decoded_parameters(quantization)
+            packed = size.bytes * (size.parameters - decoded) // size.parameters
+            return packed + (self.parameters - size.parameters + decoded) * dtype.itemsize
         if quantization is None or not isinstance(self.config, DiTConfig):
             return self.parameters * dtype.itemsize
         encoded = self.encoded_parameters(quantization)
@@ -84,8 +94,16 @@ class Part:
     def encoded_parameters(self, quantization: Quantization) -> int:
         """Of a transformer: those that `quantization` encodes."""
         assert isinstance(self.config, DiTConfig)
-        encoded = (self.config.num_layers - 2 * quantization.keep_blocks) * self.config.block_matrices
+        encoded = matrix_parameters(self.config, quantization.keep_blocks)
         return min(encoded, self.quantized_parameters) if quantization.as_stored else encoded
+
+    def decoded_parameters(self, quantization: Quantization) -> int:
+        """Of a transformer: those that the file packs, or has in FP8 with scales, in the blocks that `quantization`
+        keeps. Matrices that the file itself has in a higher precision are taken for blocks that are kept."""
+        if not quantization.keep_blocks:
+            return 0
+        assert isinstance(self.config, DiTConfig)
+        return max(0, self.quantized_parameters - matrix_parameters(self.config, quantization.keep_blocks))
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,13 @@ class PartToLoad:
         return is_packed(self.quantization) or (self.part.scaled and self.quantization.as_stored)
 
     @property
+    def decoded_bytes(self) -> int:
+        """Of its weights in host memory where it stays in its file: those of blocks that are kept are decoded."""
+        if self.quantization is None:
+            return 0
+        return self.part.decoded_parameters(self.quantization) * self.dtype.itemsize
+
+    @property
     def lora_words(self) -> str:
         """How LoRAs are applied, for reports."""
         return "merged" if self.lora_mode == "merge" else f"attached: {self.lora_why}"
@@ -80,8 +87,12 @@ class PartToLoad:
         if not is_packed(self.quantization):
             kept = 0 if self.quantization is None else self.quantization.keep_blocks
             return unit_bytes(config, self.dtype.itemsize, self.quantization is not None, kept)
-        rest, blocks = unit_bytes(config, self.dtype.itemsize, False)[0], config.num_layers
-        return (rest, *[max(0, self.bytes - rest) // blocks] * blocks)
+        assert self.quantization is not None
+        rest, *blocks = unit_bytes(config, self.dtype.itemsize, False)
+        inner = range(self.quantization.keep_blocks, len(blocks) - self.quantization.keep_blocks)
+        packed = self.bytes - rest - sum(size for i, size in enumerate(blocks) if i not in inner)
+        share = max(0, packed) / sum(blocks[i] for i in inner)
+        return (rest, *[int(size * share) if i in inner else size for i, size in enumerate(blocks)])
 
     def load(self, device: torch.device, loras: Merge | None = None, share: Share | None = None) -> nn.Module:
         return self.part.load(device, self.dtype, self.quantization, loras, share)

@@ -31,6 +31,7 @@ from wan_core.models.vision.config import VIT_H, VisionConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import choose_task, family_of
 from wan_core.models.wan.families.family import Clues
+from wan_core.models.wan.linears import quantized_names
 from wan_core.models.wan.tasks import TASKS, Task, find_task
 from wan_core.ops.quant.int8 import row_format
 from wan_core.ops.quant.packed import holds_tables
@@ -244,7 +245,7 @@ def recognise(
     quantized = [
         checkpoint.tensors[theirs]
         for ours, theirs in found.names.items()
-        if ours.startswith("blocks.") and (ours in found.scales or checkpoint.tensors[theirs].packing)
+        if in_block(found, ours) and (ours in found.scales or checkpoint.tensors[theirs].packing)
     ]
     return Part(
         f"{checkpoint.describe()} ({found.layout})",
@@ -270,6 +271,13 @@ def recognise(
     )
 
 
+def in_block(found: Detected, name: str) -> bool:
+    """Whether a parameter is a matrix of a block, which a quantised model can hold as its file does."""
+    if isinstance(found.config, DiTConfig):
+        return name.removesuffix(".weight") in quantized_names(found.config)
+    return name.startswith("blocks.") and "embedding" not in name
+
+
 def packed_size(checkpoint: Checkpoint, found: Detected) -> PackedSize | None:
     """Of the matrices that can be held as the file packs them: those of the blocks, and a text encoder's table. FP8
     with scales is one of the formats where others are, and in a text encoder, which has no use for FP8 products."""
@@ -279,7 +287,7 @@ def packed_size(checkpoint: Checkpoint, found: Detected) -> PackedSize | None:
         info = checkpoint.tensors[theirs]
         fmt = info.packing or ("fp8" if ours in found.scales else None)
         table = ours == "token_embedding.weight" and holds_tables(info.packing)
-        if fmt is not None and (table or (ours.startswith("blocks.") and "embedding" not in ours)):
+        if fmt is not None and (table or in_block(found, ours)):
             sizes[fmt] = sizes.get(fmt, 0) + info.nbytes
             parameters += prod(info.shape)
     if not sizes or (found.kind == "dit" and set(sizes) == {"fp8"}):

@@ -27,7 +27,8 @@ def task_memory(
     # Without files of pictures and videos: the size alone matters. What they add is counted.
     task = replace(models.task, image="none", driven_by="", family=WAN.name)
     job = make_job(request, task, models.dit, models.vae)
-    workload = with_media(Workload.of(job), models.task)
+    seen = image or models.task.image == "channels"
+    workload = with_media(replace(Workload.of(job), image=seen), models.task, job.frames / job.fps)
     cuda = torch.device("cuda")
     dtype, vae_dtype = compute_dtype(options.precision, cuda), compute_dtype("auto", cuda)
     sizes = Sizes(
@@ -45,10 +46,12 @@ def task_memory(
     return sizes, beside_workload(models, workload, per_token, dtype.itemsize)
 
 
-def with_media(workload: Workload, task: Task) -> Workload:
-    """`workload` with all pictures that the family of a task may have in front of its video."""
+def with_media(workload: Workload, task: Task, seconds: float) -> Workload:
+    """`workload` with all that the family of a task may have: pictures in front of its video, so many `seconds` of
+    sound."""
     family, (B, C, T, Y, X) = family_of(task), workload.latent_shape
     if family.media is None:
         return workload
+    seconds = 0.0 if family.hears is None else seconds
     leading = len(family.media.front) + (0 if family.clips is None else family.clips.leading)
-    return replace(workload, latent_shape=(B, C, T + leading, Y, X), image=True)
+    return replace(workload, latent_shape=(B, C, T + leading, Y, X), image=True, seconds=seconds)

@@ -66,12 +66,13 @@ class Beside:
     denoise: int
     decode: int
     image: int = 0  # encoding one; 0: there is none
+    sound: int = 0  # encoding it, with the weights of its encoder, which are there meanwhile; 0: there is none
     residuals: int = 0
     prompts: int = 0
 
     @property
     def most(self) -> int:
-        return max(self.text, self.denoise, self.decode, self.image)
+        return max(self.text, self.denoise, self.decode, self.image, self.sound)
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,9 @@ def _phases(sizes: Sizes, beside: Beside, policy: Policy, resident: int, room: i
 
     text, vae = sizes.text_stage if streams_text else sizes.text_encoder, sizes.vae
     words = "the text encoder" + (f", its blocks stream ({sizes.text_encoder / GIB:.2f})" if streams_text else "")
-    phases = [phase("text", text, beside.text, words, ())]
+    heard = [phase("encode audio", 0, beside.sound, "with the encoder of sound, which leaves", ())]
+    phases = heard if beside.sound else []
+    phases.append(phase("text", text, beside.text, words, ()))
     image = (vae,) if beside.image else ()
     if beside.image:
         encoders = "the VAE, the CLIP vision encoder" if sizes.clip_vision else "the VAE"

@@ -9,7 +9,7 @@ is needed, and come back when they are used; a text encoder that does not fit st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -211,8 +211,14 @@ class Residency:
     def _make_room(self, name: str, wanted: Stage) -> None:
         """Send models away, the one used longest ago first, until this one fits with what runs beside it."""
         need = wanted.nbytes(self.host_weights[name]) + self.beside.get(name, 0)
-        others = [stage for stage in self.stages.values() if stage is not wanted and not stage.is_empty]
-        left = False
+        self._send_away([stage for stage in self.stages.values() if stage is not wanted], need)
+
+    def make_room(self, nbytes: int) -> None:
+        """Send models away, the one used longest ago first, until so many bytes fit that are needed only once."""
+        self._send_away(list(self.stages.values()), nbytes)
+
+    def _send_away(self, stages: Sequence[Stage], need: int) -> None:
+        others, left = [stage for stage in stages if not stage.is_empty], False
         for stage in others:
             if self.room is None or need + sum(other.held for other in others) > self.room:
                 stage.leave_device()

@@ -55,12 +55,6 @@ class DiTConfig:
         return self.text_len + (0 if self.image_dim is None else IMAGE_TOKENS)
 
     @property
-    def block_matrices(self) -> int:
-        """Parameters of the matrices of one block."""
-        attention = 8 if self.image_dim is None else 10
-        return attention * self.dim * self.dim + 2 * self.dim * self.ffn_dim
-
-    @property
     def rope_axes(self) -> tuple[int, int, int]:
         """How many of a head's channels encode time, rows and columns: (44, 42, 42) at head dim 128."""
         d = self.head_dim

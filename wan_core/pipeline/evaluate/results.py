@@ -6,16 +6,14 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from wan_core.config.outputs import write_text
+from wan_core.config.versions import installed
 from wan_core.execution.report import device_name
 
 
@@ -35,15 +33,6 @@ def envelope(suite: str, device: torch.device, rows: list[dict[str, Any]], progr
         "versions": versions,
         "rows": rows,
     }
-
-
-def installed(packages: Iterable[str]) -> dict[str, str]:
-    """Package -> version, for the installed ones."""
-    versions = {}
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions
 
 
 def commit(folder: Path = Path(__file__).parent) -> str | None:

@@ -184,7 +184,7 @@ def joined(plans: Sequence[Plan]) -> Plan:
         plans[0],
         boundary=between([step.sigma for step in steps], split) if split else 0.0,
         steps=tuple(replace(step, index=i) for i, step in enumerate(steps)),
-        unskipped=sum(len(step.branches) for step in steps),
+        unskipped=sum(len(step.branches) * step.runs for step in steps),
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
         adaptive=next((plan.adaptive for plan in plans if plan.adaptive is not None), None),
         sparse=next((plan.sparse for plan in plans if plan.sparse is not None), None),

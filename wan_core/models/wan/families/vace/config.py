@@ -29,12 +29,6 @@ class VaceConfig(DiTConfig):
     def vace_blocks(self) -> int:
         return -(-self.num_layers // self.vace_every)
 
-    @property
-    def block_matrices(self) -> int:
-        """As of the base class, with the VACE blocks spread over all blocks."""
-        own = super().block_matrices
-        return own + own * self.vace_blocks // self.num_layers
-
     def modules_of(self, layer: int) -> tuple[str, ...]:
         own = () if layer % self.vace_every else (f"vace_blocks.{layer // self.vace_every}",)
         return (*super().modules_of(layer), *own)
