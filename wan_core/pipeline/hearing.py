@@ -29,6 +29,7 @@ from wan_core.models.wan.tasks import Task
 
 log = logging.getLogger(__name__)
 CONVOLUTIONS = 4  # tensors as large as the first convolution's output, that are there at the same time
+WORKSPACE = 16 * 2**20  # of cuBLAS and cuDNN
 
 
 class Speech(NamedTuple):
@@ -79,14 +80,15 @@ def random_speech(task: Task) -> Speech | None:
 
 @lru_cache
 def hearing_bytes(config: SpeechConfig, seconds: float) -> int:
-    """What encoding a sound takes of the device's memory, all in float32: weights, and the first convolution with its
-    norm and activation, or the states of all layers and their stack."""
+    """What encoding a sound takes of the device's memory, all in float32: weights, the samples and a copy with mean 0
+    and variance 1, and the first convolution with its norm and activation, or the states of all layers and their
+    stack."""
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in SpeechEncoder(config).parameters())
     samples, frames = seconds * SAMPLE_RATE, seconds * FRAMES_PER_SECOND
     first = CONVOLUTIONS * config.conv_dim * samples / STRIDES[0]
     states = frames * (2 * (config.num_layers + 1) * config.dim + 2 * config.ffn_dim)
-    return int(4 * (weights + max(first, states)))
+    return int(4 * (weights + 2 * samples + max(first, states))) + WORKSPACE
 
 
 @torch.no_grad()
