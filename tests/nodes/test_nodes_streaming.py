@@ -159,8 +159,9 @@ def test_nodes_keep_as_many_blocks_as_the_command_line(
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: room)
     monkeypatch.setattr(nodes.sockets.host, "room", lambda: room)
     planned = MemoryPlanner(settings, options).plan(workload)
-    assert model.memory(workload) == planned.beside["high"]
-    assert model.resident_blocks(model.memory(workload)) == planned.resident_blocks < found.dit.num_layers
+    here = model.plan(workload)
+    assert here.beside["high"] == planned.beside["high"] and here.form == planned.form
+    assert here.staying_blocks == planned.resident_blocks < found.dit.num_layers
 
 
 MODES = ("merge", "attach")
