@@ -27,6 +27,7 @@ TABLE = {
     ("fp8", "480p"): [(FP8_HOST, 0), (HOST, 8), (HOST, 19), (HOST, 40), (DEVICE, 40), (DEVICE, 40), (DEVICE, 40)],
     ("fp8", "720p"): [(FP8_HOST, 0), (FP8_HOST, 0), (HOST, 2), (HOST, 23), (HOST, 40), (DEVICE, 22), (DEVICE, 40)],
 }
+HOSTS = (None, *(gib * GIB for gib in (8, 32, 64, 96, 128, 256)))
 CASES = [(precision, size, card) for precision in ("bf16", "fp8", "int8") for size in SIZES for card in CARDS]
 
 
@@ -61,7 +62,7 @@ def test_every_card_has_its_form(precision: str, size: str) -> None:
 
 @pytest.mark.parametrize(("precision", "size", "card"), CASES)
 def test_the_cheapest_form_that_fits_is_planned(precision: str, size: str, card: int) -> None:
-    for host in (None, *(gib * GIB for gib in (8, 32, 64, 96, 128, 256))):
+    for host in HOSTS:
         plan, fitting = plan_of(precision, size, card, host), in_one_form(precision, size, card, host)
         assert plan.form is not None
         if not fitting:
@@ -79,18 +80,29 @@ def test_the_cheapest_form_that_fits_is_planned(precision: str, size: str, card:
 @pytest.mark.parametrize(("precision", "size", "card"), CASES)
 def test_a_run_keeps_what_was_planned(precision: str, size: str, card: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the memory free that the plan counts on. Where others took it, in host memory."""
-    sizes, beside = needs(precision, size)
-    plan = plan_of(precision, size, card)
-    assert plan.form is not None
-    if not plan.denoise <= plan.room:
-        return
-    free = limited(card) - stage_bytes(sizes.units, plan.staying_blocks)
+    (sizes, beside), cuda = needs(precision, size), torch.device("cuda")
     monkeypatch.setattr(kept, "available_bytes", lambda: 200 * GIB)
-    monkeypatch.setattr(kept, "free_on", lambda _: free)
-    assert kept.choose_form(beside.forms, plan.form, 0, 0, torch.device("cuda")) == plan.form.form
-    monkeypatch.setattr(kept, "free_on", lambda _: plan.form.device)
-    expected = HOST if plan.exact else FP8_HOST
-    assert kept.choose_form(beside.forms, plan.form, 0, 0, torch.device("cuda")) == expected
+    for host in HOSTS:
+        plan = plan_of(precision, size, card, host)
+        form, free = plan.form, limited(card) - stage_bytes(sizes.units, plan.staying_blocks)
+        assert form is not None
+        if plan.denoise <= plan.room:
+            monkeypatch.setattr(kept, "free_on", lambda _, free=free: free)
+            assert kept.choose_form(beside.forms, form, 0, 0, cuda) == form.form
+            monkeypatch.setattr(kept, "free_on", lambda _, form=form: form.device)
+            assert kept.choose_form(beside.forms, form, 0, 0, cuda) == (HOST if plan.exact else FP8_HOST)
+
+
+def test_host_memory_of_the_run_before_is_used_again_for_the_same_size_alone() -> None:
+    """It stays pinned, and is not available then: the same video is kept the same way, and another is not promised
+    what is left over from this one."""
+    before = plan_of("fp8", "720p", 24, 130 * GIB)
+    assert before.form is not None and before.form.form == HOST
+    left = 130 * GIB - before.form.host
+    again = {size: plan_memory(*needs("fp8", size), limited(24), host=left, kept=before.form) for size in SIZES}
+    fresh = {size: plan_of("fp8", size, 24, left) for size in SIZES}
+    assert again["720p"] == before != fresh["720p"] and again["480p"] == fresh["480p"]
+    assert fresh["720p"].form is not None and fresh["720p"].form.form.fp8
 
 
 @pytest.mark.parametrize(("precision", "size"), TABLE)
