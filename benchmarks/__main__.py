@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from benchmarks.options import SUITES, add_bench_options
 from wan_core.cli import report_faults
 
+PROGRAM = "python -m benchmarks"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a suite. Returns the exit code: 0 done, 1 a row failed, 2 a user error, 3 out of memory, 130 interrupted."""
@@ -19,13 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return run_bench(options)
 
-    return report_faults("benchmarks", run)
+    return report_faults(PROGRAM, run)
 
 
 def build_parser() -> argparse.ArgumentParser:
     width = max(map(len, SUITES))
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
+        prog=PROGRAM,
         usage="%(prog)s [SUITE] [options]",
         description="Measure the engine and its peers on this machine.",
         epilog="\n".join(

@@ -142,6 +142,8 @@ class WanCoreSampler(io.ComfyNode):
         settings = _settings(model, plan, shape, seed, batched)
         if skipping is not None:
             settings["skipping"] = skip_words(skipping)
+        if plan.notes:
+            host.reporter()("\n".join(plan.notes))
         report = Report(host.device(), settings)
         report.notes.append(f"guidance: {'batched' if batched else 'sequential'} ({why})")
         if model.workers is None:  # they say the same when they load

@@ -8,8 +8,11 @@ import sys
 import pytest
 
 import wan_core
+from benchmarks.__main__ import main as benchmarks
 from wan_core.cli import COMMANDS, PIPE_CLOSED, build_parser, main
 from wan_core.cli.libraries import LIBRARIES
+from wan_core.cli.prompt_file import read_list
+from wan_core.config import LoadOptions
 from wan_core.models.wan.tasks import TASKS
 
 PLAN = [sys.executable, "-m", "wan_core", "plan", "--steps", "1000"]
@@ -119,10 +122,102 @@ def test_errors_name_the_program_that_was_called(called, name, capsys, monkeypat
 
 def test_what_is_missing_is_called_by_its_name(capsys, tmp_path):
     given = ["generate", "--prompt", "x", "--out", str(tmp_path / "x.mp4")]
-    assert main([*given, "--high", "x.safetensors"]) == 2
+    assert main([*given, "--high", "wan_core/assets/tiny/t2v_high.safetensors"]) == 2
     assert "no text encoder and no VAE given: add --text-encoder, --vae" in capsys.readouterr().err
     assert main([*given, "--model", str(tmp_path)]) == 2
     assert f"no transformer and no text encoder and no VAE given or found in {tmp_path}" in capsys.readouterr().err
+
+
+NAMED = (
+    "--high",
+    "--low",
+    "--vae",
+    "--text-encoder",
+    "--tokenizer",
+    "--clip-vision",
+    "--lora",
+    "--lora-low",
+    "--image",
+)
+
+
+@pytest.mark.parametrize("option", NAMED)
+def test_a_file_that_is_not_there_is_the_first_complaint(option, capsys, tmp_path):
+    """Whatever else is missing or wrong in the same command."""
+    given = ["generate", "--prompt", "x", "--steps", "0", "--out", str(tmp_path / "no" / "x.mp4")]
+    assert main([*given, option, "nothere.safetensors"]) == 2
+    assert f"generate: {option} nothere.safetensors does not exist" in capsys.readouterr().err
+    assert main([*given, option, "READMEE.md"]) == 2
+    assert capsys.readouterr().err.endswith("READMEE.md does not exist; did you mean README.md?\n")
+
+
+def test_the_benchmarks_call_themselves_by_name(capsys):
+    with pytest.raises(SystemExit):
+        benchmarks(["--no-such-option"])
+    assert "python -m benchmarks: error" in capsys.readouterr().err
+    assert benchmarks(["attention", "--device", "cuda:99"]) == 2
+    assert capsys.readouterr().err.startswith("python -m benchmarks: ")
+
+
+@pytest.mark.parametrize("option", ["--reference", "--image", "--last-image", "--from-video"])
+def test_a_second_file_is_refused_by_name(option, capsys):
+    err = fault(["generate", "--prompt", "x", option, "README.md", option, "LICENSE"], capsys)
+    assert f"{option}: one file is taken, and README.md and LICENSE are given: leave one out" in err
+
+
+def test_a_line_of_a_list_may_name_another_picture_than_the_command(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "image": "docs/images/text_to_video.png"}\n{"prompt": "y"}\n')
+    given = ["generate", "--model", "tiny", "--prompts", str(tmp_path / "a.jsonl"), "--image", "docs/demo.png"]
+    options = build_parser().parse_args(given)
+    videos = read_list(tmp_path / "a.jsonl", options, LoadOptions(model="tiny"))
+    assert [video.request.image for video in videos] == ["docs/images/text_to_video.png", "docs/demo.png"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["generate"], "nothing to do: give --prompt or --prompts"),
+        (["generate", "--prompt", "x", "--prompts", "y"], "--prompt and --prompts given: leave one out"),
+        (["inspect"], "missing: file"),
+        (
+            ["generate", "--prompt", "x", "--size", "-5x5"],
+            "--size needs a value; --size=VALUE for one",
+        ),
+        (["plan", "--image", "docs/demo.png"], "unknown: docs/demo.png (--image takes no value here)"),
+    ],
+)
+def test_what_is_missing_or_too_much_is_said_in_words(given, says, capsys):
+    assert says in fault(given, capsys)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["plan", "--frames", "80"], "The nearest is 81"),
+        (["plan", "--size", "832x480"], "--size changes no step: add --memory"),
+        (["plan", "--memory-limit", "24"], "--memory-limit changes no step: add --memory"),
+        (["plan", "--memory", "--host-memory-limit", "24"], "--host-memory-limit changes nothing"),
+        (["generate", "--model", "ComfyUI/models", "--prompt", "x"], "there is no folder ComfyUI/models"),
+        (["generate", "--model", "tiny", "--prompt", "x", "--out", ""], "--out . is no name for a video"),
+        (["generate", "--model", "tiny", "--prompt", "x", "--out", ".."], "--out .. is no name for a video"),
+        (["generate", "--model", "tiny", "--prompt", "x", "--device", "cuda:99"], ": use c"),
+        (["generate", "--model", "tiny", "--prompt", "x", "--lora", "README.md"], "README.md: a text, not a model"),
+        (
+            ["generate", "--model", "tiny", "--prompt", "x", "--high", "docs/demo.png"],
+            "a picture, a sound or a video",
+        ),
+        (["generate", "--model", "tiny", "--prompts", "docs/demo.png"], "is no text in UTF-8: write one JSON object"),
+    ],
+)
+def test_wrong_input_says_what_to_do(given, says, capsys, tmp_path):
+    out = ["--out", str(tmp_path / "x.mp4")] if given[0] == "generate" and "--out" not in given else []
+    assert main([*given, *out]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_says_what_may(capsys):
+    assert main(["plan", "--memory", "--memory-limit", "2", "--task", "ti2v-5B"]) == 1
+    assert "it does not fit: try" in capsys.readouterr().err
 
 
 def test_libraries_are_installed_from_where_they_are():

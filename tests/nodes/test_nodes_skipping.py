@@ -172,6 +172,7 @@ def test_speed_presets_of_the_pack_and_of_the_user(comfy: ComfyUI) -> None:
     run = comfy.run(graph)
     assert run.ok, run.status
     assert "% of keys" in run.outputs["words"]["text"][0] and "saved" in run.outputs["words"]["text"][0]
+    assert ("measured with 40 steps" in run.outputs["words"]["text"][0]) == (PLAN["steps"] != 40)
     path = comfy.base / "models" / "diffusion_models" / "mine.preset.json"
     mine = {"format": "wancore-preset/1", "name": "mine", "setting": "pattern:100/100/0", "source": "a test"}
     path.write_text(json.dumps(mine))

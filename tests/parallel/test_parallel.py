@@ -25,7 +25,7 @@ import parallel_ranks
 from parallel_ranks import Ranks
 from safetensors.torch import save_file
 
-from tests import int8_files
+from tests import gguf_files, int8_files
 from wan_core.checkpoint import load_dit
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
@@ -330,9 +330,11 @@ def test_ranks_that_read_by_threads_may_stop_early(ranks, odd):
 
 def test_a_model_that_ranks_read_by_threads_is_that_of_one(ranks, tmp_path):
     assert ranks.ask("staged_model", mesh="1x1x3") == [[]] * 3
-    state, _, notes = int8_files.stored("rotated 256")
+    state, meant, notes = int8_files.stored("rotated 256")
     write_safetensors(state, tmp_path / "int8.safetensors", notes)
     assert ranks.ask("staged_model", mesh="1x1x3", packed=str(tmp_path / "int8.safetensors")) == [[]] * 3
+    gguf_files.write(tmp_path / "m.gguf", meant, gguf_files.matrices("Q8_0"), notes=int8_files.NOTES)
+    assert ranks.ask("staged_model", mesh="1x1x3", packed=str(tmp_path / "m.gguf")) == [[]] * 3
 
 
 @pytest.mark.parametrize("missing", ["all parts", "the last part"])

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from wan_core.cli import main
 from wan_core.config import OptionError
+from wan_core.models.wan.tasks import find_task
 from wan_core.pipeline.evaluate.search import AXES, LEAST, Candidate, Search, least_seconds, spread
+from wan_core.pipeline.evaluate.search_run import (
+    FULL_TASKS,
+    H200_BESIDE,
+    H200_FORWARD,
+    H200_SIZE,
+    estimated_seconds,
+    full_size,
+)
 from wan_core.sampling.cache.arguments import parse_setting, speed_options
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.native.plan import check_native
@@ -190,7 +199,45 @@ def test_the_presets_of_this_package_are_found_and_save_what_they_say():
         assert find_speed(name).setting == fields["setting"] == read_speed(FOLDER / f"{name}{SUFFIX}").setting
 
 
+@pytest.mark.parametrize("name", speed_names())
+def test_a_preset_file_has_the_seconds_of_its_own_plans(name):
+    """Every change of a cost changes what a preset takes: the files say what the search would write today."""
+    fields = json.loads((FOLDER / f"{name}{SUFFIX}").read_text())
+    plain = make_plan(task=fields["of"]["task"], steps=fields["of"]["steps"])
+    size = full_size(find_task(FULL_TASKS[plain.task]), H200_SIZE)
+    for row in (fields, *fields["rows"]):
+        plan = skip_forwards(plain, parse_setting(row["setting"]), None)
+        assert row["seconds"] == pytest.approx(estimated_seconds(plan, *size, H200_FORWARD, H200_BESIDE), rel=0.01)
+
+
+@pytest.mark.parametrize("name", speed_names())
+@pytest.mark.parametrize("steps", [12, 20, 40])
+def test_a_plan_says_where_a_preset_was_measured_with_other_steps(name, steps):
+    plan = skip_forwards(make_plan(task="i2v-tiny", steps=steps), speed_options(name), None)
+    said = [note for note in plan.notes if "was measured with" in note]
+    own = find_speed(name).steps
+    assert own in (20, 40) and len(said) == (own != steps)
+    assert all(f"{own} steps" in note and f"has {steps}:" in note for note in said)
+
+
+def test_a_preset_for_any_number_of_steps_says_nothing(tmp_path):
+    path = tmp_path / f"any{SUFFIX}"
+    path.write_text('{"format": "wancore-preset/1", "name": "any", "setting": "pattern:1101/101/1", "source": "b"}')
+    assert not skip_forwards(make_plan(steps=12), speed_options(str(path)), None).notes
+
+
+def test_steps_of_a_preset_are_said_before_loading(tmp_path, capsys):
+    words = ["generate", "--model", "tiny", "--prompt", "a red circle moving right on a blue background"]
+    words += ["--speed", "balanced", "--steps", "10", "--frames", "5", "--size", "32x32"]
+    assert main([*words, "--out", str(tmp_path / "x.mp4")]) == 0
+    told = capsys.readouterr().err
+    assert told.count("measured with 40 steps, and this run has 10") == 1
+    assert told.index("measured with 40 steps") < told.index("load ")
+
+
 DAMAGED = {
+    "steps that are no number": '{"format": "wancore-preset/1", "name": "a", "setting": "full", "source": "b",'
+    ' "of": {"steps": "20"}}',
     "no json": "{",
     "no preset": "[]",
     "another form": '{"format": "wancore-preset/9", "name": "a", "setting": "full", "source": "b"}',

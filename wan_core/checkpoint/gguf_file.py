@@ -24,7 +24,7 @@ from torch import Tensor
 
 from wan_core.checkpoint import gguf_tokenizer
 from wan_core.checkpoint.errors import CheckpointError, listing
-from wan_core.checkpoint.opened import Checkpoint, Read, TensorInfo, check_names, short_path
+from wan_core.checkpoint.opened import Checkpoint, Read, TensorInfo, check_names, part_name, short_path
 from wan_core.checkpoint.safetensors_file import MAX_DIMENSIONS, map_file
 from wan_core.config.limits import MAX_HEADER, MAX_TENSORS
 from wan_core.ops.kernels.gguf_blocks import FORMATS
@@ -157,24 +157,28 @@ def open_gguf(path: Path) -> Checkpoint:
     metadata, stored = _header(cursor)
     begin = _first_value(cursor, metadata)
     tensors = {entry.name: _info(entry) for entry in _placed(stored, metadata, cursor, len(mapping) - begin)}
-    offsets = {entry.name: begin + entry.offset for entry in stored}
-    codes = {entry.name: entry.code for entry in stored}
+    blocks = {name: _blocks(name, info) for name, info in tensors.items() if info.packing is not None}
+    stored_infos = {name: info for name, info in tensors.items() if name not in blocks} | dict(blocks.values())
+    offsets = {blocks[e.name][0] if e.name in blocks else e.name: begin + e.offset for e in stored}
 
     def plain(name: str) -> Tensor:
-        info = tensors[name]
+        info = stored_infos[name]
         return _view(mapping, info.dtype, info.nbytes // info.dtype.itemsize, offsets[name]).reshape(info.shape)
 
-    def packed(name: str, _: Read | None) -> Packed:
-        info, fmt = tensors[name], PACKED[codes[name]]
-        data = _view(mapping, torch.uint8, info.nbytes, offsets[name])
-        return Packed(fmt.name, info.shape, {"weight": data.reshape(-1, fmt.row_bytes(info.shape[-1]))})
+    def packed(name: str, read: Read | None) -> Packed:
+        info = tensors[name]
+        assert info.packing is not None
+        return Packed(info.packing, info.shape, {"weight": (read or plain)(blocks[name][0])})
 
     texts = {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in metadata.items()
         if not isinstance(value, Array)
     }
-    return Checkpoint(where, path, tensors, texts, plain, packed, _tokenizer(cursor, metadata))
+    places = {name: (path, offset) for name, offset in offsets.items()}
+    parts = {name: dict([one]) for name, one in blocks.items()}
+    tokenizer = _tokenizer(cursor, metadata)
+    return Checkpoint(where, path, tensors, texts, plain, packed, tokenizer, places=places, parts=parts)
 
 
 def _header(cursor: Cursor) -> tuple[dict[str, object], list[Stored]]:
@@ -297,6 +301,13 @@ def _info(entry: Stored) -> TensorInfo:
     if packed is not None:
         return TensorInfo(entry.shape, torch.float32, entry.nbytes, packed.name)
     return TensorInfo(entry.shape, PLAIN[entry.code], entry.nbytes)
+
+
+def _blocks(name: str, info: TensorInfo) -> tuple[str, TensorInfo]:
+    """The only part of a packed matrix: the bytes of its blocks, row by row."""
+    assert info.packing is not None
+    row = FORMATS[info.packing].row_bytes(info.shape[-1])
+    return part_name(name, "weight"), TensorInfo((info.nbytes // row, row), torch.uint8, info.nbytes)
 
 
 def _view(mapping: mmap.mmap, dtype: torch.dtype, count: int, offset: int) -> Tensor:

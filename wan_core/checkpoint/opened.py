@@ -67,8 +67,7 @@ class Checkpoint:
     for a state dict). `read` returns a CPU tensor that shares memory with the mapped file: nothing is copied, pages
     come in when they are touched, and writing to the tensor changes memory but never the file. Tensors stay valid
     after `close`. For a packed tensor, `read` returns the dequantised numbers and `read_packed` what is
-    stored. `parts`: packed tensor -> what it consists of, as plain tensors that `read` gives too, named by `part_name`;
-    empty for GGUF.
+    stored. `parts`: packed tensor -> what it consists of, as plain tensors that `read` gives too, named by `part_name`.
 
     `tokenizer` makes the SentencePiece model from the file's metadata, where it has one (GGUF).
     """

@@ -81,6 +81,7 @@ def _open_file(path: Path) -> Checkpoint:
     )
 
 
+PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM")
 _UNSUPPORTED = (
     (lambda head: not head, "the file is empty. Download it again."),
     (
@@ -105,7 +106,21 @@ _UNSUPPORTED = (
         lambda head: head.lstrip()[:1] in b"{[" and head.isascii(),
         "a text file (JSON), not a model. Name the file with the weights, or a shard index that ends in .index.json.",
     ),
+    (
+        lambda head: head.startswith(PICTURES) or head[4:8] == b"ftyp" or head.startswith(b"\x1aE\xdf\xa3"),
+        "a picture, a sound or a video, not a model. Name the file with the weights.",
+    ),
+    (
+        lambda head: _is_text(head),
+        "a text, not a model. Name the file with the weights.",
+    ),
 )
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether the first bytes of a file are printed characters; the last one may be cut."""
+    words = head.decode("utf-8", errors="ignore")
+    return len(words.encode()) > len(head) - 4 and all(c.isprintable() or c in "\t\r\n" for c in words)
 
 
 def _open_folder(folder: Path) -> Checkpoint:

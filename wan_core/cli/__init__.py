@@ -33,6 +33,7 @@ from wan_core.cli.options import (
     add_plan_options,
     add_request_options,
     add_window_options,
+    check_inputs,
     task_table,
 )
 from wan_core.cli.parsing import Parser, program
@@ -70,12 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(name)s: %(message)s")
-    return report_faults(options.command, lambda: options.run(options))
+    level, form = (logging.INFO, "%(name)s: ") if options.verbose else (logging.WARNING, "warning: ")
+    logging.basicConfig(level=level, format=f"{form}%(message)s")
+
+    def run() -> int:
+        check_inputs(options)
+        return options.run(options)
+
+    return report_faults(f"{program()} {options.command}", run)
 
 
-def report_faults(command: str, run: Callable[[], int]) -> int:
-    """Call `run` and return its exit code. User errors, interruption and out of memory print one line on stderr."""
+def report_faults(name: str, run: Callable[[], int]) -> int:
+    """Call `run` and return its exit code. User errors and out of memory print one line on stderr that begins with
+    `name`, what the user called."""
     try:
         return run()
     except BrokenPipeError:
@@ -87,16 +95,16 @@ def report_faults(command: str, run: Callable[[], int]) -> int:
         advice = missing_library(fault.name or "")
         if advice is None:
             raise
-        print(f"{program()} {command}: {advice}", file=sys.stderr)
+        print(f"{name}: {advice}", file=sys.stderr)
         return 2
     except (UserError, OSError) as fault:
         logging.getLogger(__name__).info("raised here", exc_info=True)
-        print(f"{program()} {command}: {fault}", file=sys.stderr)
+        print(f"{name}: {fault}", file=sys.stderr)
         return 2
     except RuntimeError as fault:
         if type(fault).__name__ != "OutOfMemoryError":  # torch's, without importing torch
             raise
-        print(f"{program()} {command}: out of memory ({fault}). {OUT_OF_MEMORY}", file=sys.stderr)
+        print(f"{name}: out of memory ({fault}). {OUT_OF_MEMORY}", file=sys.stderr)
         return 3
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from wan_core.cli.control import control_of
 from wan_core.cli.options import outputs_of, plan_numbers, window_of
 from wan_core.config import QUANTIZED, LoadOptions, OptionError, Request
-from wan_core.config.checks import near_file
+from wan_core.config.checks import check_size
 from wan_core.config.windows import check_one_way
 from wan_core.models.wan.families import check_stages
 from wan_core.models.wan.families.long_video import LongVideo, cut_video
@@ -22,6 +23,7 @@ from wan_core.sampling.plan import Plan
 from wan_core.sampling.presets import preset_plan
 from wan_core.sampling.sparsity.schedule import with_costs
 
+SMALLER = "try --precision fp8, a smaller --size or fewer --frames, or a task with a smaller model"
 PLANNED_TASK = "t2v-A14B"  # where neither a task nor a model is named
 # Pixels of a frame, and of all frames, of the largest video that `check` compares: it takes 300 bytes for each.
 CHECK_FRAME, CHECK_VIDEO = 2**18, 2**22
@@ -52,10 +54,6 @@ def run_quantize(options: argparse.Namespace) -> int:
 
 def run_plan(options: argparse.Namespace) -> int:
     loras = [Path(lora.path) for lora in options.loras if lora.strength]
-    for path in (options.high, options.low, *loras):
-        if path is not None and not path.exists():
-            hint = near_file(path) or ": give an existing file or folder, or omit the option"
-            raise OptionError(f"{path} does not exist{hint}")
     check_headers([path for path in (options.high, options.low) if path is not None], loras)
     if options.model is not None:
         take_model(options)
@@ -64,12 +62,15 @@ def run_plan(options: argparse.Namespace) -> int:
         if any(one is not None for one in (options.clip_frames, options.overlap, options.seconds_per_forward)):
             raise OptionError("--memory is of one clip: leave out --clip-frames, --overlap and --seconds-per-forward")
         return run_memory_plan(options)
+    for name in ("size", "memory_limit", "host_memory_limit", "resident_blocks"):
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise OptionError(f"{flag} changes no step: add --memory, whose plan it changes, or leave {flag} out")
     files = [path for path in (*loras, options.high, options.low) if path is not None]
     plan = preset_plan(files=files, task=options.task, **plan_numbers(options), window=window_of(options))
     task = TASKS[plan.task]
     frames = task.frames if options.frames is None else options.frames
-    if frames < 1:
-        raise OptionError(f"--frames {frames} given; a video has at least 1")
+    check_size(task.width, task.height, frames, multiple=1, temporal=task.vae.temporal_stride)
     latents = (frames - 1) // task.vae.temporal_stride + 1
     check_one_way(options.windows, options.clip_frames, options.overlap)
     if options.windows is not None:
@@ -157,6 +158,8 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     from wan_core.pipeline.task_memory import task_memory
 
     cuda = torch.device("cuda", 0)
+    if options.host_memory_limit is not None:
+        raise OptionError("--host-memory-limit changes nothing in this plan, which says what is needed: leave it out")
     if options.memory_limit is None and not torch.cuda.is_available():
         raise OptionError("this machine has no GPU: give the memory of one in GiB, for example --memory-limit 24")
     model = options.model or ("tiny" if options.task.endswith("-tiny") else f"random:{options.task}")
@@ -189,6 +192,8 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     if not options.json and torch.cuda.is_available() and (choices := choices_on(cuda, options.memory_limit)):
         print("\n".join(choice_lines(choices)))
+    if not plan.fits:
+        print(f"it does not fit: {SMALLER}", file=sys.stderr)
     return 0 if plan.fits else 1
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from wan_core.cli.control import FILES as CONTROL_FILES
 from wan_core.cli.control import add_control_options, add_strength_options
+from wan_core.cli.parsing import Once
 from wan_core.cli.sound import FILES as SOUND_FILES
 from wan_core.cli.sound import add_audio_option, add_encoder_option
 from wan_core.cli.windows import add_windows_option
@@ -23,7 +24,7 @@ from wan_core.config import (
     NagOptions,
     OptionError,
 )
-from wan_core.config.checks import parse_size
+from wan_core.config.checks import near_file, parse_size
 from wan_core.config.outputs import Outputs
 from wan_core.models.wan.families.family import NEGATIVE_SOURCE
 from wan_core.models.wan.tasks import TASKS
@@ -173,9 +174,9 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
             "(docs/parallel.md)",
         )
     group.add_argument("--negative-prompt", help=NEGATIVE_HELP)
-    group.add_argument("--image", help="first frame (image-to-video, Fun, VACE)")
-    group.add_argument("--last-image", help="last frame (image-to-video, Fun inpaint, VACE)")
-    group.add_argument("--from-video", help="video to start from (video-to-video)")
+    group.add_argument("--image", action=Once, help="first frame (image-to-video, Fun, VACE)")
+    group.add_argument("--last-image", action=Once, help="last frame (image-to-video, Fun inpaint, VACE)")
+    group.add_argument("--from-video", action=Once, help="video to start from (video-to-video)")
     group.add_argument(
         "--denoise", type=float, help="strength of video-to-video, 0 to 1: how much of the noise it gets (default 0.7)"
     )
@@ -184,8 +185,9 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
     add_strength_options(group)
     group.add_argument(
         "--reference",
+        action=Once,
         help="picture of who moves as in the driving videos (Animate) or speaks (S2V), or of what is to be seen (VACE, "
-        "Fun control)",
+        "Fun control); several are possible in ComfyUI only (WanCore VACE)",
     )
     group.add_argument("--pose-video", help="video that is followed: drawn poses (Animate, S2V), any video (Animate-2)")
     group.add_argument("--face-video", help="video of a face whose expression is followed (Animate)")
@@ -319,15 +321,32 @@ def add_overwrite_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def outputs_of(options: argparse.Namespace) -> Outputs:
-    """The outputs of a command, which are none of its inputs."""
-    inputs: dict[str, str | Path | None] = {}
+def inputs_of(options: argparse.Namespace) -> dict[str, str | Path]:
+    """What messages call it -> each file or folder that is named to be read."""
+    inputs: dict[str, str | Path] = {}
     for name in INPUTS:
         given = getattr(options, name, None)
         if isinstance(given, (str, Path)) and given != "tiny":
             inputs[f"the {name}" if name in ("latents", "source") else f"--{name.replace('_', '-')}"] = given
     for number, lora in enumerate(getattr(options, "loras", ())):
-        inputs["--lora" if number == 0 else f"--lora (number {number + 1})"] = lora.path
+        option = "--lora" if lora.expert == "auto" else f"--lora-{lora.expert}"
+        inputs[option if number == 0 else f"{option} (number {number + 1})"] = lora.path
+    return inputs
+
+
+def check_inputs(options: argparse.Namespace) -> None:
+    """Raise OptionError for the first file or folder that is named and does not exist: before anything else is
+    refused, as what is missing may be a consequence. `--model` may name what is no folder."""
+    for name, given in inputs_of(options).items():
+        path = Path(given)
+        if name != "--model" and not path.exists():
+            hint = near_file(path) or ": give an existing file or folder"
+            raise OptionError(f"{f'{name} ' if name.startswith('--') else ''}{given} does not exist{hint}")
+
+
+def outputs_of(options: argparse.Namespace) -> Outputs:
+    """The outputs of a command, which are none of its inputs."""
+    inputs: dict[str, str | Path | None] = {**inputs_of(options)}
     return Outputs(inputs, overwrite=options.overwrite, tell=lambda words: print(words, file=sys.stderr))
 
 

@@ -14,6 +14,17 @@ from wan_core.config.checks import meant_hint, nearly
 NUMBERS = {"int": "whole number", "float": "number"}
 
 
+def plain_words(message: str) -> str:
+    """What argparse says, with what is to be done."""
+    message = re.sub(r"invalid (int|float) value: (.*)", lambda bad: f"{bad[2]} is no {NUMBERS[bad[1]]}", message)
+    message = re.sub(r"argument (\S+): not allowed with argument (\S+)", r"\2 and \1 given: leave one out", message)
+    message = re.sub(r"one of the arguments (\S+) (\S+) is required", r"nothing to do: give \1 or \2", message)
+    message = re.sub(
+        r"argument (\S+): expected one argument", r"\1 needs a value; \1=VALUE for one that begins with -", message
+    )
+    return re.sub(r"the following arguments are required: (.*)", r"missing: \1", message)
+
+
 class DefaultsFormatter(argparse.RawDescriptionHelpFormatter):
     """Adds `(default X)` to the help of each option whose default its text does not name."""
 
@@ -23,6 +34,17 @@ class DefaultsFormatter(argparse.RawDescriptionHelpFormatter):
         if not action.option_strings or says_nothing or "default" in text:
             return text
         return f"{text} (default %(default)s)".strip()
+
+
+class Once(argparse.Action):
+    """For an option that names one file: a second one is refused, where argparse would drop the first."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        first = getattr(namespace, self.dest)
+        if first not in (None, parser.get_default(self.dest)):  # that of a list is the command line's, for every line
+            one = f"one file is taken, and {first} and {value} are given"
+            raise argparse.ArgumentError(self, f"{one}: leave one out")
+        setattr(namespace, self.dest, value)
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,9 +60,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2]
-        message = f"unknown: {unknown}" if unknown else message
-        message = re.sub(r"invalid (int|float) value: (.*)", lambda bad: f"{bad[2]} is no {NUMBERS[bad[1]]}", message)
+        message = f"unknown: {unknown}{self._without_value(unknown)}" if unknown else plain_words(message)
         self.exit(2, f"{self.prog}: {message}{self._suggestions()}\n{self.short_usage()}\n")
+
+    def _without_value(self, word: str) -> str:
+        """What to say of a word that follows an option which takes none."""
+        place = list(self.given).index(word) if word in self.given else 0
+        before = self._option_string_actions.get(self.given[place - 1]) if place else None
+        return f" ({self.given[place - 1]} takes no value here)" if before is not None and before.nargs == 0 else ""
 
     def short_usage(self) -> str:
         """One line: what the command needs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from statistics import fmean
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -59,9 +59,16 @@ class ProgressLine:
         if self.seed is not None:
             self.say(f"seed {self.seed}")
 
-    def found(self, parts: Any) -> None:
-        """The models that will be loaded (`Parts`)."""
+    def found(self, parts: Any, job: Any = None) -> None:
+        """The models that will be loaded (`Parts`), and what will be made (`Job`)."""
+        if job is not None:
+            self.decided(job.plan.notes)
         self.to_load = sum(part.stored_bytes for part in parts.of.values())
+
+    def decided(self, notes: Iterable[str]) -> None:
+        """What was decided for a plan, before work starts."""
+        for note in notes:
+            self.say(note)
 
     def read(self, count: int) -> None:
         """So many bytes more were read."""

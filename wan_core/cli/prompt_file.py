@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 
 from wan_core.cli.generate import request_of
 from wan_core.cli.options import INPUTS, RANDOM_SEED, add_request_options
+from wan_core.cli.parsing import plain_words
 from wan_core.config import LoadOptions, OptionError, Request
+from wan_core.config.checks import meant_hint, near_file
 from wan_core.config.outputs import check_place, folded
 from wan_core.media.mp4 import check_video_name
 from wan_core.media.video import read_metadata
@@ -28,7 +30,7 @@ class LineParser(argparse.ArgumentParser):
     """Raises OptionError where argparse would end the program."""
 
     def error(self, message: str) -> NoReturn:
-        raise OptionError(message)
+        raise OptionError(plain_words(message))
 
 
 def read_list(path: Path, options: argparse.Namespace, loaded: LoadOptions) -> list[ListedVideo]:
@@ -36,8 +38,10 @@ def read_list(path: Path, options: argparse.Namespace, loaded: LoadOptions) -> l
     them. Raises OptionError."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as fault:
-        raise OptionError(f"cannot read the list {path}: {getattr(fault, 'strerror', None) or fault}") from fault
+    except OSError as fault:
+        raise OptionError(f"cannot read the list {path}: {fault.strerror}{near_file(path)}") from fault
+    except UnicodeDecodeError as fault:
+        raise OptionError(f"the list {path} is no text in UTF-8: write one JSON object a line") from fault
     parser = _line_parser(options)
     contents.cache_clear()
     videos: list[ListedVideo] = []
@@ -90,7 +94,8 @@ def _video(
     words = []
     for name, value in found.items():
         if name not in known:
-            raise OptionError(f"field {name!r} is not known; allowed are {', '.join(sorted(known))}")
+            hint = meant_hint(name, known) or f"; allowed are {', '.join(sorted(known))}"
+            raise OptionError(f"field {name!r} is not known{hint}")
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise OptionError(f"field {name!r} is {json.dumps(value)[:60]}; write a text or a number")
         words.append(f"{known[name]}={value}")  # with =, so that a text may begin with a dash

@@ -49,11 +49,14 @@ def run_list(options: argparse.Namespace) -> int:
     videos = read_list(options.prompts, options, loaded)
     left = [video for video in videos if not is_finished(video)]
     device = choose_device(options.device) if groups is None else torch.device(groups[0].devices[0])
+    notes: dict[str, None] = {}  # of all videos, each once, in their order
     for video in left:
         try:
-            check_request(loaded, video.request, device)
+            notes |= dict.fromkeys(check_request(loaded, video.request, device).plan.notes)
         except OptionError as fault:
             raise OptionError(f"line {video.line} of {options.prompts}: {fault}") from fault
+    for note in notes:
+        tell(note)
     if len(left) < len(videos):
         tell(f"{len(videos) - len(left)} of {len(videos)} videos are there already and are not made again")
     outcome = make_left(left, groups, loaded) if left else Outcome()

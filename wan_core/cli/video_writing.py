@@ -18,6 +18,8 @@ def video_output(outputs: Outputs, path: Path) -> Path:
     """Where the video that --out names is written. Raises OptionError."""
     from wan_core.media.video_formats import FRAME_NAME, is_folder
 
+    if path.name in ("", ".."):
+        raise OptionError(f"--out {path} is no name for a video: give one that ends in .mp4, .webm or .gif")
     return outputs.add("--out", path, pictures=FRAME_NAME.format(1) if is_folder(path) else None)
 
 

@@ -78,7 +78,7 @@ def generate_on(
     from wan_core.workers.client import generate
     from wan_core.workers.launcher import Workers
 
-    check_request(loaded, request, torch.device(workers.devices[0]))
+    progress.decided(check_request(loaded, request, torch.device(workers.devices[0])).plan.notes)
     given = {
         "on_step": progress.step,
         "on_plan": progress.planned,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
@@ -195,6 +195,8 @@ class SkipOptions:
     pattern: PatternOptions | None = None
     sparse: SparseOptions | None = None
     stages: tuple[StageOptions, ...] = ()
+    # Of the runs that a speed preset was measured in; None: it is for any number of steps, or there is no preset.
+    measured_steps: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         # Options sent to workers hold stages as plain dicts.

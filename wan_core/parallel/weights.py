@@ -51,7 +51,7 @@ def shared_checkpoint(checkpoint: Checkpoint, ranks: RankMesh, how: Sharing = "g
         checkpoint.tensors,
         checkpoint.metadata,
         read,
-        checkpoint.read_packed,  # GGUF: every rank reads all from the page cache, a quarter of the bytes of bf16
+        checkpoint.read_packed,
         checkpoint.tokenizer,
         checkpoint.places if gathers else None,
         readers if gathers else None,

@@ -66,7 +66,8 @@ def no_folder(model: str) -> OptionError:
     if path.exists():
         return OptionError(f"{model} is not a folder: name single files by --high, --low, --text-encoder and --vae")
     known = next((name for name in RELEASES if model.lower() in (name.lower(), name.partition("/")[2].lower())), None)
-    if known is None and (re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) is None or path.parent.is_dir()):
+    repository = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model) is not None and path.name != "models"
+    if known is None and (not repository or path.parent.is_dir()):
         nearby = near_file(path) or meant_hint(model, ["tiny", *(name.partition("/")[2] for name in RELEASES)])
         what = (
             "give tiny, the folder of a release, ComfyUI's models folder or a repository such as Wan-AI/Wan2.2-T2V-A14B"

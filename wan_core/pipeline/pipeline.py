@@ -87,12 +87,12 @@ class Pipeline:
         *,
         request: Request | None = None,
         ranks: RankMesh | None = None,
-        on_found: Callable[[Parts], None] = lambda _: None,
+        on_found: Callable[[Parts, Job | None], None] = lambda *_: None,
     ) -> Pipeline:
         """Recognise the files, then load them. A `request` given here is checked in between, before any weights are
         read, and picks the embedded model's image variant if it has an image. ranks: those that do all of it together,
         each calling this and everything after it alike, on its own device; all have the same results. on_found: told
-        what will be loaded, after every check. Raises CheckpointError, OptionError or AttentionError."""
+        what will be loaded, and the checked request. Raises CheckpointError, OptionError or AttentionError."""
         report = Report(choose_device(options.device) if ranks is None else ranks.device)
         image = request is not None and bool(request.image or request.last_image)
         if request is not None:
@@ -100,7 +100,7 @@ class Pipeline:
         with report.phase("load"):
             found = find_models(options, image=image)
             job = None if request is None else first_job(found, options, request, report.device)
-            on_found(found)
+            on_found(found, job)
             models = load_models(found, options, report, None if job is None else Workload.of(job), ranks)
         return cls(models, report)
 
@@ -354,11 +354,11 @@ class Pipeline:
         return True
 
 
-def check_request(options: LoadOptions, request: Request, device: torch.device) -> None:
+def check_request(options: LoadOptions, request: Request, device: torch.device) -> Job:
     """Raise what loading and `generate` on `device` would refuse, from the headers of the files alone."""
     image = bool(request.image or request.last_image)
     options = for_request(options, request)
-    first_job(find_models(options, image=image), options, request, device)
+    return first_job(find_models(options, image=image), options, request, device)
 
 
 def first_job(found: Parts, options: LoadOptions, request: Request, device: torch.device) -> Job:

@@ -300,7 +300,8 @@ def random_parts(options: LoadOptions) -> Parts:
     assert options.model is not None
     given = [part for part in (*PARTS, HEARS, "tokenizer") if getattr(options, part) is not None]
     if given:
-        raise OptionError(f"{options.model} makes every part itself: leave out {', '.join(given)}")
+        flags = ", ".join("--" + part.replace("_", "-") for part in given)
+        raise OptionError(f"{options.model} makes every part itself: leave out {flags}")
     name, _, layers = options.model.removeprefix("random:").partition(":")
     task = find_task(name)
     if task.name not in RANDOM:

@@ -24,11 +24,13 @@ AGAIN = "search it again, or choose another"
 
 @dataclass(frozen=True)
 class SpeedPreset:
-    """`setting` in the words of `quality --setting`; `source`: the model that it was measured on."""
+    """`setting` in the words of `quality --setting`; `source`: the model that it was measured on; `steps`: of the runs
+    in which it was measured, None where the file does not say."""
 
     name: str
     setting: str
     source: str
+    steps: int | None = None
 
 
 def speed_names() -> tuple[str, ...]:
@@ -57,10 +59,14 @@ def read_speed(path: Path) -> SpeedPreset:
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:
             raise OptionError(f"{path} is not a preset of the form {FORMAT}: {AGAIN}")
         found = [fields[name] for name in ("name", "setting", "source")]
+        of = fields.get("of", {})
+        steps = of.get("steps") if isinstance(of, dict) else of
     except (OSError, ValueError, KeyError, RecursionError) as fault:
         if isinstance(fault, OptionError):
             raise
         raise OptionError(f"{path} is not a preset ({type(fault).__name__}: {fault}): {AGAIN}") from fault
     if not all(isinstance(value, str) and value for value in found):
         raise OptionError(f"{path} is not a preset: name, setting and source must be words: {AGAIN}")
-    return SpeedPreset(*found)
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise OptionError(f"{path} is not a preset: `of.steps` must be a whole number from 1: {AGAIN}")
+    return SpeedPreset(*found, steps=steps)

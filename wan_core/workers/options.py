@@ -73,10 +73,8 @@ def parse_devices(text: str, gpus: int, *, cpu: bool = True) -> tuple[str, ...]:
         return tuple(f"cuda:{i}" for i in range(gpus))
     if given.isdecimal():
         if len(given) > 6 or not 1 <= int(given) <= gpus:
-            raise OptionError(
-                f"{given[:20]} GPUs given, and torch finds {gpus} here: give at most as many, or a list of devices "
-                "(0,2 or cpu,cpu)"
-            )
+            advice = "give at most as many, or a list of devices (0,2)" if gpus else "name cpu,cpu to try it"
+            raise OptionError(f"{given[:20]} GPUs given, and torch finds {gpus} here: {advice}")
         return tuple(f"cuda:{i}" for i in range(int(given)))
     names = [name.strip() for name in given.split(",")]
     names = [f"cuda:{name}" if name.isdecimal() else name for name in names]

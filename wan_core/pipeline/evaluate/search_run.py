@@ -20,7 +20,8 @@ from torch import Tensor
 from wan_core.config import OptionError, Request
 from wan_core.config.checks import parse_size
 from wan_core.config.outputs import Outputs, write_text
-from wan_core.models.wan.tasks import find_task
+from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.tasks import Task, find_task
 from wan_core.pipeline.evaluate.calibrate import plain
 from wan_core.pipeline.evaluate.compare import Comparison, compare, find_perceptual, pareto, summary
 from wan_core.pipeline.evaluate.results import envelope
@@ -108,7 +109,7 @@ class Videos:
         job = self.batches[0].job
         self.described = {
             "task": self.plan.task,
-            "steps": len(self.plan.steps),
+            "steps": self.plan.count,
             "size": f"{job.width}x{job.height}x{job.frames}",
             "videos": [[sample.caption, sample.seed, sample.image] for sample in samples],
             "perceptual": self.perceptual_name,
@@ -132,16 +133,11 @@ class Videos:
             _, _, T, Y, X = job.latent_shape
             forward = options.forward_seconds or self.timed()
             return config, (T, Y, X), forward, options.beside_seconds or 0.0
-        full = find_task(of)
-        if full.full_size is None:
-            raise OptionError(f"task {full.name} has no size of its own to estimate: give another one with --of-task")
-        width, height, frames = size_of(options.of_size or H200_SIZE)
-        vae = full.vae
-        latents = (frames - 1) // vae.temporal_stride + 1, height // vae.spatial_stride, width // vae.spatial_stride
+        config, latents = full_size(find_task(of), options.of_size or H200_SIZE)
         if (options.of_task or options.of_size) and not options.forward_seconds:
             raise OptionError("--of-task and --of-size need --forward-seconds: what one dense forward takes there")
         beside = H200_BESIDE if options.beside_seconds is None else options.beside_seconds
-        return full.full_size, latents, options.forward_seconds or H200_FORWARD, beside
+        return config, latents, options.forward_seconds or H200_FORWARD, beside
 
     def timed(self) -> float:
         """Seconds of a forward of this model, of the full run of the first batch."""
@@ -149,10 +145,7 @@ class Videos:
         return run.seconds / run.forwards / len(self.batches[0].samples)
 
     def _seconds(self, setting: str) -> float:
-        config, latents, forward, beside = self.cost
-        plan = with_costs(self.planned(self.batches[0], setting), config, latents)
-        seconds: dict[Expert, float] = {"high": forward, "low": forward}
-        return (plan.estimate(seconds) or 0.0) + beside
+        return estimated_seconds(self.planned(self.batches[0], setting), *self.cost)
 
     def planned(self, batch: Batch, setting: str) -> Plan:
         return skipping(self.pipe, batch, self.plan, parse_setting(setting))
@@ -224,6 +217,24 @@ class Videos:
         whole = {s: found for s, found in self.found.items() if len(found) >= self.options.count}
         points = {s: (-self.seconds(s), fmean(one.psnr for one in found)) for s, found in whole.items()}
         return [self.row(setting) for setting in reversed(pareto(points))]
+
+
+def full_size(task: Task, size: str) -> tuple[DiTConfig, tuple[int, int, int]]:
+    """Architecture of a task, and latent frames, rows and columns of its video of that size. Raises OptionError."""
+    if task.full_size is None:
+        raise OptionError(f"task {task.name} has no size of its own to estimate: give another one with --of-task")
+    width, height, frames = size_of(size)
+    vae = task.vae
+    T = (frames - 1) // vae.temporal_stride + 1
+    return task.full_size, (T, height // vae.spatial_stride, width // vae.spatial_stride)
+
+
+def estimated_seconds(
+    plan: Plan, config: DiTConfig, latents: tuple[int, int, int], forward: float, beside: float
+) -> float:
+    """Of a whole video by a plan. forward: seconds of a dense forward; beside: of all else."""
+    seconds: dict[Expert, float] = {"high": forward, "low": forward}
+    return (with_costs(plan, config, latents).estimate(seconds) or 0.0) + beside
 
 
 def size_of(text: str) -> tuple[int, int, int]:

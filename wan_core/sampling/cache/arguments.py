@@ -6,7 +6,7 @@ Every command that makes a plan has them.
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from wan_core.config import (
@@ -127,7 +127,8 @@ def speed_options(name: str) -> SkipOptions | None:
     try:
         if "speed:" in preset.setting:
             raise OptionError("a preset within a preset")
-        return parse_setting(preset.setting)
+        options = parse_setting(preset.setting)
+        return None if options is None else replace(options, measured_steps=preset.steps)
     except OptionError as fault:
         raise OptionError(f"speed preset {name}: {fault}") from fault
 

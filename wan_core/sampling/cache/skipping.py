@@ -90,6 +90,11 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
     if options is None:
         return plan
     full, steps = plan.forwards, len(plan.steps)
+    if options.measured_steps not in (None, plan.count):
+        own = options.measured_steps
+        note = f"the speed preset was measured with {own} steps, and this run has {plan.count}: set steps to {own}, or "
+        note += "compare it with the full run"
+        plan = replace(plan, notes=(*plan.notes, note))
     if options.guidance is not None:
         if options.guidance.every > 1 and plan.solver == "lcm":
             raise OptionError(f"the reused guidance does not fit the solver lcm, {UNCACHED['lcm']}: use every 1")
