@@ -186,8 +186,7 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     kernels = not torch.cuda.is_available() or fused.why_not(cuda) is None  # another machine is taken to have them
     sizes, beside = task_memory(load_options, request, image=image, fused=kernels)
     here = device_room(cuda) if options.memory_limit is None else limited(options.memory_limit)
-    other = options.memory_limit is not None and options.host_memory_limit is None  # a machine that is not known
-    host = None if other else host_room(options.host_memory_limit)
+    host = host_room() if options.memory_limit is None else None  # another machine's is not known
     plan = plan_memory(sizes, beside, here, options.residency, options.resident_blocks, host=host)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     if not options.json and torch.cuda.is_available() and (choices := choices_on(cuda, options.memory_limit)):
