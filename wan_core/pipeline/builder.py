@@ -115,9 +115,10 @@ class Models:
             return None
         plan = self.planner.plan(workload, self.residency)
         held, limit = self.residency, self.planner.options.host_memory_limit
-        check_prepared(plan.form, held.kept_form, held.weights_in_host_memory(), limit)
+        form = plan.form if self.ranks is None else None
+        check_prepared(form, held.kept_form, held.weights_in_host_memory(), limit)
         room = plan.room if plan.together else None
-        self.residency.follow(plan.policy, plan.resident_blocks, room, plan.beside, plan.streams_text, plan.form)
+        held.follow(plan.policy, plan.resident_blocks, room, plan.beside, plan.streams_text, form)
         return plan
 
     def text_encoder(self) -> TextEncoder:

@@ -122,9 +122,7 @@ def choose_residency(
         if policy != plan.policy:
             report.notes.append(f"residency: {policy} (another rank has no room for more)")
             blocks = blocks if policy == "stream" else 0
-            return Residency(
-                device, policy, resident_blocks=blocks, streams_text=plan.streams_text, form=plan.form
-            ), False
+            return Residency(device, policy, resident_blocks=blocks, streams_text=plan.streams_text), False
     report.notes += [f"residency: {plan.policy} ({plan.why})", plan.table()]
     room = plan.room if plan.together else None
     made = Residency(
@@ -134,7 +132,7 @@ def choose_residency(
         room=room,
         beside=plan.beside,
         streams_text=plan.streams_text,
-        form=plan.form,
+        form=plan.form if ranks is None else None,  # ranks share host memory: each looks what is left when it runs
     )
     return made, False
 
