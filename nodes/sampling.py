@@ -136,7 +136,7 @@ class WanCoreSampler(io.ComfyNode):
         if plan.sparse is not None and model.workers is None:
             check_kernel(plan.sparse, model.settings.attention, host.device(), model.experts.dit.head_dim, tokens)
         workload = Workload(shape, plan, batched=False)
-        blocks = model.resident_blocks(model.memory(workload))
+        blocks = model.plan(workload).staying_blocks
         streamed = blocks is not None and tokens <= TRANSFER_TOKENS
         batched, why = choose_batched(guidance_mode, plan, tokens, streamed=streamed)
         settings = _settings(model, plan, shape, seed, batched)

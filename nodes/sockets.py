@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from wan_core.config import LoadOptions, OptionError, WindowOptions
-from wan_core.execution.memory.planning import TEXT, Beside, Sizes, plan_memory
+from wan_core.execution.memory.planning import TEXT, Beside, MemoryPlan, Sizes, plan_memory
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.media.preview import RGBMap
@@ -30,7 +30,8 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.models.wan.model import WanModel
-from wan_core.pipeline.host_planning import host_room, plan_host
+from wan_core.models.wan.prepared_form import PreparedForm
+from wan_core.pipeline.host_planning import check_prepared, host_room, plan_host
 from wan_core.pipeline.images import (
     Made,
     Pieces,
@@ -88,12 +89,16 @@ class ModelSocket:
         """The expert, on the device; a load is timed as a phase of `report`."""
         if self.workers is not None:
             raise OptionError("workers hold this model, and this node needs it here: use a loader without workers")
-        held, memory = self.held[expert], self.memory(workload)
-        residency = self.options.residency
+        held, plan = self.held[expert], self.plan(workload)
+        memory, residency = plan.beside[expert], self.options.residency
         together = list(dict.fromkeys(self.held.values())) if residency == "resident" else [held]
-        blocks = self.resident_blocks(memory)
+        blocks = plan.staying_blocks
         if blocks is not None:
-            report.notes += self._plan_host()
+            report.notes += self._plan_host(plan.form)
+        else:
+            check_prepared(plan.form, held.kept_form, self._waiting())
+        if plan.form is not None and plan.form.host:
+            report.notes.append(f"memory: {plan.form.words}")
         for name, one in self.held.items():
             one.expect(self.loras_of(name))
             if blocks is not None:
@@ -105,18 +110,26 @@ class ModelSocket:
         loras, loaded = self.loras_of(expert), all(one.is_loaded for one in together)
         if loaded and held.has_loras(loras):
             host.load(together, memory)
-            return held.ready(loras)
+            return self._ready(expert, plan.form)
         host.show(f"{'LoRAs of' if loaded else 'loading'} the {held.name} ...")
         with report.phase(f"load {expert}"):
             host.load(together, memory)
             host.background.wait(self.kernels)
-            return held.ready(loras)
+            return self._ready(expert, plan.form)
 
-    def _plan_host(self) -> list[str]:
-        """Decide where weights wait that are about to be read and streamed; says which are not pinned. Raises
-        OptionError where they do not fit into host memory."""
+    def _ready(self, expert: Expert, form: PreparedForm | None) -> WanModel:
+        """One that is loaded, which keeps what it prepares as `form` says."""
+        held = self.held[expert]
+        model = held.ready(self.loras_of(expert))
+        held.kept_form = model.prepared_form = form
+        return model
+
+    def _plan_host(self, prepared: PreparedForm | None) -> list[str]:
+        """Decide where weights wait that are about to be read and streamed, beside what a run prepares; says which are
+        not pinned. Raises OptionError where they do not fit into host memory."""
         parts = {name: part for name, part in self.settings.parts.items() if not self.held[name].in_host_memory}
-        plan = plan_host(parts, host_room())
+        kept = None if prepared is None or prepared.uses_again(self.held["high"].kept_form) else prepared
+        plan = plan_host(parts, host_room(), kept)
         for name, part in parts.items():
             self.held[name].wait(part, plan.copies(name))
         return [f"{name}: weights stay in the mapped file, pinned memory is short" for name in sorted(plan.mapped)]
@@ -136,27 +149,30 @@ class ModelSocket:
         if then.has_loras(self.loras_of(other)):
             now.residency.prefetch(now.name, then.name, runs)
 
-    def memory(self, workload: Workload) -> int:
-        """Bytes that a run takes beside the weights of its experts, attached LoRAs included."""
+    def _waiting(self) -> int:
+        """Bytes of weights that wait in host memory, or in their files."""
+        waits = {id(one): one.part.bytes for one in self.held.values() if one.in_host_memory}
+        return sum(waits.values())
+
+    def plan(self, workload: Workload) -> MemoryPlan:
+        """Of the experts alone, as the command line plans. Blocks that stream go on as they do where that fits."""
+        held, room, units = self.held["high"], host.room(), self.held["high"].part.units
         attached = [n for n in self.settings.parts if self.held[n].part.lora_mode == "attach"]
         loras = lora_bytes(one for name in attached for one in self.loras.get(name, ()))
         settings = self.settings
         beside = beside_workload(settings.found, workload, settings.per_token(), settings.dtype.itemsize)
-        return beside_attached(beside, loras).denoise
-
-    def resident_blocks(self, memory: int) -> int | None:
-        """How many blocks stay on the device where the others stream, with `memory` bytes beside them. None where none
-        stream: it is not asked for, and a whole expert fits on the card."""
-        held = self.held["high"]
-        if self.options.residency not in ("auto", "stream"):
-            return None
-        before, room, units = held.resident_blocks, host.room(), held.part.units
-        if before is not None and stage_bytes(list(units), before) + memory <= room:
-            return before  # it fits as it is
+        beside = replace(beside_attached(beside, loras), text=0, decode=0, image=0, sound=0)
         sizes = Sizes(units=units, experts=1, text_encoder=0, vae=0)
-        mode = "stream" if self.options.residency == "stream" else "auto"
-        plan = plan_memory(sizes, Beside(text=0, denoise=memory, decode=0), room, mode)
-        return plan.resident_blocks if plan.policy == "stream" else None
+        free = host_room()
+        kept = None if free is None else free + self._waiting(), held.kept_form
+        before = held.resident_blocks if self.options.residency in ("auto", "stream") else None
+        if before is not None:
+            same = plan_memory(sizes, beside, room, "stream", before, True, *kept)
+            if same.denoise <= room and same.exact:
+                return same
+        asked = self.options.residency  # where no blocks stream, weights are on the device alone
+        mode = "auto" if asked == "auto" else "stream" if asked == "stream" else "resident"
+        return plan_memory(sizes, beside, room, mode, None, True, *kept)
 
     def relieve(self, expert: Expert, workload: Workload) -> str | None:
         """After out of memory: everyone else leaves, and half of the blocks that stayed stream. In words; None where no
@@ -169,8 +185,9 @@ class ModelSocket:
         for one in self.held.values():
             one.stream(stay // 2)
         host.evict_all()
-        host.load([held], self.memory(workload))
-        held.ready(self.loras_of(expert))
+        plan = self.plan(workload)
+        host.load([held], plan.beside[expert])
+        self._ready(expert, plan.form)
         return f"other models left the device, {stay // 2} of {blocks} blocks stay, the others stream"
 
 

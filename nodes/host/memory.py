@@ -20,6 +20,7 @@ from wan_core.execution.memory.planning import CONTEXT
 from wan_core.execution.memory.residency import Residency, tensors_of
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.prepared_form import PreparedForm
 from wan_core.pipeline.builder import apply_loras, changes_weights
 from wan_core.pipeline.host_planning import check_attached, staying_in_file
 from wan_core.pipeline.loras import AppliedLoras, Wanted
@@ -65,6 +66,7 @@ class Held(ModelPatcher):
         self.name, self.part, self.finish, self.residency, self.order = name, part, finish, residency, order
         self.resident_blocks: int | None = None  # where blocks stream; None: it is loaded as a whole
         self.copies: bool | None = None  # where blocks stream: whether weights are pinned; False: they stay in the file
+        self.kept_form: PreparedForm | None = None  # how the run before kept what a transformer prepares beside text
         self.loras: tuple[Wanted, ...] = ()  # of a transformer: those to sum in when it is read next
         self.ahead: Ahead | None = None  # it is being read, and loaded as far as ComfyUI knows
         self.begin_ahead = False  # ComfyUI's next request to load it begins that

@@ -8,7 +8,8 @@ import torch
 from tests.animate_references import ANIMATE2, draw_inputs, draw_weights
 from wan_core.models.wan.families.animate2 import kept
 from wan_core.models.wan.families.animate2 import model as animate2_model
-from wan_core.models.wan.families.animate2.kept import FORMS, Form, Packed, choose_form, pack
+from wan_core.models.wan.families.animate2.config import ANIMATE2_14B, FORMS, Form, prepared_forms
+from wan_core.models.wan.families.animate2.kept import Packed, choose_form, pack
 from wan_core.models.wan.families.animate2.model import Animate2Model
 
 CUDA, GIB = torch.device("cuda"), 2**30
@@ -47,21 +48,29 @@ def test_in_fp8_the_video_is_almost_the_same_wherever_they_are(videos: int, monk
 
 
 @pytest.mark.parametrize(
-    ("device", "host", "form"),
+    ("device", "host", "planned", "form"),
     [
-        (80, 100, Form()),
-        (30, 100, Form(on_host=True)),
-        (35, 20, Form(fp8=True)),
-        (10, 50, Form(on_host=True, fp8=True)),
-        (10, 5, Form(on_host=True, fp8=True)),
-        (30, None, Form(on_host=True)),
+        (90, 100, None, Form()),
+        (40, 100, None, Form(on_host=True)),
+        (45, 20, None, Form(fp8=True)),
+        (10, 50, None, Form(on_host=True, fp8=True)),
+        (10, 5, None, Form(on_host=True, fp8=True)),
+        (40, None, None, Form(on_host=True)),
+        (60, 100, Form(), Form()),  # less runs beside than without a plan
+        (58, 100, Form(), Form(on_host=True)),  # others took what was planned
+        (90, 0, Form(on_host=True), Form(on_host=True)),  # counted by the plan
+        (32, 0, Form(fp8=True), Form(fp8=True)),
     ],
 )
 def test_the_first_form_that_fits_is_taken(
-    device: int, host: int | None, form: Form, monkeypatch: pytest.MonkeyPatch
+    device: int, host: int | None, planned: Form | None, form: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """58 GiB, of which each of 80 tensors takes 1 GiB of pinned memory."""
-    monkeypatch.setattr(kept, "fits", lambda nbytes, *_: nbytes <= device * GIB)
-    monkeypatch.setattr(kept, "available_bytes", lambda: None if host is None else host * GIB)
-    assert choose_form(58 * GIB, 40, 75600, 5120, CUDA) == form
-    assert choose_form(58 * GIB, 40, 75600, 5120, torch.device("cpu")) == FORMS[0]
+    """58.3 GiB at 1280x720, of which each of 80 tensors takes 1 GiB of pinned memory. 11.3 GiB are kept free beside
+    them, or what the plan says: here 1."""
+    monkeypatch.setattr(kept, "free_on", lambda _: device * GIB)
+    monkeypatch.setattr(kept, "available_bytes", lambda: None if host is None else (host + 4) * GIB)
+    forms = [one._replace(activations=GIB) for one in prepared_forms(ANIMATE2_14B, (1, 16, 22, 90, 160), 2)]
+    assert [round(one.device / GIB, 1) for one in forms] == [57.7, 2.9, 29.7, 1.5]
+    chosen = next((one for one in forms if one.form == planned), None)
+    assert choose_form(forms, chosen, 79200, 5120, CUDA) == form
+    assert choose_form(forms, chosen, 79200, 5120, torch.device("cpu")) == (planned or FORMS[0])

@@ -26,6 +26,7 @@ from wan_core.checkpoint.opened import from_state_dict
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import save
 from wan_core.config import LoadOptions, LoraOptions, OptionError
+from wan_core.execution.memory import planning
 from wan_core.execution.memory.planning import RESERVE, TEXT
 from wan_core.execution.memory.residency import Residency
 from wan_core.execution.memory.streaming import stage_bytes
@@ -159,8 +160,53 @@ def test_nodes_keep_as_many_blocks_as_the_command_line(
     monkeypatch.setattr(memory_planning, "device_room", lambda *_: room)
     monkeypatch.setattr(nodes.sockets.host, "room", lambda: room)
     planned = MemoryPlanner(settings, options).plan(workload)
-    assert model.memory(workload) == planned.beside["high"]
-    assert model.resident_blocks(model.memory(workload)) == planned.resident_blocks < found.dit.num_layers
+    here = model.plan(workload)
+    assert here.beside["high"] == planned.beside["high"] and here.form == planned.form
+    assert here.staying_blocks == planned.resident_blocks < found.dit.num_layers
+
+
+def test_nodes_tell_the_model_how_the_plan_keeps_what_it_prepares(
+    nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside keys and values in host memory more blocks stay than beside those on the device, which do not fit."""
+    path = str(TINY / "driven.safetensors")
+    options = LoadOptions(high=path)
+    settings = resolve_settings(find_experts(path), options, CPU)
+    shared = Residency(CPU, "stream")
+    part = settings.parts["high"]
+    held = nodes.host.Held("high", part, lambda module: finish(module, settings, CPU), shared)
+    model = nodes.sockets.ModelSocket(options, settings, {"high": held, "low": held}, None)
+    workload = Workload((1, 16, 7, 12, 12), make_plan(task="animate2-tiny", steps=2), batched=False)
+    monkeypatch.setattr(planning, "RESERVE", (0, 0))
+    on_device = model.plan(workload)
+    assert on_device.form is not None and on_device.staying_blocks is None and not on_device.form.host
+    less = on_device.beside["high"] + stage_bytes(part.units, 0) - 1
+    monkeypatch.setattr(nodes.sockets.host, "room", lambda: less)
+    report = Report(CPU)
+    found = model.acquire("high", workload, report)
+    plan = model.plan(workload)
+    assert plan.form is not None and plan.form.host and found.prepared_form == plan.form == held.kept_form
+    assert held.resident_blocks == plan.staying_blocks and f"memory: {plan.form.words}" in report.notes
+    monkeypatch.setattr(nodes.sockets.host, "room", lambda: 1 << 40)
+    assert model.acquire("high", workload, report).prepared_form == on_device.form
+    held.detach()
+
+
+def test_host_memory_that_is_short_is_said_before_anything_is_read(
+    nodes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(TINY / "driven.safetensors")
+    options = LoadOptions(high=path, residency="stream")
+    settings = resolve_settings(find_experts(path), options, CPU)
+    held = nodes.host.Held("high", settings.parts["high"], lambda module: module, Residency(CPU, "stream"))
+    model = nodes.sockets.ModelSocket(options, settings, {"high": held, "low": held}, None)
+    workload = Workload((1, 16, 7, 12, 12), make_plan(task="animate2-tiny", steps=2), batched=False)
+    monkeypatch.setattr(planning, "RESERVE", (0, 0))
+    monkeypatch.setattr(nodes.sockets.host, "room", lambda: 1 << 20)  # less than any form takes
+    monkeypatch.setattr(nodes.sockets, "host_room", lambda: settings.parts["high"].bytes)
+    with pytest.raises(OptionError, match=r"driving video, FP8, in host memory, take .* make a smaller video"):
+        model.acquire("high", workload, Report(CPU))
+    assert not held.is_loaded and not held.in_host_memory
 
 
 MODES = ("merge", "attach")

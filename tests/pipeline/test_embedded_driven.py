@@ -7,6 +7,7 @@ it that a CPU makes in seconds.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -16,15 +17,21 @@ import torch
 from wan_core.checkpoint import load_dit
 from wan_core.cli import main
 from wan_core.config import LoadOptions, Request
+from wan_core.execution.memory import planning
+from wan_core.execution.memory.streaming import stage_bytes
+from wan_core.execution.report import GIB
 from wan_core.media.driving import follows
 from wan_core.media.metrics import judge
 from wan_core.media.mp4 import Encoder, write_mp4
 from wan_core.media.shapes import parse_caption
 from wan_core.media.video import read_video
+from wan_core.models.wan.families.animate2.config import Form
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.runners import BlockInputs, ForwardInfo
+from wan_core.pipeline import memory_planning
 from wan_core.pipeline.evaluate.run import measure_quality
 from wan_core.pipeline.evaluate.samples import Sample, as_pixels, choose_samples, drawn_trio, save_frame
+from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, beside_workload
 from wan_core.pipeline.pipeline import Pipeline
 from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.sparsity.run import SparseTiles
@@ -81,6 +88,39 @@ def test_the_command_line_drives_a_picture(drawn: dict[str, Path], tmp_path: Pat
     frames, driving = (torch.from_numpy(read_video(path)) for path in (out, drawn[f"{video} video"]))
     assert follows(frames, driving)
     assert judge(frames, parse_caption(CAPTION.replace("moving up", motion))).all_true
+
+
+@pytest.mark.parametrize(
+    ("host", "form"), [(None, Form(on_host=True)), (64, Form(on_host=True)), (4.012, Form(fp8=True))]
+)
+def test_a_small_card_makes_the_same_latents(
+    drawn: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    host: float | None,
+    form: Form,
+) -> None:
+    """The memory limit is emulated: the plan is that of a card with so much room, and the run follows it on a CPU."""
+    options = LoadOptions(model="tiny", task="animate2-tiny", device="cpu")
+    media = {"reference": str(drawn["first picture"]), "pose_video": str(drawn["first video"])}
+    request = Request(prompt="", steps=2, seed=4, guidance_high=1.5, guidance_low=1.5, **media)
+    pipe = Pipeline.load(options)
+    unlimited = pipe.generate(request).latents
+    planner = MemoryPlanner(pipe.models.settings, options)
+    beside = beside_workload(pipe.models.settings.found, Workload.of(pipe.prepare(request)), 20.1, 4)
+    on_device, on_host = (beside.kept_as(one).denoise for one in beside.forms[:2])
+    assert on_host < on_device
+    room = (on_host + on_device) // 2 + stage_bytes(pipe.models.settings.parts["high"].units, 0)
+    monkeypatch.setattr(memory_planning, "device_room", lambda *_: room - pipe.models.residency.weights_on_device())
+    monkeypatch.setattr(planning, "RESERVE", (0, 0))  # of a card; the model has 6 MB
+    monkeypatch.setattr(memory_planning, "host_room", lambda *_: None if host is None else int(host * GIB))
+    limited = Pipeline(replace(pipe.models, planner=planner), pipe.report)
+    with caplog.at_level("INFO"):
+        found = limited.generate(request)
+    assert form.words() in caplog.text and found.report.settings["memory"]["policy"] == "stream"
+    assert torch.equal(found.latents, unlimited) == (not form.fp8)
+    again = limited.generate(request)
+    assert torch.equal(again.latents, found.latents)
 
 
 def test_committed_results_reach_their_targets() -> None:

@@ -20,10 +20,11 @@ from wan_core.execution.report import GIB
 from wan_core.models.text.config import UMT5_XXL
 from wan_core.models.vae.config import VAE_21
 from wan_core.models.wan.config import I2V_A14B
+from wan_core.models.wan.prepared_form import PreparedForm
 from wan_core.ops.quant.fp8 import Fp8RowLinear
 from wan_core.ops.quant.packed import PackedLinear
 from wan_core.ops.quant.swap import Quantization
-from wan_core.pipeline.host_planning import host_room, plan_host, staying_in_file
+from wan_core.pipeline.host_planning import check_prepared, host_room, plan_host, staying_in_file
 from wan_core.pipeline.model_parts import PackedSize, Part, matrix_parameters
 from wan_core.pipeline.settings import PartToLoad, find_quantization
 from wan_core.pipeline.sources import TINY, recognise
@@ -77,6 +78,34 @@ def test_what_is_pinned_fits_and_no_file_is_mapped_in_vain(gib, scaled, stored):
     pinned = sum(part.bytes for name, part in parts.items() if name not in plan.mapped)
     assert pinned <= room and (plan.pins is None or pinned <= room * (1 - KEPT_FREE))
     assert not plan.mapped or sum(p.bytes for p in parts.values()) > room * (1 - KEPT_FREE) - 1
+
+
+@given(gib=st.floats(1, 150), prepared=st.floats(0.1, 90), scaled=st.booleans())
+def test_what_a_run_prepares_fits_beside_what_is_pinned(gib: float, prepared: float, scaled: bool) -> None:
+    """Weights leave pinned memory for it, as far as they can stay in their files, and where there is room none does."""
+    parts, room = everyday(scaled), int(gib * GIB)
+    form = PreparedForm(None, "keys", 0, int(prepared * GIB), 0, True)
+    every = sum(part.bytes for part in parts.values())
+    try:
+        plan = plan_host(parts, room, form)
+    except OptionError:
+        least = sum(part.bytes for name, part in parts.items() if name == "vae" or not part.stays_in_file)
+        assert least + form.host > room
+        return
+    pinned = sum(part.bytes for name, part in parts.items() if name not in plan.mapped)
+    assert pinned + form.host <= room
+    if every + form.host <= room:
+        assert plan == plan_host(parts, room)
+
+
+def test_what_a_run_prepares_is_checked_beside_weights_that_wait() -> None:
+    form = PreparedForm("host", "keys", 0, 9 * GIB, 0, True)
+    check_prepared(form, None, GIB, 10)
+    check_prepared(None, None, 100 * GIB, 10)
+    check_prepared(form, form, 9 * GIB, 10)  # the memory of the run before
+    for before in (None, form._replace(host=8 * GIB), form._replace(form="another")):
+        with pytest.raises(OptionError, match=r"keys, take 9\.0 GiB beside 2.0 GiB of weights, and 10.0 GiB"):
+            check_prepared(form, before, 2 * GIB, 10)
 
 
 def test_what_would_be_converted_is_refused_with_numbers() -> None:

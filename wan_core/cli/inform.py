@@ -154,6 +154,7 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     from wan_core.execution.memory.planning import device_room, limited, plan_memory
     from wan_core.ops.kernels import fused
     from wan_core.pipeline.card_choice import choice_lines, choices_on
+    from wan_core.pipeline.host_planning import host_room
     from wan_core.pipeline.task_memory import task_memory
 
     cuda = torch.device("cuda", 0)
@@ -185,7 +186,8 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     kernels = not torch.cuda.is_available() or fused.why_not(cuda) is None  # another machine is taken to have them
     sizes, beside = task_memory(load_options, request, image=image, fused=kernels)
     here = device_room(cuda) if options.memory_limit is None else limited(options.memory_limit)
-    plan = plan_memory(sizes, beside, here, options.residency, options.resident_blocks)
+    host = host_room() if options.memory_limit is None else None  # another machine's is not known
+    plan = plan_memory(sizes, beside, here, options.residency, options.resident_blocks, host=host)
     print(json.dumps(plan.as_dict(), indent=1) if options.json else plan.table())
     if not options.json and torch.cuda.is_available() and (choices := choices_on(cuda, options.memory_limit)):
         print("\n".join(choice_lines(choices)))

@@ -115,7 +115,8 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         "--host-memory-limit",
         type=float,
         metavar="GIB",
-        help="use at most this much host memory for weights that wait there; others stay in their mapped files "
+        help="use at most this much host memory for weights that wait there, and for what Animate-2 prepares; other "
+        "weights stay in their mapped files "
         "(default: what is available)",
     )
 

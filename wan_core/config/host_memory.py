@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+HOST_RESERVE = 4 * 2**30  # beside what is prepared for a run: other programs need it
+
 
 def available_bytes() -> int | None:
     """Host memory that is available without swapping, to this process's container too; None where the system does not

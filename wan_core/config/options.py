@@ -125,7 +125,7 @@ class LoadOptions:
     lora_mode: str = "auto"  # see `wan_core.pipeline.loras`
     resident_blocks: int | None = None  # blocks that stay on the device while the others stream; None: as many as fit
     memory_limit: float | None = None  # GiB of device memory to use, to plan and run as on a smaller GPU
-    host_memory_limit: float | None = None  # GiB of host memory for weights that wait there
+    host_memory_limit: float | None = None  # GiB of host memory for weights that wait there, and what is prepared
 
     def __post_init__(self) -> None:
         # Options sent to workers or read from a file hold LoRAs as plain dicts.

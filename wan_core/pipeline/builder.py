@@ -41,7 +41,7 @@ from wan_core.parallel.sharded import load_sharded_dit, why_not_shard
 from wan_core.parallel.weights import shared_checkpoint
 from wan_core.pipeline.first_use import FirstUse, begin_first_use, fits_beside
 from wan_core.pipeline.hearing import Speech
-from wan_core.pipeline.host_planning import HostPlan, check_host, host_room, plan_host, staying_in_file
+from wan_core.pipeline.host_planning import HostPlan, check_host, check_prepared, host_room, plan_host, staying_in_file
 from wan_core.pipeline.loading import load_parts
 from wan_core.pipeline.loras import AppliedLoras, Wanted, lora_files, notes_of
 from wan_core.pipeline.memory_planning import MemoryPlanner, Workload, choose_residency, make_planner
@@ -114,8 +114,11 @@ class Models:
         if self.planner is None or self.sharded or self.planner.layers is not None:
             return None
         plan = self.planner.plan(workload, self.residency)
+        held, limit = self.residency, self.planner.options.host_memory_limit
+        form = plan.form if self.ranks is None else None
+        check_prepared(form, held.kept_form, held.weights_in_host_memory(), limit)
         room = plan.room if plan.together else None
-        self.residency.follow(plan.policy, plan.resident_blocks, room, plan.beside, plan.streams_text)
+        held.follow(plan.policy, plan.resident_blocks, room, plan.beside, plan.streams_text, form)
         return plan
 
     def text_encoder(self) -> TextEncoder:
@@ -167,8 +170,10 @@ def load_models(
         check_parts(settings, residency, sharded)
     shares = ranks is not None and residency.policy == "resident"
     waits = HostPlan()
-    if planner is not None and residency.policy != "resident" and ranks is None:
-        waits = plan_host(settings.parts, host_room(options.host_memory_limit))
+    if planner is not None and ranks is None:
+        prepared = None if workload is None else residency.form
+        waiting = settings.parts if residency.policy != "resident" else {}
+        waits = plan_host(waiting, host_room(options.host_memory_limit), prepared)
         loras = settings.loras
         parts = {n: staying_in_file(p, loras.get(n, ())) if n in waits.mapped else p for n, p in settings.parts.items()}
         settings = replace(settings, parts=parts)

@@ -17,6 +17,7 @@ from wan_core.config.host_memory import available_bytes
 from wan_core.execution.memory.residency import KEPT_FREE
 from wan_core.execution.report import GIB
 from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.prepared_form import PreparedForm
 from wan_core.pipeline.loras import Wanted, check_packed
 from wan_core.pipeline.model_parts import is_packed
 from wan_core.pipeline.settings import PartToLoad
@@ -37,30 +38,54 @@ class HostPlan(NamedTuple):
         return False if name in self.mapped else self.pins
 
 
-def plan_host(parts: Mapping[str, PartToLoad], available: int | None) -> HostPlan:
-    """Where the weights of `parts` wait. available: bytes of host memory; None: not known.
+def plan_host(parts: Mapping[str, PartToLoad], available: int | None, prepared: PreparedForm | None = None) -> HostPlan:
+    """Where the weights of `parts` wait. available: bytes of host memory; None: not known. prepared: what a run keeps
+    there beside them.
 
     Raises OptionError where they do not fit: what they need, and what to do."""
     if available is None:
         return HostPlan()
     mapped: set[str] = set()
+    kept = 0 if prepared is None else prepared.host
     needed, room = sum(part.bytes for part in parts.values()), int(available * (1 - KEPT_FREE))
     for name in STAY_IN_FILES:
-        if needed > room and name in parts and parts[name].stays_in_file:
+        if (needed > room or needed + kept > available) and name in parts and parts[name].stays_in_file:
             mapped.add(name)
             needed -= parts[name].bytes - parts[name].decoded_bytes
-    if needed > available:
+    if needed + kept > available:
         sizes = ", ".join(
             f"{name} {size / GIB:.1f}"
             for name, part in parts.items()
             if (size := part.decoded_bytes if name in mapped else part.bytes)
         )
+        if prepared is not None and kept:
+            raise _no_room(prepared, needed, available)
         raise OptionError(
             f"these models wait in host memory, which takes {needed / GIB:.1f} GiB ({sizes}), and "
             f"{available / GIB:.1f} GiB are available: end other programs, or use files whose weights can stay there: "
             "scaled FP8 or GGUF with precision 'checkpoint', INT8 (ConvRot) with 'int8'"
         )
     return HostPlan(frozenset(mapped), True if needed <= room else None)
+
+
+def check_prepared(
+    form: PreparedForm | None, before: PreparedForm | None, waiting: int, limit_gib: float | None = None
+) -> None:
+    """Raise OptionError where host memory has no room for what a run keeps there, beside `waiting` bytes of weights.
+    before: what the run before kept, whose memory may be used again."""
+    available = host_room(limit_gib, waiting)
+    if form is None or form.uses_again(before) or available is None:
+        return
+    if form.host and waiting + form.host > available:
+        raise _no_room(form, waiting, available)
+
+
+def _no_room(form: PreparedForm, weights: int, available: int) -> OptionError:
+    return OptionError(
+        f"{form.words}, take {form.host / GIB:.1f} GiB beside {weights / GIB:.1f} GiB of weights, and "
+        f"{available / GIB:.1f} GiB of host memory are available: make a smaller video or shorter clips, end other "
+        "programs, or use a GPU with more memory"
+    )
 
 
 def check_host(parts: Mapping[str, PartToLoad], available: int | None) -> None:
@@ -78,9 +103,11 @@ def check_host(parts: Mapping[str, PartToLoad], available: int | None) -> None:
     )
 
 
-def host_room(limit_gib: float | None = None) -> int | None:
-    """Bytes of host memory for weights, at most the limit; None: not known."""
+def host_room(limit_gib: float | None = None, waiting: int = 0) -> int | None:
+    """Bytes of host memory for weights, at most the limit; None: not known. waiting: of weights that are there
+    already."""
     available = available_bytes()
+    available = None if available is None else available + waiting
     if limit_gib is None:
         return available
     return int(limit_gib * GIB) if available is None else min(available, int(limit_gib * GIB))

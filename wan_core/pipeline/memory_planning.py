@@ -23,6 +23,7 @@ from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAEConfig
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.hearing import hearing_bytes
+from wan_core.pipeline.host_planning import host_room
 from wan_core.pipeline.loras import lora_bytes
 from wan_core.pipeline.model_parts import Experts, Parts
 from wan_core.pipeline.resolved_request import Job
@@ -70,14 +71,16 @@ class MemoryPlanner:
         beside = beside_attached(beside, extra)
         sizes = model_sizes(settings, self.layers)
         available = device_room(settings.device, options.memory_limit)
+        waiting = 0 if held is None else held.weights_in_host_memory()
+        host, kept = host_room(options.host_memory_limit, waiting), None if held is None else held.kept_form
         if held is not None:
             available += held.weights_on_device()
             blocks = held.resident_blocks if held.policy == "stream" else None
-            same = plan_memory(sizes, beside, available, held.policy, blocks, together=held.room is not None)
-            if same.denoises:
+            same = plan_memory(sizes, beside, available, held.policy, blocks, held.room is not None, host, kept)
+            if same.denoises and same.exact:
                 return same
         mode = cast(Literal["auto", "resident", "swap", "stream"], options.residency)
-        return plan_memory(sizes, beside, available, mode, options.resident_blocks)
+        return plan_memory(sizes, beside, available, mode, options.resident_blocks, host=host, kept=kept)
 
 
 def make_planner(settings: ModelSettings, options: LoadOptions, layers: range | None = None) -> MemoryPlanner | None:
@@ -129,6 +132,7 @@ def choose_residency(
         room=room,
         beside=plan.beside,
         streams_text=plan.streams_text,
+        form=plan.form if ranks is None else None,  # ranks share host memory: each looks what is left when it runs
     )
     return made, False
 

@@ -10,29 +10,29 @@ Legend: L tokens of one forward, C channels of the transformer, GiB 1024^3 bytes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from wan_core.checkpoint.detect import expected_shapes
 from wan_core.config import OptionError
+from wan_core.config.host_memory import HOST_RESERVE
+from wan_core.execution.memory.memory_plan import CONTEXT, RESERVE, MemoryPlan, Phase
 from wan_core.execution.memory.residency import Policy
-from wan_core.execution.memory.streaming import SLOTS, stage_bytes
+from wan_core.execution.memory.streaming import SLOTS, spread, stage_bytes
 from wan_core.execution.report import GIB
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.wan.config import DiTConfig
+from wan_core.models.wan.config import TORCH_PER_TOKEN, DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.linears import quantized_names
+from wan_core.models.wan.prepared_form import PreparedForm
 
 # Bytes of activations over 2 L C. benchmarks/results/single-*.json, activation_gib less the prompt's keys and values.
-FACTORS = {"fused": 5.05, "compiled": 6.06, "engine": 5.66, "torch": 10.05}
+FACTORS = {"fused": 5.05, "compiled": 6.06, "engine": 5.66, "torch": TORCH_PER_TOKEN}
 DECODE = {False: 11.5, True: 15.5}  # of a VAE's widest layer at full size, 2.1 and 2.2, measured likewise
 TEXT = int(0.15 * GIB)  # activations of encoding prompts
 LATENTS = 0.2 * GIB  # latents and their history, the rotation table, workspaces of products
-CONTEXT = int(0.6 * GIB)  # what CUDA and its libraries take of a card beside torch's own memory
-RESERVE = 0.5 * GIB, 0.025  # for holes between pieces of memory: so much, and this share of the room
 TRANSFER_TOKENS = 8192  # up to here a block's copy from the host takes longer than computing it once
 LEAST_STREAMED = SLOTS + 1  # blocks: fewer would take more memory for their slots than they free
 
@@ -60,7 +60,8 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """Activations of each phase, in bytes. `denoise` has `residuals` and `prompts` in it."""
+    """Activations of each phase, in bytes. `denoise` has `residuals` and `prompts` in it, which have what is prepared
+    beside text. `forms`: the ways in which that may be kept; here it is the first."""
 
     text: int
     denoise: int
@@ -69,86 +70,16 @@ class Beside:
     sound: int = 0  # encoding it, with the weights of its encoder, which are there meanwhile; 0: there is none
     residuals: int = 0
     prompts: int = 0
+    forms: tuple[PreparedForm, ...] = ()
+
+    def kept_as(self, form: PreparedForm) -> Beside:
+        """With what is prepared in one of `forms`."""
+        more = form.device - self.forms[0].device
+        return replace(self, denoise=self.denoise + more, prompts=self.prompts + more)
 
     @property
     def most(self) -> int:
         return max(self.text, self.denoise, self.decode, self.image, self.sound)
-
-
-@dataclass(frozen=True)
-class Phase:
-    name: str
-    weights: int
-    beside: int
-    what: str
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.beside
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryPlan:
-    """What is where, and what each phase takes on the device. `room`: for weights and what runs beside them."""
-
-    policy: Policy
-    resident_blocks: int
-    blocks: int
-    room: int
-    reserve: int
-    host: int  # locked host memory
-    together: bool  # models stay beside each other where there is room
-    streams_text: bool  # the blocks of the text encoder stream
-    phases: tuple[Phase, ...]
-    beside: Mapping[str, int]  # by model: what `Residency` keeps free for it
-    why: str
-
-    @property
-    def peak(self) -> int:
-        return max(phase.total for phase in self.phases)
-
-    @property
-    def fits(self) -> bool:
-        return self.peak <= self.room
-
-    @property
-    def denoises(self) -> bool:
-        """Whether the steps fit, half of the reserve counted in."""
-        found = next(phase for phase in self.phases if phase.name == "denoise")
-        return found.total <= self.room + self.reserve // 2
-
-    def table(self) -> str:
-        """One line for each phase, in GiB."""
-        kind = {
-            "resident": "everything stays on the device",
-            "swap": "weights are in host memory, and each model is copied as a whole",
-            "stream": f"{self.resident_blocks} of {self.blocks} blocks stay on the device, the others stream",
-        }[self.policy]
-        lines = [f"memory plan: {self.policy}, {kind} ({self.why})"]
-        lines.append(f"  {'phase':<14}{'weights':>9}{'activations':>13}{'total':>9}   GiB")
-        for phase in self.phases:
-            weights, activations, total = (n / GIB for n in (phase.weights, phase.beside, phase.total))
-            lines.append(f"  {phase.name:<14}{weights:>9.2f}{activations:>13.2f}{total:>9.2f}   {phase.what}")
-        over = "" if self.fits else "  DOES NOT FIT"
-        lines.append(
-            f"  {'peak':<14}{self.peak / GIB:>31.2f}   of {self.room / GIB:.2f} usable, and "
-            f"{self.reserve / GIB:.2f} in reserve{over}"
-        )
-        lines.append(f"  {'host memory':<14}{self.host / GIB:>31.2f}   pinned, for weights")
-        return "\n".join(lines)
-
-    def as_dict(self) -> dict[str, object]:
-        """For reports: numbers in GiB."""
-        phases = {p.name: round(p.total / GIB, 3) for p in self.phases}
-        return {
-            "policy": self.policy,
-            "resident_blocks": self.resident_blocks,
-            "streams_text": self.streams_text,
-            "peak_gib": round(self.peak / GIB, 3),
-            "room_gib": round(self.room / GIB, 3),
-            "host_gib": round(self.host / GIB, 3),
-            "phases_gib": phases,
-        }
 
 
 # ---------------------------------------------------------------------------------------------------- what phases take
@@ -206,6 +137,7 @@ def beside_weights(
         image=decode if image else 0,
         residuals=residuals,
         prompts=prompts,
+        forms=tuple(one._replace(activations=int(forward)) for one in family.prepared_forms(dit, latents, itemsize)),
     )
 
 
@@ -258,13 +190,45 @@ def plan_memory(
     mode: Literal["auto", "resident", "swap", "stream"] = "auto",
     resident_blocks: int | None = None,
     together: bool | None = None,
+    host: int | None = None,
+    kept: PreparedForm | None = None,
 ) -> MemoryPlan:
     """The first that fits of: all resident; experts that take turns; as many resident blocks as fit.
 
     available: bytes on the device for this run. mode: one of these instead; resident_blocks: so many, which is
-    streaming. together: models stay beside each other where there is room; None: unless swapping is asked for. Raises
-    OptionError for a number of blocks that the model does not have.
+    streaming. together: models stay beside each other where there is room; None: unless swapping is asked for.
+
+    What is prepared beside text is kept in that of its forms that fits and copies the fewest bytes in a forward, blocks
+    that stream counted in: bytes on the device are either weights or what is prepared. Forms that change numbers come
+    after all that do not. host: bytes of host memory for weights and what is prepared; None: enough. kept: the form of
+    the run before, whose host memory is used again if it is the same. Raises OptionError for a number of blocks that
+    the model does not have.
     """
+    forms = beside.forms or (None,)
+    plans = [_plan_form(sizes, beside, form, available, mode, resident_blocks, together) for form in forms]
+
+    def fits_host(plan: MemoryPlan) -> bool:
+        if host is None or plan.form is None or not plan.form.host:
+            return True  # weights alone may stay in their files
+        return plan.host + HOST_RESERVE <= host + (plan.form.host if plan.form.uses_again(kept) else 0)
+
+    fitting = [plan for plan in plans if plan.denoise <= plan.room and fits_host(plan)]
+    if fitting:
+        return min(fitting, key=lambda plan: (plan.form is not None and not plan.form.exact, plan.copied))
+    return min(plans, key=lambda plan: (max(0, plan.denoise - plan.room), plan.host))
+
+
+def _plan_form(
+    sizes: Sizes,
+    beside: Beside,
+    form: PreparedForm | None,
+    available: int,
+    mode: Literal["auto", "resident", "swap", "stream"],
+    resident_blocks: int | None,
+    together: bool | None,
+) -> MemoryPlan:
+    """As `plan_memory`, with what is prepared in one form."""
+    beside = beside if form is None else beside.kept_as(form)
     blocks = len(sizes.units) - 1
     if resident_blocks is not None and not 0 <= resident_blocks <= blocks:
         raise OptionError(f"{resident_blocks} resident blocks given; the transformer has {blocks}, so 0 to {blocks}")
@@ -285,6 +249,7 @@ def plan_memory(
     resident = blocks
     if policy == "stream":
         resident = _fitting_blocks(sizes, beside, room) if resident_blocks is None else resident_blocks
+    copied = sum(sizes.units[1 + layer] for layer in spread(blocks, resident)) + (form.copied if form else 0)
     streams_text = policy != "resident" and text_streams(sizes, beside, room)
     named = {"text_encoder": beside.text, "clip_vision": beside.text, "vae": max(beside.decode, beside.image)}
     return MemoryPlan(
@@ -293,12 +258,14 @@ def plan_memory(
         blocks=blocks,
         room=room,
         reserve=reserve,
-        host=0 if policy == "resident" else sizes.all,
+        host=(0 if policy == "resident" else sizes.all) + (0 if form is None else form.host),
         together=together,
         streams_text=streams_text,
         phases=tuple(_phases(sizes, beside, policy, resident, room if together else 0, streams_text)),
         beside=named | dict.fromkeys(("high", "low"), beside.denoise),
         why=why,
+        form=form,
+        copied=copied,
     )
 
 

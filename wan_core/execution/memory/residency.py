@@ -21,6 +21,7 @@ from wan_core.execution.memory.streaming import Stage
 from wan_core.execution.report import GIB
 from wan_core.models.text.umt5 import TextEncoder
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.prepared_form import PreparedForm
 from wan_core.ops.quant.lora import is_attached
 
 __all__ = ["Policy", "Residency", "tensors_of"]
@@ -35,7 +36,8 @@ class Residency:
     resident_blocks: under `stream`, how many blocks of a transformer stay on the device. room: bytes on the device for
     weights and what runs beside them; None: one model at a time. beside: what runs beside each model, in bytes.
     streams_text: all blocks of the text encoder stream, unless everything stays on the device. A prompt runs through
-    them once, so that blocks that stay would save nothing.
+    them once, so that blocks that stay would save nothing. form: how transformers keep what they prepare beside text;
+    None: they choose.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Residency:
         room: int | None = None,
         beside: Mapping[str, int] | None = None,
         streams_text: bool = False,
+        form: PreparedForm | None = None,
     ) -> None:
-        self.device, self.streams_text = device, streams_text
+        self.device, self.streams_text, self.form = device, streams_text, form
         self.policy: Policy = policy
         self.resident_blocks, self.room, self.beside = resident_blocks, room, dict(beside or {})
         self.models: dict[str, nn.Module] = {}
@@ -83,6 +86,8 @@ class Residency:
     def use(self, name: str) -> nn.Module:
         """The model, on the device or coming there in time. Others leave where room is short."""
         model = self.models[name]
+        if isinstance(model, WanModel):
+            model.prepared_form = self.form
         if self.policy != "resident":
             weights = self.host_weights[name]
             stage = self.stages.pop(weights.layout)
@@ -124,9 +129,10 @@ class Residency:
         room: int | None,
         beside: Mapping[str, int],
         streams_text: bool = False,
+        form: PreparedForm | None = None,
     ) -> None:
         """Go over to another plan. Weights that are in host memory stay there, also where all would fit."""
-        self.beside = dict(beside)
+        self.beside, self.form = dict(beside), form
         if self.policy == "resident":
             if policy == "resident":
                 return
@@ -185,6 +191,16 @@ class Residency:
             if self.policy == "resident" or is_attached(tensor_name)
         )
         return stay + sum(stage.held for stage in self.stages.values())
+
+    def weights_in_host_memory(self) -> int:
+        """Bytes of weights that wait there, or in their files."""
+        distinct = {id(weights): weights for weights in self.host_weights.values()}.values()
+        return sum(weights.nbytes for weights in distinct)
+
+    @property
+    def kept_form(self) -> PreparedForm | None:
+        """`form` of the run before; None: there was none."""
+        return next((model.prepared_form for model in self.models.values() if isinstance(model, WanModel)), None)
 
     def _move_to_host(self, name: str, model: nn.Module, copy: bool | None = None) -> None:
         same = next((other for other, known in self.host_weights.items() if known.model is model), None)

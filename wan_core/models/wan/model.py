@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.layers import Block, Head, timestep_embedding
+from wan_core.models.wan.prepared_form import PreparedForm
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.rope import rope_table
 from wan_core.models.wan.runners import SINGLE_FORWARD, BlockInputs, ForwardInfo, RunnerChain
@@ -51,6 +52,7 @@ class WanModel(nn.Module):
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(config.dim, 6 * config.dim))
         self.blocks = cast("list[Block]", nn.ModuleList(Block(config) for _ in range(config.num_layers)))
         self.stage: range | None = None  # the blocks that run here, where other ranks have the others
+        self.prepared_form: PreparedForm | None = None  # that a memory plan has chosen
         self.head = Head(config)
         self.runners = RunnerChain()
         self._ropes: dict[tuple[object, ...], Tensor] = {}  # the one last asked for is last

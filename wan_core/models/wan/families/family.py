@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from wan_core.models.vae.config import VAEConfig
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families.clips import ClipRules, MediaRules
+from wan_core.models.wan.prepared_form import PreparedForm
 
 if TYPE_CHECKING:
     from wan_core.models.wan.model import WanModel
@@ -143,6 +144,7 @@ class Family:
     context_windows: whether a forward may see some of the frames alone: nothing that has frames reaches its models but
     latents, and the fields `concat` and `known` of `Conditioning`.
     prepared_bytes(dit, latents, itemsize): of what is prepared beside text, for latents [B, C, T, Y, X].
+    prepared_forms: of the same, the ways in which it may be kept, the plainest first; none: there is one way.
     more_per_token: bytes of activations over 2 L C (L tokens, C channels) beyond those of text-to-video.
     clips: how a long video is cut into clips; None: it is made in one.
     media: which videos and pictures drive it; None: none do.
@@ -174,6 +176,7 @@ class Family:
     stages: bool = False
     context_windows: bool = False
     prepared_bytes: Callable[[DiTConfig, tuple[int, ...], int], int] = lambda *_: 0
+    prepared_forms: Callable[[DiTConfig, tuple[int, ...], int], tuple[PreparedForm, ...]] = lambda *_: ()
     more_per_token: float = 0.0
     constants: re.Pattern[str] | None = None
     assembled: Callable[[Shapes], Mapping[str, Assembled]] = lambda _: {}

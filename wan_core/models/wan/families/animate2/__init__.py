@@ -14,7 +14,7 @@ image-to-video in shape.
 
 from __future__ import annotations
 
-from wan_core.models.wan.families.animate2.config import padded_frames, prepared_bytes
+from wan_core.models.wan.families.animate2.config import MORE_PER_TOKEN, padded_frames, prepared_bytes, prepared_forms
 from wan_core.models.wan.families.animate2.keys import (
     comfyui_names,
     diffusers_names,
@@ -36,7 +36,8 @@ ANIMATE2 = Family(
     claims=claims,
     named=NAMED,
     prepared_bytes=prepared_bytes,
-    more_per_token=5.6,  # attention in parts, and their sum in float32; measured on an H200 in FP8
+    prepared_forms=prepared_forms,
+    more_per_token=MORE_PER_TOKEN,
     why_not_sparse=why_not_sparse,
     lora_modules=diffusers_modules,
     config=read_config,

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from wan_core.models.wan.config import I2V_14B, DiTConfig
+from wan_core.models.wan.prepared_form import PreparedForm
 
 DISTILLED_LOG_SCALE = -1.3  # of the distilled weights; 0 of the others
+MORE_PER_TOKEN = 5.6  # of `Family`: attention in parts, and their sum in float32; measured on an H200 in FP8
+PLACES = 2  # layers on the device, of keys and values in host memory
+
+
+class Form(NamedTuple):
+    """How keys and values of the driving video are kept."""
+
+    on_host: bool = False
+    fp8: bool = False
+
+    def words(self) -> str:
+        return f"{'FP8' if self.fp8 else 'as computed'}, {'in host memory' if self.on_host else 'on the device'}"
+
+
+# What changes no number first.
+FORMS = (Form(), Form(on_host=True), Form(fp8=True), Form(on_host=True, fp8=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +48,29 @@ def prepared_bytes(dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> i
     reference."""
     B, _, T, Y, X = latents
     return 2 * dit.num_layers * B * dit.tokens(T - 1, Y, X) * dit.dim * itemsize
+
+
+def prepared_forms(dit: DiTConfig, latents: tuple[int, ...], itemsize: int) -> tuple[PreparedForm, ...]:
+    """Of FORMS, for `prepared_bytes`."""
+    tensors = 2 * dit.num_layers  # keys, and values
+    plain = prepared_bytes(dit, latents, itemsize) // tensors
+    numbers = plain // itemsize
+    found: list[PreparedForm] = []
+    for form in FORMS:
+        parts = (numbers, 4 * numbers // dit.dim * dit.num_heads) if form.fp8 else (plain,)  # a scale for each head
+        whole = tensors * sum(parts)
+        words = f"keys and values of the driving video, {form.words()}"
+        if form.on_host:
+            pinned, places = tensors * sum(map(pinned_bytes, parts)), PLACES * 2 * sum(parts)
+            found.append(PreparedForm(form, words, places, pinned, whole, not form.fp8))
+        else:
+            found.append(PreparedForm(form, words, whole, 0, 0, not form.fp8))
+    return tuple(found)
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Of a tensor in torch's pinned memory, which comes in powers of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def padded_frames(frames: int, clip: int, overlap: int) -> int:

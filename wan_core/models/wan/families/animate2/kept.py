@@ -12,33 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from wan_core.config.host_memory import available_bytes
+from wan_core.config.host_memory import HOST_RESERVE, available_bytes
+from wan_core.models.wan.config import TORCH_PER_TOKEN
+from wan_core.models.wan.families.animate2.config import MORE_PER_TOKEN, PLACES, Form
+from wan_core.models.wan.prepared_form import PreparedForm
 
-PER_TOKEN = 10.05 * 2  # bytes of activations of a forward, over tokens * dim, at most
-RESERVE = 2**30
-HOST_RESERVE = 4 * 2**30  # that other programs need
-FP8_SHARE = 0.52  # of bf16: a byte for two, and a scale for each head
+PER_TOKEN = 2 * (TORCH_PER_TOKEN + MORE_PER_TOKEN)  # bytes of a forward over tokens * dim, where no plan says them
+RESERVE = 2**29  # at most what a memory plan keeps free
 FP8_MAX = 448.0
 Layer = tuple[Tensor, ...]  # keys and values [B, M, H, D]; or of each the numbers and their scales
-
-
-class Form(NamedTuple):
-    """How they are kept."""
-
-    on_host: bool = False
-    fp8: bool = False
-
-    def words(self) -> str:
-        return f"{'FP8' if self.fp8 else 'as computed'}, {'in host memory' if self.on_host else 'on the device'}"
-
-
-# Best first: what changes no number, then what does.
-FORMS = (Form(), Form(on_host=True), Form(fp8=True), Form(on_host=True, fp8=True))
 
 
 @dataclass(frozen=True)
@@ -131,7 +117,7 @@ class HostLayers:
         """Start copying a layer into a place, once what reads that place now has computed."""
         given = tuple(one[self.some] for one in self.layers[layer])
         if not self.places:
-            self.places = [tuple(torch.empty_like(one, device=self.device) for one in given) for _ in range(2)]
+            self.places = [tuple(torch.empty_like(one, device=self.device) for one in given) for _ in range(PLACES)]
         self.there[place] = layer
         if self.stream is None:
             for target, one in zip(self.places[place], given, strict=True):
@@ -150,28 +136,32 @@ def to_host(x: Tensor) -> Tensor:
     return kept.copy_(x, non_blocking=True)
 
 
-def choose_form(nbytes: int, layers: int, tokens: int, dim: int, device: torch.device) -> Form:
-    """The first of FORMS that fits, for so many bytes in all layers beside a forward of `tokens` tokens; the last where
-    none does. On a CPU the first."""
-    if device.type != "cuda":
-        return FORMS[0]
-    sizes = {False: nbytes, True: int(nbytes * FP8_SHARE)}
-    for form in FORMS:
-        if form.on_host:
-            # torch's pinned memory comes in powers of two, for the keys and for the values of each layer.
-            each = 1 << (sizes[form.fp8] // (2 * layers) - 1).bit_length()
+def choose_form(
+    forms: Sequence[PreparedForm], planned: PreparedForm | None, tokens: int, dim: int, device: torch.device
+) -> Form:
+    """The first of `forms` that fits, from the planned one on; the last where none does. On a CPU all fit.
+
+    A form in host memory that was planned is taken: the plan has counted that memory, and a clip before may have left
+    its own to be used again. planned: None where there is no plan; then it must fit beside a forward of `tokens`
+    tokens."""
+    begin = 0 if planned is None else [one.form for one in forms].index(planned.form)
+    activations = int(PER_TOKEN * tokens * dim) if planned is None else planned.activations
+    for one in forms[begin:]:
+        if device.type != "cuda":
+            return one.form
+        if one.host:
             free = available_bytes()
-            if free is None or each * 2 * layers + HOST_RESERVE <= free:
-                return form
-        elif fits(sizes[form.fp8], tokens, dim, device):
-            return form
-    return FORMS[-1]
+            counted = planned is not None and one.form == planned.form
+            if counted or free is None or one.host + HOST_RESERVE <= free:
+                return one.form
+        elif one.device + activations + RESERVE <= free_on(device):
+            return one.form
+    return forms[-1].form
 
 
-def fits(nbytes: int, tokens: int, dim: int, device: torch.device) -> bool:
-    """Whether so many bytes fit on the device beside a forward of `tokens` tokens."""
+def free_on(device: torch.device) -> int:
+    """Bytes that this process may still take on a GPU."""
     free, total = torch.cuda.mem_get_info(device)
     allocated = torch.cuda.memory_allocated(device)
     room = free + torch.cuda.memory_reserved(device) - allocated
-    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total) - allocated
-    return nbytes + int(PER_TOKEN * tokens * dim) + RESERVE <= min(room, limit)
+    return min(room, int(torch.cuda.get_per_process_memory_fraction(device) * total) - allocated)

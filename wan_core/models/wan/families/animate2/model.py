@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from wan_core.models.wan.families.animate2.attention import Driven, DrivenAttention, Recording, finite_scale
-from wan_core.models.wan.families.animate2.config import Animate2Config, prepared_bytes
-from wan_core.models.wan.families.animate2.kept import FORMS, DeviceLayers, HostLayers, choose_form
+from wan_core.models.wan.families.animate2.config import FORMS, Animate2Config, prepared_forms
+from wan_core.models.wan.families.animate2.kept import DeviceLayers, HostLayers, choose_form
 from wan_core.models.wan.families.wan.image_model import ImageWanModel
 from wan_core.models.wan.prepared_text import PreparedText
 from wan_core.models.wan.rope import rope_table
@@ -146,12 +146,13 @@ class Animate2Model(ImageWanModel):
         # One frame later, because the video begins with the reference, and to the right of the video.
         rope = rope_table(grid, self.config.rope_axes, weight.device, start=(1, 0, grid[2]))
         tokens = self.embed_patches(pose, grid)
-        ahead = prepared_bytes(self.config, (len(pose), 0, pose.shape[2] + 1, *pose.shape[3:]), tokens.element_size())
+        forms = prepared_forms(self.config, (len(pose), 0, pose.shape[2] + 1, *pose.shape[3:]), tokens.element_size())
         beside = tokens.shape[0] * (tokens.shape[1] + grid[1] * grid[2])
-        form = choose_form(ahead, len(self.blocks), beside, tokens.shape[2], weight.device)
+        form = choose_form(forms, self.prepared_form, beside, tokens.shape[2], weight.device)
         if form != FORMS[0]:
             tell = log.warning if form.fp8 else log.info
-            tell("keys and values of the driving video (%.1f GiB) are kept %s", ahead / 2**30, form.words())
+            size = forms[0].device / 2**30
+            tell("keys and values of the driving video (%.1f GiB) are kept %s", size, form.words())
         recorded = Recorded(form=form, factor=strength)
         inputs = BlockInputs(tokens, modulation, rope, text._replace(own=recorded), SINGLE_FORWARD, grid)
         self.runners(inputs, self.run_blocks, {Place.SCALES, Place.SHARDS})
