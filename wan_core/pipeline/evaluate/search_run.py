@@ -35,7 +35,7 @@ from wan_core.sampling.sparsity.schedule import with_costs
 from wan_core.sampling.speed_presets import FORMAT, SUFFIX, find_speed
 
 # Seconds of a dense forward and of what is beside the forwards, for the estimate of the embedded model's presets: A14B
-# at 1280x720x81 in FP8 on one H200 (benchmarks/results/sparse-videos-h200-20261121.json).
+# at 1280x720x81 in FP8 on one H200 (benchmarks/results/sparse-videos-h200-20261123.json).
 FULL_TASKS = {"t2v-tiny": "t2v-A14B", "i2v-tiny": "i2v-A14B"}
 H200_FORWARD, H200_BESIDE, H200_SIZE = 7.545, 2.06, "1280x720x81"
 
