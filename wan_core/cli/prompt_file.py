@@ -114,7 +114,10 @@ def key_of(request: Request, loaded: LoadOptions) -> str:
     """Equal where the same video is asked for, of pictures and videos with the same contents."""
     models = {name: value for name, value in asdict(loaded).items() if name not in SAME_RESULT}
     media = [contents(Path(path)) for name, path in asdict(request).items() if name in INPUTS and path is not None]
-    text = json.dumps([asdict(request), models, *media], sort_keys=True)
+    asked = asdict(request)
+    if asked["skip"] is not None:
+        del asked["skip"]["measured_steps"]  # what a preset's file says of itself is no option
+    text = json.dumps([asked, models, *media], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
