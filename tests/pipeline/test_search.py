@@ -27,6 +27,7 @@ from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.native.plan import check_native
 from wan_core.sampling.plan import make_plan
 from wan_core.sampling.speed_presets import FOLDER, SUFFIX, find_speed, read_speed, speed_names
+from wan_core.sampling.window import Window
 
 PHASES = (26, 14)  # of 40 steps
 
@@ -218,6 +219,13 @@ def test_a_plan_says_where_a_preset_was_measured_with_other_steps(name, steps):
     own = find_speed(name).steps
     assert own in (20, 40) and len(said) == (own != steps)
     assert all(f"{own} steps" in note and f"has {steps}:" in note for note in said)
+
+
+def test_a_part_of_a_schedule_is_not_told_to_set_its_steps():
+    """With a denoise of 0.7, 40 steps are the last ones of a schedule of 57."""
+    plan = make_plan(task="t2v-tiny", steps=40, window=Window(denoise=0.7))
+    note = next(n for n in skip_forwards(plan, speed_options("fast"), None).notes if "was measured with" in n)
+    assert "with 40 steps" in note and "has 57:" in note and "set steps" not in note
 
 
 def test_a_preset_for_any_number_of_steps_says_nothing(tmp_path):

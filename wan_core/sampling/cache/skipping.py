@@ -80,6 +80,13 @@ def check_cacheable(solver: str, name: str) -> None:
         raise OptionError(f"{name} does not fit the solver {solver}, {UNCACHED[solver]}: leave one of them out")
 
 
+def _measured_note(plan: Plan, steps: int | None) -> str:
+    measured = f"the speed preset was measured with {steps} steps, and"
+    if plan.window is not None:  # with a denoise below 1 the schedule has more steps than were asked for
+        return f"{measured} the schedule, of which this run is a part, has {plan.count}: compare it with the full run"
+    return f"{measured} this run has {plan.count}: set steps to {steps}, or compare it with the full run"
+
+
 def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, distilled: str = "") -> Plan:
     """`plan` with the guidance schedule and the step cache of `options`; its notes say what was decided.
 
@@ -91,10 +98,7 @@ def leave_out(plan: Plan, options: SkipOptions | None, curve: Curve | None, *, d
         return plan
     full, steps = plan.forwards, len(plan.steps)
     if options.measured_steps not in (None, plan.count):
-        own = options.measured_steps
-        note = f"the speed preset was measured with {own} steps, and this run has {plan.count}: set steps to {own}, or "
-        note += "compare it with the full run"
-        plan = replace(plan, notes=(*plan.notes, note))
+        plan = replace(plan, notes=(*plan.notes, _measured_note(plan, options.measured_steps)))
     if options.guidance is not None:
         if options.guidance.every > 1 and plan.solver == "lcm":
             raise OptionError(f"the reused guidance does not fit the solver lcm, {UNCACHED['lcm']}: use every 1")
