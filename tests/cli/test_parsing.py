@@ -197,6 +197,7 @@ def test_what_is_missing_or_too_much_is_said_in_words(given, says, capsys):
         (["plan", "--size", "832x480"], "--size changes no step: add --memory"),
         (["plan", "--memory-limit", "24"], "--memory-limit changes no step: add --memory"),
         (["plan", "--memory", "--host-memory-limit", "24"], "--host-memory-limit changes nothing"),
+        (["plan", "--host-memory-limit", "24"], "--host-memory-limit changes nothing"),
         (["generate", "--model", "ComfyUI/models", "--prompt", "x"], "there is no folder ComfyUI/models"),
         (["generate", "--model", "tiny", "--prompt", "x", "--out", ""], "--out . is no name for a video"),
         (["generate", "--model", "tiny", "--prompt", "x", "--out", ".."], "--out .. is no name for a video"),

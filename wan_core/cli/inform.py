@@ -58,11 +58,13 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.model is not None:
         take_model(options)
     options.task = options.task or PLANNED_TASK
+    if options.host_memory_limit is not None:
+        raise OptionError("--host-memory-limit changes nothing in a plan, which says what is needed: leave it out")
     if options.memory:
         if any(one is not None for one in (options.clip_frames, options.overlap, options.seconds_per_forward)):
             raise OptionError("--memory is of one clip: leave out --clip-frames, --overlap and --seconds-per-forward")
         return run_memory_plan(options)
-    for name in ("size", "memory_limit", "host_memory_limit", "resident_blocks"):
+    for name in ("size", "memory_limit", "resident_blocks"):
         if getattr(options, name) is not None:
             flag = f"--{name.replace('_', '-')}"
             raise OptionError(f"{flag} changes no step: add --memory, whose plan it changes, or leave {flag} out")
@@ -158,8 +160,6 @@ def run_memory_plan(options: argparse.Namespace) -> int:
     from wan_core.pipeline.task_memory import task_memory
 
     cuda = torch.device("cuda", 0)
-    if options.host_memory_limit is not None:
-        raise OptionError("--host-memory-limit changes nothing in this plan, which says what is needed: leave it out")
     if options.memory_limit is None and not torch.cuda.is_available():
         raise OptionError("this machine has no GPU: give the memory of one in GiB, for example --memory-limit 24")
     model = options.model or ("tiny" if options.task.endswith("-tiny") else f"random:{options.task}")
