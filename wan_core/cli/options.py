@@ -159,6 +159,19 @@ def add_memory_plan_options(parser: argparse.ArgumentParser) -> None:
     add_memory_options(group)
 
 
+def add_driving_options(group: argparse._ArgumentGroup) -> None:
+    """What Animate and Animate-2 take beside their videos."""
+    group.add_argument("--pose-prompt", help="what the driving video shows (Animate-2; default: the prompt)")
+    group.add_argument("--pose-strength", type=float, help="how strongly the driving video counts (Animate-2; 1)")
+    group.add_argument("--reference-strength", type=float, help="how strongly the reference counts (Animate-2; 1)")
+    group.add_argument(
+        "--face-guidance",
+        action=argparse.BooleanOptionalAction,
+        help="guidance above 1 also leads away from a still face; without it, from the negative prompt alone (Animate; "
+        "default: it does)",
+    )
+
+
 def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True) -> None:
     group = parser.add_argument_group("video")
     which = group.add_mutually_exclusive_group(required=prompt)
@@ -197,15 +210,7 @@ def add_request_options(parser: argparse.ArgumentParser, *, prompt: bool = True)
         help="video that is white where that somebody is (Animate), or picture or video that is white where "
         "--control-video is made anew (VACE)",
     )
-    group.add_argument("--pose-prompt", help="what the driving video shows (Animate-2; default: the prompt)")
-    group.add_argument("--pose-strength", type=float, help="how strongly the driving video counts (Animate-2; 1)")
-    group.add_argument("--reference-strength", type=float, help="how strongly the reference counts (Animate-2; 1)")
-    group.add_argument(
-        "--face-guidance",
-        action=argparse.BooleanOptionalAction,
-        help="guidance above 1 also leads away from a still face; without it, from the negative prompt alone (Animate; "
-        "default: it does)",
-    )
+    add_driving_options(group)
     add_clip_options(group, "make a longer video in clips of N frames (default: the family's)")
     group.add_argument(
         "--nag",

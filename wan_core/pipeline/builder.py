@@ -31,6 +31,7 @@ from wan_core.models.vae.vae import VideoVAE
 from wan_core.models.vision.clip import VisionEncoder
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.model import WanModel
+from wan_core.models.wan.prepared_form import PreparedForm
 from wan_core.models.wan.tasks import Task
 from wan_core.ops.kernels import fused
 from wan_core.parallel.conditioning import text_rank
@@ -171,12 +172,7 @@ def load_models(
     shares = ranks is not None and residency.policy == "resident"
     waits = HostPlan()
     if planner is not None and ranks is None:
-        prepared = None if workload is None else residency.form
-        waiting = settings.parts if residency.policy != "resident" else {}
-        waits = plan_host(waiting, host_room(options.host_memory_limit), prepared)
-        loras = settings.loras
-        parts = {n: staying_in_file(p, loras.get(n, ())) if n in waits.mapped else p for n, p in settings.parts.items()}
-        settings = replace(settings, parts=parts)
+        waits, settings = wait_on_host(settings, options, residency, None if workload is None else residency.form)
         planner = replace(planner, settings=settings)
 
     def load(name: str) -> nn.Module:
@@ -220,6 +216,18 @@ def load_models(
         report.notes.append(f"task: {found.task.name} ({found.why})")
     report.settings |= settings.describe()
     return Models(settings, residency, lora_files(options.loras), planner, sharded, ranks, first_use)
+
+
+def wait_on_host(
+    settings: ModelSettings, options: LoadOptions, residency: Residency, prepared: PreparedForm | None
+) -> tuple[HostPlan, ModelSettings]:
+    """Where weights wait that do not stay on the device, beside what a run prepares, and `settings` with the parts that
+    stay in their files. Raises OptionError where host memory has no room."""
+    waiting = settings.parts if residency.policy != "resident" else {}
+    waits = plan_host(waiting, host_room(options.host_memory_limit), prepared)
+    loras = settings.loras
+    parts = {n: staying_in_file(p, loras.get(n, ())) if n in waits.mapped else p for n, p in settings.parts.items()}
+    return waits, replace(settings, parts=parts)
 
 
 def check_parts(settings: ModelSettings, residency: Residency, sharded: bool) -> None:
