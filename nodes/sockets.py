@@ -164,15 +164,15 @@ class ModelSocket:
         beside = replace(beside_attached(beside, loras), text=0, decode=0, image=0, sound=0)
         sizes = Sizes(units=units, experts=1, text_encoder=0, vae=0)
         free = host_room()
-        kept = None if free is None else free + self._waiting(), held.kept_form
+        host_memory = None if free is None else free + self._waiting()
         before = held.resident_blocks if self.options.residency in ("auto", "stream") else None
         if before is not None:
-            same = plan_memory(sizes, beside, room, "stream", before, True, *kept)
+            same = plan_memory(sizes, beside, room, "stream", before, True, host_memory, held.kept_form)
             if same.denoise <= room and same.exact:
                 return same
         asked = self.options.residency  # where no blocks stream, weights are on the device alone
         mode = "auto" if asked == "auto" else "stream" if asked == "stream" else "resident"
-        return plan_memory(sizes, beside, room, mode, None, True, *kept)
+        return plan_memory(sizes, beside, room, mode, None, True, host_memory, held.kept_form)
 
     def relieve(self, expert: Expert, workload: Workload) -> str | None:
         """After out of memory: everyone else leaves, and half of the blocks that stayed stream. In words; None where no

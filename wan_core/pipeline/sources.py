@@ -245,7 +245,7 @@ def recognise(
     quantized = [
         checkpoint.tensors[theirs]
         for ours, theirs in found.names.items()
-        if in_block(found, ours) and (ours in found.scales or checkpoint.tensors[theirs].packing)
+        if (ours in found.scales or checkpoint.tensors[theirs].packing) and in_block(found, ours)
     ]
     return Part(
         f"{checkpoint.describe()} ({found.layout})",
