@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
-from wan_core.config import LoadOptions, OptionError
+from wan_core.config import LoadOptions, OptionError, SparseOptions
 from wan_core.execution.memory.planning import (
     Beside,
     MemoryPlan,
@@ -21,6 +21,9 @@ from wan_core.execution.memory.residency import Policy, Residency
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAEConfig
+from wan_core.models.wan.config import DiTConfig
+from wan_core.ops.attention.sparse.kernels import BLOCK
+from wan_core.ops.attention.sparse.slopes import HEADS
 from wan_core.parallel.mesh import RankMesh
 from wan_core.pipeline.hearing import hearing_bytes
 from wan_core.pipeline.host_planning import host_room
@@ -174,7 +177,7 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
             found.dit,
             found.vae,
             (B, C, max(sizes), Y, X),
-            per_token=per_token,
+            per_token=per_token + slope_factor(found.dit, plan.sparse),
             itemsize=itemsize,
             guided=plan.reads_negative,
             residuals=residual_bytes(plan, B * found.dit.tokens(sum(sizes), Y, X), found.dit.dim, itemsize),
@@ -187,6 +190,14 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
         seconds = found.task.frames / found.task.fps if workload is None else workload.seconds
         beside = replace(beside, sound=hearing_bytes(found.speech.config, seconds) if seconds else 0)
     return beside if "vae" in found.of else replace(beside, text=0, decode=0, image=0)
+
+
+def slope_factor(dit: DiTConfig, sparse: SparseOptions | None) -> float:
+    """Of `FACTORS`, for the slopes of sparse attention: a matrix of the head's dim for each head and block, and of a
+    few heads at a time keys, values (before and after they are widened) and the covariances."""
+    if sparse is None or not sparse.slope:
+        return 0.0
+    return dit.head_dim / BLOCK + min(1.0, HEADS / dit.num_heads) * (4 + dit.head_dim / BLOCK)
 
 
 def beside_attached(beside: Beside, loras: int) -> Beside:

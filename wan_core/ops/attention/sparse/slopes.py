@@ -22,6 +22,7 @@ from wan_core.ops.kernels.block_layout import Blocked, by_parts
 from wan_core.ops.kernels.formats import Quantized
 
 Keys = Tensor | Quantized | Blocked
+HEADS = 8  # at a time
 
 
 def slope_weights(queries: Tensor, known: KeyMeans, kept: Tensor) -> Tensor:
@@ -38,19 +39,20 @@ def slope_weights(queries: Tensor, known: KeyMeans, kept: Tensor) -> Tensor:
 def slopes(weights: Tensor, means: Tensor, k: Keys, v: Keys, part: int) -> Tensor:
     """The slope of each row, [B, H, r, D, D], bf16 on a GPU and float32 elsewhere: values for each query channel.
 
-    weights: [B, H, r, p] for the parts of `part` keys of k, v [B, L, H, D], means [B, H, p, D] of the keys. One head at
-    a time, because the covariances of a head at 720p are 19 MB."""
+    weights: [B, H, r, p] for the parts of `part` keys of k, v [B, L, H, D], means [B, H, p, D] of the keys. A few
+    heads at a time, because the covariances of one at 720p are 19 MB."""
     B, H, r, _ = weights.shape
     dim = means.shape[-1]
     wide = torch.bfloat16 if weights.is_cuda else torch.float32
     found = torch.empty(B, H, r, dim, dim, device=weights.device, dtype=wide)
     for sample in range(B):
-        for head in range(H):
-            keys, values = (_parts(x, sample, head, part).to(wide) for x in (k, v))
-            keys = keys - (means[sample, head] / _scale(k))[:, None].to(wide)
-            covariance = (keys.mT @ values).flatten(1)  # [p, D * D]
-            share = (weights[sample, head] * (_scale(k) * _scale(v))).to(wide)
-            torch.mm(share, covariance, out=found[sample, head].view(r, -1))
+        for first in range(0, H, HEADS):
+            heads = slice(first, first + HEADS)
+            keys, values = (_parts(x, sample, heads, part).to(wide) for x in (k, v))
+            keys = keys - (means[sample, heads] / _scale(k))[:, :, None].to(wide)
+            covariances = (keys.mT @ values).flatten(2)  # [h, p, D * D]
+            shares = (weights[sample, heads] * (_scale(k) * _scale(v))).to(wide)
+            torch.bmm(shares, covariances, out=found[sample, heads].flatten(2))
     return found
 
 
@@ -73,14 +75,14 @@ def _scale(x: Keys) -> Tensor | float:
     return 1.0 if isinstance(x, Tensor) else x.scale
 
 
-def _parts(x: Keys, sample: int, head: int, part: int) -> Tensor:
-    """The numbers of one head, [p, part, D], with zeros after the last token."""
+def _parts(x: Keys, sample: int, heads: slice, part: int) -> Tensor:
+    """The numbers of some heads, [h, p, part, D], with zeros after the last token."""
     if isinstance(x, Blocked):
-        one = x.memory[sample, head].mT if x.channels_first else x.memory[sample, head]
-        one = one[: -(-x.tokens // part) * part]
+        some = x.memory[sample, heads].mT if x.channels_first else x.memory[sample, heads]
+        some = some[:, : -(-x.tokens // part) * part]
     else:
-        one = (x if isinstance(x, Tensor) else x.data)[sample, :, head]
-    short = -one.shape[0] % part
+        some = (x if isinstance(x, Tensor) else x.data)[sample, :, heads].transpose(0, 1)
+    short = -some.shape[1] % part
     if short:
-        one = F.pad(one if one.dtype.itemsize > 1 else one.float(), (0, 0, 0, short))
-    return one.unflatten(0, (-1, part))
+        some = F.pad(some if some.dtype.itemsize > 1 else some.float(), (0, 0, 0, short))
+    return some.unflatten(1, (-1, part))
