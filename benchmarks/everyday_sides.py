@@ -53,6 +53,8 @@ ACCELERATED = (
 
 def gpu_count(gpus: int | None, device: torch.device) -> int:
     """Of the sides for several GPUs; 1: there are none. Raises OptionError for GPUs that are not there."""
+    if gpus is not None and gpus < 1:
+        raise OptionError(f"{gpus} GPUs given to the suite everyday; give 1 or more")
     if device.type == "cpu":
         return gpus or 1
     there = torch.cuda.device_count()

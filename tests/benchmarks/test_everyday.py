@@ -22,6 +22,7 @@ from tests.comfyui import find_comfyui
 from wan_core.checkpoint import detect, load_dit, open_checkpoint
 from wan_core.checkpoint.detect import empty_module
 from wan_core.checkpoint.layouts_text import hf_text_names
+from wan_core.config import OptionError
 from wan_core.models.text.config import UMT5_XXL
 from wan_core.pipeline.sources import TINY
 from wan_core.sampling.plan import make_plan
@@ -108,6 +109,8 @@ def test_sides_for_several_gpus() -> None:
     (on,) = several_sides(4, torch.device("cuda"), guided=False)
     assert on.name == "ours, cudnn-fp8, 4 GPUs" and on.graph(Job())["loaders.workers"]["inputs"]["devices"] == "4"
     assert several_sides(1, CPU, guided=True) == () and gpu_count(None, CPU) == 1 and gpu_count(2, CPU) == 2
+    with pytest.raises(OptionError, match="give 1 or more"):
+        gpu_count(0, CPU)
     native = SEVERAL[0].graph(Job(four_steps=False))
     for expert in ("high", "low"):
         assert native[f"samplers.{expert}"]["inputs"]["model"] == [f"loaders.gpus_{expert}", 0]
