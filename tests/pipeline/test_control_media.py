@@ -254,7 +254,7 @@ REFUSED = {
     "--outpaint=8/8/8/8": "give --control-video as well",
     "--control-video=@video.mp4 --frames=17": "has 14 frames, and 17 are asked for",
     "--control-video=@picture.png": "cannot read",
-    "--control-video=@nothing.mp4": "cannot read",
+    "--control-video=@nothing.mp4": "nothing.mp4 does not exist",
     "--pose-video=@video.mp4": "does not take --pose-video",
     "--camera=zoom-in": "does not take --camera",
     "--denoise=0.5": "takes no --denoise",

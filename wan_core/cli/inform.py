@@ -72,7 +72,8 @@ def run_plan(options: argparse.Namespace) -> int:
     plan = preset_plan(files=files, task=options.task, **plan_numbers(options), window=window_of(options))
     task = TASKS[plan.task]
     frames = task.frames if options.frames is None else options.frames
-    check_size(task.width, task.height, frames, multiple=1, temporal=task.vae.temporal_stride)
+    if frames < 1:
+        raise OptionError(f"--frames {frames} given; a video has at least 1")
     latents = (frames - 1) // task.vae.temporal_stride + 1
     check_one_way(options.windows, options.clip_frames, options.overlap)
     if options.windows is not None:
@@ -84,6 +85,8 @@ def run_plan(options: argparse.Namespace) -> int:
         check_stages(task)
     told = options.frames is not None or options.clip_frames is not None or options.overlap is not None
     long = cut_video(task, frames, options.clip_frames, options.overlap) if told else None
+    longest = frames if long is None else long.clips[0].frames
+    check_size(task.width, task.height, longest, multiple=1, temporal=task.vae.temporal_stride)
     seconds = whole_seconds(plan, long, options.seconds_per_forward, latents)
     if options.json:
         more = {} if long is None else {"clips": long.as_list()}
