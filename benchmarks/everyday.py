@@ -215,14 +215,12 @@ def times(run: Run) -> Row:
 def side_by_side(server: Server, sides: Sequence[Side], jobs: list[Job], label: str) -> Iterator[Row]:
     """Each side makes all jobs in a row, since ComfyUI keeps what nodes gave only for the prompt that comes next. The
     first job is not counted. Native sides come first, since the others are compared with them."""
-    peers: list[float] = []
+    made: list[tuple[Side, Row]] = []
     for side in sorted(sides, key=lambda side: (side.gpus, not side.native)):
         found = [guarded(side.name, job.size, None, lambda s=side, j=job: server.run(s.graph(j))[0]) for job in jobs]
         row = next((row for row in found if "failed" in row), None) or middle_row(found[1:])
-        if "seconds" in row:
-            peers += [row["seconds"]] if side.native and side.gpus == 1 else []
-            row |= {"ratio": round(min(peers) / row["seconds"], 3), "ratio_to": PEER} if peers else {}
-        yield row | {"name": f"{label}: {row['name']}", "gpus": side.gpus}
+        made.append((side, row))
+        yield row | ratios(side, row, made) | {"name": f"{label}: {row['name']}", "gpus": side.gpus}
 
 
 def middle_row(rows: list[Row]) -> Row:

@@ -142,8 +142,8 @@ class Search:
     def within(self, target: float) -> Candidate:
         """The candidate of at most `target` seconds with the highest mean PSNR found. Raises OptionError where no
         candidate is as fast."""
-        found = [one for one in self.starts if self.seconds(one.setting) <= target]
-        found += self.candidates(target)
+        starts = [one for one in self.starts if self.seconds(one.setting) <= target]
+        found = list({one.setting: one for one in (*starts, *self.candidates(target))}.values())
         if not found:
             raise OptionError(
                 f"no setting of the search takes {target:.1f} s: the fastest takes {self.fastest():.1f} s; allow more"
