@@ -46,6 +46,7 @@ def run_search(options: argparse.Namespace, pipe: Pipeline, base: Request, outpu
     targets += [(name, value, False) for name, value in map(named, options.psnr or ())]
     if not targets:
         raise OptionError("no preset to search: give --seconds NAME=SECONDS or --psnr NAME=DECIBELS")
+    starts = [find_speed(name).setting for name in options.start or ()]
     names = [name for name, _, _ in targets]
     if len(set(names)) < len(names):
         raise OptionError(f"presets {', '.join(names)} given: each needs a name of its own")
@@ -64,7 +65,7 @@ def run_search(options: argparse.Namespace, pipe: Pipeline, base: Request, outpu
         options.changes,
         tell=lambda words: show(f"search: {words}"),
     )
-    search.starts = [Candidate.of(find_speed(name).setting, videos.plan, search.axes) for name in options.start or ()]
+    search.starts = [Candidate.of(setting, videos.plan, search.axes) for setting in starts]
     found: dict[str, Candidate] = {}
     for name, value, seconds in targets:
         full = videos.seconds("full")
