@@ -38,7 +38,7 @@ from wan_core.sampling.denoise import denoise, last_runs
 from wan_core.sampling.plan import make_plan
 
 CPU = torch.device("cpu")
-LAYERS = 6
+LAYERS = 4
 SMALL = DiTConfig(
     in_channels=16, out_channels=16, dim=64, ffn_dim=128, num_heads=2, num_layers=LAYERS, text_dim=48, text_len=32
 )
@@ -86,7 +86,7 @@ def held(request):
     return HELD[request.param]
 
 
-@pytest.mark.parametrize("resident", [None, 0, 3, 5])
+@pytest.mark.parametrize("resident", [None, 0, 1, 3])
 def test_streamed_is_resident_bit_for_bit(held, resident):
     plan = make_plan(steps=4)
     assert set(plan.experts) == {"high", "low"}
@@ -173,7 +173,7 @@ def test_compiled_blocks_compile_once_whatever_streams():
     before = compilations()
     exact = run(plain.__getitem__, plan)
     assert compilations() - before == 2  # before attention, and after it
-    for resident in (0, 3):
+    for resident in (0, 1):
         residency = streaming(None, resident)
         for model in residency.models.values():
             compile_blocks(model, CPU, backend="aot_eager")
@@ -214,7 +214,7 @@ def test_host_weights_keep_layouts_that_are_not_plain():
 
 def test_weights_that_cannot_be_pinned_stream_from_where_they_are(monkeypatch):
     monkeypatch.setattr("wan_core.execution.memory.residency.available_bytes", lambda: 1000)
-    plan, residency = make_plan(steps=2), streaming(None, 3)
+    plan, residency = make_plan(steps=2), streaming(None, 1)
     assert len(residency.notes) == 2 and "would not fit" in residency.notes[0]
     assert all(unit.memory is None for shelf in residency.host_weights.values() for unit in shelf.units)
     assert torch.equal(run(residency.use, plan), run(experts().__getitem__, plan))
@@ -264,7 +264,7 @@ def test_loras_attached_to_weights_that_stream(held, resident, ranks):
         assert travelling == len(tensors_of(weights.model)) - len(attached)
 
 
-@pytest.mark.parametrize("resident", [None, 0, 3])
+@pytest.mark.parametrize("resident", [None, 0, 1])
 def test_loras_change_while_weights_stream(held, resident):
     """On, stronger, others, off: each as where weights stay, and off leaves every bit as it was."""
     plan, residency = make_plan(steps=2), streaming(held, resident)
@@ -377,7 +377,7 @@ def test_cheaper_plans_come_one_after_the_other():
         assert words
         with torch.no_grad():
             residency.use("low")(draw_noise(0, (1, 16, 2, 4, 6)), torch.tensor([1.0]), draw_noise(1, (1, 5, 48)))
-    assert seen == [("swap", 0), ("stream", 3), ("stream", 1), ("stream", 0)]
+    assert seen == [("swap", 0), ("stream", 2), ("stream", 1), ("stream", 0)]
 
 
 # --------------------------------------------------------------------------------------------------- whole pipelines
