@@ -48,6 +48,7 @@ HELD = {
     "te-delayed": Quantization(TEDelayedLinear, CPU),
 }
 CAPTION = "a red circle moving right on a blue background"
+FOUR_STEPS = Request(prompt=CAPTION, steps=4, seed=3, guidance_mode="sequential", width=32, height=32, frames=5)
 
 
 def expert(seed: int, held: Quantization | None = None) -> WanModel:
@@ -304,11 +305,10 @@ def test_a_pipeline_that_streams_with_loras_of_different_ranks(tmp_path, mode):
     for name, rank in RANKS.items():
         write_safetensors(lora_state(config, rank), tmp_path / f"{name}.safetensors", {})
     loras = tuple(LoraOptions(path=str(tmp_path / f"{name}.safetensors"), expert=name) for name in RANKS)
-    request = Request(prompt=CAPTION, steps=4, seed=3, guidance_mode="sequential")
     found = []
     for where in ({}, {"residency": "stream", "resident_blocks": 2}):
         pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu", loras=loras, lora_mode=mode, **where))
-        found += [latents_of(pipe, request)[0] for _ in range(2)]
+        found += [latents_of(pipe, FOUR_STEPS)[0] for _ in range(2)]
     assert all(torch.equal(one, found[0]) for one in found)
 
 
@@ -340,19 +340,18 @@ def latents_of(pipe: Pipeline, request: Request, on_step=None):
 @pytest.mark.parametrize("residency", ["auto", "stream"])
 @pytest.mark.parametrize("at", [1, 4])  # of 4 runs: the last is the one that hands over
 def test_out_of_memory_goes_on_from_the_last_finished_step(residency, at, caplog):
-    request = Request(prompt=CAPTION, steps=4, seed=3, guidance_mode="sequential")
     options = LoadOptions(
         model="tiny", device="cpu", residency=residency, resident_blocks=4 if residency == "stream" else None
     )
     pipe = Pipeline.load(options)
-    exact, _ = latents_of(pipe, request)
+    exact, _ = latents_of(pipe, FOUR_STEPS)
     steps = []
     with memory_runs_out(pipe.models.residency.models["high"], at) as calls:
-        latents, report = latents_of(pipe, request, lambda progress, _: steps.append(progress.step.index))
+        latents, report = latents_of(pipe, FOUR_STEPS, lambda progress, _: steps.append(progress.step.index))
     assert steps == [0, 1, 2, 3] and len(calls) >= at
     assert torch.equal(latents, exact)
     assert any("out of memory, going on" in note for note in report.notes) and "out of memory" in caplog.text
-    assert torch.equal(latents_of(pipe, request)[0], exact)  # and the next video is whole again
+    assert torch.equal(latents_of(pipe, FOUR_STEPS)[0], exact)  # and the next video is whole again
 
 
 def test_out_of_memory_twice_is_an_error():
@@ -360,7 +359,7 @@ def test_out_of_memory_twice_is_an_error():
     model = pipe.models.residency.models["high"]
     model.blocks[2].register_forward_pre_hook(_fail)
     with pytest.raises(torch.cuda.OutOfMemoryError, match="for ever"):
-        latents_of(pipe, Request(prompt=CAPTION, steps=2))
+        latents_of(pipe, FOUR_STEPS)
 
 
 def _fail(*_):
