@@ -11,7 +11,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN    := .venv/bin
 # torch is named in every call, so that nothing installed later can replace it
-PIP     = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(TORCH)
+PIP     = $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -c constraints.txt $(TORCH)
 
 BENCH_ARGS ?= single
 
