@@ -11,7 +11,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN    := .venv/bin
 # torch is named in every call, so that nothing installed later can replace it
-PIP     = $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile -c constraints.txt $(TORCH)
+PIP     = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(TORCH)
 
 BENCH_ARGS ?= single
 
@@ -76,5 +76,5 @@ clean:
 
 .venv/.test: .venv/.runtime tests/requirements.txt
 	@$(BIN)/python -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 11) and "The tests compare with diffusers, which needs Python 3.11 or newer, and .venv has %d.%d: make clean, then name another with PYTHON=python3.12" % v)'
-	$(PIP) -r tests/requirements.txt
+	$(PIP) --no-compile -r tests/requirements.txt  # most of it is never imported
 	@touch $@
