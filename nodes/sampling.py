@@ -187,8 +187,7 @@ def _sample(
     plan, batched, left = workload.plan, workload.batched, list[Leftover]()
     with closing(Watcher(model, plan)) as watcher:
         if model.workers is not None:
-            given = (plan, conditioning, start, batched, report)
-            latents = model.workers.sample(model, *given, watcher, left.append)
+            latents = model.workers.sample(model, workload, conditioning, start, report, watcher, left.append)
         else:
             latents = sample_latents(
                 plan,

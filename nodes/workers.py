@@ -17,9 +17,8 @@ from wan_core.models.text.notes import TokenCount
 from wan_core.models.vae.tiling import TileSpec
 from wan_core.models.wan.families.wan.inputs import known_frames
 from wan_core.pipeline.images import Made, Pieces, video_to_pixels
-from wan_core.pipeline.memory_planning import decode_bytes
+from wan_core.pipeline.memory_planning import Workload, decode_bytes
 from wan_core.sampling.conditioning import Conditioning
-from wan_core.sampling.plan import Plan
 from wan_core.sampling.start import Leftover, Start
 from wan_core.workers import client as remote
 from wan_core.workers.launcher import Workers
@@ -43,26 +42,26 @@ class WorkersSocket:
     """Workers, and what ComfyUI's memory manager sees of them. When nothing refers to them any more, they end."""
 
     def __init__(self, options: WorkerOptions) -> None:
-        self.workers = Workers(options)
-        self.held = host.Remote(self.workers.stop)
+        self.workers = workers = Workers(options)
+        self.held = host.Remote(workers.stop, lambda: workers.is_running, options.devices)
 
     @property
     def device(self) -> torch.device:
         """Of the first rank."""
         return torch.device(self.workers.options.devices[0])
 
-    def ready(self, memory: int) -> Workers:
-        """The workers, for something that takes about so many bytes on the first device."""
-        self.held.use(memory)
+    def ready(self, what: str, weights: int, working: int) -> Workers:
+        """The workers, for something whose weights take so many bytes on the first device, and `working` bytes beside
+        them."""
+        self.held.use(what, weights, working)
         return self.workers
 
     def sample(
         self,
         model: ModelSocket,
-        plan: Plan,
+        workload: Workload,
         conditioning: Conditioning,
         start: Start,
-        batched: bool,
         report: Report,
         on_step: remote.OnStep,
         on_leftover: Callable[[Leftover], None],
@@ -75,13 +74,14 @@ class WorkersSocket:
             for one in wanted
             if one.strength
         )
+        weights, beside = sum(held.size for held in set(model.held.values())), model.plan(workload).beside
         return remote.sample(
-            self.ready(sum(held.size for held in set(model.held.values()))),
+            self.ready("experts", weights, max(beside[expert] for expert in workload.plan.experts)),
             asdict(replace(model.options, loras=loras)),
-            plan,
+            workload.plan,
             conditioning.flat(),
             start=start,
-            batched=batched,
+            batched=workload.batched,
             report=report,
             fps=model.experts.task.fps,
             keep=host.unfinished_path(start.seed),
@@ -110,7 +110,7 @@ class RemoteVAE(VAESocket):
         on_frames: Callable[[int, int], None],
         rest: str = "decode",
     ) -> Made:
-        workers = self.workers.ready(self._bytes(*samples.shape[-2:]))
+        workers = self._ready(*samples.shape[-2:])
         tiles = None if tile is None else asdict(tile)
         given = {"tile": tiles, "on_frames": on_frames, "rest": rest, "poll": host.check_interruption}
         return remote.decode_to(workers, self.spec, samples, report, consume, dtype=dtype, **given)
@@ -118,7 +118,7 @@ class RemoteVAE(VAESocket):
     def encode(self, pixels: Tensor) -> Tensor:
         video = (pixels[0] if pixels.ndim == 5 else pixels)[..., :3]
         stride = self.config.spatial_stride
-        workers = self.workers.ready(self._bytes(video.shape[1] // stride, video.shape[2] // stride))
+        workers = self._ready(video.shape[1] // stride, video.shape[2] // stride)
         latents = remote.encode(workers, self.spec, video.contiguous(), poll=host.check_interruption)
         return host.to_intermediate(latents)
 
@@ -126,8 +126,8 @@ class RemoteVAE(VAESocket):
         clip, unknown = known_frames(first, last, frames)
         return self.encode(video_to_pixels(clip)), unknown
 
-    def _bytes(self, rows: int, columns: int) -> int:
-        return self.held.size + decode_bytes(self.config, rows, columns) // len(self.workers.workers.options.devices)
+    def _ready(self, rows: int, columns: int) -> Workers:
+        return self.workers.ready("vae", self.held.size, decode_bytes(self.config, rows, columns))
 
 
 class RemoteText(TextSocket):
@@ -142,7 +142,9 @@ class RemoteText(TextSocket):
         known: dict[str, TokenCount] = {}
 
         def encode(prompts: Sequence[str]) -> Tensor:
-            rows, counts = remote.encode_text(self.workers.ready(0), self.spec, prompts, poll=host.check_interruption)
+            alone = len(self.workers.workers.options.devices) == 1  # the last rank holds it, and only while it encodes
+            workers = self.workers.ready("text", 0, self.held.size if alone else 0)
+            rows, counts = remote.encode_text(workers, self.spec, prompts, poll=host.check_interruption)
             known.update(zip(prompts, counts, strict=True))
             return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.readme_tables import ROOT, newest_result
+from tools.techniques import RUNS, best, timed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,76 +27,59 @@ Series = dict[str, list[list[Any]]]  # name in the legend -> points [x, y, label
 
 # ------------------------------------------------------------------------------------------------------ quality.png
 
-CACHES = "quality-h200"  # all rows of it are drawn; they skip steps and read all of attention
-SPARSE = (  # series, result, row: these read a part of attention
-    ("sparse attention", "sparse-quality-x86_64-cpu", "sparse:balanced"),
-    ("both", "sparse-quality-x86_64-cpu", "magcache:balanced+sparse:balanced"),
-    ("both", "speed-presets-quality-x86_64-cpu", "magcache:fast+sparse:fast"),
-    ("speed preset", "speed-presets-quality-x86_64-cpu", "speed:balanced"),
-    ("speed preset", "speed-presets-quality-x86_64-cpu", "speed:fast"),
-)
-FULL_FORWARDS = 80  # of 40 guided steps
+KINDS = {
+    "magcache": "step caching",
+    "taylorseer": "step caching",
+    "guidance": "guidance",
+    "every": "guidance",
+    "sparse": "sparse attention",
+    "stages": "smaller steps",
+    "speed": "speed preset",
+}
+SEVERAL = "several"
+KIND_COLOURS = {
+    "step caching": "C0",
+    "guidance": "C1",
+    "sparse attention": "C2",
+    "smaller steps": "black",
+    "speed preset": "C3",
+    SEVERAL: "C7",
+}
 DOT = 5  # pixels of a point that no label covers, from its centre
 
 
 def quality_points() -> Series:
-    """Seconds of a video of A14B at 1280x720x81 (FP8, one H200), as the plan estimates them, and dB as measured on the
-    embedded model against its full run."""
-    from wan_core.pipeline.evaluate.search_run import H200_BESIDE, H200_FORWARD
-
-    rows = newest_result(CACHES, RESULTS)["rows"]
-    found: Series = {"full run": [[_rounded(FULL_FORWARDS * H200_FORWARD + H200_BESIDE), None, "full run"]]}
-    for row in rows:
-        kind = "guidance" if row["name"].startswith(("guidance", "every")) else "step caching"
-        seconds = row["forwards"] * H200_FORWARD + H200_BESIDE
-        found.setdefault(kind, []).append([_rounded(seconds), row["psnr"], row["name"]])
-    for series, result, name in SPARSE:
-        row = next(row for row in newest_result(result, RESULTS)["rows"] if row["name"] == name)
-        forwards, share = planned(name)
-        if forwards != row["forwards"]:
-            raise ValueError(f"{name} has {forwards} forwards now and {row['forwards']} in {result}: measure it again")
-        seconds = share * H200_FORWARD + H200_BESIDE
-        found.setdefault(series, []).append([_rounded(seconds), row["psnr"], name])
+    """Result of `techniques` -> seconds of a video, dB and their standard error, setting; the full run first, then the
+    fastest."""
+    found: Series = {}
+    for result in RUNS:
+        full, rows = timed(result, newest_result(f"{result}-x86_64-cpu", RESULTS)["rows"])
+        found[result] = [[full, None, None, "full"]]
+        found[result] += [[taken, row["psnr"], row["psnr_se"], row["name"]] for taken, row in rows]
     return found
 
 
-def planned(setting: str) -> tuple[int, float]:
-    """Forwards of 40 steps of A14B with `setting`, and what they cost in dense forwards at 1280x720x81."""
-    from wan_core.models.wan.tasks import find_task
-    from wan_core.sampling.cache.arguments import parse_setting
-    from wan_core.sampling.cache.skipping import skip_forwards
-    from wan_core.sampling.plan import make_plan
-    from wan_core.sampling.sparsity.schedule import with_costs
-
-    task = find_task("t2v-A14B")
-    assert task.full_size is not None
-    plan = skip_forwards(make_plan(task=task.name, steps=40), parse_setting(setting), None, None)
-    plan = with_costs(plan, task.full_size, (21, 90, 160))
-    cost = plan.estimate({"high": 1.0, "low": 1.0})
-    assert cost is not None
-    return plan.forwards, cost
-
-
 def draw_quality(series: Series) -> Figure:
-    figure, (axes,) = new_figure(1, (9.6, 5.6))
-    ((full, _, words),) = series["full run"]
-    axes.axvline(full, color="black", linestyle="--", label=f"{words}: {full:.0f} s, nothing lost")
-    for colour, (name, points) in enumerate((n, p) for n, p in series.items() if n != "full run"):
-        x, y, _ = zip(*points, strict=True)
-        axes.scatter(x, y, color=f"C{colour}", label=name, zorder=3)
-    axes.set(xlim=(0, full + 25), ylim=(20, 54))
-    axes.set_xlabel(
-        "seconds of a video at 1280x720, 81 frames, 40 steps: A14B in FP8 on one H200, as the plan estimates"
-    )
-    axes.set_ylabel("PSNR against the full run, dB: embedded model")
-    axes.set_title("What a faster setting costs")
-    axes.legend(loc="upper left")
-    label(axes, [tuple(point) for name, points in series.items() if name != "full run" for point in points])
+    figure, panels = new_figure(len(series), (13.0, 9.6), columns=2)
+    for axes, (result, ((full, *_), *points)) in zip(panels, series.items(), strict=True):
+        axes.axvline(full, color="black", linestyle="--", label=f"full run: {full:.0f} s, nothing lost")
+        kinds = [SEVERAL if "+" in name else KINDS[name.partition(":")[0]] for *_, name in points]
+        for kind, colour in KIND_COLOURS.items():
+            x, y, error, _ = zip(*(one for one, of in zip(points, kinds, strict=True) if of == kind), strict=True)
+            axes.errorbar(x, y, error, fmt="none", color=colour)
+            axes.scatter(x, y, s=24, color=colour, label=kind, zorder=3)
+        axes.set(xlim=(0, full * 1.04), title=RUNS[result][0])
+        axes.set_xlabel("seconds of a video of A14B at 1280x720x81, FP8, one H200, as the plan estimates")
+        axes.set_ylabel("PSNR against the full run, dB: embedded model")
+    panels[0].legend(loc="upper left", fontsize=8)
+    for axes, (_, *points) in zip(panels, series.values(), strict=True):  # now that nothing moves any more
+        front = best([(x, {"name": name, "psnr": y}) for x, y, _, name in points])
+        label(axes, [(x, y, name if name in front else "") for x, y, _, name in points])
     return figure
 
 
 def label(axes: Axes, points: list[tuple[float, float, str]]) -> None:
-    """Write the label of every point beside it, at the first place around it where nothing is written or drawn."""
+    """Write the label of every point that has one beside it, at the first place where nothing is written or drawn."""
     from matplotlib.transforms import Bbox
 
     figure = axes.figure
@@ -105,8 +89,8 @@ def label(axes: Axes, points: list[tuple[float, float, str]]) -> None:
     dots = [Bbox.from_bounds(x - DOT, y - DOT, 2 * DOT, 2 * DOT) for x, y in centres]
     legend = axes.get_legend()
     taken = [] if legend is None else [legend.get_window_extent(renderer)]
-    places = [(8 * side, dy) for dy in (0, 8, -8, 15, -15, 23, -23, 31, -31) for side in (1, -1)]
-    for x, y, words in sorted(points, key=lambda point: point[1], reverse=True):
+    places = [(8 * side, dy) for dy in (0, 8, -8, 15, -15, 23, -23, 31, -31, 45, -45, 60, -60) for side in (1, -1)]
+    for x, y, words in sorted((point for point in points if point[2]), key=lambda point: point[1], reverse=True):
         for across, up in places:
             align = "left" if across > 0 else "right"
             text = axes.annotate(

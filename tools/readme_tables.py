@@ -9,7 +9,7 @@ A table stands between `<!-- bench:NAME -->` and `<!-- /bench -->`. NAME is a su
 {"suite", "command", "commit", "device", "versions": {library: version}, "rows": [{"name", "seconds", ...}]}.
 Columns that no row fills are left out; a key of a row that this file does not know becomes a column of its own.
 The table `cards` is no measurement: it is the choice by card of `wan_core.pipeline.card_choice`. `why` and `summary`
-are short tables over several results: tools/summary_tables.py.
+are short tables over several results: tools/summary_tables.py; `techniques-...` are in tools/techniques.py.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # not there where this file is run as a script
 
 from tools.summary_tables import short_table  # noqa: E402
+from tools.techniques import RUNS, technique_table  # noqa: E402
 
 REGION = re.compile(r"(?P<open><!-- bench:(?P<name>[\w.-]+) -->\n)(?P<body>.*?)(?P<close><!-- /bench -->)", re.DOTALL)
 OPENING = re.compile(r"<!-- bench:")  # a region without its end swallows the next one, or is none
@@ -216,16 +217,21 @@ def table(result: Result) -> str:
         + "|",
         *("| " + " | ".join(cell(row.get(key)) for key in columns) + " |" for row in rows),
     ]
-    versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
-    commit = str(result["commit"])
-    commit = commit if " " in commit else commit[:12]  # several, in words, or one hash
-    lines += ["", f"{result['device']}; {versions}; commit {commit}: `{result['command']}`", ""]
+    lines += origin(result)
     if "peaks" in result:
         peaks = ", ".join(
             text.format(cell(result["peaks"][key])) for key, text in PEAKS.items() if key in result["peaks"]
         )
         lines.insert(-1, f"Peaks measured in the same run: {peaks}.")
     return "\n".join(lines)
+
+
+def origin(result: Result) -> list[str]:
+    """The last lines of a table: where it was measured, and by which command."""
+    versions = ", ".join(f"{library} {version}" for library, version in result["versions"].items())
+    commit = str(result["commit"])
+    commit = commit if " " in commit else commit[:12]  # several, in words, or one hash
+    return ["", f"{result['device']}; {versions}; commit {commit}: `{result['command']}`", ""]
 
 
 def cards_table() -> str:
@@ -258,6 +264,9 @@ def body_of(name: str, results: Path) -> str:
     """The Markdown of the table called `name`."""
     if name == CARDS:
         return cards_table()
+    if (result := name.partition("-x86")[0]) in RUNS:
+        found = newest_result(name, results)
+        return "\n".join([*technique_table(result, found), *origin(found)])
     try:
         short = short_table(name, lambda result: newest_result(result, results), cell)
     except KeyError as missing:

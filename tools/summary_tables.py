@@ -51,6 +51,7 @@ WHY = (
         zh="文生视频，720p，81 帧，40 步，`--speed balanced`：整个视频，对比 ComfyUI 单独的前向时间",
         result="sparse-videos-h200",
         after=PRESET,
+        size=LARGE,
     ),
 )
 SUMMARY = (
@@ -96,6 +97,7 @@ SUMMARY = (
         zh="4 步，720p，81 帧，FP8 注意力：整个视频",
         result="sparse-videos-h200",
         after="full@4, fp8 + cudnn-fp8: total",
+        size=LARGE,
     ),
     Compared(
         en="four GPUs, one forward, 720p, over diffusers on the same four",

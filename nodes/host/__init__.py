@@ -15,12 +15,13 @@ from .folders import (
     unfinished_path,
     video_of,
 )
-from .memory import Held, Remote, Weights, evict_all, load, log, read_ahead, room
+from .memory import Held, Weights, evict_all, load, log, read_ahead, room
 from .native import accelerate, check_wan, checkpoint_of, compute_dtype
 from .native_cache import StepCache, attach, attached, moving_windows, plan_of_part
 from .native_model import describe, sampler_names, sampler_sigmas, scheduler_names, sparse_of
 from .native_stages import Stages, attach_stages, stages_of
 from .progress import PREVIEW_SIDE, Progress, check_interruption, reporter, show
+from .remote import Remote
 
 __all__ = [
     "PREVIEW_SIDE",

@@ -282,41 +282,6 @@ def room() -> int:
     return int(total) - CONTEXT
 
 
-class Remote(ModelPatcher):
-    """Memory that other processes hold on the device, as one thing that ComfyUI's memory manager may send away: that
-    ends them, so that nothing of it is left."""
-
-    def __init__(self, stop: Callable[[], None]) -> None:
-        super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=1)
-        self.stop = stop
-
-    def use(self, memory: int) -> None:
-        """They are about to hold `memory` bytes: others make room, and /free reaches them from now on."""
-        self.size = max(self.size, memory)
-        model_management.load_models_gpu([self], memory_required=0)
-
-    def partially_load(self, device_to: torch.device, extra_memory: float = 0, *_: object, **__: object) -> int:
-        if self.model.device == self.load_device and self.model.model_loaded_weight_memory:
-            return 0
-        self.model.device = self.load_device
-        self.model.model_loaded_weight_memory = self.size
-        return self.size
-
-    def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, *_: object, **__: object) -> int:
-        """Nothing: then the manager sends the whole away."""
-        return 0
-
-    def detach(self, unpatch_all: bool = True) -> nn.Module:
-        """As for `Held`."""
-        if unpatch_all and self.model.model_loaded_weight_memory:
-            self.stop()
-            self.size = 1
-            self.model.device = self.offload_device
-            self.model.model_loaded_weight_memory = 0
-            log.info("WanCore ended the workers")
-        return self.model
-
-
 def load(models: Sequence[Held], memory: int) -> None:
     """Have all `models` on the device at once, with about `memory` bytes left free beside them."""
     model_management.load_models_gpu(list(models), memory_required=memory)

@@ -21,7 +21,7 @@ def test_the_committed_plots_show_the_committed_results(capsys: pytest.CaptureFi
 
 def test_a_plot_of_older_results_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = json.loads(plots.DRAWN.read_text(encoding="utf-8"))
-    drawn["quality.png"]["step caching"][0][1] += 1
+    drawn["quality.png"]["techniques-t2v-40"][1][1] += 1
     monkeypatch.setattr(plots, "DRAWN", tmp_path / "plots.json")
     plots.DRAWN.write_text(json.dumps(drawn), encoding="utf-8")
     assert plots.main(["--check"]) == 1

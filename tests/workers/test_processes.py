@@ -42,3 +42,16 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_
         processes.WorkerProcesses(WorkerOptions(devices=("cpu",)))
     assert started.killed and not list(tmp_path.iterdir())
     assert seen["PYTHONSAFEPATH"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ("backend:cudaMallocAsync", None),
+        ("expandable_segments:True,backend:cudaMallocAsync", "expandable_segments:True"),
+        ("max_split_size_mb:64", "max_split_size_mb:64"),
+    ],
+)
+def test_ranks_do_not_take_comfyuis_allocator(monkeypatch: pytest.MonkeyPatch, given: str, left: str | None) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", given)
+    assert processes.rank_environment().get("PYTORCH_CUDA_ALLOC_CONF") == left

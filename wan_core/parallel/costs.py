@@ -141,23 +141,31 @@ def step_seconds(
 ) -> float:
     """Estimated seconds of a step with two forwards on `mesh`; with parallel steps, of the whole run over `steps`. The
     other arguments are as in `choose_mesh`."""
-    forwards = paired / mesh.cfg + (1 - paired)
-    inside = replace(mesh, time=1)
-    if mesh.layers > 1:  # two branches follow each other through the layers, one alone goes through them all
-        forwards, inside = paired * (mesh.layers + 1) / (2 * mesh.layers) + (1 - paired), Mesh()
+    inside = replace(mesh, time=1, layers=1)
     fp8 = {"fp8_linears": fp8_linears, "fp8_attention": fp8_attention}
     forward = sum(
         share * forward_seconds(inside, config, tokens, speeds, gpus_per_host, **fp8, read=read)
         for read, share in (reads or {1.0: 1.0}).items()
     )
     link = speeds.link if gpus_per_host >= mesh.size else speeds.network
-    hops = (mesh.layers - 1) * (tokens * config.dim * BYTES / link + speeds.latency)
-    seconds = 2 * forwards * forward + (mesh.cfg > 1) * speeds.latency + 2 * hops * (mesh.layers > 1)
+    if mesh.layers > 1:
+        hop = tokens * config.dim * BYTES / link + speeds.latency
+        seconds = layers_seconds(forward / mesh.layers, hop, mesh.layers, paired)
+    else:
+        forwards = paired / mesh.cfg + (1 - paired)
+        seconds = 2 * forwards * forward + (mesh.cfg > 1) * speeds.latency
     if mesh.time == 1:
         return seconds
     # Latents and velocity, float32: at most one hand-over a step that the next rank waits for.
     moved = 2 * 4 * tokens * config.out_channels * math.prod(config.patch_size) / link + speeds.latency
     return (seconds + moved) * Stretches.of(mesh.time, steps).forwards / steps
+
+
+def layers_seconds(part: float, hop: float, ranks: int, paired: float) -> float:
+    """Two forwards through a layer pipeline. part: seconds of a rank's blocks; hop: of handing tokens on. The second
+    branch of a pair follows the first, so it adds the slower of the two; alone, each forward takes them all."""
+    one = ranks * part + (ranks - 1) * hop
+    return paired * (one + max(part, hop)) + (1 - paired) * 2 * one
 
 
 def slowest_link(exact: Mesh, other: Mesh, config: DiTConfig, tokens: int, **given: Any) -> float:

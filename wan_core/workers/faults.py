@@ -43,13 +43,24 @@ def kind_of(fault: BaseException) -> str:
 
 def describe_fault(fault: BaseException, identity: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A fault as `explain.describe_failure` expects it. identity: rank, host, pid and, if known, device of the rank."""
+    text = str(fault) or type(fault).__name__
     return {
         **identity,
         "where": where,
         "reason": kind_of(fault),
         "type": type(fault).__name__,
-        "text": str(fault) or type(fault).__name__,
+        "text": f"{_device_memory()}{text}" if isinstance(fault, torch.OutOfMemoryError) else text,
     }
+
+
+def _device_memory() -> str:
+    """Who holds this rank's device: on a GPU it may be another program."""
+    if not torch.cuda.is_initialized():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    mine, gib = torch.cuda.memory_reserved(), 2**30
+    others = max(0, total - free - mine)
+    return f"of {total / gib:.1f} GiB it held {mine / gib:.1f}, CUDA and other programs {others / gib:.1f}: "
 
 
 def write_error_file(failure: Mapping[str, Any]) -> None:

@@ -28,6 +28,18 @@ STOP_SECONDS = 5.0  # for ranks that are told to end
 Frame = tuple[dict[str, Any], dict[str, Tensor]]
 
 
+def rank_environment() -> dict[str, str]:
+    """This process's, without the choice of CUDA's own allocator: ComfyUI makes it for itself. Ranks take torch's, as
+    on the command line, with which they were tested and measured."""
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        options = [option for option in environment.pop(name, "").split(",") if "cudaMallocAsync" not in option]
+        if any(options):
+            environment[name] = ",".join(options)
+    return environment
+
+
 class WorkerProcesses:
     """Supervisor and ranks, from their start to their end. Its threads hold no reference to `launcher.Workers`, so that
     an unused `Workers` is collected and ends its processes."""
@@ -65,14 +77,13 @@ class WorkerProcesses:
         threading.Thread(target=self._await_end, daemon=True).start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(Path(self.folder) / "supervisor.log", "wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "wan_core.workers.supervisor"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                env=rank_environment(),
                 start_new_session=True,  # Ctrl+C in a terminal reaches this process alone, which tells the others
             )
 

@@ -220,16 +220,6 @@ def quantize(x: Tensor, fmt: Format, agree: Agree | None = None) -> Quantized:
     return quantize_reference(x, fmt, amax)
 
 
-def encode(weight: Tensor, fmt: Format) -> Quantized:
-    """A weight [N, K] in FP8, the bits of `quantize_reference`. On a GPU, rows of float32 are read once."""
-    rows = fmt == "row" and weight.dtype == torch.float32 and 32 <= weight.shape[-1] <= MAX_ROW
-    if rows and weight.is_cuda and triton_runs(weight.device) and _Choice.fp8[weight.device]:
-        from wan_core.ops.kernels import triton_ops
-
-        return triton_ops.encode_rows(weight)
-    return quantize_reference(weight, fmt)
-
-
 def _splits(x: Tensor, heads: int) -> bool:
     """Whether the head dim is a power of two, as the kernels require."""
     head = x.shape[-1] // heads

@@ -28,7 +28,7 @@ from wan_core.ops.kernels.triton_rows import (
 )
 
 MIXED_ROWS, MIXED_TILES = 64, 8  # of `hadamard_kernel`: heads of tokens in a tile, and tiles in a program
-_FMT = {"": 0, "row": 1, "block": 2, "exact row": 3}
+_FMT = {"": 0, "row": 1, "block": 2}
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
@@ -51,7 +51,7 @@ def _outputs(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     if not fmt:
         return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(0, dtype=torch.float32)
     data = torch.empty(x.shape, dtype=FP8, device=x.device)
-    if fmt != "block":
+    if fmt == "row":
         return data, torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     groups = x.new_empty((x.shape[-1] // BLOCK, *x.shape[:-1]), dtype=torch.float32)
     return data, groups.movedim(0, -1)
@@ -211,11 +211,6 @@ def gelu(x: Tensor, fmt: Format | None) -> Tensor | Quantized:
         _gelu(x)
         return x
     return Quantized(*_activate(x, fmt, True))
-
-
-def encode_rows(weight: Tensor) -> Quantized:
-    """Of float32 [N, K]."""
-    return Quantized(*_activate(weight.contiguous(), "exact row", False))
 
 
 def quantize(x: Tensor, fmt: Format, amax: Tensor | None = None) -> Quantized:

@@ -49,8 +49,8 @@ def _groups_to_fp8(part, scales, row, group, count, rows, WIDTH: tl.constexpr, L
 def _store_in(
     a, b, target, scales, row, C, rows, FMT: tl.constexpr, A: tl.constexpr, B: tl.constexpr, LIMIT: tl.constexpr
 ):
-    """Write one row in the output's dtype (FMT 0), in FP8 with one scale (1), in FP8 with a scale for every 128 numbers
-    (2), or as 1 with divisions that are rounded as torch's are (3). Numbers beyond the row's end must be 0."""
+    """Write one row in the output's dtype (FMT 0), in FP8 with one scale (1), or in FP8 with a scale for every 128
+    numbers (2). Numbers beyond the row's end must be 0."""
     if FMT == 1:
         amax = tl.maximum(tl.maximum(tl.max(tl.abs(a)), tl.max(tl.abs(b))), 1e-12)
         tl.store(scales + row, amax / LIMIT)
@@ -59,12 +59,6 @@ def _store_in(
     elif FMT == 2:
         a = _groups_to_fp8(a, scales, row, 0, C // 128, rows, A, LIMIT)
         b = _groups_to_fp8(b, scales, row, A // 128, C // 128, rows, B, LIMIT)
-    elif FMT == 3:
-        amax = tl.maximum(tl.maximum(tl.max(tl.abs(a)), tl.max(tl.abs(b))), 1e-12)
-        scale = amax * (1.0 / LIMIT)  # as torch divides by a number on a GPU
-        tl.store(scales + row, scale)
-        a = tl.div_rn(a, tl.zeros_like(a) + scale)
-        b = tl.div_rn(b, tl.zeros_like(b) + scale)
     _store(a, b, target, row, C, A, B)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wan_core.ops.kernels import fused
-from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, spread_scale
+from wan_core.ops.kernels.formats import BLOCK, FP8, FP8_MAX, Format, Quantized, quantize_reference, spread_scale
 from wan_core.ops.quant.linear import QuantLinear
 
 
@@ -25,7 +25,7 @@ class Fp8Linear(QuantLinear):
 
     @classmethod
     def encode(cls, weight: Tensor) -> dict[str, Tensor]:
-        data, scale = fused.encode(weight, cls.activations)
+        data, scale = quantize_reference(weight, cls.activations)
         return {"weight": data, "weight_scale": scale}
 
     def quantize(self, x: Tensor) -> Quantized:

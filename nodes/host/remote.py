@@ -1,0 +1,72 @@
+"""Memory that worker processes hold, under ComfyUI's memory manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from comfy import model_management
+from comfy.model_patcher import ModelPatcher
+from torch import nn
+
+from wan_core.execution.memory.planning import CONTEXT
+
+from .devices import device
+from .memory import Weights, log
+
+
+class Remote(ModelPatcher):
+    """What worker processes hold on ComfyUI's device, as one thing that its memory manager may send away: that ends
+    them, so that nothing of it is left.
+
+    The manager counts as free what ComfyUI's own allocator keeps for later. Another process cannot have that, so it is
+    given back before they need more.
+    """
+
+    def __init__(self, stop: Callable[[], None], is_running: Callable[[], bool], devices: Sequence[str]) -> None:
+        """devices: of the workers, the first rank's first."""
+        super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=1)
+        self.stop, self.is_running = stop, is_running
+        self.here = str(device()) in devices
+        self.others = [torch.device(name) for name in dict.fromkeys(devices) if name not in ("cpu", str(device()))]
+        self.weights: dict[str, int] = {}  # bytes, by what they are of
+        self.working = 0  # bytes beside them, the most so far
+
+    def use(self, what: str, weights: int, working: int) -> None:
+        """The first rank is about to hold the `weights` of `what`, beside those of other things, and needs `working`
+        bytes meanwhile; the others hold as much on their devices. Others make room, and /free reaches the workers."""
+        if not self.is_running():
+            self.weights.clear()
+            self.working = self.model.model_loaded_weight_memory = 0
+        self.weights[what] = weights
+        self.working = max(self.working, working)
+        wanted = CONTEXT + sum(self.weights.values()) + self.working
+        lacking = wanted - self.model.model_loaded_weight_memory
+        self.size = wanted if self.here else 1
+        if lacking > 0:
+            model_management.soft_empty_cache()
+            loaded = {one.device for one in model_management.current_loaded_models}
+            for other in loaded.intersection(self.others):
+                model_management.free_memory(lacking, other)
+        model_management.load_models_gpu([self], memory_required=0)
+
+    def partially_load(self, device_to: torch.device, extra_memory: float = 0, *_: object, **__: object) -> int:
+        more = self.size - self.model.model_loaded_weight_memory
+        self.model.device = self.load_device
+        self.model.model_loaded_weight_memory = self.size
+        return more
+
+    def partially_unload(self, device_to: torch.device, memory_to_free: float = 0, *_: object, **__: object) -> int:
+        """Nothing: then the manager sends the whole away."""
+        return 0
+
+    def detach(self, unpatch_all: bool = True) -> nn.Module:
+        """As for `Held`."""
+        if unpatch_all and self.model.model_loaded_weight_memory:
+            self.stop()
+            self.weights.clear()
+            self.working = self.model.model_loaded_weight_memory = 0
+            self.size = 1
+            self.model.device = self.offload_device
+            log.info("WanCore ended the workers")
+        return self.model

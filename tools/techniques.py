@@ -1,0 +1,69 @@
+"""Single techniques and presets on the embedded model: their loss, beside the seconds of a video of A14B.
+
+Results `benchmarks/results/techniques-TASK-STEPS-*.json` are rows of `python -m wan_core quality`. What is saved is the
+plan's answer for A14B at 1280x720x81 in FP8 on one H200, where attention has the share of the time that it has in real
+videos; the embedded model's own seconds say nothing about that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+RUNS = {  # result -> what it is called, task of A14B, steps
+    "techniques-t2v-40": ("text to video, 40 steps", "t2v-A14B", 40),
+    "techniques-i2v-40": ("image to video, 40 steps", "i2v-A14B", 40),
+    "techniques-t2v-20": ("text to video, 20 steps", "t2v-A14B", 20),
+    "techniques-i2v-20": ("image to video, 20 steps", "i2v-A14B", 20),
+}
+COLUMNS = {
+    "psnr": "dB",
+    "psnr_se": "±",
+    "psnr_worst": "worst dB",
+    "ssim": "SSIM",
+    "flicker": "flicker",
+    "truth": "captions true",
+    "truth_se": "± ",
+}
+
+
+def seconds(name: str, steps: int, setting: str, forwards: float) -> float:
+    """A whole video of that many forwards, each as long as those of A14B's plan in the mean."""
+    from wan_core.models.wan.tasks import find_task
+    from wan_core.pipeline.evaluate.search_run import H200_BESIDE, H200_FORWARD, H200_SIZE, full_size
+    from wan_core.sampling.cache.arguments import parse_setting
+    from wan_core.sampling.cache.skipping import skip_forwards
+    from wan_core.sampling.plan import make_plan
+    from wan_core.sampling.sparsity.schedule import with_costs
+
+    plan = skip_forwards(make_plan(task=name, steps=steps), parse_setting(setting), None, None)
+    cost = with_costs(plan, *full_size(find_task(name), H200_SIZE)).estimate({"high": 1.0, "low": 1.0})
+    mean = 1.0 if cost is None else cost / plan.forwards  # which steps an adaptive run computes shows while it runs
+    return forwards * mean * H200_FORWARD + H200_BESIDE
+
+
+def timed(result: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, list[tuple[float, Mapping[str, Any]]]]:
+    """Seconds of the full run, and the rows with theirs, the fastest first."""
+    _, task, steps = RUNS[result]
+    found = [(round(seconds(task, steps, row["name"], row["forwards"]), 1), row) for row in rows]
+    full = round(seconds(task, steps, "full", 2 * steps), 1)
+    return full, sorted(found, key=lambda one: (one[0], -one[1]["psnr"]))
+
+
+def best(found: Sequence[tuple[float, Mapping[str, Any]]]) -> set[str]:
+    """The names of the rows that no faster row equals."""
+    from wan_core.pipeline.evaluate.compare import pareto
+
+    return set(pareto({row["name"]: (-seconds, row["psnr"]) for seconds, row in found}))
+
+
+def technique_table(name: str, result: Mapping[str, Any]) -> list[str]:
+    """The lines of the table of a result; those in bold are the best in their seconds."""
+    full, found = timed(name, result["rows"])
+    front = best(found)
+    lines = ["| | 720p s | saved | " + " | ".join(COLUMNS.values()) + " |", "|---|" + "---:|" * (2 + len(COLUMNS))]
+    for taken, row in found:
+        setting = f"**`{row['name']}`**" if row["name"] in front else f"`{row['name']}`"
+        numbers = [f"{taken:.0f}", f"{1 - taken / full:.2f}", *(f"{row[key]:.4g}" for key in COLUMNS)]
+        lines.append(f"| {setting} | " + " | ".join(numbers) + " |")
+    return lines
