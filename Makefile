@@ -76,5 +76,5 @@ clean:
 
 .venv/.test: .venv/.runtime tests/requirements.txt
 	@$(BIN)/python -c 'import sys; v = sys.version_info[:2]; sys.exit(v < (3, 11) and "The tests compare with diffusers, which needs Python 3.11 or newer, and .venv has %d.%d: make clean, then name another with PYTHON=python3.12" % v)'
-	$(PIP) -r tests/requirements.txt
+	$(PIP) --no-compile -r tests/requirements.txt  # most of it is never imported
 	@touch $@

@@ -42,7 +42,7 @@ SECONDS = 5.0  # for one example; the slowest takes a tenth of it on an idle cor
 HEADROOM = 768 * 2**20  # of address space, above what the process has already
 
 quick = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-many = settings(quick, max_examples=100)
+many = settings(quick, max_examples=60)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,7 +127,7 @@ def test_truncated_pickle(name: str, data: st.DataObject) -> None:
 flips = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=6)
 
 
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=80)
 @given(name=st.sampled_from(NAMES), where=flips)
 def test_flipped_header_bytes(name: str, where: list[tuple[float, int]]) -> None:
     content = base(name)
@@ -167,7 +167,7 @@ dtypes = st.sampled_from(
 )
 
 
-@settings(quick, max_examples=200)
+@settings(quick, max_examples=100)
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_edited_header(name: str, data: st.DataObject) -> None:
     header, values = split(base(name))
@@ -215,7 +215,7 @@ def test_hostile_headers(header: bytes) -> None:
 sizes = st.sampled_from([0, 1, 2, 3, 4, 8, 16, 100, 255, 2**20, 2**31, 2**40])
 
 
-@settings(quick, max_examples=120)
+@settings(quick, max_examples=70)
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_absurd_shapes(name: str, data: st.DataObject) -> None:
     """A zero makes any shape take no bytes: the file is sound, and only `detect` stands before a huge module."""
@@ -289,7 +289,7 @@ def test_absurd_index(index: bytes) -> None:
 # ------------------------------------------------------------------------------------------------------ hostile pickles
 
 
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=80)
 @given(name=st.sampled_from(NAMES), where=flips)
 def test_flipped_pickle(name: str, where: list[tuple[float, int]]) -> None:
     survives(repacked(lambda program: flipped(program, where, 0, len(program)), name), "model.pth")

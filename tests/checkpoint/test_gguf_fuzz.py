@@ -69,7 +69,7 @@ def _capped() -> Iterator[None]:
     yield from capped()
 
 
-@settings(quick, max_examples=70)
+@settings(quick, max_examples=50)
 @given(name=st.sampled_from(NAMES), place=st.floats(0, 1, exclude_max=True))
 def test_truncated(name: str, place: float) -> None:
     content = base(name)
@@ -77,7 +77,7 @@ def test_truncated(name: str, place: float) -> None:
     assert message is not None
 
 
-@settings(quick, max_examples=250)
+@settings(quick, max_examples=120)
 @given(name=st.sampled_from(NAMES), where=flips)
 def test_flipped_header_bytes(name: str, where: list[tuple[float, int]]) -> None:
     content = base(name)

@@ -127,7 +127,7 @@ def spelled(module: str, prefix: str, diffusers: bool) -> str:
     return prefix + (name.replace(".", "_") if prefix in FLAT else name)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     modules=st.lists(st.sampled_from(LINEARS), min_size=1, max_size=4, unique=True),
     prefix=st.sampled_from(PREFIXES),
@@ -484,7 +484,7 @@ def test_scaled_fp8_files_take_both(tmp_path):
 # ------------------------------------------------------------------------------------------------ strengths and undoing
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     precision=st.sampled_from([None, "fp8", "fp8-weights"]),
     steps=st.lists(st.tuples(st.sampled_from(["attach", "merge"]), st.floats(-2, 2)), min_size=1, max_size=4),

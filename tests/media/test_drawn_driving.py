@@ -11,7 +11,7 @@ from wan_core.media.metrics import describe, judge, track
 from wan_core.media.shapes import SCENES, held_out, scene_table
 
 HELD_OUT = [scene for scene in SCENES if held_out(scene)]
-LOOKS = HELD_OUT[3::7][:6]
+LOOKS = HELD_OUT[3::7][:4]
 
 
 def drawn(curved_share: float, height: int = 96, width: int = 96) -> Trio:

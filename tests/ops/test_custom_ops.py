@@ -52,9 +52,13 @@ def test_what_they_say_of_their_results_is_so(operation: object) -> None:
     torch.library.opcheck(operation, given)  # pyright: ignore[reportArgumentType]
 
 
-def test_the_first_call_imports_no_compiler() -> None:
+def test_neither_the_table_of_attention_nor_the_first_call_imports_a_library_or_a_compiler() -> None:
     code = """
 import sys, torch
+from wan_core.ops.attention import registry
+libraries = {"flash_attn", "flash_attn_interface", "sageattention", "cudnn", "transformer_engine", "triton",
+    "comfy_kitchen"}
+assert not libraries & {name.partition(".")[0] for name in sys.modules}
 from wan_core.ops.kernels import gguf_blocks
 from wan_core.ops.attention.sparse import forward
 gguf_blocks.unpack(torch.zeros(2, 34, dtype=torch.uint8), "Q8_0", torch.float32)

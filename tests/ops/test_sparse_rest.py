@@ -163,6 +163,7 @@ def test_each_and_all_lose_less_on_attention_that_has_structure() -> None:
     """At a quarter and an eighth of the blocks; everything together loses least."""
     grid, block = (6, 16, 20), 32
     qkv = structured(grid, heads=6, dim=64)
+    exact = math_reference(*qkv)
     losses: dict[tuple[float, str], float] = {}
     for keep in (0.25, 0.125):
         rule = Rule(keep)
@@ -178,8 +179,7 @@ def test_each_and_all_lose_less_on_attention_that_has_structure() -> None:
             q, k, v = (t[:, tiles.order] for t in qkv)
             state = SparseForward(KERNELS["math"], [], tiles, [one], slope=slope)
             out = SparseAttention()(q, k, v, AttentionCall(sparse=state))
-            exact = math_reference(q, k, v)
-            losses[keep, name] = float((out - exact).norm() / exact.norm())
+            losses[keep, name] = float((out - exact[:, tiles.order]).norm() / exact.norm())
         today, everything = losses[keep, "today"], losses[keep, "all"]
         assert all(losses[keep, name] < 0.99 * today for name in ("error", "parts", "slope")), losses
         assert everything < 0.7 * today, losses

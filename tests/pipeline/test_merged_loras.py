@@ -82,7 +82,7 @@ def test_a_merged_weight_is_no_further_from_the_sum_than_rounding_it(files, stor
         assert error <= (rounded - exact).norm() * (1 + 1e-4) and error > 0
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     stored=st.sampled_from([*STORED, "its own precision"]),
     precision=st.sampled_from([None, "fp8", "fp8-weights"]),

@@ -279,8 +279,8 @@ def test_samples_are_new_to_the_embedded_model():
 
 @torch.no_grad()
 def test_presets_keep_the_video(tiny_assets):
-    """A sample of the committed comparison: one caption at the model's own size, 40 steps. A forecast gives 54 dB here,
-    reuse 32."""
+    """A sample of the committed comparison: one caption in a small size, 40 steps. A forecast gives 51 dB here, reuse
+    38."""
     from wan_core.config import LoadOptions, Request
     from wan_core.pipeline.evaluate.run import measure_quality
     from wan_core.pipeline.pipeline import Pipeline
@@ -288,32 +288,30 @@ def test_presets_keep_the_video(tiny_assets):
     pipe = Pipeline.load(LoadOptions(model="tiny", device="cpu"))
     settings = {name: parse_setting(name) for name in ("magcache:balanced", "magcache:0.12/2/0.2", "taylorseer:2/1")}
     samples = choose_samples(None, 1, 7, tiny=True)
-    rows = measure_quality(pipe, Request(prompt="", steps=40), samples, settings, 1).rows()
+    request = Request(prompt="", steps=40, width=48, height=48, frames=9)
+    rows = measure_quality(pipe, request, samples, settings, 1).rows()
     balanced, reuse, seer = rows
-    assert balanced["saved"] >= 0.4 and balanced["psnr"] > 40 and balanced["truth"] == 1
+    assert balanced["saved"] >= 0.4 and balanced["psnr"] > 40
     assert balanced["psnr"] > reuse["psnr"] + 6, "a forecast is nearer than reuse"
     assert seer["psnr"] > 40
 
 
-def test_the_committed_comparison_reaches_its_targets():
-    """docs/benchmarks.md shows a measured file: its presets, 192 captions or more, 40 steps of the embedded model."""
-    from pathlib import Path
-
-    results = sorted(
-        (Path(__file__).parents[2] / "benchmarks/results").glob("quality-*.json"), key=lambda p: p.stem[-8:]
-    )
+@pytest.mark.parametrize(("task", "balanced", "fast"), [("t2v", 31, 28), ("i2v", 44, 40)])
+def test_the_committed_comparison_reaches_its_targets(task: str, balanced: float, fast: float) -> None:
+    """docs/benchmarks.md shows measured files: presets, 240 captions, 40 steps. balanced, fast: least dB of --speed."""
+    results = sorted((Path(__file__).parents[2] / "benchmarks/results").glob(f"techniques-{task}-40-*.json"))
     result = json.loads(results[-1].read_text())
-    rows = {row["name"]: row for row in result["rows"]}
+    rows = {row["name"]: row | {"saved": 1 - row["forwards"] / 80} for row in result["rows"]}
     assert result["samples"] >= 192 and "--steps 40" in result["command"] and "--model tiny" in result["command"]
-    balanced, fast = rows[BALANCED_AT_ORDER_1], rows["magcache:fast"]
-    truth = result["full"]["truth"]
+    cached, cached_fast, truth = rows["magcache:balanced"], rows["magcache:fast"], result["full"]["truth"]
     noise = (truth * (1 - truth) / result["samples"]) ** 0.5  # a standard error: what other captions would change
-    assert balanced["saved"] >= 0.4 and balanced["psnr"] >= 36 and balanced["truth"] >= truth - noise
-    assert fast["saved"] >= 0.55 and fast["psnr"] >= 32
-    assert balanced["front"] and len(rows) >= 8
-    for name in ("magcache:quality", BALANCED_AT_ORDER_1, "magcache:fast"):  # what nothing else here beats
+    assert cached["saved"] >= 0.4 and cached["psnr"] >= 36 and cached["truth"] >= truth - noise
+    assert cached_fast["saved"] >= 0.55 and cached_fast["psnr"] >= 32
+    for name in ("magcache:quality", "magcache:balanced", "magcache:fast"):  # what nothing else here beats
         rivals = [row["psnr"] for row in rows.values() if row["saved"] >= rows[name]["saved"]]
-        assert rows[name]["psnr"] >= max(rivals) - 0.2, name  # orders 1 and 2 are equal over gaps of two
+        assert rows[name]["psnr"] >= max(rivals) - 0.2, name
+    image = "" if task == "t2v" else "-i2v"
+    assert rows[f"speed:balanced{image}"]["psnr"] >= balanced and rows[f"speed:fast{image}"]["psnr"] >= fast
 
 
 BALANCED_AT_ORDER_1 = "taylorseer:2/1/0.1"

@@ -73,7 +73,7 @@ def run(
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("resident", [None, 0, 3], ids=["all stay", "all stream", "half stream"])
+@pytest.mark.parametrize("resident", [None, 0, 1], ids=["all stay", "all stream", "one stays"])
 @pytest.mark.parametrize("name", PLANS)
 def test_at_every_block(name: str, resident: int | None, batched: bool) -> None:
     plan, residency, counted = PLANS[name], streaming(None, resident), Stopper()
@@ -99,7 +99,7 @@ def test_delayed_scales(resident: int | None) -> None:
     """Scales that follow what was seen: an interrupted forward leaves nothing of them."""
     held = Quantization(TEDelayedLinear, CPU)
     residency, exact = streaming(held, resident), run(experts(held).__getitem__, FULL, None)
-    for at in range(0, len(FULL.steps) * 2 * LAYERS, 7):
+    for at in range(0, len(FULL.steps) * 2 * LAYERS, 5):
         with pytest.raises(Stop):
             run(residency.use, FULL, Stopper(at), prefetch=residency.prefetch)
         assert torch.equal(run(residency.use, FULL, None, prefetch=residency.prefetch), exact)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tools import fuzz
 from tools.hostile.readers import READERS
 
@@ -23,7 +23,7 @@ def test_a_sample_has_no_fault() -> None:
     """The costly first ones are left to the whole run, and to the tests of the limits."""
     command = [sys.executable, "-m", "tools.fuzz", "--first", "30", "--cases", "40", "--seed", "7"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = forked.run(command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"| all | {40 * len(READERS)} |" in done.stdout and len(READERS) == 10
 

@@ -247,6 +247,11 @@ def _module_class(config: Config) -> Callable[[Any], nn.Module]:
     return classes[type(config)]
 
 
+@lru_cache(maxsize=16)
+def parameter_count(config: Config) -> int:
+    return sum(parameter.numel() for parameter in empty_module(config).parameters())
+
+
 @lru_cache(maxsize=8)
 def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Official name -> shape of every parameter. Raises `CheckpointError` if the numbers do not make a module."""

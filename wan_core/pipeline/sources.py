@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from wan_core.checkpoint import Checkpoint, detect, load_dit, load_text_encoder, load_vae, open_checkpoint
-from wan_core.checkpoint.detect import Config, Detected, Kind, empty_module
+from wan_core.checkpoint.detect import Config, Detected, Kind, parameter_count
 from wan_core.checkpoint.merge import Merge
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.vision import find_vision_file, load_vision
@@ -152,7 +152,7 @@ def recognise_vision(path: Path) -> Part:
     ) -> nn.Module:
         return load_vision(checkpoint if share is None else share(checkpoint), device=device, dtype=vision_dtype(dtype))
 
-    parameters = sum(p.numel() for p in empty_module(found.config).parameters())
+    parameters = parameter_count(found.config)
     stored = max(infos, key=lambda info: info.nbytes).dtype
     label, size = f"{checkpoint.describe()} ({found.layout})", sum(info.nbytes for info in infos)
     return Part(label, found.config, stored, parameters, load, path=path, stored_bytes=size)
@@ -342,8 +342,7 @@ def random_part(config: Config, seed: int) -> Part:
         embedded = open_checkpoint(TINY / "text_encoder.safetensors").read("spiece_model")
         return TextEncoder(module, Tokenizer(embedded.numpy().tobytes()))
 
-    parameters = sum(p.numel() for p in empty_module(config).parameters())
-    return Part("random weights", config, torch.bfloat16, parameters, load)
+    return Part("random weights", config, torch.bfloat16, parameter_count(config), load)
 
 
 def different_experts(high: Part, low: Part) -> OptionError:
