@@ -57,7 +57,10 @@ def _device_memory() -> str:
     """Who holds this rank's device: on a GPU it may be another program."""
     if not torch.cuda.is_initialized():
         return ""
-    free, total = torch.cuda.mem_get_info()
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:  # the device is lost: the fault itself says why
+        return ""
     mine, gib = torch.cuda.memory_reserved(), 2**30
     others = max(0, total - free - mine)
     return f"of {total / gib:.1f} GiB it held {mine / gib:.1f}, CUDA and other programs {others / gib:.1f}: "
