@@ -45,6 +45,7 @@ KIND_COLOURS = {
     "speed preset": "C3",
     SEVERAL: "C7",
 }
+LINE = {"arrowstyle": "-", "linewidth": 0.7, "color": "gray", "shrinkA": 0, "shrinkB": 2}
 DOT = 5  # pixels of a point that no label covers, from its centre
 
 
@@ -106,6 +107,8 @@ def label(axes: Axes, points: list[tuple[float, float, str]]) -> None:
             inside = axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1
             if inside and not any(box.overlaps(other) for other in [*taken, *dots]):
                 taken.append(box)
+                if up:  # a line from the name to its point: another point may be nearer to it
+                    axes.annotate("", (x, y), (across, up), textcoords="offset points", arrowprops=LINE)
                 break
             text.remove()
         else:
