@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ __all__ = [
     "find_newer_comfyui",
     "make_base",
     "python_of",
+    "what_checks_found",
 ]
 
 
@@ -29,6 +32,14 @@ def find_comfyui(default: str = "~/comfy/ComfyUI", variable: str = "COMFYUI_PATH
     if not (path / "main.py").is_file():
         pytest.skip(f"no ComfyUI at {path}: set {variable}")
     return path
+
+
+def what_checks_found(script: str, checkout: Path) -> dict[str, str]:
+    """Check by check, what `tests/nodes/SCRIPT` found wrong in a process of that ComfyUI: "" where all is right."""
+    command = [python_of(checkout), str(Path(__file__).with_name("nodes") / script), str(checkout)]
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **QUIET}, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def find_newer_comfyui() -> Path:

@@ -3,14 +3,9 @@ the checks."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from tests.comfyui import QUIET, find_newer_comfyui, python_of
+from tests.comfyui import find_newer_comfyui, what_checks_found
 
 pytestmark = pytest.mark.comfy
 CHECKS = ("full_size", "engine", "variants", "together", "sparse", "reuse", "shown")
@@ -18,11 +13,7 @@ CHECKS = ("full_size", "engine", "variants", "together", "sparse", "reuse", "sho
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
-    checkout, script = find_newer_comfyui(), Path(__file__).with_name("native_resolutions.py")
-    command = [python_of(checkout), str(script), str(checkout)]
-    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **QUIET}, timeout=600)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    return json.loads(ran.stdout.splitlines()[-1])
+    return what_checks_found("native_resolutions.py", find_newer_comfyui())
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from tests.comfyui import QUIET, find_comfyui, python_of
+from tests.comfyui import find_comfyui, what_checks_found
 
 pytestmark = pytest.mark.comfy
 CHECKS = (
@@ -20,11 +15,7 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
-    checkout, script = find_comfyui(), Path(__file__).with_name("remote_memory.py")
-    command = [python_of(checkout), str(script), str(checkout)]
-    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **QUIET}, timeout=300)
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    return json.loads(ran.stdout.splitlines()[-1])
+    return what_checks_found("remote_memory.py", find_comfyui())
 
 
 @pytest.mark.parametrize("name", CHECKS)
