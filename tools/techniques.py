@@ -30,16 +30,15 @@ COLUMNS = {
 def seconds(name: str, steps: int, setting: str, forwards: float) -> float:
     """A whole video of that many forwards, each as long as those of A14B's plan in the mean."""
     from wan_core.models.wan.tasks import find_task
-    from wan_core.pipeline.evaluate.search_run import H200_BESIDE, H200_FORWARD, H200_SIZE, full_size
+    from wan_core.pipeline.evaluate import search_run
     from wan_core.sampling.cache.arguments import parse_setting
     from wan_core.sampling.cache.skipping import skip_forwards
     from wan_core.sampling.plan import make_plan
-    from wan_core.sampling.sparsity.schedule import with_costs
 
     plan = skip_forwards(make_plan(task=name, steps=steps), parse_setting(setting), None, None)
-    cost = with_costs(plan, *full_size(find_task(name), H200_SIZE)).estimate({"high": 1.0, "low": 1.0})
-    mean = 1.0 if cost is None else cost / plan.forwards  # which steps an adaptive run computes shows while it runs
-    return forwards * mean * H200_FORWARD + H200_BESIDE
+    size = search_run.full_size(find_task(name), search_run.H200_SIZE)
+    denoising = search_run.estimated_seconds(plan, *size, search_run.H200_FORWARD, 0.0)
+    return forwards / plan.forwards * denoising + search_run.H200_BESIDE
 
 
 def timed(result: str, rows: Sequence[Mapping[str, Any]]) -> tuple[float, list[tuple[float, Mapping[str, Any]]]]:

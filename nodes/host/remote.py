@@ -36,8 +36,7 @@ class Remote(ModelPatcher):
         """The first rank is about to hold the `weights` of `what`, beside those of other things, and needs `working`
         bytes meanwhile; the others hold as much on their devices. Others make room, and /free reaches the workers."""
         if not self.is_running():
-            self.weights.clear()
-            self.working = self.model.model_loaded_weight_memory = 0
+            self._forget()
         self.weights[what] = weights
         self.working = max(self.working, working)
         wanted = CONTEXT + sum(self.weights.values()) + self.working
@@ -64,9 +63,13 @@ class Remote(ModelPatcher):
         """As for `Held`."""
         if unpatch_all and self.model.model_loaded_weight_memory:
             self.stop()
-            self.weights.clear()
-            self.working = self.model.model_loaded_weight_memory = 0
+            self._forget()
             self.size = 1
             self.model.device = self.offload_device
             log.info("WanCore ended the workers")
         return self.model
+
+    def _forget(self) -> None:
+        """They hold nothing."""
+        self.weights.clear()
+        self.working = self.model.model_loaded_weight_memory = 0
