@@ -131,8 +131,8 @@ class WanCoreSparseAttention(io.ComfyNode):
                     tooltip="What replaces unselected blocks in any preset, and how blocks are selected. means: one "
                     "mean for each. slope: their values follow the scores of their keys to first order. error: blocks "
                     "are selected by the error of replacing them, instead of by their attention. parts: four means "
-                    "for each. Of the time of dense attention, error takes 1 % more, slope 7, parts 8. Not with pooled "
-                    "off.",
+                    "for each. Of the time of dense attention, error takes 1 % more, slope and parts 8. Not with "
+                    "pooled off.",
                 ),
             ],
             outputs=[skipping_output()],

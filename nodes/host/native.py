@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from wan_core.config import OptionError, SparseOptions
+from wan_core.pipeline.memory_planning import slope_factor
 from wan_core.sampling.native.attention import NativeAttention
 from wan_core.sampling.native.plan import WholeRun
 from wan_core.sampling.native.run import FORWARD, RUN, NativeForward, NativeRun
@@ -77,10 +79,29 @@ def accelerate(
     def sample(executor: Any, noise: Any, latent: Any, sampler: Any, sigmas: Tensor, *args: Any, **kwargs: Any) -> Any:
         return _sample(override, sparse, whole, report, executor, noise, latent, sampler, sigmas, *args, **kwargs)
 
-    for kind, wrapper in ((WrappersMP.OUTER_SAMPLE, sample), (WrappersMP.APPLY_MODEL, _apply)):
+    def prepare(executor: Any, model: Any, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        dit = model.model.diffusion_model
+        factor = slope_factor(dit.num_heads, dit.dim // dit.num_heads, sparse)
+        kept = int(factor * tokens_of(dit, shape) * dit.dim) * model.model.get_dtype_inference().itemsize
+        return executor(model, with_room(shape, model, kept), *args, **kwargs)
+
+    ours = {WrappersMP.OUTER_SAMPLE: sample, WrappersMP.APPLY_MODEL: _apply, WrappersMP.PREPARE_SAMPLING: prepare}
+    for kind, wrapper in ours.items():
         clone.remove_wrappers_with_key(kind, KEY)
         clone.add_wrapper_with_key(kind, KEY, wrapper)
     return clone
+
+
+def tokens_of(dit: Any, shape: Sequence[int]) -> int:
+    """Of ComfyUI's transformer, for latents of `shape` [B, C, T, Y, X]."""
+    return shape[0] * prod(ceil(n / p) for n, p in zip(shape[2:], dit.patch_size, strict=True))
+
+
+def with_room(shape: Sequence[int], model: ModelPatcher, kept: int) -> list[int]:
+    """The shape [B, C, T, Y, X] of latents for which ComfyUI frees `kept` bytes more than for `shape`, with guidance's
+    two branches in one batch."""
+    needed = model.model.memory_required([shape[0] * 2, *shape[1:]])
+    return [*shape[:2], ceil(shape[2] * (1 + kept / needed)), *shape[3:]]
 
 
 def _sample(

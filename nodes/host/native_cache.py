@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil, isclose, prod
+from math import isclose, prod
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher
@@ -35,6 +35,7 @@ from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.sparsity.schedule import sparsify
 from wan_core.sampling.stages import with_stages
 
+from .native import tokens_of, with_room
 from .native_kept import eager, keep_blocks, keep_output, reuse, reuse_blocks, uncompiled
 from .native_model import STATEFUL, NativeModel, describe
 from .native_stages import stages_of
@@ -244,20 +245,16 @@ class CachedRun:
         self, executor: Any, model: Any, noise_shape: Sequence[int], conds: Any, *rest: Any, **named: Any
     ) -> Any:
         """A wrapper of PREPARE_SAMPLING: ComfyUI frees memory for latents of `noise_shape`, here for residuals too."""
-        shape = list(noise_shape)
-        kept = self.expected_bytes(
-            shape, model.model, {branch: len(conds.get(name, ())) for branch, name in NAMES.items()}
-        )
-        needed = model.model.memory_required([shape[0] * 2, *shape[1:]])
-        shape[2] = ceil(shape[2] * (1 + kept / needed))
-        return executor(model, shape, conds, *rest, **named)
+        counts = {branch: len(conds.get(name, ())) for branch, name in NAMES.items()}
+        kept = self.expected_bytes(noise_shape, model.model, counts)
+        return executor(model, with_room(noise_shape, model, kept), conds, *rest, **named)
 
     def expected_bytes(self, shape: Sequence[int], model: Any, counts: dict[Branch, int]) -> int:
         """What the residuals will take for latents of `shape` [B, C, T, Y, X]. counts: conditions of each branch."""
         slots = max(sum(residual_program(p, b).slots * n for b, n in counts.items()) for p in self.plan.phases)
         dit, size = model.diffusion_model, prod(shape)
         if self.level == BLOCKS:
-            size = shape[0] * prod(ceil(n / p) for n, p in zip(shape[2:], dit.patch_size, strict=True)) * dit.dim
+            size = tokens_of(dit, shape) * dit.dim
         return slots * size * model.get_dtype_inference().itemsize
 
     def finish(self, pace: list[float]) -> str:

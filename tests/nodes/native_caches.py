@@ -283,8 +283,10 @@ def check_preview(it: World) -> None:
 
 
 def check_memory(it: World) -> None:
-    """ComfyUI is asked for memory for the residuals too, and what they took is reported."""
+    """ComfyUI is asked for memory for the residuals and the slopes of sparse attention too."""
     import comfy.sampler_helpers
+
+    from wan_core.config import SparseOptions
 
     asked = []
     real = comfy.sampler_helpers.estimate_memory
@@ -292,10 +294,15 @@ def check_memory(it: World) -> None:
     model = world.tiny("WAN21_T2V")
     sample(model, EULER)
     sample(it.cached(model, **policies()["taylorseer"]), EULER)
+    accelerate = importlib.import_module("pack.nodes.host.native").accelerate
+    for slope in (False, True):
+        sparse = SparseOptions(sparsity=0.5, slope=slope)
+        sample(it.cached(accelerate(model, "auto", sparse, None, it.said.append), **policies()["taylorseer"]), EULER)
     comfy.sampler_helpers.estimate_memory = real
     needed = [model.model.memory_required([2 * shape[0], *shape[1:]]) for shape in asked]
     residuals = 3 * 2 * 18 * 48 * 4  # slots, prompts, tokens, channels, bytes
-    assert needed[1] - needed[0] >= residuals, (asked, needed)
+    assert needed[1] == needed[2] and needed[1] - needed[0] >= residuals, (asked, needed)
+    assert needed[3] - needed[2] >= 24 / 128 * 18 * 48 * 4, (asked, needed)  # a matrix for each block of 128 tokens
 
 
 CHECKS: dict[str, Callable[[World], None]] = {

@@ -181,7 +181,8 @@ def check_variants(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
 
 
 def check_sparse(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
-    """Reading all but a millionth of the blocks, and a quarter of them; and where the tokens of the video are."""
+    """Reading all but a millionth of the blocks, a quarter of them, and that with the slope; and where the tokens of
+    the video are."""
     from wan_core.config import SparseOptions
 
     sparse = importlib.import_module("wan_core.sampling.native.sparse")
@@ -201,8 +202,8 @@ def check_sparse(pack: types.ModuleType, names: list[str]) -> dict[str, Any]:
         plain = sample(model, extra, size)
         errors = []
         places.clear()
-        for sparsity in (1e-6, 0.75):
-            options = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0)
+        for sparsity, slope in ((1e-6, False), (0.75, False), (0.75, True)):
+            options = SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0, slope=slope)
             errors.append(error(sample(accelerated(model, sparse=options), extra, size), plain))
         found[name] = {"errors": errors, "words": accelerated.said, "places": sorted(map(list, {*map(tuple, places)}))}
     return found

@@ -23,7 +23,7 @@ from wan_core.ops.attention.sparse.kernels import KERNELS
 from wan_core.ops.attention.sparse.means import KeyMeans
 from wan_core.ops.attention.sparse.reference import sparse_reference
 from wan_core.ops.attention.sparse.routing import Rule, expected_error
-from wan_core.ops.attention.sparse.slopes import SlopeSum, slope_weights, slopes
+from wan_core.ops.attention.sparse.slopes import Covariances, SlopeSum, slope_weights, slopes
 from wan_core.ops.attention.sparse.tiles import make_tiles
 from wan_core.ops.kernels import blocked
 from wan_core.ops.kernels.block_layout import Blocked, block_sizes, channels_first, heads_first
@@ -136,6 +136,12 @@ def test_slopes_of_fp8_in_whole_blocks_and_by_pieces_are_those_of_plain_numbers(
     laid: tuple[Blocked, Blocked] = heads_first(k, block), channels_first(v, block)
     for given_k, given_v in (laid, (k, v)):
         found = slopes(weights, known.keys, given_k, given_v, tiles.part)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for cut in (0, 48, 64):  # keys whose covariances are kept for several sets of rows, and others behind
+        count = cut // tiles.part
+        found = slopes(weights[..., count:], known.keys[:, :, count:], *(x[:, cut:] for x in plain), tiles.part)
+        kept = Covariances(known.keys[:, :, :count], *(x[:, :cut] for x in plain), tiles.part)
+        kept.add_to(found, weights[..., :count])
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     pieces = SlopeSum(weights, known.keys, tiles)
     for first, some in ((0, slice(0, 48)), (3, slice(48, 75))):

@@ -64,7 +64,7 @@ def searched(target, measure=quality, **options):
 
 
 def test_it_finds_the_best_of_its_candidates_and_improves_it():
-    best, measured, search = searched(30.0)
+    best, measured, search = searched(30.0, seed=1)  # with some seeds no change among those tried is better
     alone = max(quality(one.setting, 1)[0] for one in search.candidates(30.0))
     assert seconds(best.setting) <= 30 and quality(best.setting, 1)[0] > alone
     assert all(seconds(setting) <= 30 for setting in measured)

@@ -60,12 +60,12 @@ def test_sparse_with_other_tokens(kernel: str, front: int, behind: int) -> None:
     assert relative(found, attended(EXACT, given, 0)) < (0.1 if KERNELS[kernel].fp8 else 0.01)
 
 
-@pytest.mark.parametrize("sparsity", [1e-6, 0.5])
-def test_sparse_by_frames(sparsity: float) -> None:
+@pytest.mark.parametrize(("sparsity", "slope"), [(1e-6, False), (0.5, False), (0.5, True)])
+def test_sparse_by_frames(sparsity: float, slope: bool) -> None:
     """Animate-2: the first frame to the video, the second to a pose frame as well."""
     run = NativeRun(SchedulePart(0, 1, 1), (sparsity,))
     forward = NativeForward(run, GRID, by_frames=True)
-    attend = NativeAttention("auto", SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0))
+    attend = NativeAttention("auto", SparseOptions(sparsity=sparsity, dense_steps=0, ramp=0, slope=slope))
     q, k, v = qkv(TOKENS, TOKENS + FRAME)
     for index, keys in ((0, TOKENS), (1, TOKENS + FRAME)):
         given = q[:, index * FRAME : (index + 1) * FRAME], k[:, :keys], v[:, :keys]

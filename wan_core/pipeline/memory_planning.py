@@ -21,7 +21,6 @@ from wan_core.execution.memory.residency import Policy, Residency
 from wan_core.execution.memory.streaming import stage_bytes
 from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAEConfig
-from wan_core.models.wan.config import DiTConfig
 from wan_core.ops.attention.sparse.kernels import BLOCK
 from wan_core.ops.attention.sparse.slopes import HEADS
 from wan_core.parallel.mesh import RankMesh
@@ -177,7 +176,7 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
             found.dit,
             found.vae,
             (B, C, max(sizes), Y, X),
-            per_token=per_token + slope_factor(found.dit, plan.sparse),
+            per_token=per_token + slope_factor(found.dit.num_heads, found.dit.head_dim, plan.sparse),
             itemsize=itemsize,
             guided=plan.reads_negative,
             residuals=residual_bytes(plan, B * found.dit.tokens(sum(sizes), Y, X), found.dit.dim, itemsize),
@@ -192,12 +191,12 @@ def beside_workload(found: Parts | Experts, workload: Workload | None, per_token
     return beside if "vae" in found.of else replace(beside, text=0, decode=0, image=0)
 
 
-def slope_factor(dit: DiTConfig, sparse: SparseOptions | None) -> float:
+def slope_factor(heads: int, head_dim: int, sparse: SparseOptions | None) -> float:
     """Of `FACTORS`, for the slopes of sparse attention: a matrix of the head's dim for each head and block, and of a
     few heads at a time keys, values (before and after they are widened) and the covariances."""
     if sparse is None or not sparse.slope:
         return 0.0
-    return dit.head_dim / BLOCK + min(1.0, HEADS / dit.num_heads) * (4 + dit.head_dim / BLOCK)
+    return head_dim / BLOCK + min(1.0, HEADS / heads) * (4 + head_dim / BLOCK)
 
 
 def beside_attached(beside: Beside, loras: int) -> Beside:

@@ -18,6 +18,7 @@ from torch import Tensor
 from wan_core.ops.attention.sparse.kernels import SparseKernel
 from wan_core.ops.attention.sparse.means import KeyMeans
 from wan_core.ops.attention.sparse.routing import Rule, choose, scores
+from wan_core.ops.attention.sparse.slopes import Covariances, slope_weights, slopes
 from wan_core.ops.attention.sparse.tiles import Tiles, make_tiles, with_extra
 from wan_core.ops.kernels.block_layout import block_sizes
 from wan_core.ops.kernels.blocked import finish, pool
@@ -30,7 +31,7 @@ Pools = list[Tensor]
 class FrameKeys:
     """Keys and values of a layer in tiles, [B, S, H, D] with room for the pose's, and the pools of their full blocks.
 
-    frame: of the next queries.
+    covariances: of these, where slopes need them. frame: of the next queries.
     """
 
     layer: int
@@ -38,16 +39,19 @@ class FrameKeys:
     keys: Tensor
     values: Tensor
     pools: Pools  # of the parts of full blocks
+    covariances: Covariances | None = None
     frame: int = 0
 
     @classmethod
-    def of(cls, layer: int, tiles: Tiles, k: Tensor, v: Tensor) -> FrameKeys:
+    def of(cls, layer: int, tiles: Tiles, k: Tensor, v: Tensor, slope: bool = False) -> FrameKeys:
         """k, v [B, L, H, D] of the video alone."""
         video, full = k.shape[1], k.shape[1] // tiles.block * tiles.block
         room = video + video // tiles.grid[0]
         keys, values = (x.new_empty(x.shape[0], room, *x.shape[2:]) for x in (k, v))
         keys[:, :video], values[:, :video] = k[:, tiles.order], v[:, tiles.order]
-        return cls(layer, tiles, keys, values, _pools(keys[:, :full], values[:, :full], tiles.part))
+        whole = keys[:, :full], values[:, :full]
+        pools = _pools(*whole, tiles.part)
+        return cls(layer, tiles, keys, values, pools, Covariances(pools[0], *whole, tiles.part) if slope else None)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kernel: SparseKernel, pooled: bool) -> Tensor:
         """Attention of the next frame's q [B, Q, H, D] to k, v [B, S, H, D] -> [B, Q, H, D]."""
@@ -63,12 +67,19 @@ class FrameKeys:
             pools = [torch.cat(pair, 2) for pair in zip(pools, rest, strict=True)]
         ordered, sizes = q[:, queries.order], block_sizes(length, tiles.part, q.device)
         known = KeyMeans(pools[0], pools[1], sizes, pools[2], pools[3], tiles.parts)
-        worth = scores(pool(ordered, block)[0], known, rule.score)
+        rows = pool(ordered, block)[0]
+        worth = scores(rows, known, rule.score)
         forced = nearest_forced(queries, tiles, self.frame)
         route = choose(worth, rule, forced, block_sizes(length, block, q.device))
         self.frame += 1
         out, lse = kernel.load()(ordered, keys, values, route, block)
         means = known.pooled(route.kept(tiles.blocks)) if pooled else None
+        if means is not None and self.covariances is not None:
+            weights, parts = slope_weights(rows, known, means.kept), full // tiles.part
+            behind = known.keys[:, :, parts:], keys[:, full:], values[:, full:]
+            found = slopes(weights[..., parts:], *behind, tiles.part)
+            self.covariances.add_to(found, weights[..., :parts])
+            means = means._replace(slopes=found)
         return finish(out, lse, ordered, block, pooled=means)[:, queries.inverse]
 
 

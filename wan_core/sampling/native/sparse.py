@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wan_core.config import OptionError, SparseOptions
+from wan_core.config import SparseOptions
 from wan_core.ops.attention.protocol import Attention, AttentionCall
 from wan_core.ops.attention.registry import resolve_attention
 from wan_core.ops.attention.sparse.forward import SparseForward
@@ -100,11 +100,6 @@ class NativeSparse:
         options, length = self.options, k.shape[1]
         if not forward.by_frames or (options.kernel != "auto" and KERNELS[options.kernel].fp8):
             return None
-        if options.slope:
-            raise OptionError(
-                "sparse attention with slope does not run in a model that attends frame by frame (Animate-2): leave "
-                "slope out of the sparse options"
-            )
         tokens = forward.tokens + forward.frame
         kernel = resolve_kernel(
             options.kernel, q.device, q.dtype, q.shape[-1], tokens, fp8=False, counts=options.mass is not None
@@ -112,7 +107,7 @@ class NativeSparse:
         block = block_length(kernel, tokens)
         if length == forward.tokens:
             tiles = make_tiles(forward.grid, block, q.device, parts=min(options.parts, block))
-            forward.frame_keys = FrameKeys.of(layer, tiles, k, v)
+            forward.frame_keys = FrameKeys.of(layer, tiles, k, v, options.slope)
         state = forward.frame_keys
         if state is None or state.layer != layer or length not in (forward.tokens, tokens):
             return None

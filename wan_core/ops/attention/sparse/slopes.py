@@ -12,6 +12,9 @@ Legend: B batch, L tokens, H heads, D head dim, n blocks, p parts of all blocks,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,19 +44,43 @@ def slopes(weights: Tensor, means: Tensor, k: Keys, v: Keys, part: int) -> Tenso
 
     weights: [B, H, r, p] for the parts of `part` keys of k, v [B, L, H, D], means [B, H, p, D] of the keys. A few
     heads at a time, because the covariances of one at 720p are 19 MB."""
-    B, H, r, _ = weights.shape
-    dim = means.shape[-1]
-    wide = torch.bfloat16 if weights.is_cuda else torch.float32
-    found = torch.empty(B, H, r, dim, dim, device=weights.device, dtype=wide)
-    for sample in range(B):
-        for first in range(0, H, HEADS):
-            heads = slice(first, first + HEADS)
-            keys, values = (_parts(x, sample, heads, part).to(wide) for x in (k, v))
-            keys = keys - (means[sample, heads] / _scale(k))[:, :, None].to(wide)
-            covariances = (keys.mT @ values).flatten(2)  # [h, p, D * D]
-            shares = (weights[sample, heads] * (_scale(k) * _scale(v))).to(wide)
-            torch.bmm(shares, covariances, out=found[sample, heads].flatten(2))
+    found = means.new_empty(*weights.shape[:3], means.shape[-1], means.shape[-1], dtype=_wide(means))
+    weights = weights * (_scale(k) * _scale(v))
+    for sample, heads in _groups(weights):
+        covariances = _covariances(means, k, v, part, sample, heads)
+        torch.bmm(weights[sample, heads].to(found.dtype), covariances, out=found[sample, heads].flatten(2))
     return found
+
+
+class Covariances:
+    """Of the keys and values of each part, for several sets of rows. means, k, v, part: as for `slopes`."""
+
+    def __init__(self, means: Tensor, k: Tensor, v: Tensor, part: int) -> None:
+        B, H, p, D = means.shape
+        self.kept = means.new_empty(B, H, p, D * D, dtype=_wide(means))
+        for sample, heads in _groups(means):
+            self.kept[sample, heads] = _covariances(means, k, v, part, sample, heads)
+
+    def add_to(self, slopes: Tensor, weights: Tensor) -> None:
+        """Add the slopes by `weights` of the parts to those of others."""
+        for sample, more in enumerate(weights.to(slopes.dtype)):
+            slopes[sample].flatten(2).baddbmm_(more, self.kept[sample])
+
+
+def _covariances(means: Tensor, k: Keys, v: Keys, part: int, sample: int, heads: slice) -> Tensor:
+    """[h, p, D * D], summed over the keys of each part, in units of k and v."""
+    keys, values = (_parts(x, sample, heads, part).to(_wide(means)) for x in (k, v))
+    keys = keys - (means[sample, heads] / _scale(k))[:, :, None].to(keys.dtype)
+    return (keys.mT @ values).flatten(2)
+
+
+def _groups(x: Tensor) -> Iterator[tuple[int, slice]]:
+    """Samples and a few heads of x [B, H, ...]."""
+    return product(range(x.shape[0]), (slice(first, first + HEADS) for first in range(0, x.shape[1], HEADS)))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.bfloat16 if x.is_cuda else torch.float32
 
 
 class SlopeSum:
@@ -85,4 +112,4 @@ def _parts(x: Keys, sample: int, heads: slice, part: int) -> Tensor:
     short = -some.shape[1] % part
     if short:
         some = F.pad(some if some.dtype.itemsize > 1 else some.float(), (0, 0, 0, short))
-    return some.unflatten(1, (-1, part))
+    return some.unflatten(1, (some.shape[1] // part, part))
