@@ -82,7 +82,7 @@ def accelerate(
     def prepare(executor: Any, model: Any, shape: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         dit = model.model.diffusion_model
         factor = slope_factor(dit.num_heads, dit.dim // dit.num_heads, sparse)
-        kept = int(factor * tokens_of(dit, shape) * dit.dim) * model.model.get_dtype_inference().itemsize
+        kept = int(factor * tokens_of(dit, shape) * dit.dim) * compute_dtype(model).itemsize
         return executor(model, with_room(shape, model, kept), *args, **kwargs)
 
     ours = {WrappersMP.OUTER_SAMPLE: sample, WrappersMP.APPLY_MODEL: _apply, WrappersMP.PREPARE_SAMPLING: prepare}

@@ -35,7 +35,7 @@ from wan_core.sampling.plan import Branch, Plan, Step
 from wan_core.sampling.sparsity.schedule import sparsify
 from wan_core.sampling.stages import with_stages
 
-from .native import tokens_of, with_room
+from .native import compute_dtype, tokens_of, with_room
 from .native_kept import eager, keep_blocks, keep_output, reuse, reuse_blocks, uncompiled
 from .native_model import STATEFUL, NativeModel, describe
 from .native_stages import stages_of
@@ -246,16 +246,16 @@ class CachedRun:
     ) -> Any:
         """A wrapper of PREPARE_SAMPLING: ComfyUI frees memory for latents of `noise_shape`, here for residuals too."""
         counts = {branch: len(conds.get(name, ())) for branch, name in NAMES.items()}
-        kept = self.expected_bytes(noise_shape, model.model, counts)
+        kept = self.expected_bytes(noise_shape, model, counts)
         return executor(model, with_room(noise_shape, model, kept), conds, *rest, **named)
 
-    def expected_bytes(self, shape: Sequence[int], model: Any, counts: dict[Branch, int]) -> int:
+    def expected_bytes(self, shape: Sequence[int], model: ModelPatcher, counts: dict[Branch, int]) -> int:
         """What the residuals will take for latents of `shape` [B, C, T, Y, X]. counts: conditions of each branch."""
         slots = max(sum(residual_program(p, b).slots * n for b, n in counts.items()) for p in self.plan.phases)
-        dit, size = model.diffusion_model, prod(shape)
+        dit, size = model.model.diffusion_model, prod(shape)
         if self.level == BLOCKS:
             size = tokens_of(dit, shape) * dit.dim
-        return slots * size * model.get_dtype_inference().itemsize
+        return slots * size * compute_dtype(model).itemsize
 
     def finish(self, pace: list[float]) -> str:
         """Free everything; says in words what was done. pace: gets the seconds of a computed forward."""
