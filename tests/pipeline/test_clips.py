@@ -392,7 +392,7 @@ def test_the_command_line_goes_on_from_kept_clips(folder: Path, tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.mp4"]
 
 
-def test_clips_of_a_random_seed_name_the_seed_that_finds_them(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_clips_of_a_random_seed_name_the_seed_to_use(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(clips_module.ClipRun, "note_kept", interrupted)
     out, more = tmp_path / "x.mp4", ("--face-video", str(folder / "face.mp4"), "--device", "cpu")
     assert main(arguments(folder, "animate", out, *more, "--seed", "random")) == 130

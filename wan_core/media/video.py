@@ -30,8 +30,8 @@ def read_video(
     max_frame: int = MAX_FRAME,
     max_pixels: int = MAX_VIDEO,
 ) -> NDArray[np.uint8]:
-    """The frames of an MP4, MOV, MKV, WebM, AVI or GIF file: uint8 [F, H, W, 3], at most `max_frames` of them, turned as
-    the file says (videos of phones).
+    """The frames of an MP4, MOV, MKV, WebM, AVI or GIF file: uint8 [F, H, W, 3], at most `max_frames` of them, turned
+    as the file says (videos of phones).
 
     Raises OptionError if the file is missing, not a video, damaged, or has more than `max_frame` pixels in a frame or
     `max_pixels` in all.
