@@ -14,6 +14,7 @@ from wan_core.checkpoint.layouts_text import _BLOCK_MODULES
 from wan_core.checkpoint.random import random_module
 from wan_core.checkpoint.save import write_safetensors
 from wan_core.cli import main
+from wan_core.cli.inspect import inspect
 from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.linears import quantized_names
 from wan_core.ops.kernels.formats import FP8, quantize_reference
@@ -179,6 +180,17 @@ def test_the_command_writes_what_the_loader_reads(tmp_path: Path, capsys: pytest
     assert all(torch.equal(found[name].float(), value.float()) for name, value in wanted.items())
     assert out.stat().st_size < 0.75 * sum(v.numel() * 2 for v in load_dit(source).state_dict().values())
     assert main(["quantize", str(source), str(out), "--precision", "bf16"]) == 2
+
+
+def test_the_command_keeps_what_a_file_says_of_itself(tmp_path: Path) -> None:
+    """Tensors do not tell experts, releases and distilled weights apart."""
+    source, out = tmp_path / "source.safetensors", tmp_path / "out.safetensors"
+    said = {"expert": "low", "distilled": "4 steps", "modelspec.title": "Wan 2.1"}
+    save(load_dit(TINY / "t2v_low.safetensors"), source, metadata=said | {"num_heads": "7"})
+    assert main(["quantize", str(source), str(out), "--device", "cpu"]) == 0
+    found = inspect(out)
+    assert found["expert"] == "low (from its metadata)" and found["distilled"] == "for 4 steps"
+    assert found["metadata"].items() >= said.items() and found["metadata"]["num_heads"] == "2"
 
 
 @pytest.mark.parametrize("spelling", ["scale_weight", "weight_scale"])

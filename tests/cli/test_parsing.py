@@ -201,6 +201,10 @@ def test_what_is_missing_or_too_much_is_said_in_words(given, says, capsys):
         (["generate", "--model", "ComfyUI/models", "--prompt", "x"], "there is no folder ComfyUI/models"),
         (["generate", "--model", "tiny", "--prompt", "x", "--out", ""], "--out . is no name for a video"),
         (["generate", "--model", "tiny", "--prompt", "x", "--out", ".."], "--out .. is no name for a video"),
+        (
+            ["generate", "--model", "tiny", "--prompt", "x", "--out", "/dev/null"],
+            "--out /dev/null is no name for a video",
+        ),
         (["generate", "--model", "tiny", "--prompt", "x", "--device", "cuda:99"], ": use c"),
         (["generate", "--model", "tiny", "--prompt", "x", "--lora", "README.md"], "README.md: a text, not a model"),
         (

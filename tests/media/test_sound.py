@@ -62,6 +62,14 @@ def test_the_sound_of_a_video_is_read(tmp_path: Path) -> None:
     assert abs(found.seconds - 1) < 0.12 and abs(pitch_of(found.samples[1], RATE) - 660) < 3
 
 
+@pytest.mark.parametrize("rate", [18900, 44056, 50000])
+def test_a_rate_that_aac_does_not_know_is_written_at_another(tmp_path: Path, rate: int) -> None:
+    sound = read_sound(written(tmp_path / "tone.wav", tone(rate=rate), rate))
+    write_mp4(tmp_path / "video.mp4", np.zeros((16, 32, 32, 3), np.uint8), fps=16, sound=sound)
+    found = read_sound(tmp_path / "video.mp4")
+    assert found.rate == 48000 and abs(found.seconds - 1) < 0.12 and abs(pitch_of(found.samples[1], 48000) - 660) < 3
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rate=st.integers(8000, 96000), wanted=st.sampled_from([8000, 16000, 44100]), length=st.floats(0.3, 1.5))
 def test_one_channel_at_another_rate_keeps_length_and_pitch(rate: int, wanted: int, length: float) -> None:

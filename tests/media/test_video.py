@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from fractions import Fraction
 
 import av
@@ -16,7 +17,7 @@ from wan_core.config import OptionError
 from wan_core.media.mp4 import Encoder, write_mp4
 from wan_core.media.shapes import PALETTE
 from wan_core.media.sound import Sound
-from wan_core.media.video import load_image, read_metadata, read_video
+from wan_core.media.video import load_image, read_metadata, read_video, video_facts
 
 
 def gradient(frames: int, height: int, width: int) -> np.ndarray:
@@ -67,6 +68,23 @@ def test_colours_survive(tmp_path):
     with av.open(str(tmp_path / "stripes.mp4")) as container:
         codec = container.streams.video[0].codec_context
         assert (codec.name, codec.pix_fmt, codec.colorspace, codec.color_range) == ("h264", "yuv420p", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "quarters"),
+    [((0, 1, -1, 0), -1), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)],
+    ids=["right", "half", "left"],
+)
+def test_a_video_of_a_phone_is_turned_as_it_says(tmp_path, matrix, quarters):
+    path = write_mp4(tmp_path / "phone.mp4", gradient(3, 32, 64), fps=8)
+    plain, stored = read_video(path), bytearray(path.read_bytes())
+    place = stored.index(b"tkhd") + 44
+    a, b, c, d = (number << 16 for number in matrix)
+    stored[place : place + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(stored)
+    turned = np.rot90(plain, quarters, axes=(1, 2))
+    assert np.array_equal(read_video(path), turned)
+    assert video_facts(path)[:3] == (turned.shape[2], turned.shape[1], 3)
 
 
 def test_lower_crf_is_closer(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,6 +390,18 @@ def test_the_command_line_goes_on_from_kept_clips(folder: Path, tmp_path: Path, 
     assert "clip 3 was finished by an earlier run" in capsys.readouterr().out
     assert read_video(out).shape == (21, 32, 48, 3) and video_facts(out).fps == 24
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.mp4"]
+
+
+def test_clips_of_a_random_seed_name_the_seed_to_use(folder: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(clips_module.ClipRun, "note_kept", interrupted)
+    out, more = tmp_path / "x.mp4", ("--face-video", str(folder / "face.mp4"), "--device", "cpu")
+    assert main(arguments(folder, "animate", out, *more, "--seed", "random")) == 130
+    out.unlink(missing_ok=True)
+    told = re.search(r"the same command with (--seed \d+) goes on", capsys.readouterr().err)
+    assert told is not None
+    monkeypatch.undo()
+    assert main(arguments(folder, "animate", out, *more, *told[1].split())) == 0
+    assert "clip 3 was finished by an earlier run" in capsys.readouterr().out
 
 
 def interrupted(_: object) -> None:

@@ -22,9 +22,12 @@ from wan_core.ops.quant.packed import PackedEmbedding, PackedLinear
 
 
 def save(
-    module: WanModel | VideoVAE | TextEncoder, path: str | os.PathLike[str], dtype: torch.dtype | None = None
+    module: WanModel | VideoVAE | TextEncoder,
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `module` to `path`, its parameters as `dtype` (None: as they are).
+    """Write `module` to `path`, its parameters as `dtype` (None: as they are). metadata: more of the file's.
 
     Loading it again gives the same module: num_heads, text_len and eps of a transformer and the latent statistics of
     a VAE are in the metadata, the tokenizer of a text encoder is a tensor of bytes, `spiece_model`, as in ComfyUI's
@@ -43,7 +46,7 @@ def save(
             tensors |= _described(name, tensors[f"{name}.weight_scale"], part.description)
     if isinstance(module, TextEncoder):
         tensors[TOKENIZER] = torch.frombuffer(bytearray(module.tokenizer.proto), dtype=torch.uint8)
-    write_safetensors(tensors, path, metadata_of(module))
+    write_safetensors(tensors, path, {**(metadata or {}), **metadata_of(module)})
 
 
 def _described(name: str, scale: Tensor, description: Mapping[str, object]) -> dict[str, Tensor]:

@@ -104,7 +104,8 @@ def generate_files(
     except BaseException:
         progress.end()
         if clips := sum(1 for _ in files.clips.glob("clip-*")):
-            print(f"{clips} finished clips are in {files.clips}: the same command goes on from them", file=sys.stderr)
+            same = f"the same command with --seed {request.seed}" if options.seed == RANDOM_SEED else "the same command"
+            print(f"{clips} finished clips are in {files.clips}: {same} goes on from them", file=sys.stderr)
         for path in kept:
             print(f"the finished latents are in {path}", file=sys.stderr)
             if not (options.model or "").startswith("random:") or options.vae is not None:

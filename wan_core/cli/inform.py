@@ -32,7 +32,8 @@ CHECK_FRAME, CHECK_VIDEO = 2**18, 2**22
 def run_quantize(options: argparse.Namespace) -> int:
     import torch
 
-    from wan_core.checkpoint import load_dit, save
+    from wan_core.checkpoint import load_dit, open_checkpoint, save
+    from wan_core.models.wan.families.wan.recognise import NAMING
     from wan_core.pipeline.settings import choose_device, find_quantization
 
     device = choose_device(options.device)
@@ -45,9 +46,12 @@ def run_quantize(options: argparse.Namespace) -> int:
         raise OptionError(f"cannot write {options.out}: give the file a name that ends in .safetensors")
     with outputs_of(options) as outputs:
         out = outputs.add("the output", options.out)
-        model = load_dit(options.source, device="cpu", dtype=torch.bfloat16, quantization=quantization)
+        source = open_checkpoint(options.source)
+        model = load_dit(source, device="cpu", dtype=torch.bfloat16, quantization=quantization)
         outputs.say_renamed()
-        save(model, out)
+        # What the source says of itself and its tensors do not.
+        said = {key: source.metadata[key] for key in ("expert", "distilled", *NAMING) if key in source.metadata}
+        save(model, out, metadata=said)
     print(out)
     return 0
 

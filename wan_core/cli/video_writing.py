@@ -11,14 +11,14 @@ from typing import Any
 from wan_core.cli.progress import ProgressLine
 from wan_core.cli.sound import sound_of
 from wan_core.config import OptionError
-from wan_core.config.outputs import Outputs
+from wan_core.config.outputs import Outputs, is_special
 
 
 def video_output(outputs: Outputs, path: Path) -> Path:
     """Where the video that --out names is written. Raises OptionError."""
     from wan_core.media.video_formats import FRAME_NAME, is_folder
 
-    if path.name in ("", ".."):
+    if path.name in ("", "..") or is_special(path):
         raise OptionError(f"--out {path} is no name for a video: give one that ends in .mp4, .webm or .gif")
     return outputs.add("--out", path, pictures=FRAME_NAME.format(1) if is_folder(path) else None)
 

@@ -25,6 +25,7 @@ from wan_core.media.sound import Sound
 
 _BT709 = 1  # the H.264 number of these primaries, this transfer and this matrix
 PRESETS = ("ultrafast", "superfast", "veryfast", "faster", "fast", "medium", "slow", "slower", "veryslow")
+AAC_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000)
 THREADS = {"slices": "SLICE", "frames": "FRAME"}  # what the encoder's threads share -> PyAV's name of it
 
 
@@ -138,7 +139,7 @@ def encode(
         stream = container.add_stream(stored.codec, rate=rate, options=dict(stored.codec_options))
         assert isinstance(stream, av.VideoStream)
         stream.codec_context.thread_type = THREADS[stored.threads]
-        track = None if sound is None else container.add_stream("aac", rate=sound.rate, layout=sound.layout)
+        track = None if sound is None else _aac(container, sound)
         for frame in frames:
             array = checked_frame(np.asarray(frame), count, size)
             if size is None:
@@ -161,6 +162,12 @@ def _describe(stream: av.VideoStream, size: tuple[int, ...]) -> None:
     stream.codec_context.color_trc = _BT709
     stream.codec_context.colorspace = _BT709
     stream.codec_context.color_range = ColorRange.MPEG
+
+
+def _aac(container: OutputContainer, sound: Sound) -> av.AudioStream:
+    """A track that resamples what it is given where AAC does not know the rate."""
+    rate = sound.rate if sound.rate in AAC_RATES else 48000
+    return container.add_stream("aac", rate=rate, layout=sound.layout)
 
 
 def _add_sound(container: OutputContainer, track: av.AudioStream, sound: Sound, samples: int) -> None:

@@ -30,7 +30,8 @@ def read_video(
     max_frame: int = MAX_FRAME,
     max_pixels: int = MAX_VIDEO,
 ) -> NDArray[np.uint8]:
-    """The frames of an MP4, MOV, MKV, WebM, AVI or GIF file: uint8 [F, H, W, 3], at most `max_frames` of them.
+    """The frames of an MP4, MOV, MKV, WebM, AVI or GIF file: uint8 [F, H, W, 3], at most `max_frames` of them, turned
+    as the file says (videos of phones).
 
     Raises OptionError if the file is missing, not a video, damaged, or has more than `max_frame` pixels in a frame or
     `max_pixels` in all.
@@ -42,10 +43,10 @@ def read_video(
         if not container.streams.video:
             raise OptionError(f"{path} holds no video, only other streams")
         for frame in container.decode(video=0):
-            _check_amount(path, frame, count, video.shape, max_frame, max_pixels)
+            width, height = _check_amount(path, frame, count, video.shape, max_frame, max_pixels)
             if count == len(video):  # grows in place, so that memory holds each frame once
-                video.resize((count + GROWTH, frame.height, frame.width, 3), refcheck=False)
-            video[count] = frame.to_ndarray(format="rgb24")
+                video.resize((count + GROWTH, height, width, 3), refcheck=False)
+            video[count] = np.rot90(frame.to_ndarray(format="rgb24"), _quarters(frame))
             count += 1
             if count == max_frames:
                 break
@@ -89,8 +90,8 @@ def _facts(path: str, size: int, changed: int) -> VideoFacts:
         rate = container.streams.video[0].average_rate
         for frame in container.decode(video=0):
             shape = (count, height, width, 3) if count else (0, 0, 0, 0)
-            _check_amount(path, frame, count, shape, MAX_FRAME, MAX_DRIVING)
-            count, width, height = count + 1, frame.width, frame.height
+            width, height = _check_amount(path, frame, count, shape, MAX_FRAME, MAX_DRIVING)
+            count += 1
     if not count or not rate:
         raise OptionError(f"cannot read {path} as a video (it holds no frames, or no frame rate)")
     return VideoFacts(width, height, count, float(rate))
@@ -103,10 +104,10 @@ def _check_amount(
     shape: tuple[int, ...],
     max_frame: int,
     max_pixels: int,
-) -> None:
-    """Raise OptionError where one more frame after `count` is too much, or differs in size from the first: [F, H, W, 3]
-    in `shape`."""
-    width, height = frame.width, frame.height
+) -> tuple[int, int]:
+    """(width, height) of a frame as it is shown. Raises OptionError where one more after `count` is too much, or
+    differs in size from the first: [F, H, W, 3] in `shape`."""
+    width, height = (frame.height, frame.width) if _quarters(frame) % 2 else (frame.width, frame.height)
     if not 0 < width * height <= max_frame:
         raise OptionError(f"{path} has frames of {width}x{height} pixels: 1 to {max_frame} pixels can be read here")
     if count and shape[1:3] != (height, width):
@@ -114,6 +115,12 @@ def _check_amount(
     allowed = min(MAX_FRAMES, max_pixels // (width * height))
     if count >= allowed:
         raise OptionError(f"{path} has more than {allowed} frames of {width}x{height} pixels: cut it first")
+    return width, height
+
+
+def _quarters(frame: av.VideoFrame) -> int:
+    """By how many quarters a frame is turned to the left before it is shown."""
+    return round(frame.rotation / 90)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:

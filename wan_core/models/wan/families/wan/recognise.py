@@ -13,7 +13,7 @@ from wan_core.models.wan.families.wan.keys import takes_features
 from wan_core.models.wan.families.wan.tasks import TASKS
 
 _RELEASE = re.compile(r"wan[ _.-]?(?:video)?[ _.-]?2[._-]?([12])(?!\d)", re.IGNORECASE)
-_NAMING = ("modelspec.title", "modelspec.architecture", "general.name", "general.basename")
+NAMING = ("modelspec.title", "modelspec.architecture", "general.name", "general.basename")
 
 
 def read_config(shapes: Shapes, metadata: Mapping[str, str]) -> DiTConfig:
@@ -94,6 +94,6 @@ def _by_release(found: list[Task], clues: Clues) -> Choice:
 
 def _names(clues: Clues) -> list[str]:
     """What may name the model, the most telling first: its metadata, its file, the folders around it."""
-    said = [clues.metadata[key] for key in _NAMING if key in clues.metadata]
+    said = [clues.metadata[key] for key in NAMING if key in clues.metadata]
     path = clues.path
     return said if path is None else [*said, path.name, *(folder.name for folder in list(path.absolute().parents)[:2])]
