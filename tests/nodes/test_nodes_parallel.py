@@ -132,6 +132,18 @@ def test_a_graph_without_the_node_ends_the_workers(comfy: ComfyUI) -> None:
     wait_until_gone(processes, 20)
 
 
+def test_a_launcher_that_was_changed_ends_the_workers_before(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Also where ComfyUI keeps the results of earlier graphs, as it does by default while host memory is free."""
+    base = make_base(tmp_path_factory.mktemp("kept"))
+    server = ComfyUI(find_comfyui(), base, arguments=["--cache-lru", "100"])
+    try:
+        for seed, mesh in enumerate(("2x1x1", "1x1x2", "2x1x1"), start=90):
+            assert server.run(on_workers(small(seed=seed), mesh=mesh)).ok
+            assert len(ranks_below(server.process.pid)) == 2
+    finally:
+        server.stop()
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
