@@ -198,6 +198,14 @@ def test_what_was_measured_is_found_through_links_too(nodes: SimpleNamespace) ->
     ]
 
 
+def test_a_shard_that_was_replaced_in_its_folder_changes_the_fingerprint(nodes: SimpleNamespace) -> None:
+    model, shard = nodes.model_loader.WanCoreModelLoader, nodes.base / "diffusion_models" / SHARDS[1]
+    before = model.fingerprint_inputs("big/", "none")
+    shard.write_bytes(b"other")  # the folder itself is as it was
+    os.utime(shard, ns=(1, 1))
+    assert model.fingerprint_inputs("big/", "none") != before
+
+
 def test_a_check_of_several_inputs_is_reported_once(nodes: SimpleNamespace) -> None:
     """ComfyUI repeats an answer for every input that is named; it reports an exception once."""
     model = nodes.model_loader.WanCoreModelLoader
