@@ -22,6 +22,7 @@ from wan_core.sampling.stages import stage_words
 
 from . import host
 from .schema import newer
+from .skipping import measured_files
 from .sockets import SKIPPING
 
 OFF = "off"
@@ -77,6 +78,10 @@ class WanCoreAccelerate(io.ComfyNode):
             ],
             outputs=[io.Model.Output("model_out", display_name="model", tooltip="For the sampler.")],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> list[tuple[str, int]]:
+        return measured_files()
 
     @classmethod
     def execute(

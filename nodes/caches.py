@@ -8,12 +8,10 @@ from typing import Any
 from comfy_api.latest import io
 
 from wan_core.config import MAGCACHE_RULES, AdaptiveOptions, MagCacheOptions, SkipOptions, TaylorSeerOptions
-from wan_core.sampling.cache.curves import SUFFIX
 from wan_core.sampling.cache.magcache import PRESETS
 
-from . import host
 from .schema import ADVANCED, newer
-from .skipping import CUSTOM, joined, skipping_input, skipping_output
+from .skipping import CUSTOM, joined, measured_files, skipping_input, skipping_output
 
 
 def retention_input() -> Any:
@@ -103,7 +101,7 @@ class WanCoreMagCache(io.ComfyNode):
         order: int = 0,
         skipping: None = None,
     ) -> list[tuple[str, int]]:
-        return host.stamps("diffusion_models", SUFFIX)  # run again when a curve file changes
+        return measured_files()
 
     @classmethod
     def execute(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from wan_core.config.outputs import model_files
 from wan_core.pipeline.model_parts import Part
 from wan_core.pipeline.sources import TINY
 
@@ -32,8 +33,10 @@ def locate(folder: str, name: object, inside: Mapping[str, Path]) -> Path:
 
 
 def fingerprint(*paths: Path) -> list[tuple[str, int]]:
-    """Changes when a file does, so that a file replaced under its old name is loaded again."""
-    return [(str(path), path.stat().st_mtime_ns) for path in paths]
+    """Changes when a file does, also in a folder of shards, so that a file replaced under its old name is loaded
+    again."""
+    files = [file for path in paths for file in sorted(model_files(path))]
+    return [(str(file), file.stat().st_mtime_ns) for file in files]
 
 
 def words_of(part: Part, computing: str) -> str:

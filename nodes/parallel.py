@@ -80,6 +80,7 @@ class WanCoreLauncher(io.ComfyNode):
     def execute(cls, devices: str, mesh: str, start_timeout: int, step_timeout: int) -> io.NodeOutput:
         options = cls._options(devices, mesh, start_timeout, step_timeout)
         socket = WorkersSocket(options)
+        socket.held.begin()
         socket.workers.start()  # they come up while other nodes work
         return io.NodeOutput(socket, ui=ui.PreviewText(f"{len(options.devices)} workers: {', '.join(options.devices)}"))
 

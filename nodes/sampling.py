@@ -145,12 +145,12 @@ class WanCoreSampler(io.ComfyNode):
         if plan.notes:
             host.reporter()("\n".join(plan.notes))
         report = Report(host.device(), settings)
-        report.notes.append(f"guidance: {'batched' if batched else 'sequential'} ({why})")
-        if model.workers is None:  # they say the same when they load
+        if model.workers is None:  # they say what holds there
+            report.notes.append(f"guidance: {'batched' if batched else 'sequential'} ({why})")
             report.notes += [*model.experts.notes, *notes_of(model.loras)]
         report.notes += text_notes
         report.phases["text"] = Phase(text_seconds)
-        if blocks is not None:
+        if blocks is not None and model.workers is None:
             report.notes.append(f"memory: {blocks} of {model.experts.dit.num_layers} blocks stay, the others stream")
         if model.settings.compile != "off" and not model.pace:
             host.show("compiling in the first step ...")
@@ -205,8 +205,8 @@ def _sample(
                 relieve=relieve_once(model, workload, report),
             )
     model.pace.clear()
-    for expert in plan.experts:
-        model.pace[expert] = report.phases[f"denoise {expert}"].seconds / watcher.forwards[expert]
+    for expert, forwards in watcher.forwards.items():  # where ranks run different steps, the first one's experts alone
+        model.pace[expert] = report.phases[f"denoise {expert}"].seconds / forwards
     intermediate = host.to_intermediate(latents)
     return intermediate, left[0].to(intermediate.device) if left else None
 

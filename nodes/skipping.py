@@ -8,8 +8,11 @@ from typing import Any
 from comfy_api.latest import io, ui
 
 from wan_core.config import SkipOptions
+from wan_core.sampling.cache.curves import SUFFIX as CURVES
 from wan_core.sampling.cache.skipping import skip_words
+from wan_core.sampling.sparsity.budgets import SUFFIX as COVERAGES
 
+from . import host
 from .sockets import SKIPPING
 
 CUSTOM = "custom"  # preset that uses the numbers below it
@@ -31,3 +34,9 @@ def skipping_output() -> Any:
 def joined(skipping: SkipOptions | None, **settings: Any) -> io.NodeOutput:
     combined = replace(skipping or SkipOptions(), **settings)
     return io.NodeOutput(combined, ui=ui.PreviewText(skip_words(combined)))
+
+
+def measured_files(*endings: str) -> list[tuple[str, int]]:
+    """What was measured of models and lies beside them, which settings take: for `fingerprint_inputs`, so that a node
+    runs again when a file changes. endings: of further files."""
+    return host.stamps("diffusion_models", CURVES, COVERAGES, *endings)

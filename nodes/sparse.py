@@ -11,7 +11,7 @@ from wan_core.config import SPARSE_KERNELS, SkipOptions, SparseOptions
 from wan_core.sampling.sparsity.schedule import PRESETS
 
 from .schema import ADVANCED, newer
-from .skipping import CUSTOM, joined, skipping_input, skipping_output
+from .skipping import CUSTOM, joined, measured_files, skipping_input, skipping_output
 
 UNSELECTED: dict[str, dict[str, Any]] = {
     "means": {},
@@ -137,6 +137,10 @@ class WanCoreSparseAttention(io.ComfyNode):
             ],
             outputs=[skipping_output()],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **_: Any) -> list[tuple[str, int]]:
+        return measured_files()
 
     @classmethod
     def execute(

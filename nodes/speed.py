@@ -11,7 +11,7 @@ from wan_core.sampling.speed_presets import SUFFIX, speed_names
 
 from . import host
 from .schema import newer
-from .skipping import skipping_output
+from .skipping import measured_files, skipping_output
 
 
 class WanCoreSpeedPreset(io.ComfyNode):
@@ -41,7 +41,7 @@ class WanCoreSpeedPreset(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, preset: str = "") -> list[tuple[str, int]]:
-        return host.stamps("diffusion_models", SUFFIX)  # run again when a preset's file changes
+        return measured_files(SUFFIX)
 
     @classmethod
     def validate_inputs(cls, preset: str = "") -> bool:

@@ -58,11 +58,14 @@ def _is_listed(folder: str, name: str) -> bool:
     return name.lower().endswith((".gguf", "/")) and name in map(_whole, _gguf_names(folder))
 
 
-def stamps(folder: str, ending: str) -> list[tuple[str, int]]:
-    """Files of a kind of model folder whose name ends so, with when they were written: for `fingerprint_inputs`."""
-    roots = [Path(root) for root in folder_paths.get_folder_paths(folder)]
-    found = sorted({path for root in roots for path in root.rglob(f"*{ending}") if path.is_file()})
-    return [(str(path), path.stat().st_mtime_ns) for path in found]
+def stamps(folder: str, *endings: str) -> list[tuple[str, int]]:
+    """Files of a kind of model folder whose name ends so, with when they were written: for `fingerprint_inputs`. Links
+    to folders are followed, as ComfyUI does."""
+    found: set[Path] = set()
+    for root in folder_paths.get_folder_paths(folder):
+        names, _ = folder_paths.recursive_search(root, excluded_dir_names=[".git"])
+        found.update(Path(root, name) for name in names if name.endswith(endings))
+    return [(str(path), path.stat().st_mtime_ns) for path in sorted(found) if path.is_file()]
 
 
 def named_files(folder: str, ending: str) -> dict[str, Path]:

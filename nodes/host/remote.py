@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 import torch
 from comfy import model_management
 from comfy.model_patcher import ModelPatcher
+from comfy_execution.utils import get_executing_context
 from torch import nn
 
 from wan_core.execution.memory.planning import CONTEXT
 
 from .devices import device
 from .memory import Weights, log
+
+_remotes: WeakSet[Remote] = WeakSet()
 
 
 class Remote(ModelPatcher):
@@ -27,14 +31,27 @@ class Remote(ModelPatcher):
         """devices: of the workers, the first rank's first."""
         super().__init__(Weights(), load_device=device(), offload_device=torch.device("cpu"), size=1)
         self.stop, self.is_running = stop, is_running
+        self.devices = frozenset(devices)
         self.here = str(device()) in devices
         self.others = [torch.device(name) for name in dict.fromkeys(devices) if name not in ("cpu", str(device()))]
         self.weights: dict[str, int] = {}  # bytes, by what they are of
         self.working = 0  # bytes beside them, the most so far
+        self.prompt: str | None = None  # the last that used them
+        _remotes.add(self)
+
+    def begin(self) -> None:
+        """The prompt that runs uses these workers. Those of earlier prompts on the same devices end: ComfyUI keeps the
+        results of a launcher that was changed as long as host memory is free, and so its workers."""
+        context = get_executing_context()
+        self.prompt = None if context is None else context.prompt_id
+        for other in tuple(_remotes):
+            if other.prompt != self.prompt and other.devices & self.devices and other.is_running():
+                other._end()
 
     def use(self, what: str, weights: int, working: int) -> None:
         """The first rank is about to hold the `weights` of `what`, beside those of other things, and needs `working`
         bytes meanwhile; the others hold as much on their devices. Others make room, and /free reaches the workers."""
+        self.begin()
         if not self.is_running():
             self._forget()
         self.weights[what] = weights
@@ -62,12 +79,15 @@ class Remote(ModelPatcher):
     def detach(self, unpatch_all: bool = True) -> nn.Module:
         """As for `Held`."""
         if unpatch_all and self.model.model_loaded_weight_memory:
-            self.stop()
-            self._forget()
+            self._end()
             self.size = 1
             self.model.device = self.offload_device
-            log.info("WanCore ended the workers")
         return self.model
+
+    def _end(self) -> None:
+        self.stop()
+        self._forget()
+        log.info("WanCore ended the workers")
 
     def _forget(self) -> None:
         """They hold nothing."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import native_models as world
@@ -58,14 +59,14 @@ class Device:
     def give_back(self, force: bool = False) -> None:
         self.kept = 0
 
-    def remote(self, pack: Any, running: list[bool]) -> Any:
+    def remote(self, pack: Any, running: list[bool], devices: tuple[str, ...] = ("cuda:0", "cuda:1")) -> Any:
         module = importlib.import_module("pack.nodes.host.remote")
         module.device = lambda: self.names[0]
 
         def stop() -> None:
-            self.workers, self.ended = 0, self.ended + 1
+            self.workers, self.ended, running[0] = 0, self.ended + 1, False
 
-        return module.Remote(stop, lambda: running[0], ["cuda:0", "cuda:1"])
+        return module.Remote(stop, lambda: running[0], devices)
 
 
 class Finalizer:
@@ -125,6 +126,27 @@ def others_may_end_them(pack: Any) -> str:
     return "" if device.ended == 1 and remote.size == 1 else "they hold their memory still"
 
 
+def a_later_prompt_ends_others_on_its_devices(pack: Any) -> str:
+    """A graph may have several launchers, and ComfyUI keeps those of earlier graphs."""
+    device, module = Device(model=0, kept=0), importlib.import_module("pack.nodes.host.remote")
+    running = {name: [False] for name in ("first", "beside", "elsewhere", "changed")}
+    remotes = {
+        name: device.remote(pack, running[name], ("cuda:2",) if name == "elsewhere" else ("cuda:1",))
+        for name in running
+    }
+    used = {"one": ("first", "beside", "elsewhere"), "two": ("changed",)}
+    module.get_executing_context = lambda: SimpleNamespace(prompt_id=prompt)
+    for prompt, names in used.items():
+        for name in names:
+            remotes[name].begin()
+            running[name][0] = True
+            remotes[name].use("experts", 10 * GIB, 1 * GIB)
+        run = [name for name, runs in running.items() if runs[0]]
+        if run != (list(names) if prompt == "one" else ["elsewhere", "changed"]):
+            return f"after prompt {prompt} these run: {run}"
+    return ""
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -133,6 +155,7 @@ CHECKS = {
         held_is_not_asked_for_again,
         workers_that_ended_hold_nothing,
         others_may_end_them,
+        a_later_prompt_ends_others_on_its_devices,
     )
 }
 

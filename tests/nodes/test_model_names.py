@@ -186,6 +186,26 @@ def test_names_that_are_listed_are_found(nodes: SimpleNamespace) -> None:
     assert nodes.files.locate("vae", nodes.files.TINY_T2V, inside) == TINY / "vae.safetensors"
 
 
+def test_what_was_measured_is_found_through_links_too(nodes: SimpleNamespace) -> None:
+    """A folder of models may be a link to another disk."""
+    far = nodes.base / "outside" / "folder" / "own.preset.json"
+    assert "own.preset.json" not in nodes.host.named_files("diffusion_models", ".preset.json")
+    far.write_text("{}")
+    place = nodes.base / "diffusion_models" / "elsewhere" / far.name
+    assert nodes.host.named_files("diffusion_models", ".preset.json") == {far.name: place}
+    assert nodes.host.stamps("diffusion_models", ".sparse.json", ".preset.json") == [
+        (str(place), far.stat().st_mtime_ns)
+    ]
+
+
+def test_a_shard_that_was_replaced_in_its_folder_changes_the_fingerprint(nodes: SimpleNamespace) -> None:
+    model, shard = nodes.model_loader.WanCoreModelLoader, nodes.base / "diffusion_models" / SHARDS[1]
+    before = model.fingerprint_inputs("big/", "none")
+    shard.write_bytes(b"other")  # the folder itself is as it was
+    os.utime(shard, ns=(1, 1))
+    assert model.fingerprint_inputs("big/", "none") != before
+
+
 def test_a_check_of_several_inputs_is_reported_once(nodes: SimpleNamespace) -> None:
     """ComfyUI repeats an answer for every input that is named; it reports an exception once."""
     model = nodes.model_loader.WanCoreModelLoader

@@ -61,6 +61,7 @@ def test_the_workflow_runs_from_the_page_and_from_the_api(comfy: ComfyUI) -> Non
         assert sum(e["type"] == "preview" for e in run.events) == 20
         words = run.outputs["words"]["text"][0]
         assert all(word in words for word in ("denoise high", "decode", "mesh: 2x1x1"))
+        assert "guidance: parallel (each branch has ranks of its own)" in words and "batched" not in words
         workers.append(ranks_below(comfy.process.pid))
     assert len(workers[0]) == 2 and workers[0] == workers[1]
     assert not list(comfy.base.rglob("unfinished-*"))
@@ -77,6 +78,25 @@ def pictures(comfy: ComfyUI, graph: Graph) -> np.ndarray:
 def test_the_same_pictures_as_without_workers(comfy: ComfyUI, mesh: str) -> None:
     alone, together = pictures(comfy, small(steps=4)), pictures(comfy, on_workers(small(steps=4), mesh=mesh))
     assert np.abs(alone - together).max() <= 1 and alone.std() > 0
+
+
+def test_steps_at_the_same_time_of_which_the_first_worker_runs_no_low_noise_one(comfy: ComfyUI) -> None:
+    """As with `time4` and the released models: its report knows nothing of that expert."""
+    steps = {"steps": 20, "solver": "euler", "shift": 12.0, "boundary": 0.6}
+    run = comfy.run(on_workers(small(**steps), mesh="time2"))
+    assert run.ok, run.status
+
+
+def test_the_report_says_how_the_workers_hold_the_model(comfy: ComfyUI) -> None:
+    """And not what ComfyUI's own device would take."""
+    graph = on_workers(small(seed=76), mesh="1x1x2")
+    graph["model"]["inputs"]["residency"] = "stream"
+    graph["report"] = node("WanCoreReport", report=["sampler", 1])
+    graph["words"] = node("PreviewAny", source=["report", 1])
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    words = run.outputs["words"]["text"][0]
+    assert "residency: stream" in words and "blocks stay" not in words
 
 
 def test_interruption_leaves_the_workers_alive_and_the_next_prompt_uses_them(comfy: ComfyUI) -> None:
@@ -130,6 +150,18 @@ def test_a_graph_without_the_node_ends_the_workers(comfy: ComfyUI) -> None:
     assert len(processes) >= 3
     assert comfy.run(small(seed=83)).ok
     wait_until_gone(processes, 20)
+
+
+def test_a_launcher_that_was_changed_ends_the_workers_before(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Also where ComfyUI keeps the results of earlier graphs, as it does by default while host memory is free."""
+    base = make_base(tmp_path_factory.mktemp("kept"))
+    server = ComfyUI(find_comfyui(), base, arguments=["--cache-lru", "100"])
+    try:
+        for seed, mesh in enumerate(("2x1x1", "1x1x2", "2x1x1"), start=90):
+            assert server.run(on_workers(small(seed=seed), mesh=mesh)).ok
+            assert len(ranks_below(server.process.pid)) == 2
+    finally:
+        server.stop()
 
 
 @pytest.mark.parametrize(

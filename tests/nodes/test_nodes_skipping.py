@@ -138,6 +138,27 @@ def test_calibration_is_kept_beside_the_model_and_used(comfy: ComfyUI) -> None:
     assert not run.ok and "calibrate it again" in run.message("execution_error")["exception_message"]
 
 
+@pytest.mark.parametrize("node_id", ["WanCoreSparseAttention", "WanCoreSpeedPreset"])
+def test_a_coverage_that_changed_is_read_again(comfy: ComfyUI, node_id: str) -> None:
+    graph = loaders("mine_high.safetensors", "mine_low.safetensors")
+    graph["sparse"] = node(node_id, preset="balanced")
+    if node_id == "WanCoreSparseAttention":
+        numbers = {"sparsity": 0.5, "dense_steps": 0.0, "ramp": 0.0, "dense_layers": 0, "mass": 0.0}
+        graph["sparse"]["inputs"] |= {**numbers, "pooled": True, "reuse": 1, "kernel": "auto"}
+    graph["plan"] = node(
+        "WanCorePlanPreview", model=["model", 0], **PLAN, seconds_per_forward=2.0, skipping=["sparse", 0]
+    )
+    run = comfy.run(graph)
+    assert run.ok, run.status
+    path = comfy.base / "models" / "diffusion_models" / "mine_high.sparse.json"
+    path.write_text(json.dumps({"format": "nonsense"}))
+    try:
+        run = comfy.run(graph)
+        assert not run.ok and path.name in run.message("execution_error")["exception_message"]
+    finally:
+        path.unlink()
+
+
 def test_calibration_says_before_the_videos_where_it_cannot_write(comfy: ComfyUI) -> None:
     """The embedded model's curve is part of the pack: one of the user's would take its place for all later runs."""
     graph = loaders() | {"size": node("WanCoreEmptyLatent", **SMALL, latent_type="Wan 2.1 VAE (A14B, tiny)")}

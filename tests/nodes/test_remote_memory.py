@@ -9,7 +9,7 @@ from tests.comfyui import find_comfyui, what_checks_found
 pytestmark = pytest.mark.comfy
 CHECKS = (
     "kept_is_given_back", "others_make_room", "held_is_not_asked_for_again", "workers_that_ended_hold_nothing",
-    "others_may_end_them",
+    "others_may_end_them", "a_later_prompt_ends_others_on_its_devices",
 )  # fmt: skip
 
 

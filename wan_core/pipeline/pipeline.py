@@ -39,7 +39,7 @@ from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.model_parts import Parts
 from wan_core.pipeline.resolved_request import Job, make_job
-from wan_core.pipeline.sample import OnStep, sample_latents
+from wan_core.pipeline.sample import OnStep, guidance_over, sample_latents
 from wan_core.pipeline.settings import choose_device, compute_dtype
 from wan_core.pipeline.sources import find_models, for_request
 from wan_core.sampling.conditioning import Conditioning
@@ -185,12 +185,9 @@ class Pipeline:
         if models.ranks is not None:
             self.report.settings["mesh"] = str(models.ranks.mesh)
             self.report.notes.append(f"ranks: {models.ranks.mesh.describe()}")
-            if models.ranks.cfg.size > 1 and job.plan.guided:
-                job = replace(job, batched=False, batched_why="each branch has ranks of its own")
-                self.report.settings["guidance_mode"] = "parallel"
-            elif models.ranks.layers.size > 1 and job.plan.guided:
-                job = replace(job, batched=False, batched_why="the branches follow each other through the layers")
-                self.report.settings["guidance_mode"] = "sequential"
+            if (apart := guidance_over(models.ranks, job.plan)) is not None:
+                self.report.settings["guidance_mode"], why = apart
+                job = replace(job, batched=False, batched_why=why)
         self.report.notes.append(f"guidance: {'batched' if job.batched else 'sequential'} ({job.batched_why})")
         for note in never_seen(job):
             self.warn(note)

@@ -115,3 +115,13 @@ def branches_over(ranks: RankMesh | None, checks: BlockChecks) -> RunBranches | 
     if ranks is not None and ranks.cfg.size == 2:
         return SplitBranches(ranks, checks.before_exchange)
     return FollowingBranches(ranks) if ranks is not None and ranks.layers.size > 1 else None
+
+
+def guidance_over(ranks: RankMesh | None, plan: Plan) -> tuple[str, str] | None:
+    """How ranks run the guidance branches of `plan` together, and why, for the report; None where each forward is of
+    all ranks, and may have both branches."""
+    if ranks is not None and plan.guided and ranks.cfg.size > 1:
+        return "parallel", "each branch has ranks of its own"
+    if ranks is not None and plan.guided and ranks.layers.size > 1:
+        return "sequential", "the branches follow each other through the layers"
+    return None

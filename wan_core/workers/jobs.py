@@ -40,6 +40,7 @@ from wan_core.pipeline.loras import lora_files
 from wan_core.pipeline.memory_planning import Workload
 from wan_core.pipeline.pipeline import OnStep, Pipeline, sample_latents
 from wan_core.pipeline.resolved_request import Job, make_job
+from wan_core.pipeline.sample import guidance_over
 from wan_core.pipeline.settings import PartToLoad, compute_dtype, holding, precision_of
 from wan_core.pipeline.sources import find_experts, find_models, for_request, recognise
 from wan_core.sampling.chords import check_chords
@@ -168,6 +169,9 @@ class Jobs:
         models = held.models
         models.place(workload)
         report.settings["mesh"] = str(choice.mesh)
+        mode, why = guidance_over(ranks, plan) or ("batched" if batched else "sequential", "")
+        report.settings["guidance_mode"] = mode
+        report.notes += [f"guidance: {mode}" + (f" ({why})" if why else "")] * plan.guided
         report.notes += [f"mesh: {choice.words()}", *[choice.note] * bool(choice.note), *held.notes]
         given = Conditioning.of({name: value.to(self.rank.device) for name, value in tensors.items()})
         models.wait_for_kernels(report)

@@ -27,6 +27,7 @@ from wan_core.workers.options import WorkerOptions
 from wan_core.workers.processes import STOP_SECONDS, Frame, WorkerProcesses
 
 POLL_SECONDS = 0.1  # between two calls of `poll`
+STOPPED_SECONDS = 1.0  # a wait of `POLL_SECONDS` that took so long: this process was stopped meanwhile (Ctrl+Z)
 RESTART = "All ranks were ended; the next request starts them again."
 OnEvent = Callable[[dict[str, Any], dict[str, Tensor]], None]
 """Called with every event that rank 0 sends during a request: a header with "kind" and "name", and tensors."""
@@ -132,10 +133,12 @@ class Workers:
         """The frame that ends the request. Raises WorkerError if the ranks end or hang, and what the callbacks
         raise."""
         while True:
+            begin = time.monotonic()
             try:
                 frame = processes.inbox.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                self._check_timeouts(processes)
+                if time.monotonic() - begin < STOPPED_SECONDS:  # else what arrived meanwhile is received first
+                    self._check_timeouts(processes)
                 poll()
                 continue
             if frame is None:
