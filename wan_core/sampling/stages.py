@@ -41,7 +41,8 @@ def with_stages(plan: Plan, stages: Sequence[StageOptions]) -> Plan:
     if not stages:
         return plan
     sigmas = [step.sigma for step in plan.steps if not step.correction]
-    check_end(sigmas, stages)
+    early = plan.window is not None and not plan.window.leftover  # its last step removes the noise that is left
+    check_end(sigmas[: plan.window.end] if early else sigmas, stages)
     steps: list[Step] = []
     stage: StageOptions | None = None
     for step in plan.steps:
