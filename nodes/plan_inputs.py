@@ -169,7 +169,7 @@ def plan_of(
     frames: int | None = None,
 ) -> Plan:
     """The plan for widgets in which 0 stands for the model's own number, and `unipc` too where a preset says otherwise.
-    image: TI2V starts from one. frames: latent ones of the video, for context windows; None: the task's own."""
+    image: TI2V starts from one. frames: latent ones of the video, or of its longest clip; None: the task's own."""
     high, low = model.experts.high.path, model.experts.low.path if model.experts.low else None
     loras = model.lora_files
     plan = preset_plan(
@@ -186,16 +186,16 @@ def plan_of(
         window=window,
     )
     task, vae, dit = model.experts.task, model.experts.vae, model.experts.dit
-    own_frames = (task.frames - 1) // vae.temporal_stride + 1
+    frames = frames or (task.frames - 1) // vae.temporal_stride + 1
     if model.windows is not None:
-        plan = with_windows(plan, model.windows, frames or own_frames)
+        plan = with_windows(plan, model.windows, frames)
     plan = skip_forwards(plan, skipping, high, low, image=image, loras=loras)
     latents = (
-        max(plan.window_sizes(own_frames)),
+        max(plan.window_sizes(frames)),
         task.height // vae.spatial_stride,
         task.width // vae.spatial_stride,
     )
-    return with_costs(plan, dit, latents)  # of the task's own size, until one is known
+    return with_costs(plan, dit, latents)  # of the task's own width and height, until they are known
 
 
 def window_of(denoise: float, start_step: int, end_step: int, leftover: str) -> Window | None:

@@ -122,16 +122,17 @@ class WanCorePlanPreview(io.ComfyNode):
     ) -> io.NodeOutput:
         numbers = steps, shift, boundary, guidance_high, guidance_low, solver
         window = window_of(denoise, start_step, end_step, return_with_leftover_noise)
-        stride = model.experts.vae.temporal_stride
+        task, stride, long = model.experts.task, model.experts.vae.temporal_stride, None
+        check_one_way(model.windows, clip_frames or None, overlap or None)
+        if model.windows is None and (frames or clip_frames or overlap):
+            long = cut_video(task, frames or task.frames, clip_frames or None, overlap or None)
+            frames = long.clips[0].frames
         latents = (frames - 1) // stride + 1 if frames else None
         plan = plan_of(model, *numbers, skipping, from_image, preset, window, sigmas, latents)
         entered: dict[Expert, float] = dict.fromkeys(plan.experts, seconds_per_forward)
         seconds = entered if seconds_per_forward else model.pace
         estimate, clips = plan.estimate(seconds), ""
-        check_one_way(model.windows, clip_frames or None, overlap or None)
-        if model.windows is None and (frames or clip_frames or overlap):
-            task = model.experts.task
-            long = cut_video(task, frames or task.frames, clip_frames or None, overlap or None)
+        if long is not None:
             estimate, clips = None if estimate is None else estimate * long.cost, long.words(plan.count)
         image = as_image(draw_plan(plan, estimate, clips=clips))
         text = plan.table() + (f"\nclips: {clips}" if clips else "")

@@ -68,7 +68,8 @@ def native_plan(
         guidance=guidance,
         branches=branches,
     )
-    plan = with_stages(replace(plan, notes=(model.note,) if model.note else ()), options.stages)
+    own = part.whole[part.first : part.stop + 1]
+    plan = with_stages(replace(plan, notes=(model.note,) if model.note else ()), options.stages, own)
     if solver == "lcm" and replace(options, sparse=None, stages=()) != SkipOptions():
         check_cacheable(solver, "the step cache")
     curve = None

@@ -169,6 +169,18 @@ def check_shown(it: World) -> None:
     ran: list[int] = []
     model = world.tiny("WAN21_T2V")
     model.model.diffusion_model.blocks[0].register_forward_pre_hook(lambda *_: ran.append(1))
+    # Two samplers: each counts its own steps, and so does the preview.
+    stages = importlib.import_module("pack.nodes.host.native_stages")
+    two = staged(it, world.tiny("WAN21_T2V"), "0.5/0.5-0.97:every3")
+    sigmas = importlib.import_module("pack.nodes.host").sampler_sigmas(two, "euler", "simple", 20, 1.0).tolist()
+    for split in (6, 7, 8):
+        table = preview.execute(two, **given, model_low=two, split_step=split).result[1]
+        rows = [line for line in table.splitlines() if line.split()[0].isdigit()]
+        small = []
+        for own in (sigmas[:split], sigmas[split:-1]):
+            run = stages.StagedRun(stages.stages_of(two), own, 0.0)
+            small += [stages.stage_at(sigma, run.stages, run.sigmas) is not None for sigma in own]
+        assert [("of the size" in row) for row in rows] == small and sum(small) > 4, table
     said = ""
     try:
         sample(staged(it, model, "0.5/0.1-0.9"), EULER)

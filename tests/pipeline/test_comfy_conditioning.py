@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wan_core.config import OptionError, SkipOptions, TaylorSeerOptions
+from wan_core.config import NagOptions, OptionError, SkipOptions, TaylorSeerOptions
 from wan_core.models.vae.config import VAE_22
+from wan_core.models.wan.families import NAG
 from wan_core.pipeline.comfy_conditioning import join
 from wan_core.pipeline.model_parts import Experts
 from wan_core.pipeline.sources import TINY, find_experts
@@ -114,6 +115,15 @@ def test_texts_travel_to_workers_and_are_shown() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_a_negative_text_that_nag_alone_reads_changes_too(experts: Experts) -> None:
+    nag = {NAG: NagOptions()}
+    negative = [ranged(2, experts, 0.0, 0.5, **nag), ranged(3, experts, 0.5, 1.0, **nag)]
+    joined = join([text(1, experts)], negative, LATENT, experts, plan_of(guidance_high=1.0, guidance_low=1.0))
+    assert all(step.nag for step in joined.plan.steps) and joined.conditioning.later_uncond is not None
+    texts = [step.texts for step in joined.plan.steps]
+    assert texts == sorted(texts) and set(texts) == {(0, 0), (0, 1)}
 
 
 def run(experts: Experts, positive: list[Any], negative: list[Any], plan: Plan) -> torch.Tensor:

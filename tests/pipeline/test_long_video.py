@@ -43,6 +43,18 @@ def test_steps_that_cost_less_are_estimated_so(capsys: pytest.CaptureFixture[str
     given = ("--steps", "4", "--seconds-per-forward", "10", "--json")
     dense, sparse = (json.loads(plan(capsys, *given, *more))["seconds"] for more in ((), ("--sparse", "balanced")))
     assert dense == 80 and 20 < sparse < 60
+    # Fewer frames have less attention.
+    for short in (
+        ("--frames", "17"),
+        ("--frames", "161", "--clip-frames", "17", "--overlap", "1", "--task", "i2v-A14B"),
+    ):
+        times = [json.loads(plan(capsys, *given, *short, *more))["seconds"] for more in ((), ("--sparse", "balanced"))]
+        assert 0.7 < times[1] / times[0] < 0.9
+    # The blocks of the control are 8 beside 40.
+    given = (*given, "--task", "vace-14B")
+    whole, half = (json.loads(plan(capsys, *given, *more))["seconds"] for more in ((), ("--control-end", "0.5")))
+    free = sum(step["control"] == [0.0] for step in json.loads(plan(capsys, *given, "--control-end", "0.5"))["steps"])
+    assert whole == 80 and half == pytest.approx(80 - 20 * free * (1 - 40 / 48), abs=0.1) and 0 < free < 4
 
 
 def test_the_plan_counts_context_windows(capsys: pytest.CaptureFixture[str]) -> None:

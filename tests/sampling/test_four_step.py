@@ -102,6 +102,12 @@ def test_an_unknown_preset_names_the_known():
     assert set(CHOICES) == {"auto", "none", *PRESETS}
 
 
+@pytest.mark.parametrize("given", [{"steps": 0}, {"shift": 0.0}])
+def test_what_is_out_of_range_is_not_the_preset_s(given):
+    with pytest.raises(OptionError, match="given; "):
+        preset_plan("4-step", task="t2v-A14B", **given)
+
+
 def lora(path: Path) -> Path:
     write_safetensors(
         {

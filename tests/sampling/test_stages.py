@@ -134,6 +134,7 @@ def test_nothing_is_reused_at_another_size(stages, steps, cut):
         (lambda: parse_stages("0.5/0-0.9"), "stage from sigma 0 to 0.9 given"),
         (lambda: SkipOptions(stages=parse_stages("0.5/0.8-0.9,0.75/0.85-0.95")), "overlap"),
         (lambda: staged(parse_stages("0.5/0.01-0.9")), "the last step, at sigma .* would run at 0.5 of the size"),
+        (lambda: staged(window=Window(end=6)), "the last step, at sigma .* would run at 0.5 of the size"),
         (lambda: check_chords(staged(), 2), "leave the resolution schedule out"),
         (lambda: check_stages(FAMILIES["vace"].tasks[0]), "it is for models of the family wan"),
     ],

@@ -16,6 +16,7 @@ from wan_core.execution.report import Report
 from wan_core.models.vae.config import VAE_21, VAE_22
 from wan_core.models.vae.statistics import normalise
 from wan_core.pipeline.sample import sample_latents
+from wan_core.sampling.cache.arguments import parse_setting
 from wan_core.sampling.cache.residual import BOTH, residual_program
 from wan_core.sampling.cache.skipping import skip_forwards
 from wan_core.sampling.conditioning import Conditioning, draw_noise
@@ -104,6 +105,14 @@ def test_an_early_end_without_leftover_noise_removes_all_of_it():
         assert plan.sigmas[-1] == 0 and plan.sigmas[:-1] == part(solver, 6).sigmas[: len(plan.sigmas) - 1]
         assert sample(plan, Start(shape=SHAPE, seed=1))[1] is None
         assert part(solver, 6, end=4, leftover=True).sigmas[-1] == part(solver, 6, start=4).sigmas[0]
+
+
+@pytest.mark.parametrize("setting", ["taylorseer:2/1/0.1", "adaptive:0.1", "magcache:fast", "pattern:10101/100"])
+@pytest.mark.parametrize("steps", [10, 13, 20])
+def test_the_step_that_removes_the_noise_of_an_early_end_is_computed(setting, steps):
+    for end in range(1, steps):
+        last = part(steps=steps, skip=parse_setting(setting), end=end).steps[-1]
+        assert last.finishes and (last.action, last.skipped, last.order) == ("compute", (), 0)
 
 
 caches = st.none() | st.builds(TaylorSeerOptions, interval=st.integers(1, 4), order=st.integers(0, 2))

@@ -91,6 +91,8 @@ def run_plan(options: argparse.Namespace) -> int:
     long = cut_video(task, frames, options.clip_frames, options.overlap) if told else None
     longest = frames if long is None else long.clips[0].frames
     check_size(task.width, task.height, longest, multiple=1, temporal=task.vae.temporal_stride)
+    if plan.context_windows is None:
+        latents = (longest - 1) // task.vae.temporal_stride + 1
     seconds = whole_seconds(plan, long, options.seconds_per_forward, latents)
     if options.json:
         more = {} if long is None else {"clips": long.as_list()}
@@ -110,7 +112,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def whole_seconds(plan: Plan, long: LongVideo | None, each: float | None, frames: int) -> float | None:
     """Of all steps of all clips, at so many for one forward that reads everything; None where that is not known.
-    frames: latent ones, of a video in context windows."""
+    frames: latent ones, of the longest clip."""
     if each is None:
         return None
     if not each > 0:
@@ -118,9 +120,11 @@ def whole_seconds(plan: Plan, long: LongVideo | None, each: float | None, frames
     task = TASKS[plan.task]
     dit = task.full_size
     if dit is not None:
-        T = (task.frames - 1) // task.vae.temporal_stride + 1
-        T = T if plan.context_windows is None else max(plan.window_sizes(frames))
-        latents = T, task.height // task.vae.spatial_stride, task.width // task.vae.spatial_stride
+        latents = (
+            max(plan.window_sizes(frames)),
+            task.height // task.vae.spatial_stride,
+            task.width // task.vae.spatial_stride,
+        )
         plan = with_costs(plan, dit, latents)
     seconds = plan.estimate(dict.fromkeys(plan.experts, each))
     assert seconds is not None

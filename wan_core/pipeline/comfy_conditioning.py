@@ -69,10 +69,13 @@ def join(
         check_same(key, [cond.extras.get(key), uncond.extras.get(key)], "`positive` and `negative`")
     if plan.reads_negative:
         check_not_alone(family.conditioning_keys, cond.extras, uncond.extras)
+    guided = plan.guided
+    if uncond.extras.get(NAG) is not None:  # before texts, of which its steps also take a negative one
+        plan = with_nag(plan, uncond.extras[NAG])
     plan, cond, uncond = plan_texts(plan, cond, uncond, changing)
     inputs = family.read_conditioning(task, experts.vae, cond.extras, latent)
     own = {key: uncond.extras.get(key) for key in family.branch_keys}
-    if plan.reads_negative and not all(_equal(cond.extras.get(key), value) for key, value in own.items()):
+    if guided and not all(_equal(cond.extras.get(key), value) for key, value in own.items()):
         other = family.read_conditioning(task, experts.vae, {**cond.extras, **own}, latent)["inputs"]
         if lacking := inputs["inputs"].keys() ^ other.keys():
             raise OptionError(
@@ -81,8 +84,6 @@ def join(
             )
         inputs = {**inputs, "uncond_inputs": other}
     latents = first_latents(plan, latent["samples"], inputs["known"].shape[2] if "known" in inputs else 0)
-    if uncond.extras.get(NAG) is not None:
-        plan = with_nag(plan, uncond.extras[NAG])
     conditioning = Conditioning(
         cond=cond.rows[0],
         uncond=uncond.rows[0] if plan.reads_negative else None,

@@ -25,7 +25,7 @@ from wan_core.pipeline.driving import MEDIA, OTHERS, SETTINGS, check_media, driv
 from wan_core.sampling.cache.skipping import skip_forwards, skip_words
 from wan_core.sampling.conditioning import best_size_for_image, size_for_image
 from wan_core.sampling.context_windows import with_windows
-from wan_core.sampling.control import control_words, with_control, with_control_costs
+from wan_core.sampling.control import control_words, with_control
 from wan_core.sampling.denoise import choose_batched
 from wan_core.sampling.nag import nag_words, with_nag
 from wan_core.sampling.plan import Plan
@@ -171,7 +171,7 @@ def make_job(
     )
     seen = max(plan.window_sizes(T)) + beside
     tokens = dit.tokens(seen, Y, X)
-    plan = with_control_costs(with_costs(plan, dit, (seen, Y, X)), dit)
+    plan = with_costs(plan, dit, (seen, Y, X))
     batched, why = choose_batched(request.guidance_mode, plan, tokens, streamed=streamed and tokens <= TRANSFER_TOKENS)
     return Job(
         request=request,

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from wan_core.config import ControlOptions, OptionError
-from wan_core.models.wan.config import DiTConfig
 from wan_core.models.wan.families import family_of
 from wan_core.models.wan.tasks import find_task
 from wan_core.sampling.plan import Plan, Step
@@ -70,19 +69,6 @@ def check_reuse(plan: Plan) -> None:
                 "of them reuse what was computed with another: leave out step caching and the guidance schedule, or "
                 "use one strength for all steps"
             )
-
-
-def with_control_costs(plan: Plan, config: DiTConfig) -> Plan:
-    """`plan` with the cost of steps in which nothing is controlled, for the time estimate: blocks for the control do
-    not run in them."""
-    blocks = getattr(config, "vace_blocks", 0)
-    share = config.num_layers / (config.num_layers + blocks)
-
-    def costed(step: Step) -> Step:
-        free = step.control is not None and not any(step.control)
-        return replace(step, cost=round(step.cost * share, 4)) if free else step
-
-    return replace(plan, steps=tuple(map(costed, plan.steps))) if blocks else plan
 
 
 def control_words(options: ControlOptions) -> str:

@@ -9,7 +9,7 @@ from wan_core.sampling.plan import Branch, Plan, Step, step_numbers
 
 def cut_plan(plan: Plan) -> Plan:
     """The part of `plan` that its window asks for, with steps numbered from 0. Forwards that would reuse what a step
-    before the window computed are computed."""
+    before the window computed are computed, and so is a last step that removes the noise that is left."""
     window = plan.window
     if window is None:
         return plan
@@ -19,7 +19,7 @@ def cut_plan(plan: Plan) -> Plan:
     before = tuple(step.sigma for step in plan.steps[: kept[0].index])
     if window.end <= numbers[-1] and not window.leftover:
         kept = [step for step in kept if not (step.correction and step is kept[-1])]
-        kept[-1] = replace(kept[-1], sigma_next=0.0)
+        kept[-1] = replace(kept[-1], sigma_next=0.0, action="compute", skipped=(), order=0)
     steps = tuple(replace(step, index=index) for index, step in enumerate(kept))
     from_latents = plan.from_latents or window.start > 0
     return replace(plan, window=None, steps=without_lost_sources(steps), before=before, from_latents=from_latents)

@@ -131,8 +131,9 @@ def preset_plan(
             task=task, steps=steps, shift=shift, boundary=boundary, guidance_high=guidance_high,
             guidance_low=guidance_low, solver=solver or "unipc", sigmas=sigmas, window=window,
         )  # fmt: skip
-    steps = steps or (settings.steps if sigmas is None else len(sigmas) - 1)
-    shift, solver = shift or settings.shift, solver or settings.solver
+    if steps is None:
+        steps = settings.steps if sigmas is None else len(sigmas) - 1
+    shift, solver = settings.shift if shift is None else shift, solver or settings.solver
     two = find_task(task).two_experts if two_experts is None else two_experts
     numbers = {
         "task": task,

@@ -36,12 +36,18 @@ def smaller(size: tuple[int, int], scale: float, patch: tuple[int, int]) -> tupl
     return min(rows, size[0]), min(columns, size[1])
 
 
-def with_stages(plan: Plan, stages: Sequence[StageOptions]) -> Plan:
-    """`plan` with the size of every step, and the timesteps of those that are smaller. Raises OptionError."""
+def with_stages(plan: Plan, stages: Sequence[StageOptions], part: Sequence[float] | None = None) -> Plan:
+    """`plan` with the size of every step, and the timesteps of those that are smaller. Raises OptionError.
+
+    part: sigmas of a sampler that walks a part of `plan` and counts its own steps alone, with the one where it ends."""
     if not stages:
         return plan
-    sigmas = [step.sigma for step in plan.steps if not step.correction]
-    check_end(sigmas, stages)
+    sigmas = [step.sigma for step in plan.steps if not step.correction] if part is None else list(part[:-1])
+    window = plan.window
+    # The last step that a window leaves removes the noise that is left, unless that is to stay.
+    end = None if window is None or window.leftover else window.end
+    if part is None or part[-1] == 0:
+        check_end(sigmas[:end], stages)
     steps: list[Step] = []
     stage: StageOptions | None = None
     for step in plan.steps:

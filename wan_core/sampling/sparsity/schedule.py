@@ -75,7 +75,8 @@ def at_scale(sparsity: float, scale: float) -> float:
 
 
 def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> Plan:
-    """`plan` with the relative cost of its sparse and its smaller steps, for the time estimate.
+    """`plan` with the relative cost of its steps, for the time estimate: of sparse and smaller ones, and of those in
+    which nothing is controlled, where blocks for the control do not run.
 
     latents: frames, rows and columns of one video. Raises OptionError if the calibrated shares are for another number
     of layers.
@@ -90,11 +91,13 @@ def with_costs(plan: Plan, config: DiTConfig, latents: tuple[int, int, int]) -> 
     sparse_layers = max(0, config.num_layers - dense_layers) / config.num_layers
     rest = 0.0 if plan.sparse is None else rest_cost(plan.sparse)
     most = sum(forward_flops(config, config.tokens(*latents)))
+    uncontrolled = config.num_layers / (config.num_layers + getattr(config, "vace_blocks", 0))
 
     def cost(step: Step) -> float:
         tokens = step_tokens(step, config, latents)
-        alone = step_cost(step.sparsity, attention_share(config, tokens) * sparse_layers, rest)
-        return alone if step.scale == 1 else round(alone * sum(forward_flops(config, tokens)) / most, 4)
+        found = step_cost(step.sparsity, attention_share(config, tokens) * sparse_layers, rest)
+        found *= 1.0 if step.scale == 1 else sum(forward_flops(config, tokens)) / most
+        return round(found * (1.0 if step.control is None or any(step.control) else uncontrolled), 4)
 
     return replace(plan, steps=tuple(replace(step, cost=cost(step)) for step in plan.steps))
 
