@@ -144,6 +144,11 @@ def test_what_cannot_be_is_refused(make, words):
         make()
 
 
+def test_a_part_of_a_run_says_whose_steps_its_notes_number():
+    whole, part = staged(), staged(window=Window(start=4))
+    assert part.notes[:-1] == whole.notes and "this run begins at its step 4" in part.notes[-1]
+
+
 def test_the_command_plan_refuses_what_the_run_refuses(capsys):
     assert main(["plan", "--task", "vace-14B", "--stages", "0.5/0.9-0.98"]) != 0
     assert "it is for models of the family wan" in capsys.readouterr().err

@@ -71,7 +71,11 @@ def skip_forwards(
     plan = leave_out(plan, options, curve, distilled="".join(distilled[:1]))
     if options.stages:  # what is kept of one size is of no use at another
         plan = replace(plan, steps=without_lost_sources(plan.steps))
-    return replace(cut_plan(plan), unskipped=everything)
+    part = cut_plan(plan)
+    if part.before and (plan.stages or plan.sparse is not None):
+        said = f"steps in these notes are those of the whole schedule: this run begins at its step {len(part.before)}"
+        part = replace(part, notes=(*part.notes, said))
+    return replace(part, unskipped=everything)
 
 
 def check_cacheable(solver: str, name: str) -> None:
