@@ -6,13 +6,11 @@ import contextlib
 import hmac
 import json
 import os
-import queue
 import socket
 import struct
 import threading
 import time
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,8 +45,6 @@ from wan_core.workers.control import (
     new_key,
     unpack_tensors,
 )
-from wan_core.workers.explain import explain
-from wan_core.workers.launcher import WorkerError, Workers
 from wan_core.workers.options import WorkerOptions, parse_devices
 from wan_core.workers.wire import plan_from, report_data, report_from, request_from
 
@@ -394,92 +390,3 @@ def test_no_more_cpu_workers_than_cores(monkeypatch: pytest.MonkeyPatch, cores: 
 
 def test_a_mesh_over_hosts_is_checked_when_they_have_connected() -> None:
     assert WorkerOptions(devices=("cpu",) * 2, mesh="2x1x2", nodes=2, rendezvous="host:29400").mesh == "2x1x2"
-
-
-# ---------------------------------------------------------------------------------------------------------------- words
-
-
-def test_the_rank_that_failed_is_named_and_not_those_that_lost_it() -> None:
-    def failure(rank: int, said: dict[str, Any] | None, exit: int = 1) -> dict[str, Any]:
-        signal = {-7: "SIGBUS", -9: "SIGKILL", -15: "SIGTERM"}.get(exit)
-        return {"rank": rank, "pid": 100 + rank, "exit": exit, "signal": signal, "said": said, "tail": "oh\n\nno\n"}
-
-    def said(rank: int, reason: str, text: str) -> dict[str, Any]:
-        where = {"rank": rank, "host": "h", "pid": 100 + rank, "device": "cuda:1", "where": "denoise high, step 3 of 9"}
-        return {**where, "reason": reason, "type": "RuntimeError", "text": text}
-
-    status = {"host": "h", "device": "cpu", "phase": "decode", "step": 0, "of": 0}
-    statuses = [{**status, "rank": rank, "pid": 100 + rank} for rank in range(2)]
-    lost = failure(0, said(0, "peer", "Connection closed by peer"))
-    words = explain({"failures": [lost, failure(1, said(1, "memory", "tried to allocate 9 GiB"))]}, statuses, 1)
-    assert words.startswith("rank 1 on h (process 101, cuda:1) ran out of memory in denoise high, step 3 of 9")
-    assert "9 GiB" in words and "Connection closed" not in words
-    words = explain({"failures": [lost, failure(1, None, -9)]}, statuses, 1)
-    assert "rank 1 on h (process 101, cpu) was ended by signal 9 (SIGKILL) in decode" in words and "oh | no" in words
-    ended = failure(0, None, -15)  # by the launcher, because another failed
-    assert "rank 0" not in explain({"failures": [ended, failure(1, None, -9)]}, statuses, 1)
-    assert "SIGTERM" in explain({"failures": [ended]}, statuses, 1)
-    assert "Connection closed" in explain({"failures": [lost]}, statuses, 1)
-    reported = failure(0, said(1, "user", "a.safetensors: cannot be read"))  # by rank 0, of rank 1 on another host
-    for failures in ([reported], [reported, failure(1, None)], [reported, failure(1, reported["said"])]):
-        words = explain({"failures": failures}, statuses, 1)
-        assert words.startswith("rank 1 on h (process 101, cuda:1) refused the request in denoise high, step 3 of 9")
-        assert words.count("a.safetensors: cannot be read") == 1 and "rank 0" not in words
-    assert "became shorter" in explain({"failures": [failure(1, None, -7)]}, statuses, 1)
-    assert "ended with code -9" in explain(None, statuses, -9)
-
-
-def test_idle_ranks_are_not_taken_for_ranks_that_hang() -> None:
-    """Their last status before a request still counts the time since the request before."""
-    workers = Workers(WorkerOptions(devices=("cpu",), step_timeout=10))
-    status = {"rank": 0, "host": "h", "pid": 1, "device": "cpu", "phase": "idle", "step": 0, "of": 0, "count": 3}
-    now = time.monotonic()
-    running: Any = SimpleNamespace(
-        statuses=[{**status, "since_heartbeat": 0.1, "since_progress": 4000.0}], last_frame=now, request_start=now
-    )
-    workers._check_timeouts(running)
-    running.request_start -= 11
-    with pytest.raises(WorkerError, match="no rank made progress for 10 s"):
-        workers._check_timeouts(running)
-
-
-def test_a_late_rank_0_does_not_make_the_others_late() -> None:
-    """Rank 0 reports how old the heartbeats of the others are; the age of its own report does not count."""
-    workers = Workers(WorkerOptions(devices=("cpu", "cpu"), heartbeat_timeout=10))
-    status = {
-        "host": "h",
-        "pid": 1,
-        "device": "cpu",
-        "phase": "load",
-        "step": 0,
-        "of": 0,
-        "count": 3,
-        "since_progress": 0.0,
-    }
-    statuses = [{**status, "rank": rank, "since_heartbeat": 1.0 * rank} for rank in range(2)]
-    now = time.monotonic()
-    running: Any = SimpleNamespace(statuses=statuses, last_frame=now - 9.5, request_start=now)
-    workers._check_timeouts(running)
-    running.last_frame -= 1
-    with pytest.raises(WorkerError, match=r"rank 0 sent no heartbeat for 1[01] s"):
-        workers._check_timeouts(running)
-    running.last_frame, statuses[1]["since_heartbeat"] = now, 11.0
-    with pytest.raises(WorkerError, match=r"rank 1 .* sent no heartbeat for 11 s"):
-        workers._check_timeouts(running)
-
-
-def test_a_program_that_was_stopped_reads_what_arrived_before_it_complains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl+Z stops the program alone: its ranks go on, and their frames wait."""
-    workers = Workers(WorkerOptions(devices=("cpu",), heartbeat_timeout=60))
-    clock = [1000.0]
-    monkeypatch.setattr("wan_core.workers.launcher.time", SimpleNamespace(monotonic=lambda: clock[0]))
-
-    class Stopped:
-        def get(self, timeout: float) -> Any:
-            if clock[0] < 1070:
-                clock[0] += 70
-                raise queue.Empty
-            return {"kind": "result", "number": 1}, {}
-
-    running: Any = SimpleNamespace(statuses=[], last_frame=clock[0], request_start=clock[0], inbox=Stopped())
-    assert workers._wait(running, 1, lambda *_: None, lambda: None)[0]["kind"] == "result"

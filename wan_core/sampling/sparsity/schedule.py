@@ -33,7 +33,8 @@ HALF = 0.5  # least sparsity of a ramp
 # 12.5 to 50 %; at 32,760 tokens 4 %.
 KERNEL, CHOICE = 1.16, 0.006
 # The same for what is computed of unselected blocks beyond their means: for each further part, for the slope and each
-# part of it, for each part of the choice by error. From benchmarks/results/sparse-rest-h200-*.json.
+# part of it, for each part of the choice by error. From benchmarks/results/sparse-rest-h200-*.json; the slope of one
+# part together, 0.43 s of a forward at 720p, from sparse-slope-h200-*.json.
 PART, SLOPE, SLOPE_PART, ERROR_PART = 0.0285, 0.052, 0.028, 0.0105
 FORM = "quality, balanced, fast, or sparsity/dense steps/dense layers such as 0.8125/0/0, then options after a colon: "
 WORDS = "ramp0.3, mass0.9, floor0.05, reuse2, parts4, slope, error, even, alone, mean, or a kernel"
